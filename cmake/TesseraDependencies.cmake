@@ -21,6 +21,10 @@ if(NOT TESSERA_GOMP)
 endif()
 
 find_package(fmt REQUIRED)
+# Torch's include folder carries headers of another fmt than the one that spdlog and we link: ours has to be found first.
+get_target_property(TESSERA_FMT_INCLUDE fmt::fmt INTERFACE_INCLUDE_DIRECTORIES)
+file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/generated/libraries)
+file(CREATE_LINK ${TESSERA_FMT_INCLUDE}/fmt ${CMAKE_BINARY_DIR}/generated/libraries/fmt SYMBOLIC)
 find_package(spdlog REQUIRED)
 find_package(tomlplusplus REQUIRED)
 find_package(nlohmann_json REQUIRED)
@@ -40,12 +44,5 @@ if(TESSERA_SENTENCEPIECE_LIBRARY AND TESSERA_SENTENCEPIECE_TRAIN_LIBRARY)
   target_compile_definitions(tessera_sentencepiece INTERFACE TESSERA_WITH_SENTENCEPIECE)
 endif()
 set(TESSERA_SENTENCEPIECE tessera_sentencepiece)
-
-find_program(TESSERA_PROTOC protoc)
-find_library(TESSERA_PROTOBUF_LIBRARY protobuf)
-add_library(tessera_protobuf INTERFACE)
-if(TESSERA_PROTOC AND TESSERA_PROTOBUF_LIBRARY)
-  target_link_libraries(tessera_protobuf INTERFACE ${TESSERA_PROTOBUF_LIBRARY})
-  target_compile_definitions(tessera_protobuf INTERFACE TESSERA_WITH_PROTOBUF)
-endif()
-set(TESSERA_PROTOBUF tessera_protobuf)
+# Never link libprotobuf beside it: Debian's libsentencepiece exports the symbols of another protobuf (3.14 against 3.21), and a process that holds both aborts.
+# That is why TensorBoard's five fields are encoded in tessera/train/observers/event_record.cpp.

@@ -4,7 +4,8 @@ define_property(GLOBAL PROPERTY TESSERA_ALL_ROOMS BRIEF_DOCS "rooms" FULL_DOCS "
 
 add_library(tessera_base INTERFACE)
 target_include_directories(tessera_base INTERFACE ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR}/generated)
-target_include_directories(tessera_base SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
+target_compile_definitions(tessera_base INTERFACE TESSERA_VERSION="${PROJECT_VERSION}")
+target_include_directories(tessera_base SYSTEM INTERFACE ${CMAKE_BINARY_DIR}/generated/libraries ${TORCH_INCLUDE_DIRS})
 target_link_libraries(tessera_base INTERFACE tessera_flags torch ${TESSERA_GOMP} Threads::Threads)
 
 # tessera_room(NAME [DEPS rooms...] [LIBS libraries...])

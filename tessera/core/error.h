@@ -43,13 +43,15 @@ std::string concat(Parts&&... parts) {
 /// Throws ConfigError made of `parts`, in order, unless `condition` holds.
 template <class... Parts>
 void require(bool condition, Parts&&... parts) {
-  if (!condition) [[unlikely]] throw ConfigError(detail::concat(std::forward<Parts>(parts)...));
+  if (!condition) [[unlikely]]
+    throw ConfigError(detail::concat(std::forward<Parts>(parts)...));
 }
 
 /// Throws InternalError made of `parts`, in order, unless `condition` holds.
 template <class... Parts>
 void invariant(bool condition, Parts&&... parts) {
-  if (!condition) [[unlikely]] throw InternalError("internal error: " + detail::concat(std::forward<Parts>(parts)...));
+  if (!condition) [[unlikely]]
+    throw InternalError("internal error: " + detail::concat(std::forward<Parts>(parts)...));
 }
 
 }  // namespace tessera

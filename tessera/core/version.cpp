@@ -1,3 +1,7 @@
+#include "tessera/core/version.h"
+
 namespace tessera {
-const char* version() { return "0.1.0"; }
+
+const char* version() { return TESSERA_VERSION; }
+
 }  // namespace tessera

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tessera/core/config_fields.h"
+
+namespace tessera {
+
+using Betas = std::array<double, 2>;
+
+/// What a field takes beyond its C++ type; see config_fields.h.
+struct FieldRule {
+  std::string_view choices = {};  ///< comma-separated strings; empty: any string
+  std::string_view unset = {};    ///< what an optional becomes when it is not given
+  bool path = false;              ///< relative paths are made absolute; `choices` stand for themselves
+  bool number = false;            ///< a number is taken beside `choices`
+};
+
+namespace field_rules {
+constexpr FieldRule any() { return {}; }
+constexpr FieldRule one_of(std::string_view choices) { return {.choices = choices}; }
+constexpr FieldRule number_or(std::string_view choices) { return {.choices = choices, .number = true}; }
+constexpr FieldRule path() { return {.path = true}; }
+constexpr FieldRule path_or(std::string_view choices) { return {.choices = choices, .path = true}; }
+constexpr FieldRule unset(std::string_view text) { return {.unset = text}; }
+}  // namespace field_rules
+
+#define TESSERA_DECLARE_FIELD(type, name, value, rule, doc) type name = value;
+#define TESSERA_VISIT_FIELD(type, name, value, rule, doc) visit(#name, self.name, rule, std::string_view(doc));
+// clang-format off
+// for_each_field calls visit(name, field, FieldRule, doc) for each field, in order.
+#define TESSERA_DECLARE_SECTION(Struct, member, fields, doc)       \
+  struct Struct {                                                  \
+    fields(TESSERA_DECLARE_FIELD)                                  \
+    template <class Self, class Visit>                             \
+    static void for_each_field(Self& self, Visit&& visit) {        \
+      using namespace field_rules;                                 \
+      fields(TESSERA_VISIT_FIELD)                                  \
+    }                                                              \
+    bool operator==(const Struct&) const = default;                \
+  };
+// clang-format on
+TESSERA_CONFIG_SECTIONS(TESSERA_DECLARE_SECTION)
+#undef TESSERA_DECLARE_SECTION
+#undef TESSERA_VISIT_FIELD
+#undef TESSERA_DECLARE_FIELD
+
+/// A run's whole configuration: `config.optim.lr` is the key `optim.lr`. Two configurations are equal when all their fields are.
+struct Config {
+#define TESSERA_DECLARE_MEMBER(Struct, member, fields, doc) Struct member;
+  TESSERA_CONFIG_SECTIONS(TESSERA_DECLARE_MEMBER)
+#undef TESSERA_DECLARE_MEMBER
+
+  std::string name = "run";     ///< stem of the file it came from; names the default log.dir
+  std::set<std::string> given;  ///< keys that the file or --set named ("model.rope_theta"): what from_hf must agree with
+
+  /// Calls visit(name, section, doc) for each section, in order.
+  template <class Self, class Visit>
+  static void for_each_section(Self& self, Visit&& visit) {
+#define TESSERA_VISIT_SECTION(Struct, member, fields, doc) visit(#member, self.member, std::string_view(doc));
+    TESSERA_CONFIG_SECTIONS(TESSERA_VISIT_SECTION)
+#undef TESSERA_VISIT_SECTION
+  }
+  bool operator==(const Config& other) const;
+};
+
+/// Reads a TOML file, then applies `sets` ("optim.lr=1e-3") in order. Relative paths in the file become absolute from the file's folder, those in
+/// `sets` from the working directory. Throws ConfigError: the file is missing, unreadable or no TOML (line and column), an unknown section or
+/// key (names the nearest), a wrong type (names key and expected type), a string that is none of the allowed ones (lists them).
+Config load_config(const std::filesystem::path& file, const std::vector<std::string>& sets = {});
+
+/// The same for TOML text. `origin` stands for the file in messages.
+Config parse_config(std::string_view text, const std::filesystem::path& base_dir, const std::vector<std::string>& sets = {},
+                    const std::string& origin = "configuration");
+
+/// Every field as TOML; parse_config() gives an equal Config back. A field that is not set is a comment.
+std::string to_toml(const Config& config);
+
+/// docs/configuration.md: every section, key, type, default and meaning.
+std::string configuration_markdown();
+
+/// Fills what depends on other fields and was not given: model.kv_heads, ffn_dim, max_seq_len, vocab_size of `byte`, data.seed, data.cache_dir, log.dir.
+/// What depends on the machine or the world size (mesh, run.threads) stays unset. Idempotent.
+void resolve(Config& config);
+
+/// What a configuration is checked for: a plan needs no text.
+enum class Purpose { Train, Plan };
+
+/// Every rule between fields, and the techniques that this build lacks; throws ConfigError naming knob, value, rule and way out. Expects a resolved
+/// configuration (from_hf already read into it). Opens no file and starts no process group.
+void validate(const Config& config, int world_size, Purpose purpose = Purpose::Train);
+
+/// Sizes of the axes in `mesh.order`, slowest first, with -1 and unset replaced: their product is `world_size`.
+/// Throws ConfigError naming the knob, or printing the whole product.
+std::vector<std::pair<std::string, int>> resolve_mesh(const MeshConfig& mesh, int zero_stage, int world_size);
+
+/// The entry of `known` with the smallest edit distance to `word`, the first of equals; empty where `known` is.
+std::string nearest(const std::string& word, const std::vector<std::string>& known);
+
+}  // namespace tessera

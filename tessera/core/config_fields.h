@@ -1,0 +1,149 @@
+#pragma once
+
+/// Every configuration field, written once: TESSERA_<SECTION>_FIELDS(X) calls X(type, name, default, rule, doc) for each key of that section.
+/// Struct members, TOML parsing, --set, the saved configuration, refusals and docs/configuration.md all come from these lists (see config.h).
+///
+/// `rule` says what TOML may hold beyond the type:
+///   any()                  whatever the type allows
+///   one_of("a, b")         one of these strings
+///   number_or("a, b")      a number, or one of these strings
+///   path()                 a file or folder: relative to the file it stands in, or to the working directory when given by --set
+///   path_or("a, b")        the same, except that these strings stand for themselves
+///   unset("text")          the field is an optional; `text` says what it becomes when it is not given
+/// 0 on an integer without a stated default means "not given": validate() asks for it by name where the run needs it.
+
+#define TESSERA_MODEL_FIELDS(X)                                                                                                                           \
+  X(std::string, family, "", one_of("llama, gpt2, mixtral, mlp"), "Model family; may be left out beside `from_hf`.")                                      \
+  X(int64_t, dim, 0, any(), "Width of the residual stream.")                                                                                              \
+  X(int64_t, layers, 0, any(), "Number of blocks.")                                                                                                       \
+  X(int64_t, heads, 0, any(), "Number of query heads; `dim` must be a multiple.")                                                                         \
+  X(std::optional<int64_t>, kv_heads, std::nullopt, unset("model.heads"), "Number of key and value heads; must divide `heads`.")                          \
+  X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama, mixtral: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"),                                  \
+    "Width inside the feed-forward layers.")                                                                                                              \
+  X(int64_t, vocab_size, 0, any(), "Rows of the embedding; at least the tokenizer's number of ids (`byte`: 256 where not given).")                        \
+  X(std::optional<int64_t>, max_seq_len, std::nullopt, unset("data.seq_len; with from_hf the file's"), "Longest sequence the model can take, in tokens.") \
+  X(bool, tie_embeddings, false, any(), "The output head shares its weight with the token embedding.")                                                    \
+  X(double, rope_theta, 10000.0, any(), "Base of the rotary embedding's wavelengths.")                                                                    \
+  X(double, norm_eps, 1e-5, any(), "Added to the variance in every norm.")                                                                                \
+  X(double, dropout, 0.0, any(), "Probability of dropping an activation while training.")                                                                 \
+  X(int64_t, experts, 0, any(), "Number of experts of a block (mixtral).")                                                                                \
+  X(int64_t, experts_per_token, 0, any(), "Experts that each token visits (mixtral).")                                                                    \
+  X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
+
+#define TESSERA_DATA_FIELDS(X)                                                                                       \
+  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")             \
+  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                        \
+  X(std::string, tokenizer, "byte", path_or("byte"), "`byte`, or a SentencePiece `.model` file.")                    \
+  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                           \
+  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.") \
+  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                  \
+  X(std::string, cache_dir, "", path(), "Where packed corpora are kept; empty: `tessera` in `$XDG_CACHE_HOME` or `~/.cache`.")
+
+#define TESSERA_BATCH_FIELDS(X)                                                                                       \
+  X(int64_t, global_size, 0, any(), "Sequences per optimizer step, whatever the layout; a multiple of `micro_size`.") \
+  X(int64_t, micro_size, 1, any(), "Sequences per forward pass.")
+
+#define TESSERA_OPTIM_FIELDS(X)                                                                                                   \
+  X(std::string, name, "adamw", one_of("adamw, sgd, lion, adafactor, adam8bit, muon"), "Optimizer.")                              \
+  X(double, lr, 0.0, any(), "Learning rate at the top of the schedule.")                                                          \
+  X(Betas, betas, (Betas{0.9, 0.999}), any(), "Decay of the running averages of the gradient and of its square.")                 \
+  X(double, eps, 1e-8, any(), "Added to the denominator of AdamW.")                                                               \
+  X(double, momentum, 0.0, any(), "Momentum of SGD.")                                                                             \
+  X(double, weight_decay, 0.01, any(), "Weight decay (AdamW: decoupled; SGD: added to the gradient).")                            \
+  X(std::string, decay_on, "all", one_of("all, matrices"), "Which parameters decay: all, or those of two and more dimensions.")   \
+  X(double, max_grad_norm, 0.0, any(), "Gradients are scaled down to this global 2-norm; 0 is off.")                              \
+  X(std::string, schedule, "constant", one_of("constant, linear, cosine"), "Learning rate after the warm-up, until `run.steps`.") \
+  X(int64_t, warmup_steps, 0, any(), "Steps over which the learning rate rises linearly.")                                        \
+  X(double, min_lr, 0.0, any(), "Learning rate at the end of a linear or cosine schedule.")
+
+#define TESSERA_MESH_FIELDS(X)                                                                                          \
+  X(std::optional<int>, dp_replicate, std::nullopt, unset("what the other axes leave where zero.stage = 0, else 1"),    \
+    "Data parallelism with whole replicas; -1 takes what is left.")                                                     \
+  X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),        \
+    "Data parallelism with sharded state; -1 takes what is left.")                                                      \
+  X(int, pp, 1, any(), "Pipeline parallelism: stages; -1 takes what is left.")                                          \
+  X(int, cp, 1, any(), "Context parallelism: parts of a sequence; -1 takes what is left.")                              \
+  X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                                  \
+  X(int, ep, 1, any(), "Expert parallelism: regroups the ranks of dp_shard x cp x tp; not a factor of the world size.") \
+  X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
+
+#define TESSERA_COMM_FIELDS(X)                                                                                                        \
+  X(std::string, backend, "auto", one_of("auto, gloo, shm, mpi, nccl"), "What carries the collectives.")                              \
+  X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto` is the backend's own.")                                      \
+  X(std::string, interface, "", any(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
+  X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                                \
+  X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")
+
+#define TESSERA_ZERO_FIELDS(X)                                                                                  \
+  X(int, stage, 0, any(), "What dp_shard shards: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters.") \
+  X(int64_t, bucket_bytes, (int64_t{25} << 20), any(), "Bytes of gradients that are reduced together.")         \
+  X(std::string, wrap, "layers.*", any(), "Module paths that are gathered as one unit (stage 3).")              \
+  X(int64_t, prefetch, 1, any(), "Units gathered ahead of their use (stage 3).")
+
+#define TESSERA_TENSOR_FIELDS(X)                                                                                    \
+  X(bool, sequence_parallel, false, any(), "Split the sequence between the layers that tensor parallelism splits.") \
+  X(bool, overlap, false, any(), "Overlap the collectives of tensor parallelism with its matrix products.")
+
+#define TESSERA_CONTEXT_FIELDS(X) X(std::string, method, "ring", one_of("ring, ulysses, ulysses_ring"), "How attention crosses the parts of a sequence.")
+
+#define TESSERA_PIPELINE_FIELDS(X)                                                                                                                    \
+  X(std::string, schedule, "1f1b", path_or("naive, gpipe, 1f1b, pipedream, pipedream_2bw, interleaved, breadth_first, zb_h1, zb_v, dualpipev"),       \
+    "Schedule, or a CSV file that holds one.")                                                                                                        \
+  X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(), "`auto`, or the module paths that begin the stages after the first.") \
+  X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")
+
+#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                  \
+  X(std::string, mode, "none", one_of("none, full, selective"), "Which activations are computed again in backward.") \
+  X(int64_t, every, 1, any(), "Recompute every n-th block.")
+
+#define TESSERA_OFFLOAD_FIELDS(X)                                                                       \
+  X(std::string, params, "device", one_of("device, host, disk"), "Where parameters live between uses.") \
+  X(std::string, gradients, "device", one_of("device, host, disk"), "Where gradients live.")            \
+  X(std::string, optimizer, "device", one_of("device, host, disk"), "Where optimizer state lives.")     \
+  X(std::string, activations, "device", one_of("device, host, disk"), "Where saved activations wait for backward.")
+
+#define TESSERA_PRECISION_FIELDS(X)                                                                                     \
+  X(std::string, params, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which parameters are kept.")           \
+  X(std::string, compute, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of matrix products.")                    \
+  X(std::string, reduce, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which gradients cross the network.")   \
+  X(std::string, master, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of the copy that the optimizer updates.") \
+  X(std::string, loss_scale, "none", number_or("none, dynamic"), "Factor on the loss, against underflow of small gradients.")
+
+#define TESSERA_CHECKPOINT_FIELDS(X)                                                                                            \
+  X(std::string, dir, "", path(), "Folder of the checkpoints; empty: none are written.")                                        \
+  X(int64_t, every, 0, any(), "Steps between checkpoints; 0: only after the last step.")                                        \
+  X(int64_t, keep, 0, any(), "How many of the newest checkpoints are kept; 0: all.")                                            \
+  X(bool, async, false, any(), "Write checkpoints while training goes on.")                                                     \
+  X(std::string, resume, "", path_or("latest"), "Checkpoint to go on from: a path, `latest` (the newest valid one), or empty.") \
+  X(bool, verify, true, any(), "Check the hash of every slice that is loaded.")
+
+#define TESSERA_LOG_FIELDS(X) X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.")
+
+#define TESSERA_RUN_FIELDS(X)                                                                                                           \
+  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                     \
+  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                    \
+  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.") \
+  X(std::optional<int>, threads, std::nullopt, unset("cores / local ranks"), "Threads per rank.")                                       \
+  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                               \
+  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                           \
+  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                     \
+    "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
+
+/// Sections in the order of the documentation: X(struct, member, list of fields, doc).
+#define TESSERA_CONFIG_SECTIONS(X)                                                                  \
+  X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                      \
+  X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")             \
+  X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                 \
+  X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                \
+  X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.") \
+  X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \
+  X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                             \
+  X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                             \
+  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism.")                         \
+  X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism.")                     \
+  X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")              \
+  X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")               \
+  X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                        \
+  X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                \
+  X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                          \
+  X(RunConfig, run, TESSERA_RUN_FIELDS, "The run itself.")

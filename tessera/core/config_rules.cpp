@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+
+#include "tessera/core/config.h"
+#include "tessera/core/config_detail.h"
+#include "tessera/core/config_missing.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t byte_vocabulary = 256;
+
+bool is_rotary(const ModelConfig& model) { return model.family == "llama" || model.family == "mixtral"; }
+bool has_attention(const ModelConfig& model) { return model.family != "mlp"; }
+
+int64_t default_ffn_dim(const ModelConfig& model) {
+  if (!is_rotary(model)) return 4 * model.dim;
+  constexpr int64_t multiple = 64;
+  return (8 * model.dim / 3 + multiple - 1) / multiple * multiple;
+}
+
+std::string default_cache_dir() {
+  namespace fs = std::filesystem;
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  if (cache && *cache) return (fs::path(cache) / "tessera").string();
+  const char* home = std::getenv("HOME");
+  if (home && *home) return (fs::path(home) / ".cache" / "tessera").string();
+  return (fs::temp_directory_path() / "tessera").string();
+}
+
+void at_least(const std::string& key, int64_t value, int64_t least) {
+  require(value >= least, key, " = ", value, ": expected at least ", least, "; set ", key);
+}
+
+void validate_model(const ModelConfig& model) {
+  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mixtral, mlp, or give model.from_hf");
+  at_least("model.dim", model.dim, 1);
+  at_least("model.layers", model.layers, 1);
+  at_least("model.vocab_size", model.vocab_size, 1);
+  at_least("model.ffn_dim", model.ffn_dim.value_or(0), 1);
+  at_least("model.max_seq_len", model.max_seq_len.value_or(0), 1);
+  require(model.dropout >= 0 && model.dropout < 1, "model.dropout = ", model.dropout, ": expected a probability from 0 to below 1");
+  require(model.norm_eps > 0, "model.norm_eps = ", model.norm_eps, ": expected a positive number, such as 1e-5");
+  require(model.rope_theta > 0, "model.rope_theta = ", model.rope_theta, ": expected a positive number, such as 10000");
+  if (has_attention(model)) {
+    at_least("model.heads", model.heads, 1);
+    const int64_t kv_heads = model.kv_heads.value_or(model.heads);
+    at_least("model.kv_heads", kv_heads, 1);
+    require(model.dim % model.heads == 0, "model.heads = ", model.heads, ": must divide model.dim = ", model.dim, "; set model.heads to a divisor");
+    require(model.heads % kv_heads == 0, "model.kv_heads = ", kv_heads, ": must divide model.heads = ", model.heads, "; set model.kv_heads to a divisor");
+    require(model.family != "gpt2" || kv_heads == model.heads, "model.kv_heads = ", kv_heads,
+            ": gpt2 has one key head per query head; leave model.kv_heads out");
+    require(!is_rotary(model) || model.dim / model.heads % 2 == 0, "model.heads = ", model.heads,
+            ": rotary embedding needs an even head size, and model.dim / model.heads is ", model.dim / model.heads, "; change model.dim or model.heads");
+  }
+  if (model.family == "mixtral") {
+    at_least("model.experts", model.experts, 1);
+    require(model.experts_per_token >= 1 && model.experts_per_token <= model.experts, "model.experts_per_token = ", model.experts_per_token,
+            ": expected 1 to model.experts = ", model.experts);
+  } else {
+    require(model.experts == 0 && model.experts_per_token == 0, "model.experts = ", model.experts, ", model.experts_per_token = ", model.experts_per_token,
+            ": model.family = ", model.family, " has no experts; leave both out");
+  }
+}
+
+void validate_data(const Config& config, Purpose purpose) {
+  const auto& data = config.data;
+  at_least("data.seq_len", data.seq_len, 1);
+  require(data.seq_len <= *config.model.max_seq_len, "data.seq_len = ", data.seq_len, ": longer than model.max_seq_len = ", *config.model.max_seq_len,
+          "; lower data.seq_len or raise model.max_seq_len");
+  require(!data.tokenizer.empty(), "data.tokenizer is empty: set it to byte, or to a SentencePiece .model file");
+  require(data.tokenizer != "byte" || config.model.vocab_size >= byte_vocabulary, "model.vocab_size = ", config.model.vocab_size, ": the byte tokenizer has ",
+          byte_vocabulary, " ids; set model.vocab_size to at least that");
+  at_least("data.seed", data.seed.value_or(config.run.seed), 0);
+  if (purpose == Purpose::Plan) return;
+  require(!data.files.empty(), "data.files is not set: name the training text, such as data.files = [\"corpus.txt\"]");
+  for (const auto& file : data.files) require(!file.empty(), "data.files holds an empty name: name the training text");
+  require(config.run.validate_every == 0 || !data.validation_files.empty(), "run.validate_every = ", config.run.validate_every,
+          ": needs held-out text; set data.validation_files, or run.validate_every = 0");
+}
+
+void validate_batch(const BatchConfig& batch, int64_t data_ranks) {
+  at_least("batch.micro_size", batch.micro_size, 1);
+  at_least("batch.global_size", batch.global_size, 1);
+  require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": must be a multiple of batch.micro_size = ", batch.micro_size,
+          "; the nearest above is ", (batch.global_size / batch.micro_size + 1) * batch.micro_size);
+  const int64_t micro_batches = batch.global_size / batch.micro_size;
+  require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",
+          data_ranks, " data ranks, and each needs one; set batch.global_size to at least ", data_ranks * batch.micro_size, " or use fewer ranks");
+}
+
+void validate_optim(const OptimConfig& optim, int64_t steps) {
+  require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
+  for (const double beta : optim.betas) {
+    require(beta >= 0 && beta < 1, "optim.betas = [", format_float(optim.betas[0]), ", ", format_float(optim.betas[1]),
+            "]: expected two numbers from 0 to below 1");
+  }
+  require(optim.eps > 0, "optim.eps = ", optim.eps, ": expected a positive number, such as 1e-8");
+  require(optim.momentum >= 0 && optim.momentum < 1, "optim.momentum = ", optim.momentum, ": expected a number from 0 to below 1");
+  require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
+  require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
+  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps);
+  require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
+}
+
+void validate_rest(const Config& config) {
+  require(config.comm.timeout_s > 0, "comm.timeout_s = ", config.comm.timeout_s, ": expected a positive number of seconds");
+  at_least("zero.bucket_bytes", config.zero.bucket_bytes, 1);
+  at_least("zero.prefetch", config.zero.prefetch, 0);
+  at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
+  at_least("recompute.every", config.recompute.every, 1);
+  at_least("checkpoint.every", config.checkpoint.every, 0);
+  at_least("checkpoint.keep", config.checkpoint.keep, 0);
+  require(config.checkpoint.resume != "latest" || !config.checkpoint.dir.empty(),
+          "checkpoint.resume = latest: there is no folder to look in; set checkpoint.dir, or name a checkpoint");
+  at_least("run.steps", config.run.steps, 1);
+  at_least("run.seed", config.run.seed, 0);
+  at_least("run.threads", config.run.threads.value_or(1), 1);
+  at_least("run.validate_every", config.run.validate_every, 0);
+}
+
+void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
+  int64_t regrouped = 1;
+  for (const auto& [axis, size] : axes) {
+    if (axis == "dp_shard" || axis == "cp" || axis == "tp") regrouped *= size;
+  }
+  at_least("mesh.ep", config.mesh.ep, 1);
+  require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
+          " has no experts; set mesh.ep = 1");
+  require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": regroups dp_shard x cp x tp = ", regrouped, " ranks, and must divide that");
+}
+
+}  // namespace
+
+void resolve(Config& config) {
+  auto& model = config.model;
+  // With from_hf the shape comes from its config.json, which another room reads; until then there is nothing to derive from.
+  if (model.from_hf.empty() || model.dim > 0) {
+    if (!model.kv_heads && model.heads > 0) model.kv_heads = model.heads;
+    if (!model.ffn_dim && model.dim > 0 && !model.family.empty()) model.ffn_dim = default_ffn_dim(model);
+    if (!model.max_seq_len && config.data.seq_len > 0) model.max_seq_len = config.data.seq_len;
+    if (model.vocab_size == 0 && config.data.tokenizer == "byte") model.vocab_size = byte_vocabulary;
+  }
+  if (!config.data.seed) config.data.seed = config.run.seed;
+  if (config.data.cache_dir.empty()) config.data.cache_dir = default_cache_dir();
+  if (config.log.dir.empty()) config.log.dir = (std::filesystem::current_path() / "runs" / config.name).string();
+}
+
+void validate(const Config& config, int world_size, Purpose purpose) {
+  require(config.zero.stage >= 0 && config.zero.stage <= 3, "zero.stage = ", config.zero.stage, ": expected 0, 1, 2 or 3");
+  const auto axes = resolve_mesh(config.mesh, config.zero.stage, world_size);
+  const auto size_of = [&](const std::string& wanted) {
+    return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
+  };
+  validate_model(config.model);
+  validate_rest(config);
+  validate_data(config, purpose);
+  validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"));
+  validate_optim(config.optim, config.run.steps);
+  validate_mesh(config, axes);
+  refuse_missing_techniques(config, axes);
+}
+
+}  // namespace tessera

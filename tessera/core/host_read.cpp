@@ -1,0 +1,22 @@
+#include "tessera/core/host_read.h"
+
+#include <ATen/ops/item.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+
+double host_read(const at::Tensor& scalar, double dry_answer) {
+  invariant(scalar.defined() && scalar.numel() == 1, "host_read expects a tensor of one element");
+  return scalar.is_meta() ? dry_answer : scalar.item().toDouble();
+}
+
+std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) {
+  invariant(tensor.defined(), "host_read_all expects a tensor");
+  if (tensor.is_meta()) return std::vector<double>(static_cast<size_t>(tensor.numel()), dry_answer);
+  const at::Tensor host = tensor.to(at::kCPU, at::kDouble).contiguous();
+  const double* data = host.const_data_ptr<double>();
+  return {data, data + host.numel()};
+}
+
+}  // namespace tessera

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+/// Writes a picture as SVG text. Coordinates are pixels, y downwards; text is escaped. Colors are CSS colors. No scripts, no external files.
+class Svg {
+ public:
+  Svg(double width, double height);
+
+  struct TextStyle {
+    double size = 12;
+    std::string_view color = "#222222";
+    std::string_view anchor = "start";  ///< start, middle, end
+    bool bold = false;
+  };
+
+  Svg& rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip = {});
+  Svg& line(double x1, double y1, double x2, double y2, std::string_view stroke = "#222222", double width = 1);
+  Svg& polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width = 1.5);
+  Svg& text(double x, double y, std::string_view text, TextStyle style);
+  Svg& text(double x, double y, std::string_view text);
+
+  std::string str() const;                   ///< the whole document
+  void save(const std::string& path) const;  ///< throws ConfigError when the file cannot be written
+
+  /// A palette of eight colors that stay apart for color-blind readers (Okabe and Ito).
+  static std::string_view color(size_t index);
+
+ private:
+  double width_, height_;
+  std::ostringstream body_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,153 @@
+#include "tessera/layout/slice.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+int64_t product(const std::vector<int64_t>& values) { return std::accumulate(values.begin(), values.end(), int64_t{1}, std::multiplies<>()); }
+
+std::string to_string(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+}  // namespace
+
+Box Box::whole(const std::vector<int64_t>& shape) { return {std::vector<int64_t>(shape.size(), 0), shape}; }
+
+int64_t Box::numel() const { return product(size); }
+
+bool Box::contains(const Box& other) const { return other.empty() || intersect(*this, other) == other; }
+
+Box intersect(const Box& a, const Box& b) {
+  invariant(a.size.size() == b.size.size(), "boxes of different dimensions: ", to_string(a), " and ", to_string(b));
+  Box both = a;
+  for (size_t d = 0; d < a.size.size(); ++d) {
+    both.offset[d] = std::max(a.offset[d], b.offset[d]);
+    both.size[d] = std::max<int64_t>(0, std::min(a.offset[d] + a.size[d], b.offset[d] + b.size[d]) - both.offset[d]);
+  }
+  return both;
+}
+
+std::string to_string(const Box& box) {
+  std::string text;
+  for (size_t d = 0; d < box.size.size(); ++d) {
+    text += (d ? ", " : "") + std::to_string(box.offset[d]) + ":" + std::to_string(box.offset[d] + box.size[d]);
+  }
+  return "[" + text + "]";
+}
+
+Slice Slice::whole(std::string name, std::vector<int64_t> shape) {
+  Box box = Box::whole(shape);
+  return {std::move(name), std::move(shape), {std::move(box)}, {}};
+}
+
+Slice Slice::along(std::string name, std::vector<int64_t> shape, int64_t dim, int64_t begin, int64_t size) {
+  Slice slice = whole(std::move(name), std::move(shape));
+  invariant(dim >= 0 && dim < static_cast<int64_t>(slice.shape.size()), slice.name, " ", to_string(slice.shape), " has no dimension ", dim);
+  slice.boxes[0].offset[dim] = begin;
+  slice.boxes[0].size[dim] = size;
+  slice.check();
+  return slice;
+}
+
+int64_t Slice::numel() const {
+  int64_t total = 0;
+  for (const auto& box : boxes) total += box.numel();
+  return total;
+}
+
+int64_t Slice::logical_numel() const { return product(shape); }
+
+bool Slice::is_whole() const { return boxes.size() == 1 && boxes[0] == Box::whole(shape); }
+
+int64_t Slice::concat_dim() const {
+  int64_t differs = -1;
+  for (size_t b = 1; b < boxes.size(); ++b) {
+    for (size_t d = 0; d < shape.size(); ++d) {
+      if (boxes[b].offset[d] == boxes[0].offset[d] && boxes[b].size[d] == boxes[0].size[d]) continue;
+      if (differs >= 0 && differs != static_cast<int64_t>(d)) return -1;
+      differs = static_cast<int64_t>(d);
+    }
+  }
+  return std::max<int64_t>(differs, 0);
+}
+
+std::vector<int64_t> Slice::local_shape() const {
+  if (boxes.empty()) {
+    auto none = shape.empty() ? std::vector<int64_t>{0} : shape;
+    none[0] = 0;
+    return none;
+  }
+  const int64_t dim = concat_dim();
+  if (dim < 0) return {numel()};
+  auto local = boxes[0].size;
+  for (size_t b = 1; b < boxes.size(); ++b) local[dim] += boxes[b].size[dim];
+  return local;
+}
+
+Box Slice::local_box(size_t index) const {
+  invariant(index < boxes.size(), name, ": no box ", index);
+  const int64_t dim = concat_dim();
+  if (dim < 0) {
+    int64_t begin = 0;
+    for (size_t b = 0; b < index; ++b) begin += boxes[b].numel();
+    return {{begin}, {boxes[index].numel()}};
+  }
+  Box local = Box::whole(boxes[index].size);
+  for (size_t b = 0; b < index; ++b) local.offset[dim] += boxes[b].size[dim];
+  return local;
+}
+
+void Slice::check() const {
+  const Box all = Box::whole(shape);
+  for (size_t b = 0; b < boxes.size(); ++b) {
+    const auto& box = boxes[b];
+    invariant(box.size.size() == shape.size() && box.offset.size() == shape.size(), name, ": ", to_string(box), " is no box of a tensor of shape ",
+              to_string(shape));
+    for (size_t d = 0; d < shape.size(); ++d) {
+      invariant(box.offset[d] >= 0 && box.size[d] >= 0 && box.offset[d] + box.size[d] <= shape[d], name, ": ", to_string(box), " leaves the shape ",
+                to_string(shape));
+    }
+    for (size_t other = 0; other < b; ++other) {
+      invariant(intersect(box, boxes[other]).empty(), name, ": ", to_string(box), " and ", to_string(boxes[other]), " overlap");
+    }
+  }
+}
+
+std::pair<int64_t, int64_t> chunk(int64_t total, int parts, int index) {
+  invariant(total >= 0 && index >= 0 && index < parts, "chunk ", index, " of ", parts, " of ", total);
+  const int64_t base = total / parts, extra = total % parts;
+  return {index * base + std::min<int64_t>(index, extra), base + (index < extra ? 1 : 0)};
+}
+
+void for_each_run(const std::vector<int64_t>& shape, const Box& box, const std::function<void(int64_t first, int64_t count)>& visit) {
+  if (box.empty()) return;
+  // Dimensions after `split` are taken whole, so that a run covers them and all the box's indices of `split`.
+  int64_t split = static_cast<int64_t>(shape.size()) - 1;
+  int64_t stride = 1;
+  while (split > 0 && box.size[split] == shape[split]) stride *= shape[split--];
+  if (split < 0) return visit(0, 1);
+  const int64_t count = box.size[split] * stride;
+  std::vector<int64_t> index(box.offset.begin(), box.offset.begin() + split);
+  const auto advance = [&] {
+    for (int64_t d = split - 1; d >= 0; --d) {
+      if (++index[d] < box.offset[d] + box.size[d]) return true;
+      index[d] = box.offset[d];
+    }
+    return false;
+  };
+  do {
+    int64_t row = 0;
+    for (int64_t d = 0; d < split; ++d) row = row * shape[d] + index[d];
+    visit((row * shape[split] + box.offset[split]) * stride, count);
+  } while (advance());
+}
+
+}  // namespace tessera

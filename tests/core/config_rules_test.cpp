@@ -1,0 +1,171 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+Config good() {
+  Config config;
+  config.model.family = "llama";
+  config.model.dim = 64;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.data.files = {"/text.txt"};
+  config.data.seq_len = 16;
+  config.batch.global_size = 8;
+  config.optim.lr = 1e-3;
+  config.run.steps = 10;
+  resolve(config);
+  return config;
+}
+
+/// The refusal of the good configuration after one change.
+template <class Change>
+std::string refusal(const Change& change, int world_size = 1, Purpose purpose = Purpose::Train) {
+  Config config = good();
+  change(config);
+  try {
+    validate(config, world_size, purpose);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+TEST(Resolve, FillsWhatDependsOnOtherFields) {
+  auto config = good();
+  EXPECT_EQ(config.model.kv_heads, 4);
+  EXPECT_EQ(config.model.ffn_dim, 192) << "8/3 of 64 is 170.7, and 192 the next multiple of 64";
+  EXPECT_EQ(config.model.max_seq_len, 16);
+  EXPECT_EQ(config.model.vocab_size, 256);
+  EXPECT_EQ(config.data.seed, config.run.seed);
+  EXPECT_FALSE(config.data.cache_dir.empty());
+  EXPECT_FALSE(config.mesh.dp_replicate.has_value()) << "depends on the world size";
+  const auto once = config;
+  resolve(config);
+  EXPECT_EQ(config, once);
+}
+
+TEST(Resolve, KeepsWhatIsGivenAndWaitsForHuggingFace) {
+  Config config;
+  config.run.seed = 3;
+  config.data.seed = 4;
+  config.model.from_hf = "/model";
+  config.data.seq_len = 16;
+  config.log.dir = "/logs";
+  resolve(config);
+  EXPECT_EQ(config.data.seed, 4);
+  EXPECT_FALSE(config.model.max_seq_len.has_value());
+  EXPECT_EQ(config.model.vocab_size, 0);
+  EXPECT_EQ(config.log.dir, "/logs");
+}
+
+TEST(Validate, AcceptsTheGood) {
+  for (const int world : {1, 2, 3, 5, 8}) EXPECT_NO_THROW(validate(good(), world)) << world;
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "bf16"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.data.files.clear(); }, 1, Purpose::Plan), "(accepted)");
+}
+
+TEST(Validate, Batch) {
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 3; }),
+              AllOf(StartsWith("batch.global_size = 8"), HasSubstr("batch.micro_size = 3"), HasSubstr("9")));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 4; }, 3),
+              AllOf(StartsWith("batch.global_size = 8"), HasSubstr("3 data ranks"), HasSubstr("at least 12")));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.global_size = 0; }), StartsWith("batch.global_size = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 0; }), StartsWith("batch.micro_size = 0"));
+}
+
+TEST(Validate, Mesh) {
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_replicate = 3; }, 2),
+              AllOf(HasSubstr("dp_replicate 3 x dp_shard 1 x pp 1 x cp 1 x tp 1 = 3"), HasSubstr("2 ranks")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 3; }, 4), AllOf(HasSubstr("tp 3"), HasSubstr("4")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_shard = 2; }, 2), AllOf(StartsWith("mesh.dp_shard = 2"), HasSubstr("zero.stage")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_shard = -1; }, 2), StartsWith("mesh.dp_shard = 2"));
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.dp_shard = -1; }, 1), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 0; }), StartsWith("mesh.tp = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = c.mesh.pp = -1; }), AllOf(HasSubstr("mesh.pp = -1"), HasSubstr("mesh.tp = -1")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order = {"dp_replicate", "dp_shard", "pp", "cp"}; }), HasSubstr("lacks tp"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order.push_back("tp"); }), HasSubstr("tp twice"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order.back() = "tpx"; }), AllOf(HasSubstr("tpx"), HasSubstr("did you mean tp?")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.ep = 2; }), StartsWith("mesh.ep = 2"));
+}
+
+TEST(ResolveMesh, UnsetAndMinusOneTakeWhatIsLeft) {
+  using Axes = std::vector<std::pair<std::string, int>>;
+  MeshConfig mesh;
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6), (Axes{{"dp_replicate", 6}, {"dp_shard", 1}, {"pp", 1}, {"cp", 1}, {"tp", 1}}));
+  EXPECT_EQ(resolve_mesh(mesh, 2, 6), (Axes{{"dp_replicate", 1}, {"dp_shard", 6}, {"pp", 1}, {"cp", 1}, {"tp", 1}}));
+  mesh.tp = 2;
+  mesh.order = {"tp", "dp_replicate", "dp_shard", "pp", "cp"};
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6).front(), (std::pair<std::string, int>{"tp", 2}));
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6)[1].second, 3);
+  mesh.pp = -1;
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6)[3].second, 3) << "-1 elsewhere leaves the unset data axis at 1";
+  mesh.pp = 1;
+  mesh.dp_replicate = 2;
+  mesh.dp_shard = -1;
+  EXPECT_EQ(resolve_mesh(mesh, 1, 12)[2].second, 3);
+  EXPECT_THROW(resolve_mesh(mesh, 1, 6), ConfigError);
+  mesh.dp_shard.reset();
+  EXPECT_EQ(resolve_mesh(mesh, 3, 8)[2].second, 2) << "hybrid: shard what replication leaves";
+  mesh.pp = mesh.cp = mesh.tp = 2000000000;
+  EXPECT_THROW(resolve_mesh(mesh, 0, 8), ConfigError) << "no overflow";
+}
+
+TEST(Validate, Model) {
+  EXPECT_THAT(refusal([](Config& c) { c.model.family.clear(); }), StartsWith("model.family"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.dim = 0; }), StartsWith("model.dim = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.layers = 0; }), StartsWith("model.layers = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.heads = 5; }), AllOf(StartsWith("model.heads = 5"), HasSubstr("model.dim = 64")));
+  EXPECT_THAT(refusal([](Config& c) { c.model.kv_heads = 3; }), AllOf(StartsWith("model.kv_heads = 3"), HasSubstr("model.heads = 4")));
+  EXPECT_THAT(refusal([](Config& c) { c.model.heads = 64, c.model.kv_heads = 64; }), HasSubstr("even head size"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "gpt2", c.model.kv_heads = 2; }), StartsWith("model.kv_heads = 2"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.dropout = 1; }), StartsWith("model.dropout = 1"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.norm_eps = 0; }), StartsWith("model.norm_eps"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.experts = 8; }), HasSubstr("no experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.vocab_size = 255; }), AllOf(StartsWith("model.vocab_size = 255"), HasSubstr("256")));
+  EXPECT_THAT(refusal([](Config& c) { c.data.seq_len = 17; }), AllOf(StartsWith("data.seq_len = 17"), HasSubstr("model.max_seq_len = 16")));
+  EXPECT_EQ(refusal([](Config& c) { c.model.family = "mlp", c.model.heads = 0; }), "(accepted)");
+}
+
+TEST(Validate, TheRest) {
+  EXPECT_THAT(refusal([](Config& c) { c.data.files.clear(); }), StartsWith("data.files"));
+  EXPECT_THAT(refusal([](Config& c) { c.data.files = {""}; }), StartsWith("data.files"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.validate_every = 5; }), AllOf(StartsWith("run.validate_every = 5"), HasSubstr("data.validation_files")));
+  EXPECT_THAT(refusal([](Config& c) { c.run.steps = 0; }), StartsWith("run.steps = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.betas[1] = 1; }), StartsWith("optim.betas = [0.9, 1.0]"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.warmup_steps = 11; }), StartsWith("optim.warmup_steps = 11"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.min_lr = 1; }), StartsWith("optim.min_lr = 1"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.momentum = -1; }), StartsWith("optim.momentum"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = -1; }), StartsWith("optim.max_grad_norm"));
+  EXPECT_THAT(refusal([](Config& c) { c.zero.stage = 4; }), StartsWith("zero.stage = 4"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.timeout_s = 0; }), StartsWith("comm.timeout_s"));
+  EXPECT_THAT(refusal([](Config& c) { c.checkpoint.resume = "latest"; }), HasSubstr("checkpoint.dir"));
+}
+
+TEST(Validate, MissingTechniquesAreRefusedByName) {
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.tp = 2; }, 2), "mesh.tp = 2: tensor parallelism is not part of this build; set mesh.tp = 1");
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "mesh.pp = 2: pipeline parallelism is not part of this build; set mesh.pp = 1");
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 2; }, 2), HasSubstr("context parallelism"));
+  EXPECT_THAT(refusal([](Config& c) { c.zero.stage = 1; }, 2), StartsWith("zero.stage = 1: sharded data parallelism"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full"; }), StartsWith("recompute.mode = full"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.optimizer = "host"; }), StartsWith("offload.optimizer = host"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.name = "lion"; }), AllOf(StartsWith("optim.name = lion"), HasSubstr("set optim.name = adamw or sgd")));
+  EXPECT_THAT(refusal([](Config& c) { c.precision.compute = "fp8"; }), HasSubstr("set precision.compute = fp32 or bf16"));
+  EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.backend = "mpi"; }), StartsWith("comm.backend = mpi"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }), StartsWith("model.family = mixtral"));
+}
+
+}  // namespace
+}  // namespace tessera

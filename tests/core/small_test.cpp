@@ -1,0 +1,138 @@
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <limits>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/attachment.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/hash.h"
+#include "tessera/core/host_read.h"
+#include "tessera/core/log.h"
+#include "tessera/core/svg.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(Format, Bytes) {
+  EXPECT_EQ(format_bytes(0), "0 B");
+  EXPECT_EQ(format_bytes(1023), "1023 B");
+  EXPECT_EQ(format_bytes(1024), "1.00 KiB");
+  EXPECT_EQ(format_bytes(640 * 1024), "640 KiB");
+  EXPECT_EQ(format_bytes(1024 * 1024 - 1), "1.00 MiB");
+  EXPECT_EQ(format_bytes(int64_t{1602} << 20), "1.56 GiB");
+  EXPECT_EQ(format_bytes(-2048), "-2.00 KiB");
+  EXPECT_EQ(format_bytes(std::numeric_limits<int64_t>::max()), "8.00 EiB");
+}
+
+TEST(Format, CountAndDuration) {
+  EXPECT_EQ(format_count(999), "999");
+  EXPECT_EQ(format_count(1240), "1.24 K");
+  EXPECT_EQ(format_count(35.1e6), "35.1 M");
+  EXPECT_EQ(format_count(405e9), "405 B");
+  EXPECT_EQ(format_count(999999), "1.00 M");
+  EXPECT_EQ(format_duration(0), "0 ns");
+  EXPECT_EQ(format_duration(85e-6), "85 us");
+  EXPECT_EQ(format_duration(1.2), "1.20 s");
+  EXPECT_EQ(format_duration(185), "3 m 05 s");
+  EXPECT_EQ(format_duration(59.7), "1 m 00 s");
+  EXPECT_EQ(format_duration(3599.9), "1 h 00 m");
+  EXPECT_EQ(format_duration(2 * 3600 + 240), "2 h 04 m");
+  EXPECT_EQ(format_duration(5 * 86400), "5 d 00 h");
+  EXPECT_EQ(format_duration(std::numeric_limits<double>::infinity()), "a long time");
+}
+
+TEST(Format, FloatsAreShortestRoundTrip) {
+  EXPECT_EQ(format_float(0.1), "0.1");
+  EXPECT_EQ(format_float(3), "3.0");
+  EXPECT_EQ(format_float(-0.0), "-0.0");
+  EXPECT_EQ(format_float(1e-5), "1e-05");
+  EXPECT_EQ(format_float(1e300), "1e+300");
+  EXPECT_EQ(format_float(std::nan("")), "nan");
+  EXPECT_EQ(format_float(-INFINITY), "-inf");
+  for (const double value : {0.1 + 0.2, 1.0 / 3, 5e-324, 1.7976931348623157e308}) EXPECT_EQ(std::strtod(format_float(value).c_str(), nullptr), value);
+}
+
+TEST(Hash, DoesNotDependOnTheSplit) {
+  std::string text(100000, 'x');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31);
+  Hasher pieces;
+  pieces.update(text.data(), 1).update(text.data() + 1, 0).update(text.data() + 1, 70000).update(text.data() + 70001, text.size() - 70001);
+  EXPECT_EQ(pieces.value(), hash_bytes(text.data(), text.size()));
+  EXPECT_EQ(pieces.hex(), hash_hex(text.data(), text.size()));
+  text[50000] ^= 1;
+  EXPECT_NE(pieces.value(), hash_bytes(text.data(), text.size()));
+  EXPECT_EQ(to_hex(0xabc), "0000000000000abc");
+  EXPECT_EQ(hash_hex("", 0), "2d06800538d394c2") << "XXH3 of nothing, as published";
+}
+
+TEST(HostRead, AnswersForMetaTensors) {
+  EXPECT_EQ(host_read(at::full({1}, 2.5), 9), 2.5);
+  EXPECT_EQ(host_read(at::full({}, 7, at::kLong), 9), 7);
+  EXPECT_EQ(host_read(at::empty({}, at::kMeta), 9), 9);
+  EXPECT_THROW(host_read(at::empty({2}, at::kMeta), 9), InternalError);
+  EXPECT_THROW(host_read(at::Tensor(), 9), InternalError);
+  EXPECT_EQ(host_read_all(at::arange(4).view({2, 2}).t(), 9), (std::vector<double>{0, 2, 1, 3}));
+  EXPECT_EQ(host_read_all(at::empty({2}, at::kMeta), 9), (std::vector<double>{9, 9}));
+  EXPECT_TRUE(host_read_all(at::empty({0}), 9).empty());
+  EXPECT_THROW(host_read_all(at::Tensor(), 9), InternalError);
+}
+
+TEST(AttachmentTest, DetachesOnceInReverseOrder) {
+  std::vector<int> undone;
+  const auto note = [&](int i) { return Attachment([&undone, i] { undone.push_back(i); }); };
+  {
+    Attachment first = note(1);
+    first.add(note(2));
+    Attachment moved = std::move(first);
+    EXPECT_TRUE(first.empty());  // NOLINT: the moved-from state is specified
+    EXPECT_TRUE(undone.empty());
+  }
+  EXPECT_EQ(undone, (std::vector<int>{2, 1}));
+  Attachment replaced = note(3);
+  replaced = note(4);
+  EXPECT_EQ(undone.back(), 3);
+  replaced.detach();
+  replaced.detach();
+  EXPECT_EQ(undone, (std::vector<int>{2, 1, 3, 4}));
+  note(5).release();
+  EXPECT_EQ(undone.size(), 4u);
+  Attachment().detach();
+}
+
+TEST(SvgTest, EscapesTextAndSaves) {
+  Svg picture(200, 100);
+  picture.rect(1, 2, 3.14159, 4, Svg::color(0), "a < b").line(0, 0, 10, 10).polyline({{0, 0}, {1, 2}}, "red").text(5, 5, "x & \"y\"");
+  const auto text = picture.str();
+  EXPECT_THAT(text, HasSubstr("a &lt; b"));
+  EXPECT_THAT(text, HasSubstr("x &amp; &quot;y&quot;"));
+  EXPECT_THAT(text, HasSubstr("width=\"3.14\""));
+  EXPECT_THAT(text, HasSubstr("points=\"0,0 1,2\""));
+  EXPECT_THAT(text, Not(HasSubstr("<b")));
+  const auto path = std::filesystem::temp_directory_path() / "tessera_svg_test.svg";
+  picture.save(path.string());
+  EXPECT_EQ(std::filesystem::file_size(path), text.size());
+  std::filesystem::remove(path);
+  EXPECT_THROW(picture.save((path / "below" / "a.svg").string()), ConfigError);
+}
+
+TEST(Log, GoesToStandardErrorWithARankPrefix) {
+  ::testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStdout();
+  make_logger(3)->warn("careful {}", 1);
+  log().info("plain");
+  const std::string err = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(err, HasSubstr("W [rank 3] careful 1\n"));
+  EXPECT_THAT(err, HasSubstr("I plain\n"));
+  EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
+}
+
+}  // namespace
+}  // namespace tessera
