@@ -8,8 +8,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "tessera/core/error.h"
 
@@ -55,6 +59,7 @@ struct Counted {
   std::shared_ptr<MemoryLedger> ledger;
   MemoryCategory category;
   int64_t bytes;
+  const void* call_site = nullptr;  ///< of the CPU allocator's allocate()
 };
 
 /// Counted allocations of the CPU by address. A table beside them, rather than a context in their DataPtr: oneDNN asks for its scratch space by raw_allocate()
@@ -67,17 +72,17 @@ class CountedTable {
     shard.counted.insert_or_assign(data, std::move(counted));
     alive_.fetch_add(1, std::memory_order_relaxed);
   }
-  /// Takes the allocation off its ledger; false where it was never counted.
-  bool erase(void* data) {
-    if (alive_.load(std::memory_order_relaxed) == 0) return false;
+  /// Takes the allocation off its ledger. Returns where it was made, null where it was never counted.
+  const void* erase(void* data) {
+    if (alive_.load(std::memory_order_relaxed) == 0) return nullptr;
     Shard& shard = shard_of(data);
     std::unique_lock lock(shard.mutex);
     auto node = shard.counted.extract(data);
     lock.unlock();
-    if (node.empty()) return false;
+    if (node.empty()) return nullptr;
     alive_.fetch_sub(1, std::memory_order_relaxed);
     node.mapped().ledger->add(node.mapped().category, -node.mapped().bytes);
-    return true;
+    return node.mapped().call_site;
   }
   /// change(Counted&) where the allocation is counted.
   template <class F>
@@ -115,35 +120,47 @@ void free_meta(void* context) {
   counted->ledger->add(counted->category, -counted->bytes);
 }
 
+/// Where oneDNN asks for scratch space. Its size depends on the machine's instruction set, so no dry run could know it, and it is no storage. But raw_allocate() calls the same
+/// allocate() as a storage does; only at raw_deallocate() do the two differ. So the first scratch space given back teaches where such calls come from (there is one place,
+/// in libtorch's glue to oneDNN), and from then on they are not counted. learn_scratch_site() makes sure that this happens before anything is measured.
+std::atomic<const void*> scratch_site{nullptr};
+
+void free_raw(void* data) {
+  if (const void* site = counted_table().erase(data)) scratch_site.store(site, std::memory_order_relaxed);
+  cpu_deleter(data);
+}
+
 /// Passes everything on to the allocator it wraps, and counts where the thread asks for it.
 class CountingAllocator : public c10::Allocator {
  public:
   explicit CountingAllocator(c10::Allocator& wrapped) : wrapped_(wrapped) {}
 
-  c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr inner = wrapped_.allocate(bytes);
-    if (active_ledger == nullptr || bytes == 0) [[likely]]
-      return inner;
-    Counted counted{active_ledger->shared_from_this(), active_category, static_cast<int64_t>(bytes)};
-    counted.ledger->add(counted.category, counted.bytes);
-    return count(std::move(inner), std::move(counted));
-  }
-
   bool is_simple_data_ptr(const c10::DataPtr& pointer) const override { return wrapped_.is_simple_data_ptr(pointer); }
   void copy_data(void* to, const void* from, size_t bytes) const override { wrapped_.copy_data(to, from, bytes); }
 
- private:
-  virtual c10::DataPtr count(c10::DataPtr inner, Counted counted) = 0;
+ protected:
+  static bool is_counting(size_t bytes) { return active_ledger != nullptr && bytes > 0; }
+  static Counted count(size_t bytes) {
+    Counted counted{active_ledger->shared_from_this(), active_category, static_cast<int64_t>(bytes)};
+    counted.ledger->add(counted.category, counted.bytes);
+    return counted;
+  }
   c10::Allocator& wrapped_;
 };
 
 class CpuAllocator final : public CountingAllocator {
  public:
   using CountingAllocator::CountingAllocator;
-  c10::DeleterFnPtr raw_deleter() const override { return &free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_raw; }
 
- private:
-  c10::DataPtr count(c10::DataPtr inner, Counted counted) override {
+  __attribute__((noinline)) c10::DataPtr allocate(size_t bytes) override {
+    c10::DataPtr inner = wrapped_.allocate(bytes);
+    if (!is_counting(bytes)) [[likely]]
+      return inner;
+    const void* const call_site = __builtin_return_address(0);
+    if (call_site == scratch_site.load(std::memory_order_relaxed)) return inner;
+    Counted counted = count(bytes);
+    counted.call_site = call_site;
     void* const data = inner.release_context();
     counted_table().insert(data, std::move(counted));
     return {data, data, &free_cpu, c10::Device(c10::kCPU)};
@@ -155,9 +172,26 @@ class MetaAllocator final : public CountingAllocator {
  public:
   using CountingAllocator::CountingAllocator;
 
- private:
-  c10::DataPtr count(c10::DataPtr inner, Counted counted) override { return {nullptr, new Counted(std::move(counted)), &free_meta, inner.device()}; }
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::DataPtr inner = wrapped_.allocate(bytes);
+    if (!is_counting(bytes)) return inner;
+    return {nullptr, new Counted(count(bytes)), &free_meta, inner.device()};
+  }
 };
+
+/// One small product in bf16, which oneDNN serves where the machine can: see scratch_site.
+void learn_scratch_site() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const c10::impl::ExcludeDispatchKeyGuard real_tensors(c10::DispatchKey::DeferredInit);
+    const at::NoGradGuard no_grad;
+    const auto ledger = std::make_shared<MemoryLedger>();
+    MemoryLedger* const before = std::exchange(active_ledger, ledger.get());
+    const at::Tensor ones = at::ones({32, 32}, at::kBFloat16);
+    at::mm(ones, ones);
+    active_ledger = before;
+  });
+}
 
 /// Once, when the library loads; never undone, because storages keep a pointer to their allocator.
 const bool installed = [] {
@@ -236,7 +270,10 @@ void MemoryTracker::retag(const at::Tensor& tensor, MemoryCategory category) {
   }
 }
 
-TrackMemory::TrackMemory(MemoryTracker& tracker) : ledger_(tracker.ledger_), before_(std::exchange(active_ledger, ledger_.get())) {}
+TrackMemory::TrackMemory(MemoryTracker& tracker) : ledger_(tracker.ledger_) {
+  learn_scratch_site();
+  before_ = std::exchange(active_ledger, ledger_.get());
+}
 TrackMemory::~TrackMemory() { active_ledger = before_; }
 
 MemoryScope::MemoryScope(MemoryCategory category) : before_(std::exchange(active_category, category)) {}

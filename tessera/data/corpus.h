@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/data/tokenizer.h"
+
+namespace tessera::data {
+
+class MappedFile;
+
+/// Token ids of a text, packed into one memory-mapped file; see corpus_format.h for its layout. Immutable; any number of threads may read it.
+///
+/// Memory: the pages that are read, shared by all processes of the machine.
+class Corpus {
+ public:
+  /// The corpus of `files`, concatenated in order with the tokenizer's eos id between them if it has one.
+  ///
+  /// One entry ending in `.bin` is opened as it is, and refused when damaged or made with another tokenizer. Texts are packed into
+  /// `cache_dir`/<name of the first file>-<hash of contents and tokenizer>.bin: built on first use (streaming: memory of one block of text, not of the
+  /// file; threads 0 = one per core), opened afterwards. A damaged cache is rebuilt, said aloud. Any number of threads and processes may call this at once: one
+  /// builds, the others wait. Throws ConfigError where a file is missing, damaged or cannot be encoded, where all are empty, or where the cache cannot be
+  /// written.
+  static std::shared_ptr<const Corpus> open_or_build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer,
+                                                     const std::filesystem::path& cache_dir, int threads = 0);
+
+  /// Packs `files` into `out` (through a temporary file and a rename) and opens it. Throws as open_or_build does.
+  static std::shared_ptr<const Corpus> build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer, const std::filesystem::path& out,
+                                             int threads = 0);
+
+  /// Opens a packed file. Every byte is checked against the hashes in it (one pass at memory or disk speed).
+  /// Throws ConfigError with the file and the offset of the damage.
+  static std::shared_ptr<const Corpus> open(const std::filesystem::path& file);
+
+  ~Corpus();
+
+  const std::filesystem::path& path() const { return path_; }
+  int64_t tokens() const { return tokens_; }                   ///< ids, end-of-text ids included
+  int64_t vocab_size() const { return vocab_size_; }           ///< of the tokenizer that made it
+  int64_t text_bytes() const { return text_bytes_; }           ///< bytes of the (uncompressed) text
+  const std::string& tokenizer() const { return tokenizer_; }  ///< its Tokenizer::fingerprint()
+  const std::string& content() const { return content_; }      ///< hash of the sources and the tokenizer: equal for equal data, whatever its path
+
+  /// Windows of `seq_len` inputs and targets: (tokens - 1) / seq_len, rounded down.
+  int64_t windows(int64_t seq_len) const { return tokens_ > 0 ? (tokens_ - 1) / seq_len : 0; }
+
+  /// Ids first .. first + count - 1, widened to 64 bits, into `out`.
+  void read(int64_t first, int64_t count, int64_t* out) const;
+
+  /// Asks the kernel to have these ids in memory soon; returns at once.
+  void read_ahead(int64_t first, int64_t count) const;
+
+  /// Bytes of text that ids first .. first + count - 1 stand for. Exact where the tokenizer is lossless (Tokenizer::decode); else text_bytes() shared out over
+  /// the tokens in proportion to their own lengths.
+  double bytes(int64_t first, int64_t count) const;
+
+ private:
+  Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file);
+
+  std::filesystem::path path_;
+  std::unique_ptr<MappedFile> file_;
+  std::string tokenizer_, content_;
+  int64_t tokens_ = 0, vocab_size_ = 0, text_bytes_ = 0, piece_bytes_ = 0;  // piece_bytes: sum of token_bytes over all ids
+  int64_t id_bytes_ = 2;
+  const uint32_t* token_bytes_ = nullptr;
+  const std::byte* ids_ = nullptr;
+};
+
+/// loss in nats, summed over targets that stand for `bytes` bytes of text, as bits per byte: the number compressors are compared by.
+double bits_per_byte(double loss_sum_nats, double bytes);
+
+}  // namespace tessera::data

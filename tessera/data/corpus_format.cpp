@@ -1,0 +1,91 @@
+#include "tessera/data/corpus_format.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "tessera/core/error.h"
+
+namespace tessera::data {
+
+CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std::byte> data) {
+  const std::string name = file.string();
+  const std::string way_out = "; make it again with tessera tokenize, or name the texts themselves in data.files";
+  require(data.size() >= sizeof(CorpusHeader), name, ": truncated at offset ", data.size(), ": a packed corpus begins with ", sizeof(CorpusHeader),
+          " bytes of header", way_out);
+  CorpusHeader header;
+  std::memcpy(&header, data.data(), sizeof header);
+  const CorpusHeader fresh;
+  require(std::memcmp(header.magic, fresh.magic, sizeof fresh.magic) == 0, name, ": is no packed corpus: offset 0 does not hold its mark", way_out);
+  require(header.version == fresh.version, name, ": is a packed corpus of version ", header.version, "; this program reads version ", fresh.version, way_out);
+  require(header.hash() == header.header_hash && (header.id_bytes == 2 || header.id_bytes == 4), name, ": damaged header at offset 0", way_out);
+  require(data.size() == header.file_bytes(), name, data.size() < header.file_bytes() ? ": truncated at offset " : ": holds more than it should from offset ",
+          std::min<uint64_t>(data.size(), header.file_bytes()), ": its header says ", header.file_bytes(), " bytes", way_out);
+
+  const std::byte* payload = data.data() + sizeof header;
+  const std::byte* hashes = payload + header.payload_bytes();
+  require(hash_bytes(hashes, header.blocks() * sizeof(uint64_t)) == header.blocks_hash, name, ": damaged at offset ", sizeof header + header.payload_bytes(),
+          " or behind it", way_out);
+  for (uint64_t b = 0; b < header.blocks(); ++b) {
+    const uint64_t begin = b * corpus_block_bytes, size = std::min<uint64_t>(corpus_block_bytes, header.payload_bytes() - begin);
+    uint64_t expected;
+    std::memcpy(&expected, hashes + b * sizeof expected, sizeof expected);
+    require(hash_bytes(payload + begin, size) == expected, name, ": damaged between offsets ", sizeof header + begin, " and ", sizeof header + begin + size,
+            way_out);
+  }
+  return header;
+}
+
+CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content)
+    : path_(path), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
+  require(out_.good(), path.string(), ": cannot be written; choose another data.cache_dir");
+  invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
+  header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
+  header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
+  std::ranges::copy(tokenizer.fingerprint(), header_.tokenizer);
+  std::ranges::copy(content, header_.content);
+  const std::vector<char> room(sizeof(CorpusHeader));
+  out_.write(room.data(), static_cast<std::streamsize>(room.size()));
+  write(token_bytes_.data(), token_bytes_.size_bytes());
+}
+
+void CorpusWriter::add(std::span<const int32_t> ids) {
+  for (int32_t id : ids) header_.piece_bytes += token_bytes_[id];
+  header_.tokens += ids.size();
+  if (header_.id_bytes == 4) return write(ids.data(), ids.size_bytes());
+  narrow_.resize(ids.size() * sizeof(uint16_t));
+  auto* narrow = reinterpret_cast<uint16_t*>(narrow_.data());
+  std::ranges::transform(ids, narrow, [](int32_t id) { return static_cast<uint16_t>(id); });
+  write(narrow, narrow_.size());
+}
+
+void CorpusWriter::write(const void* data, size_t bytes) {
+  const auto* at = static_cast<const char*>(data);
+  out_.write(at, static_cast<std::streamsize>(bytes));
+  while (bytes > 0) {
+    const size_t n = std::min(bytes, static_cast<size_t>(corpus_block_bytes - block_fill_));
+    block_.update(at, n);
+    at += n;
+    bytes -= n;
+    block_fill_ += static_cast<int64_t>(n);
+    if (block_fill_ == corpus_block_bytes) {
+      block_hashes_.push_back(block_.value());
+      block_ = Hasher();
+      block_fill_ = 0;
+    }
+  }
+}
+
+void CorpusWriter::finish() {
+  if (block_fill_ > 0) block_hashes_.push_back(block_.value());
+  const size_t bytes = block_hashes_.size() * sizeof(uint64_t);
+  out_.write(reinterpret_cast<const char*>(block_hashes_.data()), static_cast<std::streamsize>(bytes));
+  header_.blocks_hash = hash_bytes(block_hashes_.data(), bytes);
+  header_.header_hash = header_.hash();
+  out_.seekp(0);
+  out_.write(reinterpret_cast<const char*>(&header_), sizeof header_);
+  out_.close();
+  require(out_.good(), path_.string(), ": cannot be written: is the disk full? Free some space, or choose another data.cache_dir");
+}
+
+}  // namespace tessera::data

@@ -1,0 +1,110 @@
+#include "tessera/data/loader.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::data {
+namespace {
+
+void check(const LoaderOptions& o) {
+  invariant(o.seq_len > 0 && o.micro_size > 0 && o.ranks > 0 && o.rank >= 0 && o.rank < o.ranks, "loader of seq_len ", o.seq_len, ", micro_size ", o.micro_size,
+            ", rank ", o.rank, " of ", o.ranks);
+  require(o.global_size > 0 && o.global_size % o.micro_size == 0, "batch.global_size = ", o.global_size,
+          ": must be a positive multiple of batch.micro_size = ", o.micro_size, "; the next is ",
+          std::max<int64_t>(1, (o.global_size + o.micro_size - 1) / o.micro_size) * o.micro_size);
+  require(o.global_size / o.micro_size >= o.ranks, "batch.global_size = ", o.global_size, ": gives ", o.global_size / o.micro_size,
+          " micro-batches of batch.micro_size = ", o.micro_size, " to ", o.ranks, " data ranks, and each needs one; set it to ", o.ranks * o.micro_size,
+          " or more");
+}
+
+}  // namespace
+
+StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {
+  check(options);
+  const int64_t count = options.global_size / options.micro_size;
+  const auto [begin, size] = chunk(count, options.ranks, options.rank);
+  const int64_t most = chunk(count, options.ranks, 0).second;
+  const auto placed = at::TensorOptions().dtype(at::kLong).device(device);
+  StepBatch batch{.step = step, .micro_batches = {}, .global_valid_tokens = options.global_size * options.seq_len};
+  batch.micro_batches.reserve(static_cast<size_t>(most));
+  for (int64_t i = 0; i < most; ++i) {
+    MicroBatch micro;
+    micro.tokens = at::empty({options.micro_size, options.seq_len}, placed);
+    micro.labels = at::empty({options.micro_size, options.seq_len}, placed);
+    micro.first_sample = (step - 1) * options.global_size;
+    if (i < size) {
+      micro.index = begin + i;
+      micro.first_sample += micro.index * options.micro_size;
+      micro.valid_tokens = options.micro_size * options.seq_len;
+    } else {
+      micro.weight = 0;
+    }
+    batch.micro_batches.push_back(std::move(micro));
+  }
+  return batch;
+}
+
+void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob) {
+  require(corpus.windows(seq_len) >= needed, "data.seq_len = ", seq_len, ": ", corpus.path().filename().string(), " holds ", corpus.tokens(),
+          " tokens and gives ", corpus.windows(seq_len), " windows of ", seq_len, " + 1; ", knob, " needs ", needed, "; give more text or a smaller seq_len");
+}
+
+Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)
+    : corpus_(std::move(corpus)), options_(options), windows_(corpus_->windows(options.seq_len)) {
+  check(options_);
+  check_windows(*corpus_, options_.seq_len, options_.global_size, "batch.global_size = " + std::to_string(options_.global_size));
+}
+
+int64_t Loader::window_of(int64_t sample) const {
+  const int64_t epoch = sample / windows_, position = sample % windows_;
+  return options_.shuffle ? Permutation(windows_, options_.seed, static_cast<uint64_t>(epoch))(position) : position;
+}
+
+StepBatch Loader::next() {
+  StepBatch batch = dry_batch(options_, ++step_, at::kCPU);
+  for (MicroBatch& micro : batch.micro_batches) {
+    if (micro.index >= 0) {
+      fill(micro);
+    } else {
+      micro.tokens.zero_();
+      micro.labels.fill_(ignored_label);
+    }
+  }
+  for (const MicroBatch& micro : batch.micro_batches) {
+    for (int64_t row = 0; micro.index >= 0 && row < options_.micro_size; ++row) {
+      corpus_->read_ahead(window_of(micro.first_sample + options_.global_size + row) * options_.seq_len, options_.seq_len + 1);
+    }
+  }
+  return batch;
+}
+
+void Loader::fill(MicroBatch& micro) const {
+  for (int64_t row = 0; row < options_.micro_size; ++row) {
+    const int64_t first = window_of(micro.first_sample + row) * options_.seq_len;
+    corpus_->read(first, options_.seq_len, micro.tokens.mutable_data_ptr<int64_t>() + row * options_.seq_len);
+    corpus_->read(first + 1, options_.seq_len, micro.labels.mutable_data_ptr<int64_t>() + row * options_.seq_len);
+  }
+}
+
+Cursor Loader::cursor() const { return {step_, options_.global_size, options_.seq_len, options_.seed, options_.shuffle, corpus_->content()}; }
+
+void Loader::seek(const Cursor& cursor) {
+  const Cursor here = this->cursor();
+  require(cursor.content == here.content, "data.files: the checkpoint was made with other data (", cursor.content, ") than these files hold (", here.content,
+          "); name the same texts and tokenizer");
+  const auto agree = [](const char* knob, auto then, auto now) {
+    require(then == now, knob, " = ", now, ": the checkpoint's data position was counted with ", then, "; set it to that");
+  };
+  agree("batch.global_size", cursor.global_size, here.global_size);
+  agree("data.seq_len", cursor.seq_len, here.seq_len);
+  agree("data.shuffle", cursor.shuffle ? "true" : "false", std::string(here.shuffle ? "true" : "false"));
+  if (here.shuffle) agree("data.seed", cursor.seed, here.seed);
+  require(cursor.step >= 0, "checkpoint: its data position is step ", cursor.step, "; it must be 0 or more");
+  step_ = cursor.step;
+}
+
+}  // namespace tessera::data

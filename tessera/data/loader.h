@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/data/corpus.h"
+#include "tessera/data/shuffle.h"
+
+namespace tessera::data {
+
+/// Label of a position that does not count.
+inline constexpr int64_t ignored_label = -100;
+
+/// What one forward takes. A padding micro-batch (weight 0) is there so that all ranks run the same number: tokens 0, labels all ignored, index -1.
+struct MicroBatch {
+  at::Tensor tokens;         ///< [micro_size, seq_len] int64
+  at::Tensor labels;         ///< [micro_size, seq_len] int64: the next token, or ignored_label
+  double weight = 1;         ///< 0 = padding micro-batch
+  int64_t index = -1;        ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
+  int64_t first_sample = 0;  ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
+  int64_t valid_tokens = 0;  ///< labels that count
+};
+
+/// A rank's share of one optimizer step.
+struct StepBatch {
+  int64_t step = 0;                       ///< from 1
+  std::vector<MicroBatch> micro_batches;  ///< this rank's run, in order of index; the same number on every rank
+  int64_t global_valid_tokens = 0;        ///< over all ranks, known without communication: the loss is normalised by it
+};
+
+struct LoaderOptions {
+  int64_t seq_len = 0;      ///< tokens per sample
+  int64_t global_size = 0;  ///< samples per step, over all ranks
+  int64_t micro_size = 1;   ///< samples per forward; divides global_size
+  bool shuffle = true;      ///< a new order of all windows in every epoch
+  uint64_t seed = 0;        ///< of the order
+  int rank = 0, ranks = 1;  ///< of the data axes
+};
+
+/// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; Loader::seek compares them.
+struct Cursor {
+  int64_t step = 0;
+  int64_t global_size = 0;
+  int64_t seq_len = 0;
+  uint64_t seed = 0;
+  bool shuffle = true;
+  std::string content;  ///< Corpus::content()
+  bool operator==(const Cursor&) const = default;
+};
+
+/// Deals the corpus to data ranks. Which windows make up step k depends on seed and global_size alone; micro-batches are dealt over ranks in contiguous runs
+/// that differ by at most one (layout's chunk()), and a rank with fewer gets one padding micro-batch at its end.
+///
+/// Sample s of the run is window s % windows of epoch s / windows: without shuffle that window itself, with it the window's image under that epoch's
+/// permutation (shuffle.h). So an epoch may begin inside a step, and step k is found without stepping there.
+///
+/// Memory: micro_batches * micro_size * seq_len * 16 bytes a step; no buffer of its own (the kernel reads the next step's pages ahead). One object, one thread.
+class Loader {
+ public:
+  /// Throws ConfigError where global_size is no multiple of micro_size, has fewer micro-batches than ranks, or exceeds the windows of the corpus.
+  Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options);
+
+  StepBatch next();
+
+  /// After next() returned step k, its `step` is k.
+  Cursor cursor() const;
+
+  /// Continues after `cursor.step` steps. Throws ConfigError by name where the cursor belongs to other data, another order or another batch.
+  void seek(const Cursor& cursor);
+
+  const LoaderOptions& options() const { return options_; }
+  const Corpus& corpus() const { return *corpus_; }
+  int64_t windows() const { return windows_; }
+
+  /// The window that sample `sample` of the run reads.
+  int64_t window_of(int64_t sample) const;
+
+ private:
+  void fill(MicroBatch& batch) const;
+
+  std::shared_ptr<const Corpus> corpus_;
+  LoaderOptions options_;
+  int64_t windows_;
+  int64_t step_ = 0;
+};
+
+/// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
+/// and no corpus. Throws ConfigError as Loader does.
+StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
+
+/// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them.
+void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob);
+
+}  // namespace tessera::data

@@ -1,0 +1,39 @@
+#include "tessera/data/mapped_file.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::data {
+
+MappedFile::MappedFile(const std::filesystem::path& file) {
+  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+  require(descriptor >= 0, file.string(), ": cannot be opened: ", std::strerror(errno));
+  struct stat status{};
+  const bool known = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+  size_ = known ? static_cast<size_t>(status.st_size) : 0;
+  void* mapped = size_ > 0 ? ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0) : nullptr;
+  const int error = errno;
+  ::close(descriptor);  // the mapping keeps the file
+  require(known, file.string(), ": is not a regular file");
+  require(mapped != MAP_FAILED, file.string(), ": cannot be mapped into memory: ", std::strerror(error));
+  data_ = static_cast<const std::byte*>(mapped);
+}
+
+MappedFile::~MappedFile() {
+  if (size_ > 0) ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+void MappedFile::read_ahead(size_t first, size_t count) const {
+  if (count == 0) return;
+  const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE)), begin = first / page * page;
+  ::madvise(const_cast<std::byte*>(data_) + begin, first + count - begin, MADV_WILLNEED);  // a hint: failure changes nothing
+}
+
+}  // namespace tessera::data

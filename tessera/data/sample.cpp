@@ -1,0 +1,68 @@
+#include "tessera/data/sample.h"
+
+#include <algorithm>
+
+#include "tessera/data/text.h"
+
+namespace tessera::data {
+namespace {
+
+/// Keeps every stride-th stretch, and every other of those whenever they have become too many.
+class Thinning {
+ public:
+  explicit Thinning(int64_t limit) : limit_(limit) {}
+
+  void add(std::string stretch) {
+    if (seen_++ % stride_ != 0) return;
+    bytes_ += static_cast<int64_t>(stretch.size());
+    kept_.push_back(std::move(stretch));
+    while (limit_ > 0 && bytes_ > limit_ && kept_.size() > 1) thin();
+  }
+
+  std::vector<std::string> take() { return std::move(kept_); }
+
+ private:
+  void thin() {
+    size_t n = 0;
+    bytes_ = 0;
+    for (size_t i = 0; i < kept_.size(); i += 2) {
+      bytes_ += static_cast<int64_t>(kept_[i].size());
+      if (n != i) kept_[n] = std::move(kept_[i]);
+      ++n;
+    }
+    kept_.resize(n);
+    stride_ *= 2;
+  }
+
+  int64_t limit_, bytes_ = 0, seen_ = 0, stride_ = 1;
+  std::vector<std::string> kept_;
+};
+
+}  // namespace
+
+std::vector<std::string> sample_text(const std::vector<std::filesystem::path>& files, int64_t bytes) {
+  // At least 64 stretches make the sample, so that it sees all of the text.
+  const size_t stretch_bytes = bytes > 0 ? static_cast<size_t>(std::clamp<int64_t>(bytes / 64, 1, 64 << 10)) : 64 << 10;
+  Thinning thinning(bytes);
+  for (const auto& file : files) {
+    TextReader reader(file);
+    std::string text;
+    for (bool more = true; more;) {
+      more = reader.read(text, 1 << 20) > 0;
+      size_t begin = 0;
+      while (begin < text.size()) {
+        size_t end = begin + stretch_bytes < text.size() ? text.find('\n', begin + stretch_bytes) : std::string::npos;
+        if (end == std::string::npos) {
+          if (more) break;  // the line goes on in the next block
+          end = text.size() - 1;
+        }
+        thinning.add(text.substr(begin, end + 1 - begin));
+        begin = end + 1;
+      }
+      text.erase(0, begin);
+    }
+  }
+  return thinning.take();
+}
+
+}  // namespace tessera::data

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <filesystem>
+#include <memory>
+
+#include "tessera/data/tokenizer.h"
+
+namespace tessera::data {
+
+/// Loads a SentencePiece model (arXiv:1808.06226). Without the library in the build: ConfigError that says so.
+std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file);
+
+}  // namespace tessera::data

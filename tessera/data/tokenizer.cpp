@@ -1,0 +1,69 @@
+#include "tessera/data/tokenizer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+
+#include "tessera/core/error.h"
+#include "tessera/data/byte_tokenizer.h"
+#include "tessera/data/sentencepiece.h"
+
+namespace tessera::data {
+
+std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& name) {
+  if (name == "byte") return std::make_unique<ByteTokenizer>();
+  return load_sentencepiece(name);
+}
+
+std::vector<int32_t> Tokenizer::encode(std::string_view text) const {
+  std::vector<int32_t> ids;
+  encoder()->append(text, true, ids);
+  return ids;
+}
+
+ParallelEncoder::ParallelEncoder(const Tokenizer& tokenizer, int threads) : tokenizer_(tokenizer) {
+  if (threads <= 0) threads = std::max(1u, std::thread::hardware_concurrency());
+  for (int i = 0; i < threads; ++i) encoders_.push_back(tokenizer.encoder());
+}
+
+void ParallelEncoder::append(std::string_view text, bool first, std::vector<int32_t>& ids, int64_t offset) {
+  // Large enough that a thread's start costs nothing beside it, small enough that the last parts end together.
+  constexpr size_t part_bytes = 256 << 10;
+  std::vector<size_t> cuts = {0};
+  while (cuts.back() < text.size()) {
+    const size_t from = cuts.back() + part_bytes;
+    cuts.push_back(from < text.size() ? tokenizer_.boundary(text, from) : text.size());
+  }
+  const size_t parts = cuts.size() - 1;
+  if (parts <= 1 || encoders_.size() == 1) return encoders_[0]->append(text, first, ids, offset);
+
+  std::vector<std::vector<int32_t>> results(parts);
+  std::vector<std::exception_ptr> failures(parts);
+  std::atomic<size_t> next = 0;
+  auto work = [&](Encoder& encoder) {
+    for (size_t i; (i = next++) < parts;) {
+      try {
+        encoder.append(text.substr(cuts[i], cuts[i + 1] - cuts[i]), first && i == 0, results[i], offset + static_cast<int64_t>(cuts[i]));
+      } catch (...) {
+        failures[i] = std::current_exception();
+      }
+    }
+  };
+  {
+    std::vector<std::jthread> workers;
+    for (size_t t = 1; t < std::min(parts, encoders_.size()); ++t) workers.emplace_back([&, t] { work(*encoders_[t]); });
+    work(*encoders_[0]);
+  }
+  for (size_t i = 0; i < parts; ++i) {
+    if (failures[i]) std::rethrow_exception(failures[i]);  // the first in the text, whichever thread met it
+    ids.insert(ids.end(), results[i].begin(), results[i].end());
+  }
+}
+
+void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size) {
+  require(tokenizer.vocab_size() <= model_vocab_size, "model.vocab_size = ", model_vocab_size, ": the tokenizer has ", tokenizer.vocab_size(),
+          " ids, and each needs a row; set model.vocab_size to ", tokenizer.vocab_size(), " or more, or use a smaller tokenizer");
+}
+
+}  // namespace tessera::data

@@ -1,0 +1,216 @@
+#include "tessera/data/corpus.h"
+
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <sys/wait.h>
+
+#include "tessera/data/corpus_format.h"
+#include "tests/data/files.h"
+
+namespace tessera::data {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::vector<int64_t> all_ids(const Corpus& corpus) {
+  std::vector<int64_t> ids(static_cast<size_t>(corpus.tokens()));
+  corpus.read(0, corpus.tokens(), ids.data());
+  return ids;
+}
+
+/// Any vocabulary size and an end-of-text id, to stand for tokenizers that are slow to train.
+class FakeTokenizer : public Tokenizer {
+ public:
+  explicit FakeTokenizer(int64_t vocab_size) : name_("fake-" + std::to_string(vocab_size)), token_bytes_(static_cast<size_t>(vocab_size), 1) {
+    token_bytes_.back() = 0;
+  }
+  int64_t vocab_size() const override { return static_cast<int64_t>(token_bytes_.size()); }
+  std::string decode(std::span<const int32_t> ids) const override { return byte_->decode(ids); }
+  std::optional<int32_t> eos() const override { return static_cast<int32_t>(token_bytes_.size() - 1); }
+  const std::string& fingerprint() const override { return name_; }
+  std::span<const uint32_t> token_bytes() const override { return token_bytes_; }
+  size_t boundary(std::string_view text, size_t from) const override { return byte_->boundary(text, from); }
+  std::unique_ptr<Encoder> encoder() const override { return byte_->encoder(); }
+
+ private:
+  std::unique_ptr<Tokenizer> byte_ = load("byte");
+  std::string name_;
+  std::vector<uint32_t> token_bytes_;
+};
+
+TEST(Corpus, HoldsTheIdsOfAllFilesInOrder) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const std::string first = words(30), second = words(20, 7);
+  const auto a = folder.write("a.txt", first), b = folder.write("b.txt.gz", gzip(second));
+  const auto corpus = Corpus::open_or_build({a, b}, *byte, folder / "cache");
+  const auto expected = byte->encode(first + second);
+  EXPECT_EQ(all_ids(*corpus), std::vector<int64_t>(expected.begin(), expected.end()));
+  EXPECT_EQ(corpus->text_bytes(), static_cast<int64_t>(first.size() + second.size()));
+  EXPECT_EQ(corpus->vocab_size(), 256);
+  EXPECT_EQ(corpus->tokenizer(), "byte");
+  EXPECT_EQ(corpus->bytes(3, 10), 10);
+
+  // The other order is other data; a copy elsewhere is the same.
+  EXPECT_NE(Corpus::open_or_build({b, a}, *byte, folder / "cache")->content(), corpus->content());
+  const auto copy = folder.write("copy.txt", first);
+  EXPECT_EQ(Corpus::open_or_build({copy, b}, *byte, folder / "cache")->content(), corpus->content());
+}
+
+TEST(Corpus, SeparatesFilesAndWidensIds) {
+  Folder folder;
+  const auto a = folder.write("a.txt", "ab"), b = folder.write("b.txt", "c");
+  for (int64_t vocab_size : {257, 65536, 65537, 100000}) {
+    const FakeTokenizer tokenizer(vocab_size);
+    const auto corpus = Corpus::open_or_build({a, b}, tokenizer, folder / "cache");
+    EXPECT_EQ(all_ids(*corpus), (std::vector<int64_t>{'a', 'b', vocab_size - 1, 'c'}));
+    EXPECT_EQ(corpus->text_bytes(), 3);
+    EXPECT_EQ(corpus->bytes(0, 4), 3);  // the separator stands for no text
+    EXPECT_EQ(corpus->bytes(2, 2), 1);
+  }
+}
+
+TEST(Corpus, CountsWindows) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto corpus = Corpus::open_or_build({folder.write("a.txt", std::string(33, 'x'))}, *byte, folder / "cache");
+  EXPECT_EQ(corpus->windows(32), 1);
+  EXPECT_EQ(corpus->windows(33), 0);
+  EXPECT_EQ(corpus->windows(16), 2);
+  EXPECT_EQ(corpus->windows(1), 32);
+  EXPECT_EQ(corpus->windows(31), 1);
+}
+
+TEST(Corpus, IsBuiltInBlocksAsInOne) {
+  // Longer than a block of the builder, in a line structure that blocks cut anywhere.
+  Folder folder;
+  std::string text;
+  while (text.size() < (size_t{18} << 20)) text += words(20000, static_cast<uint32_t>(text.size()));
+  const auto byte = Tokenizer::load("byte");
+  const auto corpus = Corpus::build({folder.write("long.txt", text)}, *byte, folder / "long.bin", 2);
+  ASSERT_EQ(corpus->tokens(), static_cast<int64_t>(text.size()));
+  const auto ids = all_ids(*corpus);
+  EXPECT_TRUE(std::equal(ids.begin(), ids.end(), text.begin(), [](int64_t id, char c) { return id == static_cast<unsigned char>(c); }));
+}
+
+TEST(Corpus, UsesTheCacheAndRebuildsADamagedOne) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto text = folder.write("a.txt", words(100));
+  const auto path = Corpus::open_or_build({text}, *byte, folder / "cache")->path();
+  EXPECT_EQ(path.parent_path(), folder / "cache");
+  EXPECT_THAT(path.filename().string(), HasSubstr("a.txt-"));
+  const auto written = std::filesystem::last_write_time(path);
+  const std::string good = slurp(path);
+  EXPECT_EQ(Corpus::open_or_build({text}, *byte, folder / "cache")->path(), path);
+  EXPECT_EQ(std::filesystem::last_write_time(path), written);
+  EXPECT_FALSE(std::filesystem::exists(path.string() + ".partial"));
+
+  for (size_t at : {size_t{0}, sizeof(CorpusHeader) + 5, good.size() - 1}) {
+    std::string bad = good;
+    bad[at] ^= 0x10;
+    std::ofstream(path, std::ios::binary) << bad;
+    testing::internal::CaptureStderr();
+    const auto corpus = Corpus::open_or_build({text}, *byte, folder / "cache");
+    EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("the cached corpus is rebuilt"));
+    EXPECT_EQ(slurp(path), good);
+    EXPECT_EQ(corpus->text_bytes(), static_cast<int64_t>(std::filesystem::file_size(text)));
+  }
+  // What a crashed builder left behind is no obstacle.
+  std::filesystem::remove(path);
+  std::ofstream(path.string() + ".partial") << "half a corpus";
+  EXPECT_EQ(slurp(Corpus::open_or_build({text}, *byte, folder / "cache")->path()), good);
+}
+
+TEST(Corpus, IsBuiltOnceByManyThreadsAndProcesses) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  for (int round = 0; round < 5; ++round) {
+    const auto text = folder.write("a.txt", words(3000, static_cast<uint32_t>(round)));
+    std::vector<pid_t> children;
+    for (int c = 0; c < 3; ++c) {
+      const pid_t child = fork();
+      if (child == 0) {
+        try {
+          _exit(Corpus::open_or_build({text}, *byte, folder / "cache", 1)->tokens() > 0 ? 0 : 1);
+        } catch (...) {
+          _exit(2);
+        }
+      }
+      children.push_back(child);
+    }
+    std::vector<std::shared_ptr<const Corpus>> corpora(4);
+    {
+      std::vector<std::jthread> threads;
+      for (auto& corpus : corpora) threads.emplace_back([&] { corpus = Corpus::open_or_build({text}, *byte, folder / "cache", 1); });
+    }
+    for (const auto& corpus : corpora) EXPECT_EQ(all_ids(*corpus), all_ids(*corpora[0]));
+    for (pid_t child : children) {
+      int status = -1;
+      waitpid(child, &status, 0);
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    }
+  }
+  int64_t files = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder / "cache")) ++files;
+  EXPECT_EQ(files, 5);  // one corpus a round, no partial ones
+}
+
+TEST(Corpus, RefusesTextThatGivesNone) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto build = [&](std::vector<std::filesystem::path> files) { return refusal([&] { Corpus::open_or_build(files, *byte, folder / "cache"); }); };
+  EXPECT_THAT(build({}), HasSubstr("data.files = []"));
+  EXPECT_THAT(build({folder / "none.txt"}), HasSubstr("none.txt: no such file"));
+  EXPECT_THAT(build({folder.path()}), HasSubstr("is not a regular file"));
+  EXPECT_THAT(build({folder.write("empty.txt", "")}), AllOf(HasSubstr("empty.txt"), HasSubstr("0 windows")));
+  EXPECT_THAT(build({folder.write("full.txt", "x"), folder.write("empty.gz", gzip(""))}), AllOf(HasSubstr("empty.gz"), HasSubstr("0 windows")));
+  EXPECT_THAT(build({folder.write("cut.gz", gzip(words(100)).substr(0, 50))}), AllOf(HasSubstr("cut.gz"), HasSubstr("truncated at offset 50")));
+  EXPECT_THAT(build({folder / "a.bin", folder / "b.txt"}), HasSubstr("a packed corpus stands alone"));
+  // A refusal leaves nothing behind, and the next caller is not kept waiting.
+  EXPECT_TRUE(!std::filesystem::exists(folder / "cache") || std::filesystem::is_empty(folder / "cache"));
+  const auto unwritable = folder.write("file", "no folder");
+  EXPECT_THAT(refusal([&] { Corpus::open_or_build({folder / "full.txt"}, *byte, unwritable); }), HasSubstr("data.cache_dir"));
+}
+
+TEST(Corpus, RefusesAnyFlippedOrMissingByte) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto file = Corpus::build({folder.write("a.txt", words(3))}, *byte, folder / "a.bin")->path();
+  EXPECT_EQ(Corpus::open_or_build({file}, *byte, folder / "cache")->path(), file);
+  EXPECT_FALSE(std::filesystem::exists(folder / "cache"));
+  const std::string good = slurp(file);
+  for (size_t at = 0; at < good.size(); ++at) {
+    std::string bad = good;
+    bad[at] ^= 1 << at % 8;
+    const std::string said = refusal([&] { Corpus::open(folder.write("bad.bin", bad)); });
+    ASSERT_THAT(said, HasSubstr("bad.bin")) << at;
+  }
+  for (size_t keep = 0; keep < good.size(); keep += 7) {
+    ASSERT_THAT(refusal([&] { Corpus::open(folder.write("bad.bin", good.substr(0, keep))); }),
+                HasSubstr("bad.bin: truncated at offset " + std::to_string(keep)));
+  }
+  EXPECT_THAT(refusal([&] { Corpus::open(folder.write("bad.bin", good + "x")); }), HasSubstr("from offset " + std::to_string(good.size())));
+  EXPECT_THAT(refusal([&] { Corpus::open(folder.write("bad.bin", words(100))); }), HasSubstr("is no packed corpus"));
+
+  const FakeTokenizer other(300);
+  EXPECT_THAT(refusal([&] { Corpus::open_or_build({file}, other, folder / "cache"); }), AllOf(HasSubstr("tokenizer byte"), HasSubstr("fake-300")));
+}
+
+TEST(Corpus, NamesTheDamagedBlock) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto file = Corpus::build({folder.write("a.txt", std::string(3 << 20, 'x'))}, *byte, folder / "a.bin")->path();
+  std::string bad = slurp(file);
+  const size_t at = sizeof(CorpusHeader) + 2 * corpus_block_bytes + 12345;
+  bad[at] ^= 1;
+  EXPECT_THAT(refusal([&] { Corpus::open(folder.write("bad.bin", bad)); }),
+              HasSubstr("damaged between offsets " + std::to_string(sizeof(CorpusHeader) + 2 * corpus_block_bytes)));
+}
+
+TEST(BitsPerByte, IsWhatCompressorsAreComparedBy) { EXPECT_DOUBLE_EQ(bits_per_byte(8 * std::log(2.0), 4), 2.0); }
+
+}  // namespace
+}  // namespace tessera::data

@@ -1,0 +1,130 @@
+// Models that others trained, with other settings than ours: the ids are those of SentencePiece on the whole text.
+#ifdef TESSERA_WITH_SENTENCEPIECE
+
+#include <unordered_map>
+
+#include <gmock/gmock.h>
+#include <sentencepiece_processor.h>
+#include <sentencepiece_trainer.h>
+
+#include "tessera/data/tokenizer.h"
+#include "tests/data/files.h"
+
+namespace tessera::data {
+namespace {
+
+using Settings = std::unordered_map<std::string, std::string>;
+
+struct Foreign {
+  const char* name;
+  Settings settings;
+  bool lossless;
+};
+void PrintTo(const Foreign& foreign, std::ostream* out) { *out << foreign.name; }
+
+class ForeignModel : public testing::TestWithParam<Foreign> {
+ protected:
+  void SetUp() override {
+    Settings settings = GetParam().settings;
+    settings.insert({{"input", folder_.write("text.txt", words(600) + "caf\u00e9 caf\u00e9 na\u00efve\n").string()},
+                     {"model_prefix", (folder_ / "foreign").string()},
+                     {"vocab_size", settings.contains("byte_fallback") ? "400" : "150"},
+                     {"minloglevel", "2"}});
+    ASSERT_TRUE(sentencepiece::SentencePieceTrainer::Train(settings).ok());
+    ASSERT_TRUE(reference_.Load((folder_ / "foreign.model").string()).ok());
+    tokenizer_ = Tokenizer::load((folder_ / "foreign.model").string());
+  }
+
+  Folder folder_;
+  sentencepiece::SentencePieceProcessor reference_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+};
+
+TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
+  const std::vector<std::string> texts = {"",
+                                          "the",
+                                          " the",
+                                          "the ",
+                                          "the\nthe",
+                                          "the\n the",
+                                          "the\n\n\nthe \n ring",
+                                          "\n",
+                                          "\n\nthe",
+                                          "  the  ring  ",
+                                          "caf\u00e9 ring\ncaf\u00e9",
+                                          "\tthe\tring\n\t",
+                                          "caf\u00e9 \u4e2d\n\u4e2d",
+                                          words(20),
+                                          "\n " + words(10, 3) + "\n\n"};
+  for (const std::string& text : texts) {
+    std::vector<int> expected;
+    ASSERT_TRUE(reference_.Encode(text, &expected).ok());
+    EXPECT_EQ(tokenizer_->encode(text), std::vector<int32_t>(expected.begin(), expected.end())) << '"' << text << '"';
+    if (GetParam().lossless) {
+      EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(text)), text);
+    } else {
+      EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(text)), reference_.DecodeIds(expected)) << '"' << text << '"';
+    }
+  }
+  // Long enough to be dealt over threads.
+  const std::string text = words(12000);
+  std::vector<int32_t> ids, whole = tokenizer_->encode(text);
+  ParallelEncoder(*tokenizer_, 2).append(text, true, ids);
+  EXPECT_EQ(ids, whole);
+
+  const std::string malformed = "ring the\n caf\xe9 ring\n";
+  if (GetParam().lossless) {
+    EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(malformed)), malformed);
+  } else {
+    EXPECT_THAT(refusal([&] { tokenizer_->encode(malformed); }), testing::HasSubstr("not valid UTF-8 at byte 13"));
+  }
+}
+
+/// The settings of train_tokenizer.
+Settings ours(const char* type) {
+  return {{"model_type", type},
+          {"byte_fallback", "true"},
+          {"normalization_rule_name", "identity"},
+          {"add_dummy_prefix", "false"},
+          {"remove_extra_whitespaces", "false"},
+          {"allow_whitespace_only_pieces", "true"}};
+}
+
+// LLaMA's settings; T5's and the library's defaults; a model that maps newlines to nothing special and keeps them unknown; pieces that reach across words.
+INSTANTIATE_TEST_SUITE_P(
+    Settings, ForeignModel,
+    testing::Values(Foreign{"llama",
+                            {{"model_type", "bpe"}, {"byte_fallback", "true"}, {"normalization_rule_name", "identity"}, {"remove_extra_whitespaces", "false"}},
+                            true},
+                    Foreign{"defaults", {{"model_type", "unigram"}}, false}, Foreign{"defaults_bpe", {{"model_type", "bpe"}}, false},
+                    Foreign{"identity", {{"model_type", "bpe"}, {"normalization_rule_name", "identity"}}, false}, Foreign{"ours_bpe", ours("bpe"), true},
+                    Foreign{"ours_unigram", ours("unigram"), true},
+                    Foreign{"newline_symbols",
+                            {{"model_type", "bpe"},
+                             {"byte_fallback", "true"},
+                             {"normalization_rule_name", "identity"},
+                             {"remove_extra_whitespaces", "false"},
+                             {"user_defined_symbols", "\n,\n\n,\t"}},
+                            true},
+                    Foreign{"across_words",
+                            {{"model_type", "bpe"},
+                             {"byte_fallback", "true"},
+                             {"normalization_rule_name", "identity"},
+                             {"remove_extra_whitespaces", "false"},
+                             {"add_dummy_prefix", "false"},
+                             {"split_by_whitespace", "false"}},
+                            true},
+                    Foreign{"across_newlines",
+                            {{"model_type", "bpe"},
+                             {"byte_fallback", "true"},
+                             {"normalization_rule_name", "identity"},
+                             {"remove_extra_whitespaces", "false"},
+                             {"add_dummy_prefix", "false"},
+                             {"user_defined_symbols", "e\n,\nthe,\n r"}},
+                            true}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace tessera::data
+
+#endif

@@ -1,0 +1,246 @@
+#include "tessera/data/loader.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+
+#include "tessera/data/sequential_loader.h"
+#include "tests/data/files.h"
+
+namespace tessera::data {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+/// Ids 0, 1, 2, ... modulo 251, so that a window tells its place.
+class LoaderTest : public testing::Test {
+ protected:
+  std::shared_ptr<const Corpus> corpus(int64_t tokens) {
+    std::string text(static_cast<size_t>(tokens), '\0');
+    for (int64_t i = 0; i < tokens; ++i) text[static_cast<size_t>(i)] = static_cast<char>(i % 251);
+    const std::string name = std::to_string(tokens) + ".txt";
+    return Corpus::open_or_build({folder_.write(name, text)}, *byte_, folder_ / "cache");
+  }
+
+  Folder folder_;
+  std::unique_ptr<Tokenizer> byte_ = Tokenizer::load("byte");
+};
+
+std::vector<int64_t> values(const at::Tensor& tensor) { return {tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()}; }
+
+/// Everything that a step trains on, in the order of global micro-batches.
+struct Global {
+  std::vector<int64_t> index, first_sample, tokens, labels;
+  int64_t valid_tokens = 0;
+  bool operator==(const Global&) const = default;
+};
+
+Global gather(const std::shared_ptr<const Corpus>& corpus, LoaderOptions options, int ranks, const Cursor* from = nullptr, int steps = 1) {
+  options.ranks = ranks;
+  std::vector<Loader> loaders;
+  for (options.rank = 0; options.rank < ranks; ++options.rank) {
+    loaders.emplace_back(corpus, options);
+    if (from) loaders.back().seek(*from);
+  }
+  Global all;
+  for (int s = 0; s < steps; ++s) {
+    size_t count = 0;
+    int64_t valid = 0;
+    for (Loader& loader : loaders) {
+      const StepBatch batch = loader.next();
+      if (count == 0) count = batch.micro_batches.size();
+      EXPECT_EQ(batch.micro_batches.size(), count);
+      EXPECT_EQ(batch.step, loader.cursor().step);
+      EXPECT_EQ(batch.global_valid_tokens, options.global_size * options.seq_len);
+      bool padding = false;
+      for (const MicroBatch& micro : batch.micro_batches) {
+        EXPECT_EQ(micro.tokens.sizes(), at::IntArrayRef({options.micro_size, options.seq_len}));
+        EXPECT_EQ(micro.labels.sizes(), micro.tokens.sizes());
+        EXPECT_FALSE(padding) << "padding comes last, and once";
+        padding = micro.weight == 0;
+        if (padding) {
+          EXPECT_EQ(micro.index, -1);
+          EXPECT_EQ(micro.valid_tokens, 0);
+          EXPECT_TRUE((micro.labels == ignored_label).all().item<bool>());
+          continue;
+        }
+        EXPECT_EQ(micro.weight, 1);
+        valid += micro.valid_tokens;
+        all.index.push_back(micro.index);
+        all.first_sample.push_back(micro.first_sample);
+        for (int64_t v : values(micro.tokens)) all.tokens.push_back(v);
+        for (int64_t v : values(micro.labels)) all.labels.push_back(v);
+      }
+    }
+    EXPECT_EQ(valid, options.global_size * options.seq_len);
+    all.valid_tokens += valid;
+  }
+  return all;
+}
+
+TEST_F(LoaderTest, EveryLayoutSeesTheSameBatch) {
+  const auto data = corpus(5 * 101 + 1);
+  for (bool shuffle : {false, true}) {
+    for (int64_t micro_size : {1, 2, 3}) {
+      const LoaderOptions options{.seq_len = 5, .global_size = micro_size * 8, .micro_size = micro_size, .shuffle = shuffle, .seed = 3};
+      const Global whole = gather(data, options, 1, nullptr, 20);
+      std::vector<int64_t> order;
+      for (int64_t s = 0; s < 20 * 8; ++s) order.push_back(s % 8);
+      EXPECT_EQ(whole.index, order);
+      for (int ranks : {2, 3, 5, 8}) EXPECT_EQ(gather(data, options, ranks, nullptr, 20), whole) << ranks << " ranks";
+      // And windows depend on the global size alone, not on how it is cut into micro-batches.
+      LoaderOptions single = options;
+      single.micro_size = 1;
+      EXPECT_EQ(gather(data, single, 1, nullptr, 20).tokens, whole.tokens);
+    }
+  }
+}
+
+TEST_F(LoaderTest, ReadsInOrderWithoutShuffleAndStartsAgain) {
+  const auto data = corpus(4 * 7 + 2);  // 7 windows, and one token too many
+  Loader loader(data, {.seq_len = 4, .global_size = 3, .shuffle = false});
+  EXPECT_EQ(loader.windows(), 7);
+  int64_t window = 0;
+  for (int64_t step = 1; step <= 9; ++step) {
+    const StepBatch batch = loader.next();
+    EXPECT_EQ(batch.step, step);
+    for (const MicroBatch& micro : batch.micro_batches) {
+      EXPECT_EQ(values(micro.tokens), (std::vector<int64_t>{4 * window, 4 * window + 1, 4 * window + 2, 4 * window + 3}));
+      EXPECT_EQ(values(micro.labels), (std::vector<int64_t>{4 * window + 1, 4 * window + 2, 4 * window + 3, 4 * window + 4}));
+      window = (window + 1) % 7;
+    }
+  }
+}
+
+TEST_F(LoaderTest, ShuffleVisitsEachWindowOnceAnEpoch) {
+  const auto data = corpus(2 * 97 + 1);
+  const Loader loader(data, {.seq_len = 2, .global_size = 4, .shuffle = true, .seed = 11});
+  const Loader other(data, {.seq_len = 2, .global_size = 4, .shuffle = true, .seed = 12});
+  std::vector<std::vector<int64_t>> epochs;
+  for (int64_t epoch = 0; epoch < 3; ++epoch) {
+    std::vector<int64_t> order;
+    for (int64_t s = 0; s < 97; ++s) order.push_back(loader.window_of(epoch * 97 + s));
+    epochs.push_back(order);
+    std::ranges::sort(order);
+    for (int64_t s = 0; s < 97; ++s) EXPECT_EQ(order[static_cast<size_t>(s)], s);
+  }
+  EXPECT_NE(epochs[0], epochs[1]);
+  EXPECT_NE(epochs[1], epochs[2]);
+  EXPECT_NE(loader.window_of(0) * 97 + loader.window_of(1), other.window_of(0) * 97 + other.window_of(1));
+}
+
+TEST_F(LoaderTest, SeekContinuesAsIfNeverStopped) {
+  const auto data = corpus(3 * 50 + 1);
+  const LoaderOptions options{.seq_len = 3, .global_size = 6, .micro_size = 2, .shuffle = true, .seed = 5};
+  const Global whole = gather(data, options, 1, nullptr, 40);
+  for (int64_t stop : {0, 1, 7, 8, 39}) {
+    Loader loader(data, options);
+    for (int64_t s = 0; s < stop; ++s) loader.next();
+    const Cursor cursor = loader.cursor();
+    EXPECT_EQ(cursor.step, stop);
+    for (int ranks : {1, 2, 3}) {
+      const Global rest = gather(data, options, ranks, &cursor, static_cast<int>(40 - stop));
+      EXPECT_TRUE(std::ranges::equal(rest.tokens, std::vector(whole.tokens.begin() + stop * 18, whole.tokens.end())));
+      EXPECT_TRUE(std::ranges::equal(rest.first_sample, std::vector(whole.first_sample.begin() + stop * 3, whole.first_sample.end())));
+    }
+  }
+}
+
+TEST_F(LoaderTest, SeekRefusesAnotherPosition) {
+  const auto data = corpus(100);
+  const LoaderOptions options{.seq_len = 4, .global_size = 6, .micro_size = 2, .seed = 5};
+  Loader loader(data, options);
+  const auto seek = [&](auto&& change) {
+    Cursor cursor = loader.cursor();
+    change(cursor);
+    return refusal([&] { loader.seek(cursor); });
+  };
+  EXPECT_THAT(seek([](Cursor& c) { c.global_size = 8; }), AllOf(HasSubstr("batch.global_size = 6"), HasSubstr("8")));
+  EXPECT_THAT(seek([](Cursor& c) { c.seq_len = 8; }), HasSubstr("data.seq_len = 4"));
+  EXPECT_THAT(seek([](Cursor& c) { c.seed = 1; }), HasSubstr("data.seed = 5"));
+  EXPECT_THAT(seek([](Cursor& c) { c.shuffle = false; }), HasSubstr("data.shuffle = true"));
+  EXPECT_THAT(seek([](Cursor& c) { c.content = "other"; }), HasSubstr("data.files"));
+  EXPECT_THAT(seek([](Cursor& c) { c.step = -1; }), HasSubstr("step -1"));
+  EXPECT_EQ(loader.cursor().step, 0);
+}
+
+TEST_F(LoaderTest, RefusesSizesThatCannotBeDealt) {
+  const auto data = corpus(41);  // 10 windows of 4
+  const auto make = [&](LoaderOptions options) { return refusal([&] { Loader(data, options); }); };
+  EXPECT_THAT(make({.seq_len = 4, .global_size = 7, .micro_size = 2}), AllOf(HasSubstr("batch.global_size = 7"), HasSubstr("micro_size = 2"), HasSubstr("8")));
+  EXPECT_THAT(make({.seq_len = 4, .global_size = 0}), HasSubstr("batch.global_size = 0"));
+  EXPECT_THAT(make({.seq_len = 4, .global_size = 4, .micro_size = 2, .ranks = 3}),
+              AllOf(HasSubstr("batch.global_size = 4"), HasSubstr("3 data ranks"), HasSubstr("6 or more")));
+  EXPECT_THAT(make({.seq_len = 4, .global_size = 11}), AllOf(HasSubstr("41 tokens"), HasSubstr("10 windows"), HasSubstr("needs 11")));
+  EXPECT_THAT(make({.seq_len = 41, .global_size = 1}), AllOf(HasSubstr("data.seq_len = 41"), HasSubstr("0 windows")));
+  EXPECT_EQ(Loader(data, {.seq_len = 4, .global_size = 10}).next().micro_batches.size(), 10u);
+  EXPECT_EQ(Loader(data, {.seq_len = 40, .global_size = 1}).next().micro_batches.size(), 1u);
+}
+
+TEST_F(LoaderTest, DryBatchHasTheSameShapesAndCounts) {
+  const auto data = corpus(500);
+  for (int ranks : {1, 2, 3, 4}) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      const LoaderOptions options{.seq_len = 4, .global_size = 8, .micro_size = 2, .rank = rank, .ranks = ranks};
+      Loader loader(data, options);
+      loader.next();
+      const StepBatch real = loader.next(), dry = dry_batch(options, 2, at::kMeta);
+      EXPECT_EQ(dry.step, real.step);
+      EXPECT_EQ(dry.global_valid_tokens, real.global_valid_tokens);
+      ASSERT_EQ(dry.micro_batches.size(), real.micro_batches.size());
+      for (size_t i = 0; i < real.micro_batches.size(); ++i) {
+        const MicroBatch &a = dry.micro_batches[i], &b = real.micro_batches[i];
+        EXPECT_TRUE(a.tokens.is_meta() && a.labels.is_meta());
+        EXPECT_EQ(a.tokens.sizes(), b.tokens.sizes());
+        EXPECT_EQ(a.labels.sizes(), b.labels.sizes());
+        EXPECT_EQ(a.tokens.scalar_type(), b.tokens.scalar_type());
+        EXPECT_EQ(std::tuple(a.weight, a.index, a.first_sample, a.valid_tokens), std::tuple(b.weight, b.index, b.first_sample, b.valid_tokens));
+      }
+    }
+  }
+}
+
+TEST_F(LoaderTest, SequentialLoaderReadsEveryWindowOnceInAnyLayout) {
+  for (int64_t windows : {1, 2, 7, 24}) {
+    const auto data = corpus(3 * windows + 2);
+    for (int64_t micro_size : {1, 2, 5}) {
+      std::vector<int64_t> expected;
+      for (int64_t i = 0; i < 3 * windows; ++i) expected.push_back(i % 251);
+      for (int ranks : {1, 2, 3, 5, 8}) {
+        std::vector<int64_t> tokens, labels;
+        int64_t valid = 0, calls = -1;
+        for (int rank = 0; rank < ranks; ++rank) {
+          SequentialLoader loader(data, 3, micro_size, rank, ranks);
+          EXPECT_EQ(loader.global_valid_tokens(), 3 * windows);
+          EXPECT_EQ(loader.global_bytes(), 3.0 * static_cast<double>(windows));
+          if (calls < 0) calls = loader.micro_batches();
+          for (int round = 0; round < 2; ++round) {
+            int64_t n = 0;
+            while (auto micro = loader.next()) {
+              ++n;
+              EXPECT_EQ(micro->tokens.sizes(), at::IntArrayRef({micro_size, 3}));
+              const auto t = values(micro->tokens), l = values(micro->labels);
+              EXPECT_EQ(std::ranges::count_if(l, [](int64_t v) { return v != ignored_label; }), micro->valid_tokens);
+              EXPECT_EQ(micro->weight, micro->valid_tokens > 0 ? 1 : 0);
+              if (round == 1) {
+                valid += micro->valid_tokens;
+                tokens.insert(tokens.end(), t.begin(), t.begin() + micro->valid_tokens);
+                labels.insert(labels.end(), l.begin(), l.begin() + micro->valid_tokens);
+              }
+            }
+            EXPECT_EQ(n, calls);
+            loader.rewind();
+          }
+        }
+        EXPECT_EQ(tokens, expected);
+        EXPECT_EQ(valid, 3 * windows);
+        ASSERT_EQ(labels.size(), tokens.size());
+        for (size_t i = 0; i < labels.size(); ++i) ASSERT_EQ(labels[i], (tokens[i] + 1) % 251);
+      }
+    }
+  }
+  EXPECT_THAT(refusal([&] { SequentialLoader(corpus(3), 3, 1); }), HasSubstr("0 windows"));
+}
+
+}  // namespace
+}  // namespace tessera::data
