@@ -1,0 +1,2 @@
+// ProcessGroupGloo.hpp includes this file and uses nothing of it.
+#pragma once

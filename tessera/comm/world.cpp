@@ -1,0 +1,250 @@
+#include "tessera/comm/world.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/record.h"
+#include "tessera/comm/failure.h"
+#include "tessera/comm/rendezvous.h"
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/rng.h"
+
+namespace tessera::comm {
+namespace {
+
+using Store = c10::intrusive_ptr<c10d::Store>;
+using Clock = std::chrono::steady_clock;
+
+const std::string kFailure = "failure", kFailures = "failures", kLeft = "left", kAllLeft = "all_left", kGone = "gone";
+
+bool is_loopback(const std::string& address) { return address == "localhost" || address == "::1" || address.starts_with("127."); }
+
+std::string read_failure(const Store& store) noexcept {
+  try {
+    if (store && store->check({kFailure})) return store->get_to_str(kFailure);
+  } catch (...) {  // the store went with its host: nothing more to learn
+  }
+  return {};
+}
+
+// Polls with growing pauses, for a store's own wait cannot look at two keys.
+template <class Predicate>
+bool poll_until(Clock::time_point deadline, Predicate done) {
+  for (auto pause = std::chrono::microseconds(50);; pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
+    if (done()) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+}  // namespace
+
+struct World::State {
+  Environment environment;
+  WorldOptions options;
+  Store store;                         // null when alone or dry
+  std::shared_ptr<Recorder> recorder;  // dry worlds only
+  std::unique_ptr<Engine> engine;
+  Group everyone;
+
+  std::mutex mutex;
+  std::map<std::string, int> formed;                       // groups so far, by name and members
+  std::vector<c10::intrusive_ptr<c10d::Backend>> engines;  // kept to the end: a group that closes early looks like a failure to its peers
+  std::optional<bool> left;
+
+  bool serves_store() const { return environment.rank == 0 && !environment.agent_store; }
+
+  Group make_group(GroupInfo info) {
+    if (info.size == 1) return Group(std::move(info), {});
+    info.timeout = options.timeout;
+    auto backend = recorder ? make_dry_backend(recorder, info, options.backend) : connect(info);
+    for (const auto& decorate : options.decorators) backend = decorate(std::move(backend), info);
+    {
+      const std::lock_guard lock(mutex);
+      engines.push_back(backend);
+    }
+    return Group(std::move(info), std::move(backend), [store = store] { return read_failure(store); });
+  }
+
+  c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& info) {
+    const auto start = Clock::now();
+    const auto members = info.ranks.empty() ? "all" : fmt::format("{:016x}", hash_string(fmt::format("{}", fmt::join(info.ranks, ","))));
+    auto key = fmt::format("group/{}/{}", info.name, members);
+    {
+      const std::lock_guard lock(mutex);
+      key += fmt::format("/{}", formed[key]++);
+    }
+    try {
+      return engine->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
+    } catch (...) {
+      const auto cause = message_of(std::current_exception());
+      const auto failure = read_failure(store);
+      throw CommError(detail::concat("group ", info.name, ", rank ", info.rank, " of ", info.size, ": could not connect to all members: ", cause, "; waited ",
+                                     seconds_since(start), failure.empty() ? "" : "; ", failure));
+    }
+  }
+
+  Group subgroup(const std::vector<int>& ranks, const std::string& name) {
+    const auto self = std::find(ranks.begin(), ranks.end(), environment.rank);
+    invariant(self != ranks.end(), "group ", name, ": rank ", environment.rank, " asks for a group without itself");
+    auto sorted = ranks;
+    std::sort(sorted.begin(), sorted.end());
+    invariant(sorted.front() >= 0 && sorted.back() < environment.size, "group ", name, ": members ", sorted.front(), " to ", sorted.back(),
+              " of a world of ", environment.size);
+    invariant(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "group ", name, ": a rank is named twice");
+    return make_group({.name = name, .rank = static_cast<int>(self - ranks.begin()), .size = static_cast<int>(ranks.size()), .ranks = ranks});
+  }
+};
+
+WorldOptions world_options(const CommConfig& config) {
+  const std::chrono::milliseconds timeout(std::llround(1000 * config.timeout_s));
+  return {.backend = config.backend, .interface = config.interface, .timeout = timeout, .decorators = {}};
+}
+
+World::World(std::shared_ptr<State> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
+  auto& self = *state_;
+  const auto& environment = self.environment;
+  self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+}
+
+World::World(World&&) noexcept = default;
+
+World& World::operator=(World&& other) noexcept {
+  if (this != &other) {
+    finish();
+    state_ = std::move(other.state_);
+    exceptions_ = other.exceptions_;
+  }
+  return *this;
+}
+
+World::~World() { finish(); }
+
+// An engine's end waits for what is still pending in it, so connections that have no end to hope for are broken first.
+void World::finish() noexcept {
+  if (!state_) return;  // moved from
+  const bool unwinding = std::uncaught_exceptions() > exceptions_;
+  if (unwinding || !leave()) abort();
+}
+
+World World::from_environment(const WorldOptions& options) { return join(read_environment(), options); }
+
+World World::join(const Environment& environment, const WorldOptions& options) {
+  check_engine_name(options.backend);
+  if (environment.size == 1) return join(environment, Store(), options);
+  auto store = rendezvous(environment, options.timeout);
+  store->setTimeout(options.timeout);
+  auto local = options;
+  if (local.interface.empty() && is_loopback(environment.master_addr)) local.interface = environment.master_addr;  // all ranks are on this host
+  return join(environment, c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.restart_count), std::move(store)), local);
+}
+
+World World::join(const Environment& environment, Store store, const WorldOptions& options) {
+  check_engine_name(options.backend);
+  auto state = std::make_shared<State>();
+  state->environment = environment;
+  state->options = options;
+  if (environment.size > 1) {
+    invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
+    state->store = std::move(store);
+    state->engine = make_engine(options.backend, options.interface);
+  }
+  return World(std::move(state));
+}
+
+World World::alone(const WorldOptions& options) { return join(Environment{}, Store(), options); }
+
+World World::dry(int size, int rank, std::shared_ptr<Recorder> recorder, const WorldOptions& options) {
+  invariant(recorder != nullptr, "a dry world has no recorder");
+  auto state = std::make_shared<State>();
+  state->environment = {.rank = rank, .size = size, .local_rank = rank, .local_size = size};
+  state->options = options;
+  state->recorder = std::move(recorder);
+  return World(std::move(state));
+}
+
+int World::rank() const { return state_->environment.rank; }
+int World::size() const { return state_->environment.size; }
+int World::local_rank() const { return state_->environment.local_rank; }
+int World::local_size() const { return state_->environment.local_size; }
+bool World::is_dry() const { return state_->recorder != nullptr; }
+const WorldOptions& World::options() const { return state_->options; }
+Group World::group() const { return state_->everyone; }
+Group World::subgroup(const std::vector<int>& ranks, const std::string& name) const { return state_->subgroup(ranks, name); }
+
+void World::guard(const std::function<void()>& body) const {
+  try {
+    body();
+  } catch (...) {
+    report_failure(message_of(std::current_exception()));
+    abort();
+    throw;
+  }
+}
+
+void World::report_failure(const std::string& cause) const noexcept {
+  if (!state_) return;
+  const auto& store = state_->store;
+  if (!store) return;
+  try {
+    if (store->add(kFailures, 1) == 1) store->set(kFailure, detail::concat("rank ", rank(), " failed: ", cause));
+  } catch (...) {  // without the store nobody can be told
+  }
+}
+
+std::string World::reported_failure() const noexcept { return state_ ? read_failure(state_->store) : std::string(); }
+
+void World::abort() const noexcept {
+  if (!state_) return;
+  std::vector<c10::intrusive_ptr<c10d::Backend>> engines;
+  {
+    const std::lock_guard lock(state_->mutex);
+    engines = state_->engines;
+  }
+  for (const auto& engine : engines) {
+    try {
+      engine->abort();
+    } catch (...) {  // the others must be closed all the same
+    }
+  }
+}
+
+bool World::leave(std::chrono::milliseconds patience) noexcept {
+  if (!state_) return true;
+  if (state_->left) return *state_->left;
+  const auto& store = state_->store;
+  bool all = true;
+  if (store) {
+    const auto deadline = Clock::now() + patience;
+    try {
+      if (store->add(kLeft, 1) == size()) store->set(kAllLeft, "1");
+      poll_until(deadline, [&] { return store->check({kAllLeft}) || store->check({kFailure}); });
+      all = store->check({kAllLeft});
+      // Whoever serves the store goes last, lest the others' last look at it ends in an error.
+      const auto gone = store->add(kGone, 1);
+      if (state_->serves_store() && all) all = gone == size() || poll_until(deadline, [&] { return store->add(kGone, 0) == size(); });
+    } catch (...) {  // the store is gone, and with it who served it
+      all = false;
+    }
+  }
+  state_->left = all;
+  return all;
+}
+
+WorldView::WorldView(const World& world) : state_(world.state_) {}
+int WorldView::rank() const { return state_->environment.rank; }
+int WorldView::size() const { return state_->environment.size; }
+bool WorldView::is_dry() const { return state_->recorder != nullptr; }
+Group WorldView::group() const { return state_->everyone; }
+Group WorldView::subgroup(const std::vector<int>& ranks, const std::string& name) const { return state_->subgroup(ranks, name); }
+
+}  // namespace tessera::comm

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "tessera/comm/group.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace tessera {
+struct CommConfig;  // tessera/core/config.h
+}
+
+namespace tessera::comm {
+
+class Recorder;
+
+/// Wraps the engine of a new group: tracing, checking, fault injection and recording enter here, and callers never know.
+using Decorator = std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group)>;
+
+struct WorldOptions {
+  std::string backend = "auto";                              ///< comm.backend
+  std::string interface;                                     ///< comm.interface: a network interface, a host name or an address; empty lets the engine choose
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< comm.timeout_s: of connecting, and of each collective
+  std::vector<Decorator> decorators;                         ///< applied to each group's engine in order: the last is outermost
+};
+
+/// What the configuration says of the world.
+WorldOptions world_options(const CommConfig& config);
+
+/// Who this process is, as its launcher says.
+struct Environment {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+  std::string master_addr;
+  int master_port = 0;
+  bool agent_store = false;  ///< the launcher serves the store on master_port; otherwise rank 0 does
+  int restart_count = 0;     ///< keeps the keys of one attempt apart from the next one's
+  bool launched = false;     ///< any of the variables was set
+};
+
+/// Reads a variable: std::getenv in life, a table in tests.
+using Lookup = std::function<std::optional<std::string>(const std::string& name)>;
+
+/// Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and torchrun's TORCHELASTIC_USE_AGENT_STORE and
+/// TORCHELASTIC_RESTART_COUNT. None of them set means alone. Where the local ones are missing, all ranks are taken to be on this host.
+/// Throws ConfigError, with the variable and its value, where they contradict each other, are incomplete, or are not numbers.
+Environment read_environment(const Lookup& lookup);
+/// The same from this process's environment.
+Environment read_environment();
+
+/// All ranks of a run, and the maker of groups.
+///
+/// Leaving: the destructor waits until every rank has left too, at most 10 s, so that no rank tears down connections or the store that another still
+/// reads from. While an exception unwinds, and where the others do not come, it breaks the connections instead: peers that wait get an error.
+/// Groups and meshes made from a world may outlive it; a moved-from world may only be destroyed or assigned to.
+class World {
+ public:
+  /// Joins the ranks that the launcher's variables name, or is alone. Blocks until all have come. Throws ConfigError (variables, backend)
+  /// and CommError (address, port, cause, seconds waited).
+  static World from_environment(const WorldOptions& options = {});
+  static World join(const Environment& environment, const WorldOptions& options = {});
+  /// Joins through a store that exists already. Without a backend name of its own, "auto" is Gloo.
+  static World join(const Environment& environment, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options = {});
+  /// A world of one; needs no network.
+  static World alone(const WorldOptions& options = {});
+  /// A world of any size on no network: every group records into `recorder` and computes nothing. This process plays `rank`.
+  /// Making it, and a mesh on it, costs time and memory of the order of the groups' sizes.
+  static World dry(int size, int rank, std::shared_ptr<Recorder> recorder, const WorldOptions& options = {});
+
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+  ~World();
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;
+  int local_size() const;
+  /// Whether collectives compute nothing (World::dry).
+  bool is_dry() const;
+  const WorldOptions& options() const;
+
+  /// The group of all ranks.
+  Group group() const;
+
+  /// The group of `ranks` (of the world, in group order; this rank among them). Collective over those ranks: each must make the call, and calls
+  /// with the same name and ranks are matched by their order. No other rank takes part, so all rows of a mesh form at once.
+  /// Throws InternalError for a list without this rank, outside the world or with repetitions, CommError where a member does not come.
+  Group subgroup(const std::vector<int>& ranks, const std::string& name) const;
+
+  /// Runs `body`. If it throws, tells all ranks why, breaks this rank's connections so that nobody waits for it, and lets the exception pass. The
+  /// world should be made outside: what dies while an exception passes through it cannot be told from a crash by its peers.
+  void guard(const std::function<void()>& body) const;
+
+  /// Tells all ranks why this one fails: their pending and later errors quote it. Call it before connections close. Never throws.
+  void report_failure(const std::string& cause) const noexcept;
+  /// What the first failing rank reported, as "rank 3 failed: ..."; empty if none did. Never throws.
+  std::string reported_failure() const noexcept;
+
+  /// Breaks every group's connections: what waits on this rank, here and elsewhere, ends with an error. From any thread.
+  void abort() const noexcept;
+
+  /// Waits until every rank has left, at most `patience`; the destructor's part, for those who want the answer. True if all have. Idempotent.
+  bool leave(std::chrono::milliseconds patience = std::chrono::seconds(10)) noexcept;
+
+ private:
+  struct State;
+  explicit World(std::shared_ptr<State> state);
+  void finish() noexcept;
+  friend class WorldView;
+  std::shared_ptr<State> state_;
+  int exceptions_ = 0;
+};
+
+/// A world without its end: makes groups, and may be copied and kept by those who outlive it (Mesh).
+class WorldView {
+ public:
+  explicit WorldView(const World& world);
+  int rank() const;
+  int size() const;
+  bool is_dry() const;
+  Group group() const;
+  Group subgroup(const std::vector<int>& ranks, const std::string& name) const;
+
+ private:
+  std::shared_ptr<World::State> state_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,49 @@
+#include "tessera/data_parallel/batch_coupling.h"
+
+#include <torch/nn/modules/batchnorm.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+template <class BatchNormImpl>
+bool normalizes_by_batch(const torch::nn::Module& module) {
+  const auto* norm = dynamic_cast<const BatchNormImpl*>(&module);
+  return norm != nullptr && (norm->is_training() || !norm->options.track_running_stats());
+}
+
+void collect(const torch::nn::Module& module, const std::string& path, std::vector<BatchCoupledModule>& found) {
+  if (normalizes_by_batch<torch::nn::BatchNorm1dImpl>(module)) found.push_back({path, "BatchNorm1d"});
+  if (normalizes_by_batch<torch::nn::BatchNorm2dImpl>(module)) found.push_back({path, "BatchNorm2d"});
+  if (normalizes_by_batch<torch::nn::BatchNorm3dImpl>(module)) found.push_back({path, "BatchNorm3d"});
+  for (const auto& child : module.named_children()) collect(*child.value(), path.empty() ? child.key() : path + "." + child.key(), found);
+}
+
+}  // namespace
+
+std::vector<BatchCoupledModule> find_batch_coupled(const torch::nn::Module& root) {
+  std::vector<BatchCoupledModule> found;
+  collect(root, "", found);
+  return found;
+}
+
+std::string batch_coupling_report(const torch::nn::Module& root, int ranks, int64_t accumulation) {
+  if (ranks <= 1 && accumulation <= 1) return {};
+  const std::vector<BatchCoupledModule> found = find_batch_coupled(root);
+  if (found.empty()) return {};
+  constexpr size_t max_named = 8;
+  std::string names;
+  for (size_t i = 0; i < std::min(found.size(), max_named); ++i) {
+    names += detail::concat(i ? ", '" : "'", found[i].path, "' (", found[i].type, ")");
+  }
+  if (found.size() > max_named) names += detail::concat(" and ", found.size() - max_named, " more");
+  return detail::concat(
+      names, found.size() == 1 ? " normalizes" : " normalize", " by the statistics of one micro-batch on one rank, not of the global batch (", ranks,
+      " data-parallel ranks x ", accumulation,
+      " micro-batches), so training differs from one device with the whole batch; SyncBatchNorm, which shares them between ranks, is not available yet: "
+      "use LayerNorm or GroupNorm, freeze the running statistics with eval(), train on one rank with batch.micro_size = batch.global_size, or accept it with "
+      "run.batch_coupled = \"report\"");
+}
+
+}  // namespace tessera

@@ -1,0 +1,236 @@
+#include "tessera/data_parallel/distributed_data_parallel.h"
+
+#include <chrono>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/attachment.h"
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/data_parallel/flat_gradients.h"
+
+namespace tessera {
+namespace {
+
+/// The buffers of a plan, and for each parameter its view and its bucket.
+struct GradientBuckets {
+  std::vector<at::Tensor> flats;
+  std::vector<at::Tensor> views;
+  std::vector<size_t> bucket_of;
+};
+
+GradientBuckets allocate(const BucketPlan& plan, const std::vector<nn::NamedParameter>& parameters) {
+  const MemoryScope scope(MemoryCategory::Gradients);
+  std::unordered_map<std::string, size_t> index_of;
+  for (size_t i = 0; i < parameters.size(); ++i) index_of.emplace(parameters[i].name, i);
+  GradientBuckets buckets{.flats = {}, .views = std::vector<at::Tensor>(parameters.size()), .bucket_of = std::vector<size_t>(parameters.size())};
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    const BucketPlan::Bucket& bucket = plan.buckets[b];
+    const at::Tensor& first = parameters[index_of.at(bucket.slots.front().name)].tensor;
+    buckets.flats.push_back(at::zeros({bucket.numel()}, first.options().dtype(bucket.dtype).requires_grad(false)));
+    for (const BucketPlan::Slot& slot : bucket.slots) {
+      const size_t index = index_of.at(slot.name);
+      buckets.views[index] = gradient_view(buckets.flats.back(), slot.offset, parameters[index].tensor);
+      buckets.bucket_of[index] = b;
+    }
+  }
+  return buckets;
+}
+
+std::vector<GradientSpec> specs_of(const std::vector<nn::NamedParameter>& parameters, std::optional<at::ScalarType> reduce_dtype) {
+  std::vector<GradientSpec> specs;
+  for (const auto& parameter : parameters) {
+    specs.push_back({parameter.name, parameter.tensor.numel(), reduce_dtype.value_or(parameter.tensor.scalar_type())});
+  }
+  return specs;
+}
+
+}  // namespace
+
+class DistributedDataParallel::Impl {
+ public:
+  Impl(torch::nn::Module& module, comm::Group group, DdpOptions options)
+      : module_(module), group_(std::move(group)), options_(std::move(options)), parameters_(trainable_parameters(module)), used_(parameters_) {
+    require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble,
+            "data parallelism: reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
+    if (!active()) return;
+    const comm::CallSite site("ddp.start");
+    equalize_replicas(module_, group_, options_.replicas);
+    if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
+    specs_ = specs_of(parameters_, options_.reduce_dtype);
+    if (options_.plan) check_bucket_plan(*options_.plan, specs_, "given");
+    plan_ = options_.plan ? *options_.plan : make_bucket_plan(specs_, options_.sizes);
+    listen();
+  }
+
+  void begin_step() {
+    if (!active()) return clear_gradients();
+    const at::NoGradGuard no_grad;
+    if (own_phase_) {
+      ++own_phase_->step;
+      own_phase_->last_micro_batch = true;
+    }
+    if (options_.buffers == BufferBroadcast::EachStep && steps_ > 0) {
+      const comm::CallSite site("ddp.buffers");
+      broadcast_buffers(module_, group_);
+    }
+    if (!buckets_ || stale_) {
+      clear_gradients();  // the old buckets go before the new ones come
+      buckets_.reset();
+      buckets_ = allocate(plan_, parameters_);
+      stale_ = false;
+    } else {
+      for (at::Tensor& flat : buckets_->flats) flat.zero_();
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) set_gradient(parameters_[i].tensor, buckets_->views[i]);
+    missing_.clear();
+    for (const BucketPlan::Bucket& bucket : plan_.buckets) missing_.push_back(bucket.slots.size());
+    pending_.clear();
+    used_.clear();
+    arrivals_.clear();
+    statistics_ = {};
+    in_step_ = true;
+  }
+
+  void set_last(bool last) {
+    if (own_phase_) own_phase_->last_micro_batch = last;
+  }
+
+  void finish() {
+    if (!active()) return;
+    invariant(in_step_, "DistributedDataParallel::finish without begin_step");
+    in_step_ = false;
+    const at::NoGradGuard no_grad;
+    const auto start = std::chrono::steady_clock::now();
+    statistics_.num_early = statistics_.num_collectives;
+    // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
+    while (pending_.size() < plan_.buckets.size()) launch_next();
+    for (comm::Pending& pending : pending_) pending.wait();
+    if (++steps_ == 1 && !options_.plan) adopt_observed_order();
+    if (options_.find_unused_parameters) {
+      const comm::CallSite site("ddp.unused");
+      const std::vector<bool> anywhere = used_.anywhere(group_);
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (!anywhere[i]) set_gradient(parameters_[i].tensor, {});  // as on one process: optimizers skip it
+      }
+    } else {
+      used_.refuse_unused(group_);
+    }
+    statistics_.exposed_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (options_.average) {
+      for (at::Tensor& flat : buckets_->flats) flat.div_(group_.size());
+    }
+  }
+
+  const SynchronizationStatistics& statistics() const { return statistics_; }
+  const BucketPlan& plan() const { return plan_; }
+
+ private:
+  bool active() const { return group_.size() > 1; }
+
+  void clear_gradients() {
+    for (const nn::NamedParameter& parameter : parameters_) set_gradient(parameter.tensor, {});
+  }
+
+  void listen() {
+    std::shared_ptr<const nn::StepPhase> phase = options_.phase;
+    if (!phase) phase = own_phase_ = std::make_shared<nn::StepPhase>();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
+      dispatcher.follow(phase);
+      if (own_phase_) hooks_.add(Attachment([tensor = parameters_[i].tensor] { nn::GradientDispatcher::of(tensor).follow(nullptr); }));
+      hooks_.add(dispatcher.listen([this, i](const at::Tensor&) { accumulated(i); }));
+      hooks_.add(dispatcher.listen_final([this, i](const at::Tensor& parameter) { final(i, parameter); }));
+    }
+  }
+
+  void accumulated(size_t index) {
+    require(in_step_, "data parallelism: '", parameters_[index].name,
+            "' got a gradient outside a step; call begin_step before the first backward pass of each step");
+    require(pending_.size() <= buckets_->bucket_of[index], "data parallelism: '", parameters_[index].name,
+            "' got another gradient after its bucket was reduced; call set_last_micro_batch(false) before each backward pass of a step but the last, and "
+            "begin_step before each step");
+    used_.mark(index);
+  }
+
+  void final(size_t index, const at::Tensor& parameter) {
+    recover_gradient(parameter, buckets_->views[index]);
+    arrivals_.push_back(static_cast<int64_t>(index));
+    --missing_[buckets_->bucket_of[index]];
+    while (pending_.size() < missing_.size() && missing_[pending_.size()] == 0) launch_next();
+  }
+
+  /// Starts the first bucket that has not been. On every rank in the order of the plan, whatever order its gradients came in.
+  void launch_next() {
+    const comm::CallSite site("ddp.bucket");
+    const size_t bucket = pending_.size();
+    const at::Tensor& flat = buckets_->flats[bucket];
+    if (missing_[bucket] > 0) recover_bucket(bucket);
+    if (flat.numel() == 0) {
+      pending_.emplace_back();
+      return;
+    }
+    pending_.push_back(comm::all_reduce_async(group_, flat));
+    statistics_.bytes += static_cast<int64_t>(flat.nbytes());
+    ++statistics_.num_collectives;
+  }
+
+  /// Of gradients that were not announced as final: they came in an earlier micro-batch, or not at all.
+  void recover_bucket(size_t bucket) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (buckets_->bucket_of[i] == bucket) recover_gradient(parameters_[i].tensor, buckets_->views[i]);
+    }
+  }
+
+  /// Rank 0's order of arrival becomes every rank's plan, from the next step on.
+  void adopt_observed_order() {
+    const comm::CallSite site("ddp.plan");
+    std::vector<bool> arrived(parameters_.size(), false);
+    for (const int64_t index : arrivals_) arrived[index] = true;
+    for (int64_t i = static_cast<int64_t>(parameters_.size()) - 1; i >= 0; --i) {
+      if (!arrived[i]) arrivals_.push_back(i);
+    }
+    at::Tensor order = at::tensor(arrivals_, at::kLong).to(message_device(parameters_.front().tensor));
+    comm::broadcast(group_, order, 0);
+    order = order.cpu();
+    plan_ = make_bucket_plan(specs_, {order.const_data_ptr<int64_t>(), static_cast<size_t>(order.numel())}, options_.sizes, /*observed=*/true);
+    stale_ = true;
+  }
+
+  torch::nn::Module& module_;
+  comm::Group group_;
+  DdpOptions options_;
+  std::vector<nn::NamedParameter> parameters_;
+  std::vector<GradientSpec> specs_;
+  BucketPlan plan_;
+  bool stale_ = false;  ///< the buckets are not those of plan_
+  std::optional<GradientBuckets> buckets_;
+  std::shared_ptr<nn::StepPhase> own_phase_;
+
+  bool in_step_ = false;
+  int64_t steps_ = 0;
+  UsedParameters used_;
+  std::vector<size_t> missing_;         ///< per bucket: gradients that are not final
+  std::vector<comm::Pending> pending_;  ///< per bucket launched
+  std::vector<int64_t> arrivals_;       ///< parameters in the order in which their gradients became final
+  SynchronizationStatistics statistics_;
+  Attachment hooks_;
+};
+
+DistributedDataParallel::DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options)
+    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
+DistributedDataParallel::~DistributedDataParallel() = default;
+
+void DistributedDataParallel::begin_step() { impl_->begin_step(); }
+void DistributedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->set_last(position.last); }
+void DistributedDataParallel::after_micro_batch(const MicroBatchPosition&) {}
+void DistributedDataParallel::set_last_micro_batch(bool last) { impl_->set_last(last); }
+void DistributedDataParallel::finish() { impl_->finish(); }
+const SynchronizationStatistics& DistributedDataParallel::statistics() const { return impl_->statistics(); }
+const BucketPlan& DistributedDataParallel::plan() const { return impl_->plan(); }
+
+}  // namespace tessera

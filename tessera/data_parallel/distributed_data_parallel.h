@@ -1,0 +1,75 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/data_parallel/bucket_plan.h"
+#include "tessera/data_parallel/gradient_synchronizer.h"
+#include "tessera/data_parallel/replicas.h"
+#include "tessera/nn/gradient_dispatcher.h"
+
+namespace tessera {
+
+struct DdpOptions {
+  BucketSizes sizes = {};
+  bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalises by itself
+  bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise finish() refuses them by name
+  ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
+  BufferBroadcast buffers = BufferBroadcast::EachStep;
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
+  std::optional<BucketPlan> plan = {};              ///< of a checkpoint: used as it is, and never rebuilt
+  std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here
+};
+
+/// Data parallelism by replication (PyTorch DDP, arXiv:2006.15704) for any torch::nn::Module, unmodified: every rank holds the whole model and a part of the
+/// batch, and gradients are summed over `group`.
+///
+///   DistributedDataParallel ddp(*model, world.group(), {.average = true});
+///   for (...) {
+///     ddp.begin_step();                                   // clears gradients, in place of optimizer.zero_grad()
+///     loss(model->forward(x), y).backward();              // with accumulation: set_last_micro_batch(false) before all passes but the last
+///     ddp.finish();
+///     optimizer.step();
+///   }
+///
+/// `grad()` of each parameter is a view into its bucket, set before backward, so that autograd accumulates in place and nothing is copied. The hook of the last
+/// gradient of a bucket starts its all-reduce, while backward goes on; buckets start in the order of the plan on every rank, so that collectives match. After
+/// the first step the plan is made anew from the order that rank 0 saw. Accumulation passes but the last communicate nothing.
+///
+///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation
+///   at construction    one all-gather of 3 words per rank (ReplicaStart::Check), buffers broadcast from rank 0
+///   after step 1       one broadcast of a word per parameter; with find_unused_parameters an all-reduce of a word per parameter in every step
+///   memory             gradients once, in the buckets; a group of one has no buckets and no hooks, and communicates nothing
+///
+/// Frozen parameters (requires_grad false at construction) are skipped, tied ones reduced once. A parameter that gets a second gradient after
+/// its bucket has left is refused by name. Throws ConfigError for replicas that differ, a plan of another model, a module without trainable parameters.
+/// The module must outlive this object and keep its parameters; the hooks go with it.
+class DistributedDataParallel final : public GradientSynchronizer {
+ public:
+  DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options = {});
+  ~DistributedDataParallel() override;
+  DistributedDataParallel(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
+
+  void begin_step() override;
+  void before_micro_batch(const MicroBatchPosition& position) override;
+  void after_micro_batch(const MicroBatchPosition& position) override;
+  void finish() override;
+  const SynchronizationStatistics& statistics() const override;
+
+  /// Whether the passes that follow are the step's last; true after begin_step.
+  void set_last_micro_batch(bool last);
+
+  /// The plan that the next step uses: what a checkpoint keeps. Empty in a group of one.
+  const BucketPlan& plan() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/nn/parameter.h"
+
+/// What DistributedDataParallel and TreeReduction share. Not part of the public surface.
+namespace tessera {
+
+/// Parameters of `module` that want a gradient, each once. Throws ConfigError where there are none.
+std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module);
+
+/// A view of `flat` from element `offset` on, in the shape of `parameter` and, where those leave no gaps, with its strides: the layout that autograd keeps
+/// when it accumulates in place.
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+
+/// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
+void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
+
+/// After a backward pass: where someone replaced the gradient that set_gradient had put there (zero_grad, create_graph), brings it back into `view`.
+void recover_gradient(const at::Tensor& parameter, const at::Tensor& view);
+
+/// Where small host-made messages of a group live: on the parameters' device, or on the CPU for parameters on meta, whose messages are real.
+at::Device message_device(const at::Tensor& parameter);
+
+/// Which parameters got a gradient in this step.
+class UsedParameters {
+ public:
+  explicit UsedParameters(const std::vector<nn::NamedParameter>& parameters);
+
+  void clear();
+  void mark(size_t index) { used_[index] = 1; }
+  bool all() const;
+
+  /// Throws ConfigError naming those without a gradient on this rank, and the way out.
+  void refuse_unused(const comm::Group& group) const;
+
+  /// Which were used on any rank: one all-reduce of a word each.
+  std::vector<bool> anywhere(const comm::Group& group) const;
+
+ private:
+  const std::vector<nn::NamedParameter>& parameters_;
+  std::vector<int32_t> used_;
+};
+
+}  // namespace tessera

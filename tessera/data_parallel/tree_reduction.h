@@ -1,0 +1,51 @@
+#pragma once
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/data_parallel/gradient_synchronizer.h"
+#include "tessera/data_parallel/replicas.h"
+#include "tessera/data_parallel/tree_schedule.h"
+
+namespace tessera {
+
+struct TreeReductionOptions {
+  int64_t num_micro_batches = 1;  ///< of the global batch, padding not counted: global_size / micro_size
+  bool find_unused_parameters = false;
+  ReplicaStart replicas = ReplicaStart::Check;
+  BufferBroadcast buffers = BufferBroadcast::EachStep;
+};
+
+/// Sums micro-batch gradients in one fixed binary tree over their index in the global batch (`run.deterministic`): the same bits for any number of ranks and
+/// any degree of accumulation. Each micro-batch has a gradient of its own; a rank adds up the subtrees that lie inside its run, the rest is exchanged.
+///
+///   arithmetic   fp32 whatever the parameter's dtype; the result is handed over in that dtype
+///   memory       flat gradients of 4 P bytes: one for the micro-batch at hand and up to log2 M + 1 partial sums in a run that starts at a power of two,
+///                2 log2 M in the worst; freed as they are added up
+///   traffic      each partial sum that is no whole tree once, P elements (at most 2 log2 M per rank), then a broadcast of P; nothing overlaps backward
+///
+/// Padding micro-batches are left out. In a group of one the tree is the same and nothing is sent. Micro-batches of a rank must come in ascending order.
+class TreeReduction final : public GradientSynchronizer {
+ public:
+  TreeReduction(torch::nn::Module& module, comm::Group group, TreeReductionOptions options);
+  ~TreeReduction() override;
+  TreeReduction(const TreeReduction&) = delete;
+  TreeReduction& operator=(const TreeReduction&) = delete;
+
+  void begin_step() override;
+  void before_micro_batch(const MicroBatchPosition& position) override;
+  void after_micro_batch(const MicroBatchPosition& position) override;
+  void finish() override;
+  const SynchronizationStatistics& statistics() const override;
+
+  const TreeSchedule& schedule() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,72 @@
+#include "tessera/launch/verdict.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include <signal.h>
+#include <sys/wait.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::launch {
+namespace {
+
+constexpr int bad_input = 2;
+constexpr std::array<std::pair<Failure, std::string_view>, 3> kind_names{{{Failure::Config, "config"}, {Failure::Comm, "comm"}, {Failure::Other, "other"}}};
+
+/// The higher, the likelier this is the cause and not a consequence.
+int likelihood(const Ending& ending) {
+  if (WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT) return 3;
+  if (WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == bad_input) return 2;
+  const std::optional<Report> report = read_report(ending.report);
+  return report && report->kind == Failure::Comm ? 0 : 1;
+}
+
+}  // namespace
+
+bool Ending::failed() const { return !WIFEXITED(wait_status) || WEXITSTATUS(wait_status) != 0; }
+
+std::string write_report(const Report& report) {
+  const auto* name = std::ranges::find(kind_names, report.kind, &std::pair<Failure, std::string_view>::first);
+  std::string text = detail::concat(name->second, ' ', report.reason);
+  std::ranges::replace(text, '\n', ' ');
+  return text + '\n';
+}
+
+std::optional<Report> read_report(const std::string& contents) {
+  const std::string line = contents.substr(0, contents.find('\n'));
+  for (const auto& [kind, name] : kind_names) {
+    if (line.starts_with(name) && line.size() > name.size() + 1) return Report{kind, line.substr(name.size() + 1)};
+  }
+  return std::nullopt;
+}
+
+std::string describe_signal(int signal) {
+  const char* name = sigabbrev_np(signal);
+  std::string meaning = sigdescr_np(signal) != nullptr ? sigdescr_np(signal) : "unknown";
+  std::ranges::transform(meaning, meaning.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name != nullptr ? detail::concat("SIG", name, " (", meaning, ")") : detail::concat("signal ", signal);
+}
+
+Verdict judge(const std::vector<Ending>& endings) {
+  const Ending* cause = nullptr;
+  for (const Ending& ending : endings) {
+    if (ending.failed() && (cause == nullptr || likelihood(ending) > likelihood(*cause))) cause = &ending;
+  }
+  if (cause == nullptr) return {};
+
+  const std::optional<Report> report = read_report(cause->report);
+  if (WIFSIGNALED(cause->wait_status)) {
+    const std::string because = report ? ": " + report->reason : "";
+    return {1, detail::concat("rank ", cause->rank, " was ended by ", describe_signal(WTERMSIG(cause->wait_status)), because)};
+  }
+  const int code = WEXITSTATUS(cause->wait_status);
+  if (code == bad_input) return {bad_input, report ? report->reason : detail::concat("rank ", cause->rank, " refused its input (exit code 2)")};
+  return {1, detail::concat("rank ", cause->rank, " failed with exit code ", code, report ? ": " + report->reason : "")};
+}
+
+}  // namespace tessera::launch

@@ -1,0 +1,152 @@
+#include "tessera/mesh/mesh.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include <fmt/format.h>
+
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+// "dp 2 x tp 4 = 8"
+std::string product_text(const MeshShape& axes, int64_t product) {
+  std::string text;
+  for (const auto& [name, size] : axes) text += fmt::format("{}{} {}", text.empty() ? "" : " x ", name, size);
+  return fmt::format("{} = {}", text.empty() ? "no axes" : text, product);
+}
+
+}  // namespace
+
+struct Mesh::State {
+  State(comm::WorldView view, MeshShape shape) : world(std::move(view)), axes(std::move(shape)) {}
+
+  comm::WorldView world;
+  MeshShape axes;
+  std::vector<int> strides;      // world ranks between neighbors on each axis
+  std::vector<int> coordinates;  // this rank's
+  std::mutex mutex;
+  std::map<std::vector<size_t>, comm::Group> groups;  // by axes of size > 1
+
+  size_t index(const std::string& axis) const {
+    std::string known;
+    for (size_t i = 0; i < axes.size(); ++i) {
+      if (axes[i].first == axis) return i;
+      known += (known.empty() ? "" : ", ") + axes[i].first;
+    }
+    throw InternalError(detail::concat("internal error: mesh has no axis ", axis, "; it has ", known));
+  }
+
+  // Positions of the named axes, slowest first.
+  std::vector<size_t> indices(const Axes& asked) const {
+    std::vector<size_t> found;
+    for (const auto& name : asked.names) found.push_back(index(name));
+    std::sort(found.begin(), found.end());
+    const auto twice = std::adjacent_find(found.begin(), found.end());
+    invariant(twice == found.end(), "mesh axis named twice: ", twice == found.end() ? "" : axes[*twice].first);
+    return found;
+  }
+
+  std::vector<int> coordinates_of(int world_rank) const {
+    std::vector<int> result;
+    for (size_t i = 0; i < axes.size(); ++i) result.push_back(world_rank / strides[i] % axes[i].second);
+    return result;
+  }
+
+  std::vector<int> members(const std::vector<size_t>& along) const {
+    int origin = world.rank();
+    for (const auto i : along) origin -= coordinates[i] * strides[i];
+    std::vector<int> ranks{origin};
+    for (const auto i : along) {
+      std::vector<int> longer;
+      longer.reserve(ranks.size() * axes[i].second);
+      for (const int rank : ranks) {
+        for (int step = 0; step < axes[i].second; ++step) longer.push_back(rank + step * strides[i]);
+      }
+      ranks = std::move(longer);
+    }
+    return ranks;
+  }
+
+  std::string name(const std::vector<size_t>& along) const {
+    std::string text;
+    for (const auto i : along) text += (text.empty() ? "" : "+") + axes[i].first;
+    return text;
+  }
+};
+
+Mesh::Mesh(const comm::World& world, MeshShape axes) {
+  int64_t product = 1;
+  for (size_t i = 0; i < axes.size(); ++i) {
+    const auto& [name, size] = axes[i];
+    require(size >= 1, "mesh.", name, " = ", size, " must be at least 1");
+    for (size_t j = 0; j < i; ++j) require(axes[j].first != name, "mesh: the axis ", name, " is named twice");
+    product *= size;
+  }
+  require(product == world.size(), "mesh: ", product_text(axes, product), " is not the world size ", world.size(),
+          "; change an axis or the number of ranks");
+  state_ = std::make_shared<State>(comm::WorldView(world), std::move(axes));
+  auto& strides = state_->strides;
+  strides.assign(state_->axes.size(), 1);
+  for (size_t i = strides.size(); i-- > 1;) strides[i - 1] = strides[i] * state_->axes[i].second;
+  state_->coordinates = state_->coordinates_of(world.rank());
+}
+
+bool Mesh::has(const std::string& axis) const {
+  for (const auto& [name, size] : state_->axes) {
+    if (name == axis) return true;
+  }
+  return false;
+}
+
+int Mesh::size(const Axes& axes) const {
+  int product = 1;
+  for (const auto i : state_->indices(axes)) product *= state_->axes[i].second;
+  return product;
+}
+
+int Mesh::rank(const Axes& axes) const {
+  int position = 0;
+  for (const auto i : state_->indices(axes)) position = position * state_->axes[i].second + state_->coordinates[i];
+  return position;
+}
+
+std::vector<int> Mesh::coordinates() const { return state_->coordinates; }
+
+std::vector<int> Mesh::coordinates(int world_rank) const {
+  invariant(world_rank >= 0 && world_rank < state_->world.size(), "mesh: rank ", world_rank, " of a world of ", state_->world.size());
+  return state_->coordinates_of(world_rank);
+}
+
+int Mesh::world_rank(const std::vector<int>& coordinates) const {
+  invariant(coordinates.size() == state_->axes.size(), "mesh of ", state_->axes.size(), " axes: ", coordinates.size(), " coordinates");
+  int rank = 0;
+  for (size_t i = 0; i < coordinates.size(); ++i) {
+    invariant(coordinates[i] >= 0 && coordinates[i] < state_->axes[i].second, "mesh axis ", state_->axes[i].first, ": coordinate ", coordinates[i], " of ",
+              state_->axes[i].second);
+    rank += coordinates[i] * state_->strides[i];
+  }
+  return rank;
+}
+
+std::vector<int> Mesh::members(const Axes& axes) const { return state_->members(state_->indices(axes)); }
+const MeshShape& Mesh::shape() const { return state_->axes; }
+
+comm::Group Mesh::operator[](const Axes& axes) const {
+  const auto asked = state_->indices(axes);
+  std::vector<size_t> along;
+  for (const auto i : asked) {
+    if (state_->axes[i].second > 1) along.push_back(i);
+  }
+  if (along.empty()) return state_->world.subgroup({state_->world.rank()}, state_->name(asked));
+  const std::lock_guard lock(state_->mutex);
+  if (const auto known = state_->groups.find(along); known != state_->groups.end()) return known->second;
+  return state_->groups.emplace(along, state_->world.subgroup(state_->members(along), state_->name(along))).first->second;
+}
+
+MeshShape mesh_shape(const MeshConfig& config, int zero_stage, int world_size) { return resolve_mesh(config, zero_stage, world_size); }
+
+}  // namespace tessera

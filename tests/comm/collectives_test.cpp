@@ -1,0 +1,261 @@
+#include "tessera/comm/collectives.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// The world sizes at which ranks matter: alone, even, odd, more than cores.
+class Collectives : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::Values(1, 2, 3, 5, 8));
+
+// Distinct small integers: sums are exact in every dtype here.
+at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return (at::arange(c10::multiply_integers(shape), at::kLong) % 7 + rank).reshape(shape).to(dtype);
+}
+
+void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
+  ASSERT_EQ(actual.sizes(), expected.sizes());
+  ASSERT_EQ(actual.scalar_type(), expected.scalar_type());
+  if (actual.numel() == 0) return;
+  EXPECT_TRUE(actual.view(-1).view(at::kByte).equal(expected.contiguous().view(-1).view(at::kByte))) << actual << "\nexpected\n" << expected;
+}
+
+at::Tensor sum_over_ranks(int n, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  auto sum = values(0, shape, dtype);
+  for (int rank = 1; rank < n; ++rank) sum = sum + values(rank, shape, dtype);
+  return sum;
+}
+
+TEST_P(Collectives, AllReduceOfEveryOpAndLength) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    const auto group = world.group();
+    for (const int64_t length : {0, 1, 7, 1000}) {
+      auto sum = values(group.rank(), {length});
+      all_reduce(group, sum);
+      expect_equal(sum, sum_over_ranks(n, {length}));
+      auto most = values(group.rank(), {length}), least = most.clone(), product = at::full({length}, 2.0f);
+      all_reduce(group, most, Op::Max);
+      all_reduce(group, least, Op::Min);
+      all_reduce(group, product, Op::Product);
+      expect_equal(most, values(n - 1, {length}));
+      expect_equal(least, values(0, {length}));
+      expect_equal(product, at::full({length}, std::pow(2.0f, n)));
+    }
+  });
+}
+
+TEST_P(Collectives, SumsInEveryArithmeticDtype) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    for (const auto dtype : {at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte}) {
+      auto sum = values(world.rank(), {2, 5}, dtype);
+      all_reduce(world.group(), sum);
+      expect_equal(sum, sum_over_ranks(n, {2, 5}, dtype));
+    }
+  });
+}
+
+TEST_P(Collectives, ReduceLeavesTheSumAtTheRoot) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    for (const int root : {0, n - 1}) {
+      auto tensor = values(world.rank(), {3, 3});
+      reduce(world.group(), tensor, root);
+      if (world.rank() == root) expect_equal(tensor, sum_over_ranks(n, {3, 3}));
+    }
+  });
+}
+
+TEST_P(Collectives, AllGatherStacksRows) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kShort, at::kFloat8_e4m3fn, at::kComplexFloat, at::kComplexDouble}) {
+      for (const int64_t rows : {0, 1, 3}) {
+        std::vector<at::Tensor> parts;
+        for (int rank = 0; rank < n; ++rank) parts.push_back(values(rank, {rows, 2}, dtype));
+        auto out = at::empty({n * rows, 2}, at::TensorOptions(dtype));
+        all_gather(world.group(), out, parts[world.rank()]);
+        for (int rank = 0; rank < n; ++rank) expect_equal(out.narrow(0, rank * rows, rows), parts[rank]);
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, AllGatherUnevenKeepsEveryShape) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    for (const auto dtype : {at::kFloat, at::kFloat8_e5m2}) {
+      std::vector<at::Tensor> outs, parts;
+      for (int rank = 0; rank < n; ++rank) {
+        parts.push_back(values(rank, {rank, 3}, dtype));  // rank 0 gives nothing
+        outs.push_back(at::zeros({rank, 3}).to(dtype));
+      }
+      all_gather_uneven(world.group(), outs, parts[world.rank()]);
+      for (int rank = 0; rank < n; ++rank) expect_equal(outs[rank], parts[rank]);
+    }
+  });
+}
+
+TEST_P(Collectives, ReduceScatterLeavesEachItsPart) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t rows : {0, 1, 3}) {
+        const auto in = values(world.rank(), {n * rows, 2}, dtype);
+        auto out = at::empty({rows, 2}, at::TensorOptions(dtype));
+        reduce_scatter(world.group(), out, in);
+        expect_equal(out, sum_over_ranks(n, {n * rows, 2}, dtype).narrow(0, world.rank() * rows, rows));
+        expect_equal(in, values(world.rank(), {n * rows, 2}, dtype));  // only read
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, ReduceScatterUnevenLeavesEachItsPart) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    std::vector<at::Tensor> ins;
+    for (int part = 0; part < n; ++part) ins.push_back(values(world.rank() + 3 * part, {part, 2}));
+    auto out = at::empty({world.rank(), 2});
+    reduce_scatter_uneven(world.group(), out, ins);
+    auto expected = at::zeros({world.rank(), 2});
+    for (int rank = 0; rank < n; ++rank) expected += values(rank + 3 * world.rank(), {world.rank(), 2});
+    expect_equal(out, expected);
+  });
+}
+
+TEST_P(Collectives, AllToAllEvenAndUneven) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    const int rank = world.rank();
+    // Rank r sends rank t the number 100 r + t.
+    for (const auto dtype : {at::kFloat, at::kShort}) {
+      auto out = at::empty({n, 1}, at::TensorOptions(dtype));
+      all_to_all(world.group(), out, (at::arange(n) + 100 * rank).view({n, 1}).to(dtype));
+      expect_equal(out, (at::arange(n) * 100 + rank).view({n, 1}).to(dtype));
+    }
+    // Rank r sends (r + t) % 3 rows to rank t.
+    std::vector<int64_t> to(n), from(n);
+    for (int other = 0; other < n; ++other) to[other] = from[other] = (rank + other) % 3;
+    std::vector<at::Tensor> sent, expected;
+    for (int other = 0; other < n; ++other) {
+      sent.push_back(values(10 * rank + other, {to[other], 2}));
+      expected.push_back(values(10 * other + rank, {from[other], 2}));
+    }
+    const auto in = at::cat(sent);
+    auto out = at::empty({at::cat(expected).size(0), 2});
+    all_to_all(world.group(), out, in, from, to);
+    expect_equal(out, at::cat(expected));
+  });
+}
+
+TEST_P(Collectives, BroadcastGatherScatter) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    const auto group = world.group();
+    for (const auto dtype : {at::kFloat, at::kFloat8_e4m3fn}) {
+      for (const int root : {0, n - 1}) {
+        auto everywhere = values(world.rank(), {2, 3}, dtype);
+        broadcast(group, everywhere, root);
+        expect_equal(everywhere, values(root, {2, 3}, dtype));
+
+        const bool is_root = world.rank() == root;
+        auto whole = is_root ? at::empty({2 * n, 3}, at::TensorOptions(dtype)) : at::Tensor();
+        gather(group, whole, values(world.rank(), {2, 3}, dtype), root);
+        if (is_root) {
+          for (int rank = 0; rank < n; ++rank) expect_equal(whole.narrow(0, 2 * rank, 2), values(rank, {2, 3}, dtype));
+        }
+        auto part = at::empty({2, 3}, at::TensorOptions(dtype));
+        scatter(group, part, whole, root);
+        expect_equal(part, values(world.rank(), {2, 3}, dtype));
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, SendAndRecvAroundARing) {
+  const int n = GetParam();
+  if (n == 1) GTEST_SKIP() << "nobody to send to";
+  run_ranks(n, [n](World& world) {
+    const auto group = world.group();
+    const int right = (world.rank() + 1) % n, left = (world.rank() + n - 1) % n;
+    auto first = at::empty({4}, at::kFloat8_e4m3fn), second = at::empty({0, 2});
+    // Received in another order than sent: the tag tells them apart.
+    auto b = recv_async(group, second, left, 8), a = recv_async(group, first, left, 7);
+    auto c = send_async(group, values(world.rank(), {4}, at::kFloat8_e4m3fn), right, 7), d = send_async(group, at::empty({0, 2}), right, 8);
+    for (auto* pending : {&a, &b, &c, &d}) pending->wait();
+    expect_equal(first, values(left, {4}, at::kFloat8_e4m3fn));
+  });
+}
+
+TEST_P(Collectives, AsynchronousOnesInterleave) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    const auto group = world.group();
+    std::vector<at::Tensor> sums;
+    std::vector<Pending> pendings;
+    auto gathered = at::empty({n * 5});
+    for (int i = 0; i < 10; ++i) {
+      sums.push_back(values(world.rank() + i, {100}));
+      pendings.push_back(all_reduce_async(group, sums.back()));
+    }
+    pendings.push_back(all_gather_async(group, gathered, at::full({5}, float(world.rank()))));
+    for (size_t i = pendings.size(); i-- > 0;) pendings[i].wait();
+    for (auto& pending : pendings) {
+      EXPECT_TRUE(pending.done());
+      pending.wait();  // a second wait does nothing
+    }
+    for (int i = 0; i < 10; ++i) expect_equal(sums[i], sum_over_ranks(n, {100}) + float(n * i));
+    expect_equal(gathered, at::arange(n).repeat_interleave(5).to(at::kFloat));
+    barrier(group);
+  });
+}
+
+TEST_P(Collectives, ReadInputsOfAnyStridesAndWriteIntoLeaves) {
+  const int n = GetParam();
+  run_ranks(n, [n](World& world) {
+    const auto in = values(world.rank(), {4, 3}).t();
+    auto out = at::empty({3 * n, 4}).requires_grad_();
+    all_gather(world.group(), out, in);
+    for (int rank = 0; rank < n; ++rank) expect_equal(out.detach().narrow(0, 3 * rank, 3), values(rank, {4, 3}).t());
+    EXPECT_FALSE(out.grad_fn());
+  });
+}
+
+std::string refusal(const std::function<void(const Group&)>& body) {
+  std::string text;
+  run_ranks(2, [&](World& world) {
+    try {
+      body(world.group());
+    } catch (const InternalError& error) {
+      if (world.rank() == 0) text = error.what();
+    }
+  });
+  return text;
+}
+
+TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
+  using ::testing::HasSubstr;
+  EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4, 3}).t()); }),
+              HasSubstr("all_reduce of group world writes a tensor that is not contiguous: [3, 4] Float on cpu with strides [1, 3]"));
+  EXPECT_THAT(refusal([](const Group& group) { all_gather(group, at::zeros({5}), at::zeros({2})); }),
+              HasSubstr("all_gather of group world of 2: [5] Float on cpu is not 2 times [2] Float on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { reduce_scatter(group, at::zeros({2}), at::zeros({4}, at::kDouble)); }), HasSubstr("[4] Double on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({3}), at::zeros({3})); }), HasSubstr("3 rows cannot be dealt equally over 2 ranks"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}), at::zeros({4}), {2, 2}, {3, 2}); }),
+              HasSubstr("splits [3, 2] do not deal 4 rows"));
+  EXPECT_THAT(refusal([](const Group& group) { broadcast(group, at::zeros({4}), 2); }), HasSubstr("rank 2 is not one of its 2"));
+  EXPECT_THAT(refusal([](const Group& group) { send(group, at::zeros({4}), group.rank()); }), HasSubstr("sends to itself"));
+  EXPECT_THAT(refusal([](const Group& group) { all_gather_uneven(group, {at::zeros({1})}, at::zeros({1})); }), HasSubstr("gets 1 tensors"));
+}
+
+}  // namespace
+}  // namespace tessera::comm

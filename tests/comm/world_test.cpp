@@ -1,0 +1,376 @@
+#include "tessera/comm/world.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "tessera/comm/backends/record.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Environment read(const std::map<std::string, std::string>& variables) {
+  return read_environment([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  });
+}
+
+template <class Exception>
+std::string message(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Exception& error) {
+    return error.what();
+  }
+  return "no exception";
+}
+
+c10::intrusive_ptr<c10d::TCPStore> serve_anywhere() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+// One that was free a moment ago.
+int free_port() { return serve_anywhere()->getPort(); }
+
+bool has_ipv6() {
+  const int descriptor = ::socket(AF_INET6, SOCK_STREAM, 0);
+  sockaddr_in6 loopback{};
+  loopback.sin6_family = AF_INET6;
+  loopback.sin6_addr = in6addr_loopback;
+  const bool bound = descriptor >= 0 && ::bind(descriptor, reinterpret_cast<sockaddr*>(&loopback), sizeof(loopback)) == 0;
+  if (descriptor >= 0) ::close(descriptor);
+  return bound;
+}
+
+const std::map<std::string, std::string> kTorchrun{{"RANK", "5"},         {"LOCAL_RANK", "1"},          {"WORLD_SIZE", "8"},
+                                                   {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29400"}};
+
+std::map<std::string, std::string> with(const std::string& name, const std::optional<std::string>& value) {
+  auto variables = kTorchrun;
+  variables.erase(name);
+  if (value) variables[name] = *value;
+  return variables;
+}
+
+TEST(Environment, AloneWithoutVariables) {
+  const auto environment = read({{"PATH", "/bin"}, {"MASTER_PORT", "x"}});
+  EXPECT_FALSE(environment.launched);
+  EXPECT_EQ(environment.size, 1);
+}
+
+TEST(Environment, ReadsTorchrun) {
+  auto variables = kTorchrun;
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  variables["TORCHELASTIC_RESTART_COUNT"] = "3";
+  const auto environment = read(variables);
+  EXPECT_EQ(environment.rank, 5);
+  EXPECT_EQ(environment.size, 8);
+  EXPECT_EQ(environment.local_rank, 1);
+  EXPECT_EQ(environment.local_size, 4);
+  EXPECT_EQ(environment.master_addr, "10.0.0.1");
+  EXPECT_EQ(environment.master_port, 29400);
+  EXPECT_TRUE(environment.agent_store);
+  EXPECT_EQ(environment.restart_count, 3);
+  EXPECT_TRUE(environment.launched);
+  EXPECT_FALSE(read(with("TORCHELASTIC_USE_AGENT_STORE", "False")).agent_store);
+}
+
+TEST(Environment, OneHostWhereNothingElseIsSaid) {
+  const auto environment = read({{"RANK", "2"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
+  EXPECT_EQ(environment.local_rank, 2);
+  EXPECT_EQ(environment.local_size, 3);
+}
+
+TEST(Environment, OneRankNeedsNoMaster) { EXPECT_EQ(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1); }
+
+TEST(Environment, RefusesByNameAndValue) {
+  const auto refusal = [](const std::string& name, const std::optional<std::string>& value) {
+    return message<ConfigError>([&] { read(with(name, value)); });
+  };
+  EXPECT_EQ(refusal("RANK", "8"), "RANK = 8 must be between 0 and WORLD_SIZE - 1 = 7");
+  EXPECT_EQ(refusal("RANK", "-1"), "RANK = -1 must be between 0 and WORLD_SIZE - 1 = 7");
+  EXPECT_EQ(refusal("RANK", "two"), "RANK = \"two\" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
+  EXPECT_EQ(refusal("RANK", "1 "), "RANK = \"1 \" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
+  EXPECT_EQ(refusal("WORLD_SIZE", "0"), "WORLD_SIZE = 0 must be at least 1");
+  EXPECT_EQ(refusal("LOCAL_RANK", "4"), "LOCAL_RANK = 4 must be between 0 and LOCAL_WORLD_SIZE - 1 = 3");
+  EXPECT_EQ(refusal("LOCAL_WORLD_SIZE", "9"), "LOCAL_WORLD_SIZE = 9 must be between 1 and WORLD_SIZE = 8");
+  EXPECT_EQ(refusal("MASTER_PORT", "70000"), "MASTER_PORT = 70000 must be a port, 1 to 65535");
+  EXPECT_EQ(refusal("MASTER_PORT", "http"), "MASTER_PORT = \"http\" is not a whole number; it must be a port, 1 to 65535");
+  EXPECT_EQ(refusal("MASTER_PORT", std::nullopt),
+            "MASTER_PORT is not set while WORLD_SIZE = 8; set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them to run alone");
+  EXPECT_THAT(refusal("MASTER_ADDR", ""), HasSubstr("MASTER_ADDR is not set"));
+  EXPECT_THAT(refusal("RANK", std::nullopt), HasSubstr("RANK is not set while other variables of a launcher are"));
+  EXPECT_THAT(refusal("WORLD_SIZE", std::nullopt), HasSubstr("WORLD_SIZE is not set"));
+}
+
+TEST(World, AloneIsTheIdentity) {
+  const auto world = World::alone();
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.group().backend(), nullptr);
+  EXPECT_EQ(world.subgroup({0}, "tp").name(), "tp");
+  EXPECT_FALSE(world.is_dry());
+}
+
+TEST(World, RefusesABackendThatThisBuildLacks) {
+  EXPECT_EQ(message<ConfigError>([] { World::alone({.backend = "carrier pigeon"}); }),
+            "comm.backend = carrier pigeon: this build has no such backend; it has auto, gloo");
+}
+
+TEST(World, NamesAddressPortAndSecondsWhenNobodyServes) {
+  const int port = free_port();
+  const Environment environment{
+      .rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
+  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
+              AllOf(HasSubstr("rank 1 of 2: no rendezvous at address 127.0.0.1, port " + std::to_string(port) + " (served by rank 0): Connection refused; waited 0."),
+                    HasSubstr(" s")));
+}
+
+TEST(World, NamesAnAddressThatDoesNotResolve) {
+  const Environment environment{
+      .rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "no-such-host.invalid", .master_port = 29400, .launched = true};
+  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 100ms}); }),
+              HasSubstr("no rendezvous at address no-such-host.invalid, port 29400 (served by rank 0): the name does not resolve: "));
+}
+
+TEST(World, SaysHowManyRanksCame) {
+  const Environment environment{.rank = 0, .size = 3, .local_size = 3, .master_addr = "127.0.0.1", .master_port = free_port(), .launched = true};
+  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 1s}); }), AllOf(HasSubstr("1/3"), HasSubstr("; waited 1.")));
+}
+
+TEST(World, RankZeroServesAndLeavesLast) {
+  for (const std::string host : {"127.0.0.1", "::1"}) {
+    if (host == "::1" && !has_ipv6()) continue;
+    const int port = free_port();
+    std::vector<std::thread> ranks;
+    std::atomic<int> left = 0;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([&, rank] {
+        auto world = World::join({.rank = rank, .size = 3, .local_rank = rank, .local_size = 3, .master_addr = host, .master_port = port, .launched = true},
+                                 {.timeout = 20s});
+        auto sum = at::ones({2});
+        all_reduce(world.group(), sum);
+        EXPECT_EQ(sum[0].item<float>(), 3);
+        if (rank == 2) std::this_thread::sleep_for(50ms);
+        EXPECT_TRUE(world.leave());
+        EXPECT_TRUE(world.leave());
+        ++left;
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    EXPECT_EQ(left, 3);
+  }
+}
+
+TEST(World, NamesThePortInUse) {
+  const auto other = serve_anywhere();
+  const Environment environment{.rank = 0, .size = 2, .local_size = 2, .master_addr = "127.0.0.1", .master_port = other->getPort(), .launched = true};
+  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 2s}); }),
+              AllOf(HasSubstr("port " + std::to_string(other->getPort())), HasSubstr("in use")));
+}
+
+TEST(World, NamesAnInterfaceThatCannotBeBound) {
+  EXPECT_THAT(message<CommError>([] {
+                run_ranks(2, [](World&) {}, {.decorators = {}, .interface = "no-such-host.invalid"});
+              }),
+              HasSubstr("comm.interface = no-such-host.invalid: Gloo cannot bind to it"));
+}
+
+TEST(World, SubgroupsOfAnyMembersInAnyOrder) {
+  run_ranks(5, [](World& world) {
+    const bool odd = world.rank() % 2 == 1;
+    const auto mine = odd ? world.subgroup({3, 1}, "parity") : world.subgroup({0, 2, 4}, "parity");
+    EXPECT_EQ(mine.size(), odd ? 2 : 3);
+    EXPECT_EQ(mine.world_rank(mine.rank()), world.rank());
+    auto sum = at::full({3}, float(world.rank()));
+    all_reduce(mine, sum);
+    EXPECT_EQ(sum[0].item<float>(), odd ? 4 : 6);
+    auto first = at::full({1}, float(world.rank()));
+    broadcast(mine, first, 0);
+    EXPECT_EQ(first.item<float>(), odd ? 3 : 0);
+    // The same members and name once more: another group.
+    const auto again = odd ? world.subgroup({3, 1}, "parity") : world.subgroup({0, 2, 4}, "parity");
+    all_reduce(again, sum);
+    EXPECT_EQ(sum[0].item<float>(), odd ? 8 : 18);
+    if (world.rank() == 2) {
+      EXPECT_EQ(world.subgroup({2}, "one").size(), 1);
+      EXPECT_THROW(world.subgroup({0, 1}, "others"), InternalError);
+      EXPECT_THROW(world.subgroup({2, 5}, "outside"), InternalError);
+      EXPECT_THROW(world.subgroup({2, 1, 1}, "twice"), InternalError);
+    }
+  });
+}
+
+TEST(World, TakesItsOptionsFromTheConfiguration) {
+  CommConfig config;
+  config.timeout_s = 1.5;
+  config.interface = "eth7";
+  const auto options = world_options(config);
+  EXPECT_EQ(options.timeout, 1500ms);
+  EXPECT_EQ(options.interface, "eth7");
+  EXPECT_EQ(options.backend, "auto");
+}
+
+TEST(World, GroupsOutliveIt) {
+  run_ranks(2, [](World& world) {
+    const auto group = World(std::move(world)).group();
+    EXPECT_EQ(group.size(), 2);
+  });
+}
+
+TEST(World, DecoratorsSeeEveryGroupOfSeveral) {
+  std::mutex mutex;
+  std::multiset<std::string> seen;
+  const Decorator watch = [&](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
+    const std::lock_guard lock(mutex);
+    seen.insert(group.name);
+    return inner;
+  };
+  run_ranks(2, [](World& world) { world.subgroup({0, 1}, "tp"), world.subgroup({world.rank()}, "cp"); }, {.decorators = {watch}});
+  EXPECT_EQ(seen, (std::multiset<std::string>{"tp", "tp", "world", "world"}));
+}
+
+TEST(World, FromLauncherVariablesAcrossProcesses) {
+  run_rank_processes(3, "World.FromLauncherVariablesAcrossProcesses", [](World& world) {
+    ASSERT_EQ(world.size(), 3);
+    EXPECT_EQ(world.local_rank(), world.rank());
+    auto sum = at::full({1000}, float(world.rank() + 1));
+    all_reduce(world.group(), sum);
+    EXPECT_TRUE(sum.equal(at::full({1000}, 6.0f)));
+    auto all = at::empty({3}, at::kLong);
+    all_gather(world.group(), all, at::full({1}, world.rank(), at::kLong));
+    EXPECT_TRUE(all.equal(at::arange(3)));
+    std::vector<int64_t> from{0, 1, 2};  // rank r gets t rows from rank t
+    const std::vector<int64_t> to(3, world.rank());
+    auto rows = at::empty({3});
+    all_to_all(world.group(), rows, at::full({3 * world.rank()}, float(world.rank())), from, to);
+    EXPECT_TRUE(rows.equal(at::tensor({1.0f, 2.0f, 2.0f})));
+  });
+}
+
+TEST(Failure, IsThatOfTheRankThatFailedFirst) {
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(message<ConfigError>([] {
+                run_ranks(3, [](World& world) {
+                  auto tensor = at::ones({4});
+                  all_reduce(world.group(), tensor);
+                  require(world.rank() != 2, "data.files = nothing");
+                  all_reduce(world.group(), tensor);
+                });
+              }),
+              "rank 2: data.files = nothing");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
+}
+
+TEST(Failure, EndsRanksThatWaitInEveryWay) {
+  const std::vector<std::function<void(World&)>> ways{
+      [](World& world) { barrier(world.group()); },
+      [](World& world) {
+        auto tensor = at::ones({4});
+        recv(world.group(), tensor, 1);
+      },
+      [](World& world) { world.subgroup({0, 1}, "late"); },
+      [](World& world) {
+        auto first = at::ones({4}), second = at::ones({4});
+        auto pending = all_reduce_async(world.group(), first);
+        all_reduce(world.group(), second);
+        pending.wait();
+      },
+  };
+  for (const auto& way : ways) {
+    const auto start = std::chrono::steady_clock::now();
+    std::string seen;
+    EXPECT_THROW(run_ranks(2,
+                           [&](World& world) {
+                             if (world.rank() == 1) throw std::runtime_error("out of paper");
+                             try {
+                               way(world);
+                             } catch (const CommError& error) {
+                               seen = error.what();
+                               throw;
+                             }
+                           }),
+                 std::runtime_error);
+    EXPECT_THAT(seen, AllOf(HasSubstr("group"), HasSubstr("waited"), HasSubstr("rank 1 failed: out of paper")));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
+  }
+}
+
+TEST(Failure, APendingCollectiveOfTheFailingRankDoesNotHoldItsEnd) {
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THROW(run_ranks(2,
+                         [](World& world) {
+                           auto tensor = at::ones({4});
+                           if (world.rank() == 0) {
+                             auto pending = all_reduce_async(world.group(), tensor);
+                             throw std::runtime_error("gave up");
+                           }
+                           recv(world.group(), tensor, 0);
+                         }),
+               std::runtime_error);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
+}
+
+TEST(Failure, AWorldThatDiesByAnExceptionHoldsNobody) {
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THROW(run_ranks(2,
+                         [](World& world) {
+                           const World mine(std::move(world));
+                           auto tensor = at::ones({4});
+                           if (mine.rank() == 0) {
+                             auto pending = all_reduce_async(mine.group(), tensor);
+                             throw std::logic_error("unforeseen");
+                           }
+                           recv(mine.group(), tensor, 0);
+                         }),
+               std::runtime_error);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
+}
+
+TEST(Failure, ATimeoutNamesOpGroupRankAndSeconds) {
+  EXPECT_THAT(message<CommError>([] {
+                run_ranks(2,
+                          [](World& world) {
+                            const auto group = world.subgroup({1, 0}, "tp");
+                            auto tensor = at::ones({4});
+                            if (world.rank() == 0) all_reduce(group, tensor);
+                          },
+                          {.timeout = 300ms});
+              }),
+              AllOf(HasSubstr("rank 0: all_reduce of group tp, rank 1 of 2 (rank 0 of the world): "), HasSubstr("; waited 0.")));
+}
+
+TEST(Failure, OfAProcessShowsItsOutput) {
+  try {
+    run_rank_processes(2, "Failure.OfAProcessShowsItsOutput", [](World& world) {
+      if (world.rank() == 1) throw std::runtime_error("lost the plot");
+      auto tensor = at::ones({4});
+      all_reduce(world.group(), tensor);
+    });
+    if (std::getenv("RANK") == nullptr) FAIL() << "a failing rank went unnoticed";
+  } catch (const std::runtime_error& error) {
+    if (std::getenv("RANK")) throw;  // this is the copy
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("failed:"), HasSubstr("lost the plot")));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm

@@ -1,0 +1,285 @@
+#include <gmock/gmock.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+TEST(Ddp, APlanOfAnotherModelIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const std::vector<GradientSpec> other{{"weight", 3}};
+    EXPECT_THAT(refusal([&] { DistributedDataParallel(net, world.group(), {.plan = make_bucket_plan(other)}); }),
+                HasSubstr("'weight' is no trainable parameter"));
+  });
+}
+
+/// Uses its two halves in an order that is the rank's own, so that their gradients come in another order too.
+struct Branches : torch::nn::Module {
+  explicit Branches(bool swapped) : swapped(swapped) {
+    a = register_parameter("a", at::full({4}, 0.5));
+    b = register_parameter("b", at::full({4}, 0.25));
+  }
+  at::Tensor forward(const at::Tensor& x) { return swapped ? (x * b) * a : (x * a) * b; }
+  bool swapped;
+  at::Tensor a, b;
+};
+
+TEST(Ddp, BucketsLeaveInOneOrderThoughGradientsComeInAnother) {
+  run_ranks(2, [&](World& world) {
+    Branches net(world.rank() == 1);
+    DistributedDataParallel ddp(net, world.group(), {.sizes = {.bucket_bytes = 16, .first_bucket_bytes = 16}});
+    const at::Tensor x = at::arange(4, at::kFloat);
+    for (int step = 0; step < 3; ++step) {
+      ddp.begin_step();
+      net.forward(x).sum().backward();
+      ddp.finish();
+      EXPECT_TRUE(at::equal(net.a.grad(), 2 * 0.25 * x));
+      EXPECT_TRUE(at::equal(net.b.grad(), 2 * 0.5 * x));
+    }
+  });
+}
+
+/// `optional` is used where asked; `never` nowhere; `frozen` wants no gradient; `tied` is registered twice and used twice.
+struct Odd : torch::nn::Module {
+  Odd() {
+    used = register_parameter("used", at::ones({3}));
+    optional = register_parameter("optional", at::ones({3}));
+    never = register_parameter("never", at::ones({2}));
+    frozen = register_parameter("frozen", at::ones({2}), /*requires_grad=*/false);
+    empty = register_parameter("empty", at::empty({0, 3}));
+    tied = register_parameter("tied", at::full({3}, 2.0));
+    register_parameter("tied_again", tied);
+  }
+  at::Tensor forward(bool with_optional) {
+    at::Tensor y = used * tied * tied;
+    if (with_optional) y = y + optional;
+    return y.sum() + empty.sum();
+  }
+  at::Tensor used, optional, never, frozen, empty, tied;
+};
+
+TEST(Ddp, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
+  std::vector<std::string> texts(3);
+  run_ranks(3,
+            [&](World& world) {
+              Odd odd;
+              odd.never.requires_grad_(false);
+              DistributedDataParallel ddp(odd, world.group(), {.sizes = {.bucket_bytes = 12, .first_bucket_bytes = 12}});
+              ddp.begin_step();
+              odd.forward(world.rank() != 1).backward();
+              if (world.rank() == 1) {
+                texts[1] = refusal([&] { ddp.finish(); });
+              } else {
+                ddp.finish();
+              }
+              comm::barrier(world.group());
+            },
+            {.timeout = std::chrono::seconds(10)});
+  EXPECT_THAT(texts[1], HasSubstr("on rank 1 of world, 1 of 4 parameters got no gradient in this step: 'optional'; "));
+  EXPECT_THAT(texts[1], HasSubstr("find_unused_parameters"));
+}
+
+TEST(Ddp, FindUnusedGivesZerosFromRanksWithoutAGradient) {
+  run_ranks(3, [&](World& world) {
+    Odd odd;
+    DistributedDataParallel ddp(odd, world.group(), {.sizes = {.bucket_bytes = 12, .first_bucket_bytes = 12}, .find_unused_parameters = true});
+    for (int step = 0; step < 3; ++step) {
+      ddp.begin_step();
+      odd.forward(world.rank() == 1).backward();
+      ddp.finish();
+      EXPECT_TRUE(at::equal(odd.used.grad(), at::full({3}, 12.0)));
+      EXPECT_TRUE(at::equal(odd.optional.grad(), at::ones({3})));
+      EXPECT_TRUE(at::equal(odd.tied.grad(), at::full({3}, 12.0)));
+      EXPECT_TRUE(odd.empty.grad().defined());
+      EXPECT_FALSE(odd.never.grad().defined());  // as on one process: no optimizer touches it
+      EXPECT_FALSE(odd.frozen.grad().defined());
+    }
+  });
+}
+
+TEST(Ddp, AParameterUsedInAnEarlierMicroBatchOnlyIsReduced) {
+  run_ranks(2, [&](World& world) {
+    Odd odd;
+    odd.never.requires_grad_(false);
+    DistributedDataParallel ddp(odd, world.group(), {});
+    ddp.begin_step();
+    ddp.set_last_micro_batch(false);
+    odd.forward(true).backward();
+    ddp.set_last_micro_batch(true);
+    odd.forward(false).backward();
+    ddp.finish();
+    EXPECT_TRUE(at::equal(odd.optional.grad(), at::full({3}, 2.0)));
+    EXPECT_TRUE(at::equal(odd.used.grad(), at::full({3}, 16.0)));
+  });
+}
+
+TEST(Ddp, ReplicasThatDifferAreRefusedByParameterAndRank) {
+  run_ranks(3, [&](World& world) {
+    Net net;
+    if (world.rank() == 2) net.middle->weight.data()[0][0] += 1e-6;
+    EXPECT_THAT(refusal([&] { DistributedDataParallel ddp(net, world.group()); }),
+                HasSubstr("parameter 'middle.weight' of rank 0 of world is another one on rank 2;"));
+    DistributedDataParallel ddp(net, world.group(), {.replicas = ReplicaStart::Broadcast});
+    Net reference;
+    EXPECT_TRUE(same_bits(net.parameters(), reference.parameters()));
+  });
+}
+
+TEST(Ddp, ModelsOfOtherStructureAreRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    if (world.rank() == 1) net.register_parameter("extra", at::ones({1}));
+    EXPECT_THAT(refusal([&] { DistributedDataParallel ddp(net, world.group()); }),
+                HasSubstr("module of rank 0 of world (7 parameters) differs in names, shapes, dtypes or requires_grad on rank 1;"));
+  });
+}
+
+TEST(Ddp, AModuleWithoutTrainableParametersIsRefused) {
+  torch::nn::Module module("Nothing");
+  EXPECT_THAT(refusal([&] { DistributedDataParallel ddp(module, comm::Group::self()); }),
+              HasSubstr("module 'Nothing' has no parameter that requires a gradient"));
+}
+
+TEST(Ddp, BuffersFollowRankZero) {
+  for (const BufferBroadcast when : {BufferBroadcast::Never, BufferBroadcast::AtStart, BufferBroadcast::EachStep}) {
+    run_ranks(3, [&](World& world) {
+      Net net;
+      const at::Tensor real = net.register_buffer("real", at::full({2}, world.rank() + 1.0));
+      const at::Tensor count = net.register_buffer("count", at::full({}, 10 + world.rank(), at::kLong));
+      DistributedDataParallel ddp(net, world.group(), {.buffers = when});
+      EXPECT_EQ(real[1].item<double>(), when == BufferBroadcast::Never ? world.rank() + 1.0 : 1.0);
+      run_step(net, ddp, whole_batch(samples));
+      {
+        const at::NoGradGuard no_grad;
+        real.fill_(world.rank() + 5.0), count.fill_(world.rank());
+      }
+      run_step(net, ddp, whole_batch(samples));
+      EXPECT_EQ(real[0].item<double>(), when == BufferBroadcast::EachStep ? 5.0 : world.rank() + 5.0);
+      EXPECT_EQ(count.item<int64_t>(), when == BufferBroadcast::EachStep ? 0 : world.rank());
+    });
+  }
+}
+
+struct Mixed : torch::nn::Module {
+  Mixed() {
+    full = register_parameter("full", at::ones({4}));
+    half = register_parameter("half", at::ones({4}, at::kBFloat16));
+  }
+  at::Tensor forward(const at::Tensor& x) { return (full * x).sum() + (half * x.to(at::kBFloat16)).sum().to(at::kFloat); }
+  at::Tensor full, half;
+};
+
+TEST(Ddp, SeveralDtypes) {
+  run_ranks(3, [&](World& world) {
+    Mixed mixed;
+    const at::Tensor x = at::full({4}, world.rank() + 1.0);
+    DistributedDataParallel ddp(mixed, world.group());
+    for (int step = 0; step < 2; ++step) {
+      ddp.begin_step();
+      mixed.forward(x).backward();
+      ddp.finish();
+      EXPECT_TRUE(at::equal(mixed.full.grad(), at::full({4}, 6.0)));
+      EXPECT_TRUE(at::equal(mixed.half.grad(), at::full({4}, 6.0, at::kBFloat16)));
+    }
+    EXPECT_EQ(ddp.plan().buckets.size(), 2u);
+  });
+}
+
+TEST(Ddp, ReduceDtypeHoldsGradientsOfHalfPrecisionInFull) {
+  run_ranks(2, [&](World& world) {
+    Mixed mixed;
+    DistributedDataParallel ddp(mixed, world.group(), {.reduce_dtype = at::kFloat});
+    ddp.begin_step();
+    mixed.forward(at::full({4}, world.rank() == 0 ? 256.0 : 1.0)).backward();
+    ddp.finish();
+    EXPECT_EQ(mixed.half.grad().scalar_type(), at::kFloat);
+    EXPECT_TRUE(at::equal(mixed.half.grad(), at::full({4}, 257.0)));  // no bf16
+    EXPECT_THAT(refusal([&] { DistributedDataParallel(mixed, world.group(), {.reduce_dtype = at::kBFloat16}); }), HasSubstr("reduce_dtype = BFloat16"));
+  });
+}
+
+TEST(Ddp, KeepsTheStridesOfItsParameters) {
+  run_ranks(2, [&](World& world) {
+    torch::nn::Module module;
+    const at::Tensor weight = module.register_parameter("weight", at::ones({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast));
+    DistributedDataParallel ddp(module, world.group());
+    const at::Tensor x = at::arange(24, at::kFloat).view({2, 3, 2, 2});
+    ddp.begin_step();
+    (weight * x).sum().backward();
+    ddp.finish();
+    EXPECT_EQ(weight.grad().strides(), weight.strides());
+    EXPECT_TRUE(at::equal(weight.grad(), 2 * x));
+  });
+}
+
+TEST(Ddp, AGradientThatSomeoneReplacedIsBroughtBack) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const auto expected = one_process(1);
+    ddp.begin_step();
+    net.zero_grad(/*set_to_none=*/true);
+    backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    ddp.finish();
+    EXPECT_LT(largest_difference(gradients_of(net), expected[0]), parity);
+    EXPECT_EQ(ddp.plan().buckets.size(), 1u);
+    EXPECT_EQ(net.scale.grad().storage().data(), net.last->weight.grad().storage().data());
+  });
+}
+
+TEST(Ddp, GradientsAtTheWrongTimeAreRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got a gradient outside a step; call begin_step"));
+    run_step(net, ddp, whole_batch(samples));
+    EXPECT_THROW(ddp.finish(), InternalError);
+    ddp.begin_step();
+    backward(net, whole_batch(samples));
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }),
+                HasSubstr("call set_last_micro_batch(false) before each backward pass of a step but the last"));
+    ddp.finish();
+  });
+}
+
+TEST(Ddp, AfterItIsGoneTheModuleIsAsBefore) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    {
+      DistributedDataParallel ddp(net, world.group());
+      run_step(net, ddp, whole_batch(samples));
+    }
+    net.zero_grad();
+    backward(net, whole_batch(samples));
+    EXPECT_TRUE(same_bits(gradients_of(net), one_process(1)[0]));
+  });
+}
+
+TEST(Ddp, TheEnginesPhaseSaysWhatIsFinal) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const auto phase = std::make_shared<nn::StepPhase>();
+    DistributedDataParallel ddp(net, world.group(), {.phase = phase});
+    for (int step = 0; step < 2; ++step) {
+      ++phase->step;
+      ddp.begin_step();
+      phase->last_micro_batch = false;
+      backward(net, whole_batch(samples));
+      phase->last_micro_batch = true;
+      backward(net, whole_batch(samples));
+      ddp.finish();
+      EXPECT_EQ(ddp.statistics().num_early, static_cast<int64_t>(ddp.statistics().num_collectives));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera

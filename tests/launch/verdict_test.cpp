@@ -1,0 +1,62 @@
+#include "tessera/launch/verdict.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+namespace tessera::launch {
+namespace {
+
+int exited(int code) { return code << 8; }
+int signaled(int signal) { return signal; }
+
+TEST(Verdict, NothingFailed) {
+  const Verdict verdict = judge({{0, exited(0), ""}, {1, exited(0), ""}});
+  EXPECT_EQ(verdict.exit_code, 0);
+  EXPECT_EQ(verdict.sentence, "");
+  EXPECT_EQ(judge({}).exit_code, 0);
+}
+
+TEST(Verdict, NamesTheFirstFailure) {
+  const Verdict verdict = judge({{2, exited(0), ""}, {1, exited(3), write_report({Failure::Other, "disk is full"})}, {0, exited(4), ""}});
+  EXPECT_EQ(verdict.exit_code, 1);
+  EXPECT_EQ(verdict.sentence, "rank 1 failed with exit code 3: disk is full");
+}
+
+TEST(Verdict, ASignalIsLikelierThanAnExit) {
+  const Verdict verdict = judge({{0, exited(1), ""}, {1, signaled(SIGSEGV), ""}});
+  EXPECT_EQ(verdict.exit_code, 1);
+  EXPECT_EQ(verdict.sentence, "rank 1 was ended by SIGSEGV (segmentation fault)");
+}
+
+TEST(Verdict, AnAbortIsNoLikelierThanAnExit) { EXPECT_EQ(judge({{0, exited(3), ""}, {1, signaled(SIGABRT), ""}}).sentence, "rank 0 failed with exit code 3"); }
+
+TEST(Verdict, ABrokenConnectionIsAConsequence) {
+  const std::vector<Ending> endings{{0, exited(1), write_report({Failure::Comm, "all_reduce: connection closed by peer"})},
+                                    {1, exited(1), write_report({Failure::Other, "nan"})}};
+  EXPECT_EQ(judge(endings).sentence, "rank 1 failed with exit code 1: nan");
+  EXPECT_EQ(judge({endings[0]}).sentence, "rank 0 failed with exit code 1: all_reduce: connection closed by peer");
+}
+
+TEST(Verdict, BadInputIsHandedOnAsItIs) {
+  const Verdict verdict = judge({{0, exited(1), write_report({Failure::Comm, "gone"})}, {1, exited(2), write_report({Failure::Config, "data.files: empty"})}});
+  EXPECT_EQ(verdict.exit_code, 2);
+  EXPECT_EQ(verdict.sentence, "data.files: empty");
+  EXPECT_EQ(judge({{3, exited(2), ""}}).sentence, "rank 3 refused its input (exit code 2)");
+}
+
+TEST(Verdict, ReportsAreOneLine) {
+  const auto report = read_report(write_report({Failure::Config, "two\nlines"}));
+  ASSERT_TRUE(report);
+  EXPECT_EQ(report->kind, Failure::Config);
+  EXPECT_EQ(report->reason, "two lines");
+  EXPECT_FALSE(read_report(""));
+  EXPECT_FALSE(read_report("something else\n"));
+}
+
+TEST(Verdict, DescribesSignals) {
+  EXPECT_EQ(describe_signal(SIGKILL), "SIGKILL (killed)");
+  EXPECT_EQ(describe_signal(63), "signal 63");
+}
+
+}  // namespace
+}  // namespace tessera::launch
