@@ -20,9 +20,9 @@ struct Pending::State {
   const char* op;
   Group group;
   Clock::time_point start = Clock::now();
-  Tensors tensors;               // alive until the engine is done with them
-  std::function<void()> finish;  // unpacks outputs
-  Work work;
+  Tensors tensors;                 // alive until the engine is done with them
+  std::function<void()> finish{};  // unpacks outputs
+  Work work{};
 };
 
 namespace {
@@ -48,8 +48,7 @@ auto guarded(const char* op, const Group& group, Clock::time_point start, Body b
 // Hands a collective to the engine. `start` gets the engine and returns its work.
 template <class Start>
 Pending launch(const char* op, const Group& group, Tensors tensors, Start start, std::function<void()> finish = {}) {
-  auto state = std::make_shared<Pending::State>(
-      Pending::State{.op = op, .group = group, .tensors = std::move(tensors), .finish = std::move(finish), .work = {}});
+  auto state = std::make_shared<Pending::State>(Pending::State{.op = op, .group = group, .tensors = std::move(tensors), .finish = std::move(finish)});
   const at::NoGradGuard no_grad;                     // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
   state->work = guarded(op, group, state->start, [&] { return start(*group.backend()); });
@@ -74,8 +73,10 @@ std::string describe(const at::Tensor& tensor) {
   return tensor.defined() ? detail::concat(tensor.sizes(), " ", c10::toString(tensor.scalar_type()), " on ", tensor.device()) : "undefined";
 }
 
+// The checks below build their texts only where they fail: they are on the way of every collective.
 void check_output(const char* op, const Group& group, const at::Tensor& tensor) {
-  invariant(tensor.defined() && tensor.is_contiguous(), op, " of group ", group.name(), " writes a tensor that is not contiguous: ", describe(tensor),
+  if (tensor.defined() && tensor.is_contiguous()) return;
+  invariant(false, op, " of group ", group.name(), " writes a tensor that is not contiguous: ", describe(tensor),
             tensor.defined() ? detail::concat(" with strides ", tensor.strides()) : "");
 }
 
@@ -85,8 +86,8 @@ void check_input(const char* op, const Group& group, const at::Tensor& tensor) {
 
 // `whole` is `parts` times `part`.
 void check_sizes(const char* op, const Group& group, const at::Tensor& whole, const at::Tensor& part, int parts) {
-  invariant(whole.numel() == part.numel() * parts && whole.scalar_type() == part.scalar_type(), op, " of group ", group.name(), " of ", group.size(), ": ",
-            describe(whole), " is not ", parts, " times ", describe(part));
+  if (whole.numel() == part.numel() * parts && whole.scalar_type() == part.scalar_type()) return;
+  invariant(false, op, " of group ", group.name(), " of ", group.size(), ": ", describe(whole), " is not ", parts, " times ", describe(part));
 }
 
 void check_count(const char* op, const Group& group, const Tensors& tensors) {

@@ -32,6 +32,8 @@ class Pending {
  public:
   /// Nothing in flight: done.
   Pending() = default;
+  Pending(Pending&&) = default;
+  Pending& operator=(Pending&&) = default;
 
   /// Blocks until the outputs may be read. Throws CommError; further calls do nothing.
   void wait();

@@ -11,7 +11,7 @@ namespace tessera::comm {
 
 struct RunOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< of each collective
-  std::vector<Decorator> decorators;
+  std::vector<Decorator> decorators{};
   std::string interface = "127.0.0.1";
 };
 

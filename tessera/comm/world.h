@@ -27,10 +27,10 @@ class Recorder;
 using Decorator = std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group)>;
 
 struct WorldOptions {
-  std::string backend = "auto";                              ///< comm.backend
-  std::string interface;                                     ///< comm.interface: a network interface, a host name or an address; empty lets the engine choose
+  std::string backend = "auto";                                 ///< comm.backend
+  std::string interface{};                                      ///< comm.interface: a network interface, host or address; empty: the engine's choice
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< comm.timeout_s: of connecting, and of each collective
-  std::vector<Decorator> decorators;                         ///< applied to each group's engine in order: the last is outermost
+  std::vector<Decorator> decorators{};                          ///< applied to each group's engine in order: the last is outermost
 };
 
 /// What the configuration says of the world.
@@ -42,7 +42,7 @@ struct Environment {
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  std::string master_addr;
+  std::string master_addr{};
   int master_port = 0;
   bool agent_store = false;  ///< the launcher serves the store on master_port; otherwise rank 0 does
   int restart_count = 0;     ///< keeps the keys of one attempt apart from the next one's

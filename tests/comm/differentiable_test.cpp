@@ -26,6 +26,7 @@ struct Case {
   std::function<at::Tensor(const Group&, const at::Tensor& x)> collective;
   std::function<Tensors(const Tensors& xs)> plain;  // all ranks' y from all ranks' x
   bool replicated = false;                          // all ranks compute the same loss from the same y
+  bool twice = true;                                // check gradients of gradients as well
 };
 
 at::Tensor example(int rank, at::IntArrayRef shape) {
@@ -63,17 +64,22 @@ void expect_close(const at::Tensor& actual, const at::Tensor& expected, const ch
   EXPECT_LE((actual - expected).abs().max().item<double>(), kTolerance * std::max(1.0, expected.abs().max().item<double>())) << what;
 }
 
-void check(const Case& test, int n, bool second_order = true) {
-  second_order &= n <= 3;  // more ranks prove nothing new there
-  const auto expected = expected_of(test, n);
+void check(const std::vector<Case>& cases, int n) {
+  std::vector<Expected> expected;
+  for (const auto& test : cases) expected.push_back(expected_of(test, n));
   run_ranks(n, [&](World& world) {
     const int rank = world.rank();
-    const auto x = example(rank, test.shape(rank)).requires_grad_();
-    const auto y = test.collective(world.group(), x);
-    expect_close(y, expected.y[rank], "output");
-    const auto gradient = gradient_of(loss_of(y, test.replicated ? 0 : rank), x, second_order);
-    expect_close(gradient, expected.gradient[rank], "gradient");
-    if (second_order) expect_close(gradient_of(gradient.square().sum(), x), expected.second[rank], "gradient of the squared gradient");
+    for (size_t i = 0; i < cases.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << "case " << i << ", rank " << rank);
+      const auto& test = cases[i];
+      const bool twice = test.twice && n <= 3;  // more ranks prove nothing new there
+      const auto x = example(rank, test.shape(rank)).requires_grad_();
+      const auto y = test.collective(world.group(), x);
+      expect_close(y, expected[i].y[rank], "output");
+      const auto gradient = gradient_of(loss_of(y, test.replicated ? 0 : rank), x, twice);
+      expect_close(gradient, expected[i].gradient[rank], "gradient");
+      if (twice) expect_close(gradient_of(gradient.square().sum(), x), expected[i].second[rank], "gradient of the squared gradient");
+    }
   });
 }
 
@@ -96,18 +102,19 @@ Tensors parts(const at::Tensor& whole, int n, int64_t dim) {
 }
 
 TEST_P(Differentiable, AllReduceWhereRanksGoOnDifferently) {
-  check({.shape = same({3, 2}),
-         .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_reduce(group, x, Gradient::Partial); },
-         .plain = [](const Tensors& xs) { return Tensors(xs.size(), sum(xs)); }},
+  check({{.shape = same({3, 2}),
+          .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_reduce(group, x, Gradient::Partial); },
+          .plain = [](const Tensors& xs) { return Tensors(xs.size(), sum(xs)); }}},
         GetParam());
 }
 
 TEST_P(Differentiable, AllReduceWhereAllComputeTheSameLoss) {
-  check({.shape = same({3, 2}),
-         .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_reduce(group, x); },
-         .plain = [](const Tensors& xs) { return Tensors(xs.size(), sum(xs)); },
-         .replicated = true},
-        GetParam(), false);
+  check({{.shape = same({3, 2}),
+          .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_reduce(group, x); },
+          .plain = [](const Tensors& xs) { return Tensors(xs.size(), sum(xs)); },
+          .replicated = true,
+          .twice = false}},
+        GetParam());
 }
 
 // x is the same everywhere and each rank uses it its own way: the gradient of the one x is the sum of the ranks'.
@@ -126,48 +133,52 @@ TEST_P(Differentiable, CopyToGroupSumsGradients) {
 }
 
 TEST_P(Differentiable, AllGatherAlongEveryDimension) {
+  std::vector<Case> cases;
   for (const int64_t dim : {0, 1, -1}) {
-    check({.shape = same({2, 3, 1}),
-           .collective = [dim](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, dim); },
-           .plain = [dim](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, dim)); }},
-          GetParam());
+    cases.push_back({.shape = same({2, 3, 1}),
+                     .collective = [dim](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, dim); },
+                     .plain = [dim](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, dim)); }});
   }
+  check(cases, GetParam());
 }
 
 TEST_P(Differentiable, AllGatherOfUnevenParts) {
   const int n = GetParam();
+  std::vector<Case> cases;
   for (const int64_t dim : {0, 1}) {
     for (const int64_t total : {7, 3}) {  // of eight ranks some hold nothing
-      check({.shape =
-                 [=](int rank) {
-                   const auto size = chunk(total, n, rank).second;
-                   return dim == 0 ? std::vector<int64_t>{size, 2} : std::vector<int64_t>{2, size};
-                 },
-             .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, dim, total); },
-             .plain = [=](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, dim)); }},
-            n);
+      const auto shape = [=](int rank) {
+        const auto size = chunk(total, n, rank).second;
+        return dim == 0 ? std::vector<int64_t>{size, 2} : std::vector<int64_t>{2, size};
+      };
+      cases.push_back({.shape = shape,
+                       .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, dim, total); },
+                       .plain = [=](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, dim)); }});
     }
   }
+  check(cases, n);
 }
 
 TEST_P(Differentiable, AllGatherWhereAllComputeTheSameLoss) {
-  check({.shape = same({2, 3}),
-         .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, 1, -1, Gradient::Replicated); },
-         .plain = [](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, 1)); },
-         .replicated = true},
-        GetParam(), false);
+  check({{.shape = same({2, 3}),
+          .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_gather(group, x, 1, -1, Gradient::Replicated); },
+          .plain = [](const Tensors& xs) { return Tensors(xs.size(), at::cat(xs, 1)); },
+          .replicated = true,
+          .twice = false}},
+        GetParam());
 }
 
 TEST_P(Differentiable, ReduceScatterEvenAndUneven) {
   const int n = GetParam();
+  std::vector<Case> cases;
   for (const int64_t dim : {0, 1}) {
     for (const int64_t rows : {int64_t{2} * n, int64_t{7}, int64_t{0}}) {
-      check({.shape = same(dim == 0 ? std::vector<int64_t>{rows, 2} : std::vector<int64_t>{2, rows}),
-             .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::reduce_scatter(group, x, dim); },
-             .plain = [=](const Tensors& xs) { return parts(sum(xs), n, dim); }},
-            n);
+      cases.push_back({.shape = same(dim == 0 ? std::vector<int64_t>{rows, 2} : std::vector<int64_t>{2, rows}),
+                       .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::reduce_scatter(group, x, dim); },
+                       .plain = [=](const Tensors& xs) { return parts(sum(xs), n, dim); }});
     }
   }
+  check(cases, n);
 }
 
 // x is the same everywhere; each rank goes on with its part.
@@ -203,55 +214,56 @@ TEST_P(Differentiable, AllToAllEvenAndUneven) {
     }
     return ys;
   };
-  check({.shape = same({2 * n, 3}),
-         .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_to_all(group, x); },
-         .plain = [&](const Tensors& xs) { return transposed(xs, [](int, int) { return 2; }); }},
-        n);
   const auto rows = [](int from, int to) -> int64_t { return (2 * from + to) % 3; };
-  check({.shape =
-             [&](int rank) {
-               int64_t sent = 0;
-               for (int to = 0; to < n; ++to) sent += rows(rank, to);
-               return std::vector<int64_t>{sent, 2};
-             },
-         .collective =
-             [&](const Group& group, const at::Tensor& x) {
-               std::vector<int64_t> in, out;
-               for (int other = 0; other < n; ++other) in.push_back(rows(group.rank(), other)), out.push_back(rows(other, group.rank()));
-               return differentiable::all_to_all(group, x, out, in);
-             },
-         .plain = [&](const Tensors& xs) { return transposed(xs, rows); }},
+  const auto sent_by = [n, rows](int rank) {
+    int64_t sent = 0;
+    for (int to = 0; to < n; ++to) sent += rows(rank, to);
+    return std::vector<int64_t>{sent, 2};
+  };
+  const auto exchange = [n, rows](const Group& group, const at::Tensor& x) {
+    std::vector<int64_t> in, out;
+    for (int other = 0; other < n; ++other) in.push_back(rows(group.rank(), other)), out.push_back(rows(other, group.rank()));
+    return differentiable::all_to_all(group, x, out, in);
+  };
+  check({{.shape = same({2 * n, 3}),
+          .collective = [](const Group& group, const at::Tensor& x) { return differentiable::all_to_all(group, x); },
+          .plain = [=](const Tensors& xs) { return transposed(xs, [](int, int) { return 2; }); }},
+         {.shape = sent_by, .collective = exchange, .plain = [=](const Tensors& xs) { return transposed(xs, rows); }}},
         n);
 }
 
 TEST_P(Differentiable, BroadcastGatherScatter) {
   const int n = GetParam();
+  std::vector<Case> cases;
   for (const int root : {0, n - 1}) {
-    check({.shape = same({3, 2}),
-           .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::broadcast(group, x, root); },
-           .plain = [=](const Tensors& xs) {
-             Tensors ys;
-             for (const auto& x : xs) ys.push_back(xs[root] + 0 * x);
-             return ys;
-           }},
-          n);
-    check({.shape = same({3, 2}),
-           .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::gather(group, x, root); },
-           .plain = [=](const Tensors& xs) {
-             Tensors ys(n, at::empty({0, 2}, at::kDouble));
-             ys[root] = at::cat(xs);
-             return ys;
-           }},
-          n, false);
-    check({.shape = same({2 * n, 2}),
-           .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::scatter(group, x, root); },
-           .plain = [=](const Tensors& xs) {
-             Tensors ys;
-             for (int rank = 0; rank < n; ++rank) ys.push_back(xs[root].narrow(0, 2 * rank, 2) + 0 * xs[rank].sum());
-             return ys;
-           }},
-          n, false);
+    cases.push_back({.shape = same({3, 2}),
+                     .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::broadcast(group, x, root); },
+                     .plain =
+                         [=](const Tensors& xs) {
+                           Tensors ys;
+                           for (const auto& x : xs) ys.push_back(xs[root] + 0 * x);
+                           return ys;
+                         }});
+    cases.push_back({.shape = same({3, 2}),
+                     .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::gather(group, x, root); },
+                     .plain =
+                         [=](const Tensors& xs) {
+                           Tensors ys(n, at::empty({0, 2}, at::kDouble));
+                           ys[root] = at::cat(xs);
+                           return ys;
+                         },
+                     .twice = false});
+    cases.push_back({.shape = same({2 * n, 2}),
+                     .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::scatter(group, x, root); },
+                     .plain =
+                         [=](const Tensors& xs) {
+                           Tensors ys;
+                           for (int rank = 0; rank < n; ++rank) ys.push_back(xs[root].narrow(0, 2 * rank, 2) + 0 * xs[rank].sum());
+                           return ys;
+                         },
+                     .twice = false});
   }
+  check(cases, n);
 }
 
 TEST_P(Differentiable, BroadcastWhereAllComputeTheSameLoss) {
@@ -264,9 +276,11 @@ TEST_P(Differentiable, BroadcastWhereAllComputeTheSameLoss) {
 }
 
 TEST_P(Differentiable, BarrierIsTheIdentity) {
-  check({.shape = same({3}), .collective = [](const Group& group, const at::Tensor& x) { return differentiable::barrier(group, x); },
-         .plain = [](const Tensors& xs) { return xs; }},
-        GetParam(), false);
+  check({{.shape = same({3}),
+          .collective = [](const Group& group, const at::Tensor& x) { return differentiable::barrier(group, x); },
+          .plain = [](const Tensors& xs) { return xs; },
+          .twice = false}},
+        GetParam());
 }
 
 // A chain: rank r doubles what it gets and passes it on; the last rank's loss reaches rank 0's x.

@@ -140,8 +140,8 @@ TEST(World, NamesAddressPortAndSecondsWhenNobodyServes) {
   const Environment environment{
       .rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
   EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
-              AllOf(HasSubstr("rank 1 of 2: no rendezvous at address 127.0.0.1, port " + std::to_string(port) + " (served by rank 0): Connection refused; waited 0."),
-                    HasSubstr(" s")));
+              AllOf(HasSubstr("rank 1 of 2: no rendezvous at address 127.0.0.1, port " + std::to_string(port)),
+                    HasSubstr(" (served by rank 0): Connection refused; waited 0.")));
 }
 
 TEST(World, NamesAnAddressThatDoesNotResolve) {
@@ -153,7 +153,7 @@ TEST(World, NamesAnAddressThatDoesNotResolve) {
 
 TEST(World, SaysHowManyRanksCame) {
   const Environment environment{.rank = 0, .size = 3, .local_size = 3, .master_addr = "127.0.0.1", .master_port = free_port(), .launched = true};
-  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 1s}); }), AllOf(HasSubstr("1/3"), HasSubstr("; waited 1.")));
+  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }), AllOf(HasSubstr("1/3"), HasSubstr("; waited ")));
 }
 
 TEST(World, RankZeroServesAndLeavesLast) {
@@ -189,7 +189,7 @@ TEST(World, NamesThePortInUse) {
 
 TEST(World, NamesAnInterfaceThatCannotBeBound) {
   EXPECT_THAT(message<CommError>([] {
-                run_ranks(2, [](World&) {}, {.decorators = {}, .interface = "no-such-host.invalid"});
+                run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid"});
               }),
               HasSubstr("comm.interface = no-such-host.invalid: Gloo cannot bind to it"));
 }

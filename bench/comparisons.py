@@ -1,0 +1,70 @@
+"""What `make bench` compares: a setting, our command in it, and its peers with the ratios they are held to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY_GOAL = 0.5  # of the peer that keeps whole logits
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    name: str
+    arguments: tuple[str, ...]  # of bench/peers/peer.py
+    speed_goal: float | None = None  # our tokens/s over theirs
+    memory_goal: float | None = None  # our peak bytes over theirs
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str  # recipes/bench_<model>.toml
+    compute: str
+    ranks: int
+    peers: tuple[PeerKind, ...]
+    steps: int  # of one turn
+    turns: int
+    quick: bool  # part of --quick
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.compute}" + (f" x{self.ranks}" if self.ranks > 1 else "")
+
+    def recipe(self, root: Path) -> Path:
+        return root / "recipes" / f"bench_{self.model}.toml"
+
+    def our_settings(self, global_size: int) -> list[str]:
+        """A rank takes its share of the batch in one forward, as the peer does."""
+        return [f"precision.compute={self.compute}", f"batch.micro_size={global_size // self.ranks}"]
+
+    def peer_arguments(self, peer: PeerKind) -> list[str]:
+        return ["--compute", self.compute, "--ranks", str(self.ranks), *peer.arguments]
+
+
+CHUNKED = ("--loss", "chunked")
+COMPILE = ("--compile",)
+
+
+def eager(speed_goal=None, memory_goal=None):
+    return PeerKind("eager", (), speed_goal, memory_goal)
+
+
+def eager_chunked():
+    return PeerKind("eager, chunked loss", CHUNKED)
+
+
+SETTINGS = (
+    Setting("vocab", "fp32", 1, (eager(1.25, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True),
+    Setting(
+        "vocab",
+        "bf16",
+        1,
+        (eager(1.8, MEMORY_GOAL), eager_chunked(), PeerKind("torch.compile", COMPILE, 1.1), PeerKind("torch.compile, chunked loss", COMPILE + CHUNKED)),
+        steps=3,
+        turns=2,
+        quick=False,
+    ),
+    Setting("vocab", "fp32", 2, (PeerKind("DDP", (), 1.05), PeerKind("DDP, chunked loss", CHUNKED)), steps=2, turns=2, quick=True),
+    Setting("matmul", "fp32", 1, (eager(),), steps=1, turns=2, quick=False),
+    Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE)), steps=2, turns=2, quick=False),
+)
+# --quick: without torch.compile, which takes a minute to start, and without the large model.
+QUICK_SETTINGS = tuple(s for s in SETTINGS if s.quick) + (Setting("vocab", "bf16", 1, (eager(1.8, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True),)

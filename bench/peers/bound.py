@@ -1,0 +1,66 @@
+"""The bound of a training step: its matrix products alone, in the same library, shapes, type and number of threads, with preallocated results.
+
+No implementation on this library and machine is faster than its products, so each side's share of this bound says how much there is left to gain.
+"""
+
+import time
+from collections import Counter
+
+import torch
+from recipe import Recipe
+
+
+def linear_shapes(recipe: Recipe) -> Counter:
+    """(in features, out features) of every linear layer and of the head, with how often each occurs. The embedding look-up is no product."""
+    kv_dim = recipe.dim // recipe.heads * recipe.kv_heads
+    shapes = Counter()
+    shapes[recipe.dim, recipe.dim] += 2 * recipe.layers
+    shapes[recipe.dim, kv_dim] += 2 * recipe.layers
+    shapes[recipe.dim, recipe.ffn_dim] += 2 * recipe.layers
+    shapes[recipe.ffn_dim, recipe.dim] += recipe.layers
+    shapes[recipe.dim, recipe.vocab_size] += 1
+    return shapes
+
+
+def _seconds(product, repeats: int = 3) -> float:
+    """Median of `repeats` runs after one that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def linear_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> float:
+    """Forward, gradient of the input and gradient of the weight of every linear layer, for `sequences` sequences."""
+    tokens = sequences * recipe.seq_len
+    total = 0.0
+    for (fan_in, fan_out), count in linear_shapes(recipe).items():
+        x, w, dy = _random(dtype, tokens, fan_in), _random(dtype, fan_out, fan_in), _random(dtype, tokens, fan_out)
+        y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+        total += count * _seconds(lambda: torch.mm(x, w.t(), out=y))
+        total += count * _seconds(lambda: torch.mm(dy, w, out=dx))
+        total += count * _seconds(lambda: torch.mm(dy.t(), x, out=dw))
+    return total
+
+
+def attention_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> float:
+    """Attention's products as full squares: two forward (q k^T, p v) and five backward (p again, dv, dp, dq, dk). A causal kernel needs about half of them."""
+    head_dim = recipe.dim // recipe.heads
+    batch = sequences * recipe.heads
+    q, k = _random(dtype, batch, recipe.seq_len, head_dim), _random(dtype, batch, recipe.seq_len, head_dim)
+    p = torch.empty(batch, recipe.seq_len, recipe.seq_len, dtype=dtype)
+    out = torch.empty_like(q)
+    outer = _seconds(lambda: torch.bmm(q, k.transpose(1, 2), out=p))
+    inner = _seconds(lambda: torch.bmm(p, k, out=out))
+    return recipe.layers * (3 * outer + 4 * inner)
+
+
+def measure_bound(recipe: Recipe, sequences: int, dtype: torch.dtype) -> dict:
+    """Seconds per step of a rank that holds `sequences` sequences."""
+    return {"products_s": linear_seconds(recipe, sequences, dtype), "attention_products_s": attention_seconds(recipe, sequences, dtype)}

@@ -1,0 +1,151 @@
+"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP over Gloo.
+
+Commands come on stdin, one a line; each is answered with one line of JSON on stdout:
+  step N   train N steps                 {"step_s": [...], "loss": ...}
+  local N  N steps without all-reduce    {"step_s": [...], "loss": ...}       (DDP: the difference to `step` is the exposed communication)
+  memory   train one step under a tracker {"peak_bytes": ..., "resident_bytes": ...}   (maximum over ranks)
+  bound    the step's products alone      {"products_s": ..., "attention_products_s": ...}
+  quit
+Waiting for a command costs no processor time, so several peers can wait while one is measured.
+
+  tools/peer_python bench/peers/peer.py recipes/bench_vocab.toml --compute bf16 <<< $'step 3\\nmemory\\nbound\\nquit'
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bound import measure_bound
+from llama import LOSSES, LlamaLoss
+from memory import live_bytes, optimizer_tensors, peak_bytes, resident_bytes
+from recipe import Windows, read_recipe
+
+
+class Trainer:
+    """One rank's share of a data-parallel step: forward, backward, clip, fused AdamW."""
+
+    def __init__(self, options, recipe):
+        torch.manual_seed(0)
+        self.recipe = recipe
+        self.rank, self.ranks = options.rank, options.ranks
+        self.sequences = recipe.global_size // options.ranks
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.compute]
+        self.windows = Windows(recipe)
+        self.steps = 0
+        self.module = LlamaLoss(recipe, options.loss)
+        self.parameters = list(self.module.parameters())
+        if self.ranks > 1:
+            self.module = torch.nn.parallel.DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        self.forward = torch.compile(self.module) if options.compile else self.module
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
+        )
+
+    def step(self) -> torch.Tensor:
+        first = self.steps * self.recipe.global_size + self.rank * self.sequences
+        tokens, labels = self.windows.batch(first, self.sequences)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = self.forward(tokens, labels)
+        loss.backward()
+        if self.recipe.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return loss.detach()
+
+    def run_steps(self, count: int, synchronise: bool) -> dict:
+        times = []
+        with contextlib.nullcontext() if synchronise or self.ranks == 1 else self.module.no_sync():
+            for _ in range(count):
+                start = time.perf_counter()
+                loss = self.step()
+                times.append(time.perf_counter() - start)
+        return {"step_s": times, "loss": loss.item()}
+
+    def measure_memory(self) -> dict:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        before = live_bytes(self.parameters, self.module.buffers(), optimizer_tensors(self.optimizer), gradients)
+        return {"peak_bytes": peak_bytes(before, self.step), "resident_bytes": resident_bytes()}
+
+    def measure_bound(self) -> dict:
+        return measure_bound(self.recipe, self.sequences, self.dtype)
+
+    def answer(self, command: str) -> dict:
+        verb, *arguments = command.split()
+        if verb in ("step", "local"):
+            return self.run_steps(int(arguments[0]), synchronise=verb == "step")
+        return {"memory": self.measure_memory, "bound": self.measure_bound}[verb]()
+
+
+def slowest(answers: list[dict]) -> dict:
+    """Over ranks: the maximum of every number, place by place in lists."""
+    first = answers[0]
+    return {
+        key: [max(column) for column in zip(*(a[key] for a in answers))] if isinstance(first[key], list) else max(a[key] for a in answers)
+        for key in first
+    }
+
+
+def serve(trainer: Trainer) -> None:
+    """Rank 0 reads the commands and hands them on; every rank carries them out; rank 0 answers."""
+    while True:
+        command = [(sys.stdin.readline().strip() or "quit") if trainer.rank == 0 else None]
+        if trainer.ranks > 1:
+            dist.broadcast_object_list(command)
+        if command[0] == "quit":
+            return
+        answers = [trainer.answer(command[0])]
+        if trainer.ranks > 1:
+            mine, answers = answers[0], [None] * trainer.ranks
+            dist.all_gather_object(answers, mine)
+        if trainer.rank == 0:
+            print(json.dumps(slowest(answers)), flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model with its loss")
+    parser.add_argument("--loss", choices=LOSSES, default="whole")
+    parser.add_argument("--ranks", type=int, default=1, help="DDP processes over Gloo")
+    parser.add_argument("--threads", type=int, default=0, help="per rank; default: cores / ranks")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    recipe = read_recipe(options.recipe)
+    if recipe.global_size % options.ranks:
+        raise SystemExit(f"--ranks {options.ranks} must divide batch.global_size = {recipe.global_size}")
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks))
+
+    others = []
+    if options.ranks > 1:
+        if options.rank == 0:
+            options.port = free_port()
+            for rank in range(1, options.ranks):
+                others.append(subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank), "--port", str(options.port)], stdin=subprocess.DEVNULL))
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.rank, world_size=options.ranks)
+    serve(Trainer(options, recipe))
+    if options.ranks > 1:
+        dist.destroy_process_group()
+    for process in others:
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The two sides of a comparison: tessera's command and a waiting peer, each asked for a few steps at a time."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WARMUP_STEPS = 1  # of every process: the first step allocates, and has no optimizer state to read
+
+
+class SideFailed(Exception):
+    """A process of a comparison ended early; the message holds its last lines."""
+
+
+@dataclass
+class Measurement:
+    """What a side has shown so far. Times are seconds of one optimizer step, memory is the maximum over ranks."""
+
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    resident_bytes: int = 0
+    exposed_comm_s: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+class Tessera:
+    """`tessera train` on a recipe; each call of `steps` is a fresh run of the command."""
+
+    def __init__(self, binary: Path, recipe: Path, settings: list[str], ranks: int, scratch: Path):
+        self.log_dir = scratch / "tessera"
+        self.command = [str(binary), "train", str(recipe)]
+        if ranks > 1:
+            self.command += ["--nproc", str(ranks)]
+        for setting in [*settings, f"log.dir={self.log_dir}"]:
+            self.command += ["--set", setting]
+        self.measured = Measurement()
+        self.exposed: list[float] = []
+
+    def steps(self, count: int) -> None:
+        command = [*self.command, "--set", f"run.steps={WARMUP_STEPS + count}"]
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        output = self.log_dir / "output.txt"
+        with open(output, "wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            raise SideFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{tail(output)}")
+        lines = [json.loads(line) for line in (self.log_dir / "metrics.jsonl").read_text().splitlines()]
+        kept = lines[WARMUP_STEPS:]
+        self.measured.step_s += [line["step_s"] for line in kept]
+        self.measured.peak_bytes = max(self.measured.peak_bytes, *(line["peak_bytes"] for line in kept))
+        self.measured.resident_bytes = max(self.measured.resident_bytes, usage.ru_maxrss * 1024)
+        self.exposed += [line["exposed_comm_s"] for line in kept if "exposed_comm_s" in line]
+
+    def finish(self) -> Measurement:
+        if self.exposed:
+            self.measured.exposed_comm_s = statistics.median(self.exposed)
+        return self.measured
+
+
+class Peer:
+    """A process of bench/peers/peer.py that waits for commands between its turns."""
+
+    def __init__(self, recipe: Path, arguments: list[str], scratch: Path):
+        self.log = scratch / "peer.txt"
+        self.command = [str(ROOT / "tools" / "peer_python"), str(ROOT / "bench" / "peers" / "peer.py"), str(recipe), *arguments]
+        scratch.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "wb") as errors:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.measured = Measurement()
+        self.warm = False
+
+    def ask(self, command: str) -> dict:
+        try:
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the peer has died: its last lines say why
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SideFailed(f"{' '.join(self.command)}\nended with {self.process.wait()}:\n{tail(self.log)}")
+
+    def steps(self, count: int) -> None:
+        if not self.warm:
+            self.ask(f"step {WARMUP_STEPS}")
+            self.warm = True
+        self.measured.step_s += self.ask(f"step {count}")["step_s"]
+
+    def local_steps(self, count: int) -> list[float]:
+        """Seconds of steps without all-reduce; of use under DDP alone."""
+        return self.ask(f"local {count}")["step_s"]
+
+    def bound(self) -> dict:
+        return self.ask("bound")
+
+    def finish(self) -> Measurement:
+        memory = self.ask("memory")
+        self.measured.peak_bytes, self.measured.resident_bytes = memory["peak_bytes"], memory["resident_bytes"]
+        return self.measured
+
+    def close(self) -> None:
+        """Ends the process, also one that hangs."""
+        try:
+            self.process.communicate("quit\n", timeout=30)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def progress(text: str, start: float) -> None:
+    print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
