@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/core/config.h"
+
+namespace tessera {
+
+/// Parameters that take part in a matrix product for every token: all weights of linear layers and the head, not the embedding look-ups, norms and biases.
+/// A tied weight counts as the head. Expects a resolved configuration.
+int64_t num_matmul_parameters(const ModelConfig& config);
+
+/// All parameters, tied ones once.
+int64_t num_parameters(const ModelConfig& config);
+
+/// Model FLOPs of training on one token: 6 per matrix-product parameter (2 forward, 4 backward) and 12 * layers * dim * seq_len for attention's two products,
+/// causal or not. Recomputation does not count.
+double model_flops_per_token(const ModelConfig& config, int64_t seq_len);
+
+}  // namespace tessera

@@ -1,0 +1,166 @@
+#include "tessera/nn/attach.h"
+
+#include <algorithm>
+
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera::nn {
+
+Values Next::operator()(Values inputs) const {
+  if (remaining_ == 0) return forward_(*module_, inputs);
+  return (*chain_)[remaining_ - 1]->call(*module_, std::move(inputs), Next(chain_, remaining_ - 1, module_, forward_));
+}
+
+std::optional<OutputLayout> output_layout(const Module& module, const at::Tensor& output) {
+  if (!module.intercepted()) return std::nullopt;
+  const Chain& chain = *module.chain();
+  for (auto it = chain.rbegin(); it != chain.rend(); ++it) {
+    if (auto layout = (*it)->output_layout(module, output)) return layout;
+  }
+  return std::nullopt;
+}
+
+Attachment attach(Module& module, std::shared_ptr<Interceptor> interceptor) {
+  invariant(interceptor != nullptr, "attach: no interceptor given for '", module.path(), "'");
+  auto chain = module.chain_ ? std::make_shared<Chain>(*module.chain_) : std::make_shared<Chain>();
+  chain->push_back(interceptor);
+  module.chain_ = std::move(chain);
+
+  // The module may be gone by the time of the undo; one interceptor attached twice loses its outermost place first.
+  std::weak_ptr<torch::nn::Module> alive = module.shared_from_this();
+  return Attachment([alive, interceptor = std::move(interceptor)] {
+    const auto module = std::static_pointer_cast<Module>(alive.lock());
+    if (!module || !module->chain_) return;
+    Chain left = *module->chain_;
+    const auto found = std::find(left.rbegin(), left.rend(), interceptor);
+    if (found == left.rend()) return;
+    left.erase(std::next(found).base());
+    module->chain_ = left.empty() ? nullptr : std::make_shared<const Chain>(std::move(left));
+  });
+}
+
+Attachment attach(torch::nn::Module& root, const std::string& pattern, std::shared_ptr<Interceptor> interceptor) {
+  return attach(root, pattern, [&](Module&) { return interceptor; });
+}
+
+namespace {
+bool is_list(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::ModuleListImpl*>(&module) != nullptr || dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) != nullptr;
+}
+}  // namespace
+
+Attachment attach(torch::nn::Module& root, const std::string& pattern, const InterceptorFactory& make) {
+  auto matched = modules_matching(root, pattern);
+  // Lists hold modules and are never called themselves: a pattern as wide as "**" means what is in them.
+  const auto called = std::stable_partition(matched.begin(), matched.end(), [](const auto& found) { return !is_list(*found.second); });
+  if (called != matched.begin()) matched.erase(called, matched.end());
+  for (const auto& [path, module] : matched) {
+    require(dynamic_cast<Module*>(module.get()) != nullptr, "'", path, "' (", module->name(),
+            ") cannot be intercepted: it is a plain torch::nn::Module; derive it from tessera::nn::Module and declare it with TESSERA_MODULE");
+  }
+  Attachment attached;
+  for (const auto& [path, module] : matched) {
+    auto& ours = static_cast<Module&>(*module);
+    attached.add(attach(ours, make(ours)));
+  }
+  return attached;
+}
+
+namespace {
+
+std::vector<std::string_view> components(std::string_view path) {
+  std::vector<std::string_view> parts;
+  if (path.empty()) return parts;
+  for (size_t begin = 0;;) {
+    const size_t dot = path.find('.', begin);
+    parts.push_back(path.substr(begin, dot - begin));
+    if (dot == std::string_view::npos) return parts;
+    begin = dot + 1;
+  }
+}
+
+bool component_matches(std::string_view pattern, std::string_view text) {
+  // Greedy with one place to go back to: the last '*' and how much of the text it has taken so far.
+  size_t p = 0, t = 0, star = std::string_view::npos, taken = 0;
+  while (t < text.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      taken = t;
+    } else if (p < pattern.size() && pattern[p] == text[t]) {
+      ++p;
+      ++t;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      t = ++taken;
+    } else {
+      return false;
+    }
+  }
+  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
+bool path_matches(const std::vector<std::string_view>& pattern, size_t p, const std::vector<std::string_view>& path, size_t t) {
+  for (; p < pattern.size(); ++p, ++t) {
+    if (pattern[p] == "**") {
+      for (size_t skip = t; skip <= path.size(); ++skip) {
+        if (path_matches(pattern, p + 1, path, skip)) return true;
+      }
+      return false;
+    }
+    if (t == path.size() || !component_matches(pattern[p], path[t])) return false;
+  }
+  return t == path.size();
+}
+
+void assign_paths_below(torch::nn::Module& module, const std::string& path) {
+  if (auto* ours = dynamic_cast<Module*>(&module); ours && ours->path().empty()) ours->set_path(path);
+  const auto below = [&](const std::string& name) { return path.empty() ? name : path + "." + name; };
+  for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+    if (!parameter.value().defined() || !slice_of(parameter.value()).name.empty()) continue;
+    Slice named = slice_of(parameter.value());
+    named.name = below(parameter.key());
+    set_slice(parameter.value(), std::move(named));
+  }
+  for (const auto& child : module.named_children()) assign_paths_below(*child.value(), below(child.key()));
+}
+
+}  // namespace
+
+bool matches(std::string_view pattern, std::string_view path) { return path_matches(components(pattern), 0, components(path), 0); }
+
+std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_matching(torch::nn::Module& root, const std::string& pattern) {
+  std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> matched;
+  std::vector<std::string> paths;
+  if (pattern.empty()) return {{"", root.shared_from_this()}};
+  for (const auto& module : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+    if (matches(pattern, module.key())) matched.emplace_back(module.key(), module.value());
+    paths.push_back(module.key());
+  }
+  if (matched.empty()) {
+    const std::string near = nearest(pattern, paths);
+    require(false, "no module matches '", pattern, "' in ", root.name(), near.empty() ? "" : "; the nearest path is '" + near + "'",
+            paths.empty() ? "; it has no modules inside" : "");
+  }
+  return matched;
+}
+
+void assign_paths(torch::nn::Module& root, const std::string& prefix) { assign_paths_below(root, prefix); }
+
+void check_no_bypass(torch::nn::Module& root) {
+  for (const auto& module : root.named_modules()) {
+    if (dynamic_cast<torch::nn::SequentialImpl*>(module.value().get()) == nullptr) continue;
+    for (const auto& child : module.value()->named_children()) {
+      const std::string path = module.key().empty() ? child.key() : module.key() + "." + child.key();
+      require(dynamic_cast<Module*>(child.value().get()) == nullptr, "'", path, "' (", child.value()->name(),
+              ") is inside a torch::nn::Sequential, which calls forward directly and passes by every interceptor; use tessera::nn::Sequential there");
+    }
+  }
+}
+
+}  // namespace tessera::nn

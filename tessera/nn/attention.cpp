@@ -1,0 +1,43 @@
+#include "tessera/nn/attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
+
+#include "tessera/core/error.h"
+#include "tessera/kernels/attention.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera::nn {
+
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& visible) {
+  const int64_t heads = q.size(2), groups = k.size(2);
+  require(groups > 0 && heads % groups == 0, "attention: ", heads, " query heads cannot share ", groups,
+          " key-value heads; heads must be a multiple of kv_heads");
+  // Queries of one key-value head lie side by side: [B, K, H / K, S, D] against [B, K, 1, L, D].
+  const auto by_group = [&](const at::Tensor& x) { return x.transpose(1, 2).unflatten(1, {groups, x.size(2) / groups}); };
+  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
+  const at::Tensor scores = at::matmul(by_group(q), by_group(k).transpose(-2, -1)).to(at::kFloat) * scale;
+  const at::Tensor weights = at::softmax(scores.masked_fill(visible.unsqueeze(2).logical_not(), -std::numeric_limits<float>::infinity()), -1);
+  return at::matmul(weights.to(v.scalar_type()), by_group(v)).flatten(1, 2).transpose(1, 2);
+}
+
+at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions,
+                                      const std::optional<at::Tensor>& document_ids) {
+  const int64_t queries = q.size(1), keys = k.size(1);
+  require(queries <= keys, "attention '", path(), "': ", queries, " queries cannot be the last of ", keys, " keys");
+  const bool masked = positions || document_ids;
+  if (!masked && (queries == keys || queries == 1)) {
+    return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*causal=*/queries == keys).transpose(1, 2);
+  }
+  require(!masked || queries == keys, "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ", queries, " and ",
+          keys);
+  const at::Tensor places = positions ? *positions : consecutive(0, keys, q.device());
+  at::Tensor visible = places.narrow(0, keys - queries, queries).unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).unsqueeze(0);  // [1, 1, S, L]
+  if (document_ids) visible = visible.logical_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1));
+  return masked_attention(q, k, v, visible);
+}
+
+}  // namespace tessera::nn

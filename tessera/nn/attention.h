@@ -1,0 +1,28 @@
+#pragma once
+
+#include <optional>
+
+#include "tessera/nn/module.h"
+
+namespace tessera::nn {
+
+/// Legend: B rows, S queries, L keys (S, or more where earlier ones come from a cache), H query heads, K key-value heads, D features of a head.
+///
+/// softmax(q k^T / sqrt(D)) v, causal: the part of attention without parameters, a module of its own so that context parallelism, recompute and caches meet
+/// it by path.
+///   q    [B, S, H, D];  k, v [B, L, K, D], K divides H (grouped queries, arXiv:2305.13245; never expanded)
+///   out  [B, S, H, D]
+/// The last query sees the last key. `positions` [S] int64, where columns are not in ascending order or not all there, says what may see what: a query sees the
+/// keys of no later position. `document_ids` [B, S] keeps the attention inside a document. Both take an S x S mask (and S == L); without them nothing of that
+/// size is held.
+class AttentionCoreImpl : public Module {
+ public:
+  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions = {},
+                     const std::optional<at::Tensor>& document_ids = {});
+};
+TESSERA_MODULE(AttentionCore);
+
+/// The same in plain operators with a mask [B or 1, 1, S, L] of what may be seen (true): holds the S x L scores.
+at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& visible);
+
+}  // namespace tessera::nn

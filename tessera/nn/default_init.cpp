@@ -1,0 +1,73 @@
+#include <cmath>
+
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/nn/modules/rnn.h>
+
+#include "tessera/nn/parameter.h"
+
+namespace tessera::nn {
+
+namespace {
+
+template <class... Kinds>
+bool is_any(const torch::nn::Module& module) {
+  return (... || (dynamic_cast<const Kinds*>(&module) != nullptr));
+}
+
+InitRule uniform_by_fan_in(int64_t fan_in) {
+  const double bound = fan_in > 0 ? 1.0 / std::sqrt(static_cast<double>(fan_in)) : 0.0;
+  return InitRule::uniform(-bound, bound);
+}
+
+/// Elements of `weight` that add up to one output: the second dimension times the receptive field (transposed convolutions too, as libtorch counts).
+int64_t fan_in(const at::Tensor& weight) { return weight.size(0) == 0 ? 0 : weight.numel() / weight.size(0); }
+
+template <class Embedding>
+std::optional<InitRule> embedding_rule(const torch::nn::Module& module) {
+  const auto* embedding = dynamic_cast<const Embedding*>(&module);
+  if (!embedding) return std::nullopt;
+  InitRule rule = InitRule::normal(0, 1);
+  rule.zero_row = embedding->options.padding_idx();
+  return rule;
+}
+
+template <class Recurrent>
+std::optional<InitRule> recurrent_rule(const torch::nn::Module& module) {
+  const auto* recurrent = dynamic_cast<const Recurrent*>(&module);
+  if (!recurrent) return std::nullopt;
+  return uniform_by_fan_in(recurrent->options.hidden_size());
+}
+
+template <class... Kinds>
+std::optional<InitRule> first_recurrent_rule(const torch::nn::Module& module) {
+  std::optional<InitRule> rule;
+  (... || (rule = recurrent_rule<Kinds>(module)).has_value());
+  return rule;
+}
+
+}  // namespace
+
+std::optional<InitRule> default_init(const torch::nn::Module& module, const std::string& name) {
+  using namespace torch::nn;
+  if (is_any<LayerNormImpl, GroupNormImpl, BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl, InstanceNorm3dImpl>(
+          module)) {
+    return name == "weight" ? InitRule::ones() : InitRule::zeros();
+  }
+  if (is_any<LinearImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl>(module)) {
+    // Kaiming's uniform distribution with a = sqrt(5) has the bound 1 / sqrt(fan in), which is the bias's too.
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+      if (parameter.key() == "weight") return uniform_by_fan_in(fan_in(parameter.value()));
+    }
+  }
+  if (const auto* bilinear = dynamic_cast<const BilinearImpl*>(&module)) return uniform_by_fan_in(bilinear->options.in1_features());
+  if (auto rule = embedding_rule<EmbeddingImpl>(module)) return rule;
+  if (auto rule = embedding_rule<EmbeddingBagImpl>(module)) return rule;
+  return first_recurrent_rule<RNNImpl, LSTMImpl, GRUImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl>(module);
+}
+
+}  // namespace tessera::nn

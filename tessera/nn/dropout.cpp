@@ -1,0 +1,30 @@
+#include "tessera/nn/dropout.h"
+
+#include "tessera/core/error.h"
+#include "tessera/core/rng.h"
+#include "tessera/kernels/dropout.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera::nn {
+
+DropoutImpl::DropoutImpl(double p) : p(p) { require(p >= 0 && p < 1, "Dropout: p = ", p, " must be at least 0 and below 1"); }
+
+at::Tensor DropoutImpl::forward(const at::Tensor& x) {
+  if (!is_training() || p == 0) return x;
+  require(x.dim() >= 2, "Dropout '", path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions; it takes [B, S, D] or [B, D]");
+  const auto& context = SampleScope::current();
+  const int64_t features = x.size(-1);
+  const int64_t batch = x.size(0);
+  const int64_t columns = batch * features == 0 ? 0 : x.numel() / (batch * features);
+  const CounterRng rng(context.seed, path() + "/" + std::to_string(context.step));
+  return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, columns, x.device()), {.offset = feature_first_, .total = feature_total_});
+}
+
+void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
+  feature_first_ = first;
+  feature_total_ = total;
+}
+
+void DropoutImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::Dropout(p=" << p << ")"; }
+
+}  // namespace tessera::nn

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "tessera/nn/module.h"
+
+namespace tessera::nn {
+
+/// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.
+///   x [B, S, D] or [B, D]
+/// The mask is a function of (seed and step of the SampleScope, module path, global sample, position and feature): the same in any layout, for any
+/// micro-batch size, and when the block is computed again. It is not stored: backward draws it anew.
+class DropoutImpl : public Module {
+ public:
+  explicit DropoutImpl(double p = 0.5);
+
+  at::Tensor forward(const at::Tensor& x);
+  void pretty_print(std::ostream& stream) const override;
+
+  /// Columns that a rank holds of a feature dimension that is split: first .. first + x.size(-1) of total. 0, 0: all.
+  void set_feature_block(int64_t first, int64_t total);
+
+  double p;
+
+ private:
+  int64_t feature_first_ = 0, feature_total_ = 0;
+};
+TESSERA_MODULE(Dropout);
+
+}  // namespace tessera::nn

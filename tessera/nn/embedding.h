@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/nn/options/embedding.h>
+
+#include "tessera/nn/module.h"
+
+namespace tessera::nn {
+
+using EmbeddingOptions = torch::nn::EmbeddingOptions;
+
+/// Row look-up, as torch::nn::Embedding (padding_idx included; max_norm and sparse gradients are refused).
+///   ids [...] int64
+///   y   [..., D]  in the weight's dtype: the residual stream begins here, in fp32
+/// Backward allocates a dense gradient, V * D.
+class EmbeddingImpl : public Module {
+ public:
+  EmbeddingImpl(int64_t num_embeddings, int64_t dim) : EmbeddingImpl(EmbeddingOptions(num_embeddings, dim)) {}
+  explicit EmbeddingImpl(EmbeddingOptions options);
+
+  at::Tensor forward(const at::Tensor& ids);
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+
+  EmbeddingOptions options;
+  at::Tensor weight;
+};
+TESSERA_MODULE(Embedding);
+
+}  // namespace tessera::nn

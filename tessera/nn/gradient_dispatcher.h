@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/core/attachment.h"
+
+namespace tessera::nn {
+
+/// What an engine announces about the backward passes it runs. One per engine, shared with the dispatchers that follow it; changed between
+/// backward passes only.
+struct StepPhase {
+  int64_t step = 0;              ///< grows by one with every optimizer step
+  bool last_micro_batch = true;  ///< gradients of the backward that runs next, or now, complete those of the step
+};
+
+/// Serves everyone who waits for the gradient of one parameter, of ours or of a plain torch::nn::Module. It owns libtorch's single
+/// post-accumulate slot of that tensor (taking it a second time would silently replace the first owner), lives as long as the tensor and holds
+/// no reference to it. Take it after materialize. Listeners run on the thread that runs backward, in the order in which they came.
+///
+/// Two moments are served. *Accumulated*: `grad` has just taken up another contribution (once per backward, however often the
+/// parameter was used in it, plus once per `deliver`). *Final*: nothing more will be added in this step; announced once per step, as soon as the phase that
+/// the engine set says that the last micro-batch runs and every delivery that was promised has come, or by announce_final.
+/// With no phase to follow, each backward is a step of its own.
+class GradientDispatcher {
+ public:
+  using Listener = std::function<void(const at::Tensor& parameter)>;
+
+  /// The dispatcher of `parameter`, made at the first use. Throws InternalError for a tensor that is no leaf or takes no gradient.
+  static GradientDispatcher& of(const at::Tensor& parameter);
+
+  /// Called after each accumulation, with the parameter, whose `grad` is complete up to here. Capture what identifies it, never a tensor.
+  [[nodiscard]] Attachment listen(Listener on_accumulated);
+
+  /// Called when the gradient of the step is final.
+  [[nodiscard]] Attachment listen_final(Listener on_final);
+
+  /// From now on `phase` says which backward is the step's last.
+  void follow(std::shared_ptr<const StepPhase> phase);
+
+  /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they
+  /// were delivered.
+  void expect(int count = 1);
+
+  /// Adds `gradient` to the parameter's as autograd would, and tells the listeners. Throws InternalError where shapes differ.
+  void deliver(const at::Tensor& gradient);
+
+  /// Says that the gradient is final although nothing arrived in the last micro-batch. No effect where it was said already in this step.
+  void announce_final();
+
+ private:
+  class Hook;
+  struct State;
+  explicit GradientDispatcher(c10::TensorImpl* parameter);
+  void accumulated(const at::Tensor& parameter);
+  at::Tensor parameter() const;
+
+  c10::TensorImpl* parameter_;  ///< owner of the slot that owns us: alive as long as we are
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,45 @@
+#include "tessera/nn/head.h"
+
+#include <cmath>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/nn/init.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera::nn {
+
+LanguageModelHeadImpl::LanguageModelHeadImpl(int64_t dim, int64_t vocab_size) {
+  weight = register_parameter("weight", at::empty({vocab_size, dim}));
+  const double bound = dim > 0 ? 1.0 / std::sqrt(static_cast<double>(dim)) : 0.0;
+  set_init(weight, InitRule::uniform(-bound, bound));
+  torch::nn::init::uniform_(weight, -bound, bound);
+}
+
+LanguageModelHeadImpl::LanguageModelHeadImpl(at::Tensor tied) {
+  require(tied.dim() == 2 && tied.is_leaf(), "LanguageModelHead: what it shares must be the embedding's own weight [V, D], not a tensor of shape ",
+          tied.sizes(), " made from it");
+  weight = register_parameter("weight", std::move(tied));
+}
+
+at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::optional<at::Tensor>& labels) {
+  const MemoryScope scope(MemoryCategory::Outputs);
+  const auto dtype = compute_dtype().value_or(weight.scalar_type());
+  if (!labels) return at::linear(cast(hidden, dtype), cast(weight, dtype));
+  require(labels->sizes() == hidden.sizes().slice(0, hidden.dim() - 1), "LanguageModelHead: labels of shape ", labels->sizes(),
+          " do not fit hidden states of shape ", hidden.sizes());
+  return kernels::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, labels->reshape({-1}),
+                                       {.compute_dtype = dtype, .expected_gradient = SampleScope::current().expected_gradient});
+}
+
+void LanguageModelHeadImpl::pretty_print(std::ostream& stream) const {
+  stream << "tessera::nn::LanguageModelHead(dim=" << weight.size(1) << ", vocab_size=" << weight.size(0) << ")";
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+
+#include "tessera/nn/module.h"
+
+namespace tessera::nn {
+
+/// Output layer and loss of a language model, one module that owns the weight, so that whatever shards or gathers it meets one module.
+///   hidden [B, S, D];  weight [V, D]
+///   without labels: logits [B, S, V] in the compute dtype
+///   labels [B, S] int64 (-100: no target): the fp32 SUM of the cross-entropies; logits are never all held (kernels::linear_cross_entropy)
+/// Outputs count as MemoryCategory::Outputs.
+class LanguageModelHeadImpl : public Module {
+ public:
+  LanguageModelHeadImpl(int64_t dim, int64_t vocab_size);
+  /// Shares `tied`, the token embedding's weight: registered here as well, so that it is one parameter with two names.
+  explicit LanguageModelHeadImpl(at::Tensor tied);
+
+  at::Tensor forward(const at::Tensor& hidden, const std::optional<at::Tensor>& labels = {});
+  at::Tensor logits(const at::Tensor& hidden) { return call(*this, hidden); }                                      ///< through the chain
+  at::Tensor loss_sum(const at::Tensor& hidden, const at::Tensor& labels) { return call(*this, hidden, labels); }  ///< through the chain
+  void pretty_print(std::ostream& stream) const override;
+
+  at::Tensor weight;
+};
+TESSERA_MODULE(LanguageModelHead);
+
+}  // namespace tessera::nn

@@ -1,0 +1,41 @@
+#include "tessera/nn/linear.h"
+
+#include <cmath>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/nn/init.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera::nn {
+
+at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) { return !dtype || tensor.scalar_type() == *dtype ? tensor : tensor.to(*dtype); }
+
+LinearImpl::LinearImpl(const LinearOptions& options) : options(options) {
+  require(options.in_features() >= 0 && options.out_features() >= 0, "Linear: in_features ", options.in_features(), " and out_features ",
+          options.out_features(), " must not be negative");
+  weight = register_parameter("weight", at::empty({options.out_features(), options.in_features()}));
+  if (options.bias()) bias = register_parameter("bias", at::empty({options.out_features()}));
+  const double bound = options.in_features() > 0 ? 1.0 / std::sqrt(static_cast<double>(options.in_features())) : 0.0;
+  for (const at::Tensor& parameter : parameters(/*recurse=*/false)) set_init(parameter, InitRule::uniform(-bound, bound));
+  reset_parameters();
+}
+
+void LinearImpl::reset_parameters() {
+  const double bound = init_of(weight)->b;
+  for (const at::Tensor& parameter : parameters(/*recurse=*/false)) torch::nn::init::uniform_(parameter, -bound, bound);
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  const auto dtype = compute_dtype().value_or(weight.scalar_type());
+  return at::linear(cast(x, dtype), cast(weight, dtype), bias.defined() ? cast(bias, dtype) : bias);
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "tessera::nn::Linear(in_features=" << options.in_features() << ", out_features=" << options.out_features() << ", bias=" << std::boolalpha
+         << options.bias() << ")";
+}
+
+}  // namespace tessera::nn

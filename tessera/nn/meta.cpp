@@ -1,0 +1,52 @@
+#include "tessera/nn/meta.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera::nn {
+
+namespace {
+
+/// Every operator that is asked for a device is asked for meta instead; then it goes on as it would without us.
+void make_on_meta(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "device") (*stack)[first + i] = c10::Device(c10::kMeta);
+    if (arguments[i].name() == "pin_memory") (*stack)[first + i] = c10::IValue();
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit), stack);
+}
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&make_on_meta>()); }
+
+}  // namespace
+
+struct OnMeta::Guard {
+  // Only what is materialized counts: the whole model's meta tensors go on a tracker that nobody reads.
+  MemoryTracker unread;
+  TrackMemory track{unread};
+  c10::impl::IncludeDispatchKeyGuard include{c10::DispatchKey::DeferredInit};
+};
+
+OnMeta::OnMeta() : guard_(std::make_unique<Guard>()) {}
+OnMeta::~OnMeta() = default;
+
+void materialize_storage(const at::Tensor& tensor, at::Device device) {
+  const auto sizes = has_slice(tensor) ? slice_of(tensor).local_shape() : tensor.sizes().vec();
+  const MemoryScope scope(MemoryCategory::Parameters);
+  const at::Tensor memory = at::empty(sizes, tensor.options().device(device).requires_grad(false));
+  // set_data would refuse to change the device; the same tensor with other keys, storage and sizes keeps every handle and hook.
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->_change_backend_component_keys(device);
+  impl->set_storage_keep_dtype(memory.storage());
+  impl->set_storage_offset(0);
+  impl->set_sizes_and_strides(memory.sizes(), memory.strides());
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,79 @@
+#include "tessera/nn/parameter.h"
+
+#include <unordered_map>
+
+#include <c10/core/TensorImpl.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::nn {
+
+namespace {
+
+/// What we know about a parameter, kept in the slot that TensorImpl has for a backend's own data: it dies with the tensor, is handed to detached aliases,
+/// and needs no table beside the tensors. Never changed once set, since aliases share it.
+struct ParameterData : c10::BackendMeta {
+  std::optional<Slice> slice;
+  std::optional<InitRule> init;
+};
+
+c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
+  invariant(tensor.defined(), "an undefined tensor has no slice and no initialization");
+  auto data = tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+  return data ? c10::dynamic_intrusive_pointer_cast<ParameterData>(data) : nullptr;
+}
+
+template <class Change>
+void change(const at::Tensor& tensor, Change&& how) {
+  auto data = c10::make_intrusive<ParameterData>();
+  if (const auto before = data_of(tensor)) {
+    data->slice = before->slice;
+    data->init = before->init;
+  }
+  how(*data);
+  tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(data));
+}
+
+}  // namespace
+
+void set_init(const at::Tensor& parameter, InitRule rule) {
+  change(parameter, [&](ParameterData& data) { data.init = rule; });
+}
+
+std::optional<InitRule> init_of(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data ? data->init : std::nullopt;
+}
+
+bool has_slice(const at::Tensor& tensor) {
+  const auto data = data_of(tensor);
+  return data && data->slice;
+}
+
+const Slice& slice_of(const at::Tensor& tensor) {
+  if (!has_slice(tensor)) set_slice(tensor, Slice::whole("", tensor.sizes().vec()));
+  return *data_of(tensor)->slice;
+}
+
+void set_slice(const at::Tensor& tensor, Slice slice) {
+  slice.check();
+  change(tensor, [&](ParameterData& data) { data.slice = std::move(slice); });
+}
+
+std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {
+  std::vector<NamedParameter> unique;
+  std::unordered_map<c10::TensorImpl*, size_t> seen;
+  for (const auto& parameter : root.named_parameters()) {
+    if (!parameter.value().defined()) continue;
+    const auto [it, is_new] = seen.emplace(parameter.value().unsafeGetTensorImpl(), unique.size());
+    if (!is_new) {
+      unique[it->second].aliases.push_back(parameter.key());
+      continue;
+    }
+    const bool named = has_slice(parameter.value()) && !slice_of(parameter.value()).name.empty();
+    unique.push_back({named ? slice_of(parameter.value()).name : parameter.key(), parameter.value(), {}});
+  }
+  return unique;
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/layout/slice.h"
+
+namespace tessera::nn {
+
+/// How a parameter's elements are drawn: each a pure function of (seed, logical name, index in the logical tensor).
+struct InitRule {
+  enum class Kind { Constant, Normal, Uniform };
+  Kind kind = Kind::Constant;
+  double a = 0;                                    ///< the constant; the mean; the lower bound
+  double b = 0;                                    ///< -; the standard deviation; the upper bound
+  std::optional<int64_t> zero_row = std::nullopt;  ///< this row of dimension 0 is zero all the same (the padding of an embedding)
+
+  static InitRule constant(double value) { return {.kind = Kind::Constant, .a = value}; }
+  static InitRule zeros() { return constant(0); }
+  static InitRule ones() { return constant(1); }
+  static InitRule normal(double mean, double std) { return {.kind = Kind::Normal, .a = mean, .b = std}; }
+  static InitRule uniform(double low, double high) { return {.kind = Kind::Uniform, .a = low, .b = high}; }
+};
+
+/// Sets how `materialize` draws this parameter. Kept on the tensor itself, as the slice is: no table outlives it.
+void set_init(const at::Tensor& parameter, InitRule rule);
+std::optional<InitRule> init_of(const at::Tensor& parameter);
+
+/// The rule libtorch uses for this parameter of this kind of module (`module` registers it as `name`): linear layers, convolutions, embeddings, norms and
+/// recurrent layers of torch::nn; nothing for others.
+std::optional<InitRule> default_init(const torch::nn::Module& module, const std::string& name);
+
+/// Which part of which logical tensor this rank's tensor holds. Without set_slice: all of itself, under the name assign_paths gave it
+/// (none before). A detached alias has the slice of its origin; views do not.
+const Slice& slice_of(const at::Tensor& tensor);
+bool has_slice(const at::Tensor& tensor);
+void set_slice(const at::Tensor& tensor, Slice slice);
+
+/// A parameter with the name of its first use, and the names of its further uses where it is tied.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+  std::vector<std::string> aliases;
+};
+
+/// Every parameter of `root` once, in the order of registration. Tied ones (one tensor registered in several places) carry the other
+/// names as aliases, where torch's named_parameters lists them again. Names are paths below `root`, or the logical names
+/// where those are set.
+std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root);
+
+}  // namespace tessera::nn

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::nn {
+
+/// Which tokens of the whole run a rank is working on. Random masks are functions of it, not of a generator's state, so that they are the same in any
+/// layout and when a block is computed again.
+struct SampleContext {
+  uint64_t seed = 0;             ///< of the run
+  int64_t step = 0;              ///< optimizer step, from 1
+  int64_t first_sample = 0;      ///< position of the micro-batch's first row in the global batch of the step
+  int64_t first_position = 0;    ///< position of the first column in the sequence (sequence and context parallelism)
+  int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
+  double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
+};
+
+/// Sets this thread's context while alive; scopes nest. Ranks are threads, so the context is per rank. Whoever computes later, or on another thread,
+/// what was begun here (recompute) takes `current()` along and sets it again.
+class SampleScope {
+ public:
+  explicit SampleScope(const SampleContext& context);
+  ~SampleScope();
+  SampleScope(const SampleScope&) = delete;
+  SampleScope& operator=(const SampleScope&) = delete;
+
+  /// The innermost context of this thread; a default one (seed 0, step 0) outside every scope.
+  static const SampleContext& current();
+
+  /// The global row, sample * seq_len + position, of every token of a local [batch, columns] piece: int64 [batch * columns] on `device`. Made once
+  /// per scope and shared by all who ask.
+  static at::Tensor token_rows(int64_t batch, int64_t columns, at::Device device);
+
+ private:
+  SampleContext context_;
+  at::Tensor rows_;
+  int64_t columns_ = 0;
+  SampleScope* outer_;
+};
+
+/// first, first + 1, ... as int64 [count]. Memory is asked for first: where at::arange makes a tensor grow on meta, no allocator hears of it, and a dry
+/// run would miss it.
+at::Tensor consecutive(int64_t first, int64_t count, at::Device device);
+
+}  // namespace tessera::nn

@@ -1,0 +1,149 @@
+#include "tessera/nn/gradient_dispatcher.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/modules/linear.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::nn {
+namespace {
+
+using ::testing::ElementsAre;
+
+TEST(GradientDispatcher, ServesSeveralListenersOfAPlainModuleInOrder) {
+  torch::nn::Linear linear(2, 3);
+  std::vector<std::string> log;
+  auto& dispatcher = GradientDispatcher::of(linear->weight);
+  EXPECT_EQ(&dispatcher, &GradientDispatcher::of(linear->weight));
+  auto a = dispatcher.listen([&](const at::Tensor& parameter) {
+    EXPECT_TRUE(parameter.grad().defined());
+    log.push_back("a");
+  });
+  auto b = dispatcher.listen([&](const at::Tensor&) { log.push_back("b"); });
+  linear(at::ones({4, 2})).sum().backward();
+  EXPECT_THAT(log, ElementsAre("a", "b"));
+  a.detach();
+  linear(at::ones({4, 2})).sum().backward();
+  EXPECT_THAT(log, ElementsAre("a", "b", "b"));
+}
+
+TEST(GradientDispatcher, AccumulatedOncePerBackwardHoweverOftenUsed) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  int calls = 0;
+  const auto listening = GradientDispatcher::of(weight).listen([&](const at::Tensor&) { ++calls; });
+  (weight * 2 + weight * weight + weight.sum()).sum().backward();
+  EXPECT_EQ(calls, 1);
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 6.0)));
+}
+
+TEST(GradientDispatcher, FinalIsTheLastMicroBatchOnceAStep) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  auto phase = std::make_shared<StepPhase>();
+  auto& dispatcher = GradientDispatcher::of(weight);
+  dispatcher.follow(phase);
+  std::vector<float> finals;
+  const auto listening = dispatcher.listen_final([&](const at::Tensor& parameter) { finals.push_back(parameter.grad()[0].item<float>()); });
+  for (int step = 0; step < 2; ++step) {
+    phase->step = step;
+    for (int micro = 0; micro < 3; ++micro) {
+      phase->last_micro_batch = micro == 2;
+      weight.sum().backward();
+    }
+    dispatcher.announce_final();  // said already: no second call
+  }
+  EXPECT_THAT(finals, ElementsAre(3.F, 6.F));
+  phase->step = 2;  // unused in this step: only the engine can say so
+  dispatcher.announce_final();
+  EXPECT_EQ(finals.size(), 3u);
+}
+
+TEST(GradientDispatcher, WithoutAPhaseEveryBackwardIsFinal) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  int finals = 0;
+  const auto listening = GradientDispatcher::of(weight).listen_final([&](const at::Tensor&) { ++finals; });
+  weight.sum().backward();
+  weight.sum().backward();
+  EXPECT_EQ(finals, 2);
+}
+
+TEST(GradientDispatcher, WaitsForPromisedDeliveries) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  auto& dispatcher = GradientDispatcher::of(weight);
+  int accumulated = 0, finals = 0;
+  auto a = dispatcher.listen([&](const at::Tensor&) { ++accumulated; });
+  auto b = dispatcher.listen_final([&](const at::Tensor&) { ++finals; });
+  dispatcher.expect();
+  weight.sum().backward();
+  EXPECT_EQ(finals, 0);
+  dispatcher.deliver(at::full({2}, 4.0));
+  EXPECT_EQ(accumulated, 2);
+  EXPECT_EQ(finals, 1);
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 5.0)));
+  EXPECT_THROW(dispatcher.deliver(at::ones({3})), InternalError);
+}
+
+TEST(GradientDispatcher, DeliverAccumulatesIntoAViewAndCasts) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  at::Tensor bucket = at::zeros({4});
+  weight.mutable_grad() = bucket.narrow(0, 2, 2);
+  GradientDispatcher::of(weight).deliver(at::ones({2}, at::kBFloat16));
+  EXPECT_TRUE(at::equal(bucket, at::tensor({0.F, 0.F, 1.F, 1.F})));
+  at::Tensor fresh = at::ones({2}).requires_grad_();
+  GradientDispatcher::of(fresh).deliver(at::ones({2}, at::kBFloat16));
+  EXPECT_EQ(fresh.grad().scalar_type(), at::kFloat);
+}
+
+TEST(GradientDispatcher, KeepsAHookThatWasThereBefore) {
+  struct Foreign : torch::autograd::PostAccumulateGradHook {
+    explicit Foreign(int& calls) : calls(calls) {}
+    void operator()(const at::Tensor&) override { ++calls; }
+    int& calls;
+  };
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  int theirs = 0, ours = 0;
+  torch::autograd::impl::set_post_acc_grad_hooks(weight, std::make_unique<Foreign>(theirs));
+  const auto listening = GradientDispatcher::of(weight).listen([&](const at::Tensor&) { ++ours; });
+  weight.sum().backward();
+  EXPECT_EQ(theirs, 1);
+  EXPECT_EQ(ours, 1);
+}
+
+TEST(GradientDispatcher, TensorsDieBeforeTheirListenersAndAreNotKept) {
+  Attachment listening;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weak{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  {
+    at::Tensor weight = at::ones({2}).requires_grad_();
+    weak = decltype(weak)(weight.getIntrusivePtr());
+    listening = GradientDispatcher::of(weight).listen([](const at::Tensor&) {});
+    weight.sum().backward();
+  }
+  EXPECT_TRUE(weak.expired());
+  listening.detach();
+}
+
+TEST(GradientDispatcher, AListenerMayDetachItselfAndComeDuringACall) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  auto& dispatcher = GradientDispatcher::of(weight);
+  std::vector<std::string> log;
+  Attachment once, late;
+  once = dispatcher.listen([&](const at::Tensor&) {
+    log.push_back("once");
+    late = dispatcher.listen([&](const at::Tensor&) { log.push_back("late"); });
+    once.detach();
+  });
+  weight.sum().backward();
+  weight.sum().backward();
+  EXPECT_THAT(log, ElementsAre("once", "late"));
+}
+
+TEST(GradientDispatcher, OnlyLeavesThatTakeGradients) {
+  EXPECT_THROW(GradientDispatcher::of(at::ones({2})), InternalError);
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  EXPECT_THROW(GradientDispatcher::of(weight * 2), InternalError);
+}
+
+}  // namespace
+}  // namespace tessera::nn
