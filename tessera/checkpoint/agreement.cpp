@@ -1,0 +1,51 @@
+#include "tessera/checkpoint/agreement.h"
+
+#include <optional>
+#include <string>
+
+#include "tessera/core/error.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+template <class T>
+nlohmann::json to_json(const T& value) {
+  return value;
+}
+template <class T>
+nlohmann::json to_json(const std::optional<T>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json();
+}
+
+/// Every field of a section but its paths, which may differ from machine to machine.
+template <class Section>
+void add_fields(nlohmann::json& fields, const std::string& name, const Section& section) {
+  Section::for_each_field(section, [&](const char* key, const auto& value, const FieldRule& rule, std::string_view) {
+    if (!rule.path) fields[name + "." + key] = to_json(value);
+  });
+}
+
+}  // namespace
+
+nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity) {
+  auto fields = nlohmann::json::object();
+  add_fields(fields, "model", config.model);
+  add_fields(fields, "data", config.data);
+  fields["data.files"] = data_identity;
+  fields["batch.global_size"] = config.batch.global_size;
+  fields["run.seed"] = config.run.seed;
+  add_fields(fields, "optim", config.optim);
+  return fields;
+}
+
+void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source) {
+  require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
+  for (const auto& [key, value] : current.items()) {
+    const auto found = saved.find(key);
+    const std::string theirs = found == saved.end() ? "nothing" : found->dump();
+    require(theirs == value.dump(), key, " = ", value.dump(), ": ", source, " was written with ", theirs,
+            "; resume with the same value, or start anew with checkpoint.resume = \"\"");
+  }
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/comm/group.h"
+#include "tessera/layout/slice.h"
+#include "tessera/optim/optimizer.h"
+
+namespace tessera::checkpoint {
+
+/// A rank-local tensor and which part of which logical tensor it holds. The slice's name is the key under which it is saved.
+struct SlicedTensor {
+  at::Tensor tensor;
+  Slice slice;
+};
+
+/// A model's parameters under their own names, tied ones once: what load_hugging_face fills and dump writes.
+std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model);
+
+/// Their gradients; undefined where there is none.
+std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model);
+
+/// The tensors of a training state, as views: parameters as "model.<name>" (tied ones once), buffers as "buffer.<name>" and optimizer state as
+/// "optimizer.<state>.<name>". `optimizer` may be null (eval, generate).
+std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer);
+
+/// What save() writes.
+struct CheckpointState {
+  int64_t step = 0;
+  std::vector<SlicedTensor> tensors;  ///< this rank's; read, never changed
+  nlohmann::json optimizer;           ///< optimizer_json()
+  nlohmann::json progress;            ///< RNG seed, data cursor, bucket plan, ...; equal on all ranks
+  nlohmann::json agreement;           ///< agreement_of(); equal on all ranks
+};
+
+/// Kind and update counts of an optimizer, and back. restore throws ConfigError where kind or parameters differ.
+nlohmann::json optimizer_json(const optim::Optimizer& optimizer);
+void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer);
+
+/// Collective over `group`: writes `dir`/step-00000010 with one file of slices per rank and manifest.json. A slice that several ranks hold is written by one of
+/// them, dealt so that all write about as many bytes. Everything is written to a temporary folder, synced, and renamed last, so `dir` never shows half a
+/// checkpoint; a checkpoint of the same step is replaced in one exchange. Where any rank fails, all throw Error naming rank and reason, and nothing of `dir`
+/// has changed. Traffic: metadata only (names and boxes, about 200 bytes a slice, all-gathered twice). Returns the folder.
+std::filesystem::path save(const std::filesystem::path& dir, const CheckpointState& state, const comm::Group& group);
+
+struct LoadOptions {
+  bool verify = true;  ///< check the hash of every stored slice that is read
+  /// Logical names that the whole model has, where this rank holds only some (a pipeline stage); empty: the targets' own. What is stored beyond them is
+  /// refused.
+  std::vector<std::string> expected = {};
+  /// Stored names with one of these prefixes may be left unread ("optimizer." when only weights are wanted).
+  std::vector<std::string> ignore_prefixes = {};
+};
+
+/// Fills `targets` from a checkpoint of any layout; not collective. Only the stored slices that overlap a target are mapped, hashed and copied. Throws
+/// ConfigError with the full list of missing, extra, mis-shaped and differently typed tensors before anything is touched, or naming file, tensor and offset
+/// where a hash differs.
+void load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options = {});
+
+enum class Thoroughness {
+  Sizes,   ///< manifest hash; every file present with the right size
+  Hashes,  ///< the hash of every stored slice too
+};
+
+/// Why the checkpoint in `folder` cannot be used, or nothing.
+std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness = Thoroughness::Sizes);
+
+struct Latest {
+  std::optional<std::filesystem::path> folder;  ///< the newest valid checkpoint
+  std::vector<std::string> skipped;             ///< newer ones that are not valid, each with its reason: to be said aloud
+};
+
+/// Looks through `dir`, newest step first, and stops at the first valid one. A missing `dir` holds none. Not collective: one rank decides for all.
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes);
+
+/// Deletes the oldest checkpoints and leaves the newest `keep` (0: all). The newest valid one always stays, and so does anything newer. Also removes what a
+/// killed save left behind. For one rank to call. Returns what it deleted.
+std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep);
+
+}  // namespace tessera::checkpoint

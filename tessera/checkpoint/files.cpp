@@ -1,0 +1,111 @@
+#include "tessera/checkpoint/files.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+[[noreturn]] void fail(const std::filesystem::path& path, const char* action, int code) {
+  throw Error(detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code)));
+}
+
+/// A descriptor that closes itself; -1 holds none.
+class Descriptor {
+ public:
+  explicit Descriptor(int value) : value_(value) {}
+  ~Descriptor() {
+    if (value_ >= 0) ::close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return value_; }
+
+ private:
+  int value_;
+};
+
+}  // namespace
+
+OutputFile::OutputFile(std::filesystem::path path)
+    : path_(std::move(path)), descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
+  if (descriptor_ < 0) fail(path_, "create", errno);
+}
+
+OutputFile::~OutputFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void OutputFile::write(std::span<const std::byte> bytes) {
+  constexpr size_t kMost = size_t{1} << 30;  // the kernel takes no more than about 2 GiB at once
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMost));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail(path_, "write", errno);
+    bytes = bytes.subspan(static_cast<size_t>(written));
+  }
+}
+
+void OutputFile::sync_and_close() {
+  if (::fsync(descriptor_) != 0) fail(path_, "sync", errno);
+  if (::close(std::exchange(descriptor_, -1)) != 0) fail(path_, "close", errno);
+}
+
+MappedFile::MappedFile(const std::filesystem::path& path) {
+  // Not blocking, or opening a named pipe would wait for a writer.
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat status{};
+  require(file.get() >= 0 && ::fstat(file.get(), &status) == 0, path.string(), ": cannot open: ", std::generic_category().message(errno));
+  require(S_ISREG(status.st_mode), path.string(), ": is not a regular file");
+  if (status.st_size == 0) return;
+  const auto size = static_cast<size_t>(status.st_size);
+  void* const address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
+  require(address != MAP_FAILED, path.string(), ": cannot map: ", std::generic_category().message(errno));
+  bytes_ = {static_cast<const std::byte*>(address), size};
+}
+
+MappedFile::~MappedFile() {
+  if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  OutputFile file(path);
+  file.write(std::as_bytes(std::span(text)));
+  file.sync_and_close();
+}
+
+std::string read_text_file(const std::filesystem::path& path, uint64_t max_bytes) {
+  const MappedFile file(path);
+  const auto bytes = file.bytes();
+  require(bytes.size() <= max_bytes, path.string(), ": has ", bytes.size(), " bytes, more than the ", max_bytes, " that such a file can need");
+  return bytes.empty() ? std::string() : std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+void sync_directory(const std::filesystem::path& directory) {
+  const Descriptor file(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (file.get() < 0) fail(directory, "open", errno);
+  if (::fsync(file.get()) != 0 && errno != EINVAL) fail(directory, "sync", errno);  // EINVAL: a file system without it
+}
+
+void rename_or_exchange(const std::filesystem::path& from, const std::filesystem::path& to) {
+  if (std::filesystem::exists(to)) {
+    if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return;
+    if (errno != EINVAL && errno != ENOSYS) fail(to, "replace", errno);
+    auto aside = from;
+    aside += ".replaced";
+    if (::rename(to.c_str(), aside.c_str()) != 0) fail(to, "move aside", errno);
+  }
+  if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "rename to", errno);
+}
+
+}  // namespace tessera::checkpoint

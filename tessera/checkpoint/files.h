@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+/// What the room needs of the operating system: files that are whole or absent, whatever moment the machine stops. Throws Error naming the file and the
+/// system's reason.
+namespace tessera::checkpoint {
+
+/// A file that is being written.
+class OutputFile {
+ public:
+  explicit OutputFile(std::filesystem::path path);  ///< created, or emptied
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  void write(std::span<const std::byte> bytes);
+  void sync_and_close();  ///< returns when the bytes are on the disk
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  int descriptor_;
+};
+
+/// A file mapped for reading; never more than the file is touched.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& path);  ///< throws ConfigError where it cannot be read or is no regular file
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  std::span<const std::byte> bytes() const { return bytes_; }
+
+ private:
+  std::span<const std::byte> bytes_;
+};
+
+/// Writes a small file whole, synced.
+void write_file(const std::filesystem::path& path, const std::string& text);
+
+/// Reads a text file of at most `max_bytes`. Throws ConfigError.
+std::string read_text_file(const std::filesystem::path& path, uint64_t max_bytes);
+
+/// Makes the names in a folder durable: files created, renamed and removed.
+void sync_directory(const std::filesystem::path& directory);
+
+/// Renames `from` to `to`; where `to` exists, the two change places in one step (and where the file system cannot do that, `to` gives way to `from`'s name).
+void rename_or_exchange(const std::filesystem::path& from, const std::filesystem::path& to);
+
+}  // namespace tessera::checkpoint

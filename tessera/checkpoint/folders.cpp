@@ -1,0 +1,117 @@
+#include "tessera/checkpoint/folders.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+constexpr std::string_view kPrefix = "step-";
+constexpr std::string_view kTemporary = ".tmp-step-";
+
+void check_hashes(const std::filesystem::path& folder, const Manifest& manifest) {
+  std::map<std::string, SafetensorsFile> files;
+  for (const auto& [name, bytes] : manifest.files) files.emplace(name, SafetensorsFile(folder / name));
+  for (const auto& [name, tensor] : manifest.tensors) {
+    for (const auto& slice : tensor.slices) check_stored(files.at(slice.file), name, tensor, slice, /*hash=*/true);
+  }
+}
+
+}  // namespace
+
+std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
+std::string temporary_name(int64_t step) { return fmt::format("{}{:08}", kTemporary, step); }
+
+std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir) {
+  std::map<int64_t, std::filesystem::path> folders;
+  if (!std::filesystem::is_directory(dir)) return folders;
+  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kPrefix)) continue;
+    int64_t step = 0;
+    const auto [end, error] = std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), step);
+    if (error == std::errc() && end == name.data() + name.size() && name == folder_name(step)) folders.emplace(step, entry.path());
+  }
+  return folders;
+}
+
+void remove_leftovers(const std::filesystem::path& dir) {
+  std::vector<std::filesystem::path> found;
+  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+    if (entry.path().filename().string().starts_with(kTemporary)) found.push_back(entry.path());
+  }
+  for (const auto& path : found) std::filesystem::remove_all(path);
+}
+
+void check_stored(const SafetensorsFile& file, const std::string& name, const StoredTensor& tensor, const StoredSlice& slice, bool hash) {
+  const TensorEntry& entry = file.entry(slice.key);
+  const auto shape = Slice{name, tensor.shape, slice.boxes, {}}.local_shape();
+  require(dtype_name(entry.dtype) == tensor.dtype && entry.shape == shape, file.path().string(), ": tensor '", slice.key, "' at offset ", entry.offset,
+          " is not of the dtype and shape that the manifest gives");
+  if (!hash) return;
+  const auto bytes = file.bytes(slice.key);
+  require(hash_hex(bytes.data(), bytes.size()) == slice.hash, file.path().string(), ": tensor '", slice.key, "' at offset ", entry.offset, ", ", entry.bytes,
+          " bytes, is damaged: its hash is not the manifest's");
+}
+
+std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness) {
+  try {
+    const Manifest manifest = read_manifest(folder);
+    for (const auto& [name, bytes] : manifest.files) {
+      const auto file = folder / name;
+      require(std::filesystem::is_regular_file(file), file.string(), ": is missing");
+      const auto size = std::filesystem::file_size(file);
+      require(size == bytes, file.string(), ": has ", size, " bytes, the manifest says ", bytes);
+    }
+    if (thoroughness == Thoroughness::Hashes) check_hashes(folder, manifest);
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness) {
+  Latest latest;
+  const auto folders = checkpoint_folders(dir);
+  for (auto newest = folders.rbegin(); newest != folders.rend(); ++newest) {
+    const auto problem = problem_with(newest->second, thoroughness);
+    if (!problem) {
+      latest.folder = newest->second;
+      break;
+    }
+    latest.skipped.push_back(*problem);
+  }
+  return latest;
+}
+
+std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep) {
+  std::vector<std::filesystem::path> deleted;
+  if (!std::filesystem::is_directory(dir)) return deleted;
+  const auto folders = checkpoint_folders(dir);
+  int64_t valid = 0;
+  for (auto folder = folders.rbegin(); keep > 0 && folder != folders.rend(); ++folder) {
+    if (valid < keep) {  // what is damaged does not count, and goes only once enough good ones are newer
+      valid += problem_with(folder->second) ? 0 : 1;
+      continue;
+    }
+    // Out of sight first: a removal that is killed half way must not leave half a checkpoint under its name.
+    const auto aside = dir / temporary_name(folder->first);
+    std::filesystem::remove_all(aside);
+    std::filesystem::rename(folder->second, aside);
+    deleted.push_back(folder->second);
+  }
+  remove_leftovers(dir);
+  return deleted;
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,113 @@
+#include "tessera/checkpoint/hugging_face.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/checkpoint/json_file.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+std::string list_of(const std::vector<HuggingFaceFamily>& families) {
+  std::string names;
+  for (const auto& family : families) names += (names.empty() ? "" : ", ") + family.architecture;
+  return names;
+}
+
+HuggingFaceFamily family_of(const HuggingFaceConfig& config) {
+  const auto families = hugging_face_families();
+  const auto architectures = config.find<std::vector<std::string>>("architectures").value_or(std::vector<std::string>{});
+  const auto model_type = config.find<std::string>("model_type").value_or("");
+  const auto found = std::find_if(families.begin(), families.end(), [&](const auto& family) {
+    return architectures.empty() ? family.model_type == model_type : family.architecture == architectures.front();
+  });
+  require(found != families.end(), config.file().string(), ": architecture '", architectures.empty() ? model_type : architectures.front(),
+          "' is not supported; supported: ", list_of(families));
+  return *found;
+}
+
+template <class T>
+std::string text_of(const T& value) {
+  return nlohmann::json(value).dump();
+}
+template <class T>
+std::string text_of(const std::optional<T>& value) {
+  return value ? text_of(*value) : "unset";
+}
+
+/// The fields of two models side by side: visit(key, of the first, of the second).
+template <class Visit>
+void for_each_pair(const ModelConfig& first, const ModelConfig& second, Visit&& visit) {
+  std::vector<std::string> texts;
+  ModelConfig::for_each_field(second, [&](const char*, const auto& value, const FieldRule&, std::string_view) { texts.push_back(text_of(value)); });
+  size_t index = 0;
+  ModelConfig::for_each_field(
+      first, [&](const char* key, const auto& value, const FieldRule&, std::string_view) { visit(std::string(key), text_of(value), texts[index++]); });
+}
+
+}  // namespace
+
+HuggingFaceConfig::HuggingFaceConfig(std::filesystem::path file) : file_(std::move(file)), json_(read_json(file_)) {
+  require(json_.is_object(), file_.string(), ": is not a JSON object");
+}
+
+int64_t HuggingFaceConfig::size(const std::string& key, int64_t most) const {
+  const auto value = find<int64_t>(key);
+  require(value.has_value(), file_.string(), ": ", key, " is missing");
+  require(*value >= 1 && *value <= most, file_.string(), ": ", key, " = ", *value, " must lie between 1 and ", most);
+  return *value;
+}
+
+std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), gpt2_family()}; }
+
+std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table) {
+  std::vector<FileTensor> tensors;
+  for (const auto& row : table) {
+    if (tensors.empty() || tensors.back().name != row.theirs) tensors.push_back({row.theirs, {}, row.leading, {}});
+    FileTensor& tensor = tensors.back();
+    auto shape = row.shape;
+    if (row.transposed) std::reverse(shape.begin(), shape.end());
+    shape[row.dim] += row.offset;
+    tensor.shape = std::move(shape);  // the last part ends where the tensor does
+    tensor.parts.push_back(row);
+  }
+  return tensors;
+}
+
+at::Tensor view_of(const HuggingFaceTensor& row, const at::Tensor& theirs) {
+  const int64_t size = row.transposed ? row.shape[row.shape.size() - 1 - row.dim] : row.shape[row.dim];
+  const auto part = theirs.narrow(row.dim, row.offset, size);
+  return row.transposed ? part.t() : part;
+}
+
+std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConfig& model) {
+  for (const auto& family : hugging_face_families()) {
+    if (family.family == model.family) return family.table(model);
+  }
+  return std::nullopt;
+}
+
+ModelConfig read_hugging_face_config(const Config& config) {
+  const std::filesystem::path dir = config.model.from_hf;
+  require(std::filesystem::is_regular_file(dir / "config.json"), "model.from_hf = ", dir.string(),
+          ": no config.json there; it must be the folder of a Hugging Face model");
+  const HuggingFaceConfig file(dir / "config.json");
+  const HuggingFaceFamily family = family_of(file);
+  ModelConfig model = family.read_config(file);
+  model.family = family.family;
+  model.from_hf = config.model.from_hf;
+  model.dropout = config.model.dropout;
+  if (config.model.max_seq_len) {
+    require(family.family != "gpt2" || *config.model.max_seq_len <= *model.max_seq_len, "model.max_seq_len = ", *config.model.max_seq_len,
+            ": the model of model.from_hf has learned ", *model.max_seq_len, " positions, and no more can be used");
+    model.max_seq_len = config.model.max_seq_len;
+  }
+  for_each_pair(config.model, model, [&](const std::string& key, const std::string& stated, const std::string& theirs) {
+    require(stated == theirs || !config.given.contains("model." + key), "model.", key, " = ", stated, ": ", file.file().string(), " says ", theirs,
+            "; leave the key out, or set it to that");
+  });
+  return model;
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/core/config.h"
+
+namespace tessera::checkpoint {
+
+/// Which part of a Hugging Face tensor one of our logical tensors is: `theirs`.narrow(dim, offset, size), transposed where they store [in, out].
+struct HuggingFaceTensor {
+  std::string ours;            ///< logical name, "layers.0.attention.wq.weight"
+  std::string theirs;          ///< "transformer.h.0.attn.c_attn.weight"
+  std::vector<int64_t> shape;  ///< of ours
+  bool transposed = false;
+  int64_t dim = 0, offset = 0;  ///< of the part, in their layout; its size is ours'
+  bool leading = false;         ///< theirs may go on behind the part (positions beyond max_seq_len)
+};
+
+/// The table of the model's family for its shape, in the order in which Hugging Face lists its parameters; a tied head has no row. Nothing for families without
+/// published files (mlp). `model` is resolved.
+std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConfig& model);
+
+/// Reads `config.model.from_hf`/config.json of a LLaMA or GPT-2 model (transformers 4 and 5). max_seq_len (default: the file's) and dropout (default: 0) are
+/// taken from `config`; any other [model] key in `config.given` must agree with the file. Throws ConfigError by name: an unknown architecture, rope type or
+/// activation, an attention bias, or a key that disagrees (with both values).
+ModelConfig read_hugging_face_config(const Config& config);
+
+/// Fills `targets` (slices named as our parameters) from `dir`/model.safetensors or its sharded index; fp32, fp16 and bf16 files are converted to the targets'
+/// dtype. Only what the slices need is read. Throws ConfigError with the full list of missing, extra and mis-shaped tensors before anything is touched.
+void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& model, const std::vector<SlicedTensor>& targets);
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/core/error.h"
+
+namespace tessera::checkpoint {
+
+/// A config.json, read key by key; what it says wrong is refused with file, key and value.
+class HuggingFaceConfig {
+ public:
+  explicit HuggingFaceConfig(std::filesystem::path file);
+
+  /// Nothing where the key is absent or null.
+  template <class T>
+  std::optional<T> find(const std::string& key) const {
+    const auto found = json_.find(key);
+    if (found == json_.end() || found->is_null()) return std::nullopt;
+    try {
+      if constexpr (std::is_same_v<T, int64_t>) {
+        return to_integer(*found);
+      } else {
+        return found->get<T>();
+      }
+    } catch (const std::exception&) {
+      throw ConfigError(detail::concat(file_.string(), ": ", key, " = ", found->dump(), " is of the wrong type"));
+    }
+  }
+
+  /// A size: present, and from 1 to `most`.
+  int64_t size(const std::string& key, int64_t most = 1'000'000'000) const;
+
+  /// Refuses any other value than `only` under `key`; `absent` is what an absent key means.
+  template <class T>
+  void expect(const std::string& key, const T& only, const T& absent) const {
+    const T value = find<T>(key).value_or(absent);
+    require(value == only, file_.string(), ": ", key, " = ", nlohmann::json(value).dump(), " is not supported; only ", nlohmann::json(only).dump(), " is");
+  }
+
+  const std::filesystem::path& file() const { return file_; }
+
+ private:
+  std::filesystem::path file_;
+  nlohmann::json json_;
+};
+
+/// More layers than any model has, and few enough for a table of them.
+inline constexpr int64_t kMostLayers = 10'000;
+
+/// What there is to know about a family of Hugging Face models.
+struct HuggingFaceFamily {
+  std::string family;        ///< ours
+  std::string model_type;    ///< theirs
+  std::string architecture;  ///< theirs, with a language-model head
+  std::string prefix;        ///< of all names but the head's, which files saved without the head lack; empty: none do
+  ModelConfig (*read_config)(const HuggingFaceConfig&);
+  std::vector<HuggingFaceTensor> (*table)(const ModelConfig&);
+  bool (*ignorable)(const std::string& name);  ///< tensors of some files that hold no parameter
+};
+
+const HuggingFaceFamily& llama_family();
+const HuggingFaceFamily& gpt2_family();
+
+/// All of them.
+std::vector<HuggingFaceFamily> hugging_face_families();
+
+/// One tensor of their files and the rows that it is made of, in table order.
+struct FileTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  bool leading = false;
+  std::vector<HuggingFaceTensor> parts;
+};
+std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table);
+
+/// Our logical tensor as a view of theirs.
+at::Tensor view_of(const HuggingFaceTensor& row, const at::Tensor& theirs);
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,88 @@
+#include <fmt/format.h>
+
+#include "tessera/checkpoint/hugging_face_family.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+/// The wavelengths' base. transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling.
+double read_rope_theta(const HuggingFaceConfig& config) {
+  double theta = config.find<double>("rope_theta").value_or(10000.0);
+  for (const std::string key : {"rope_parameters", "rope_scaling"}) {
+    const auto rope = config.find<nlohmann::json>(key);
+    if (!rope) continue;
+    const auto refuse = [&](const std::string& what) {
+      throw ConfigError(detail::concat(config.file().string(), ": ", key, " = ", rope->dump(), ": ", what, " is not supported; only rope type 'default' is"));
+    };
+    if (!rope->is_object()) refuse("a rope that is no table");
+    for (const auto& [name, value] : rope->items()) {
+      if (value.is_null()) continue;
+      if (name == "rope_theta" && value.is_number()) {
+        theta = value.get<double>();
+      } else if (name == "rope_type" || name == "type") {
+        if (value != "default") refuse("rope type " + value.dump());
+      } else if (name == "partial_rotary_factor") {
+        if (value != 1.0) refuse("a partial rotation");
+      } else {
+        refuse("'" + name + "'");
+      }
+    }
+  }
+  require(theta > 0, config.file().string(), ": rope_theta = ", theta, " must be positive");
+  return theta;
+}
+
+ModelConfig read_config(const HuggingFaceConfig& config) {
+  config.expect<std::string>("hidden_act", "silu", "silu");
+  config.expect("attention_bias", false, false);
+  config.expect("mlp_bias", false, false);
+  ModelConfig model;
+  model.dim = config.size("hidden_size");
+  model.layers = config.size("num_hidden_layers", kMostLayers);
+  model.heads = config.size("num_attention_heads");
+  model.kv_heads = config.find<int64_t>("num_key_value_heads") ? config.size("num_key_value_heads") : model.heads;
+  model.ffn_dim = config.size("intermediate_size");
+  model.vocab_size = config.size("vocab_size");
+  model.max_seq_len = config.size("max_position_embeddings");
+  model.tie_embeddings = config.find<bool>("tie_word_embeddings").value_or(false);
+  model.rope_theta = read_rope_theta(config);
+  model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-6);
+  const auto head_dim = config.find<int64_t>("head_dim");
+  require(!head_dim || *head_dim * model.heads == model.dim, config.file().string(), ": head_dim = ", head_dim.value_or(0),
+          " is not supported beside hidden_size = ", model.dim, " and ", model.heads, " heads; only hidden_size / num_attention_heads is");
+  return model;
+}
+
+/// Both sides rotate halves of a head and store [out, in], so rows differ in their names alone.
+std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
+  const int64_t dim = model.dim, ffn = model.ffn_dim.value(), kv_dim = model.kv_heads.value() * (dim / model.heads);
+  std::vector<HuggingFaceTensor> table{{"embed_tokens.weight", "model.embed_tokens.weight", {model.vocab_size, dim}}};
+  for (int64_t i = 0; i < model.layers; ++i) {
+    const auto add = [&, i](const char* ours, const char* theirs, std::vector<int64_t> shape) {
+      table.push_back({fmt::format("layers.{}.{}.weight", i, ours), fmt::format("model.layers.{}.{}.weight", i, theirs), std::move(shape)});
+    };
+    add("attention.wq", "self_attn.q_proj", {dim, dim});
+    add("attention.wk", "self_attn.k_proj", {kv_dim, dim});
+    add("attention.wv", "self_attn.v_proj", {kv_dim, dim});
+    add("attention.wo", "self_attn.o_proj", {dim, dim});
+    add("feed_forward.w1", "mlp.gate_proj", {ffn, dim});
+    add("feed_forward.w3", "mlp.up_proj", {ffn, dim});
+    add("feed_forward.w2", "mlp.down_proj", {dim, ffn});
+    add("attention_norm", "input_layernorm", {dim});
+    add("ffn_norm", "post_attention_layernorm", {dim});
+  }
+  table.push_back({"norm.weight", "model.norm.weight", {dim}});
+  if (!model.tie_embeddings) table.push_back({"head.weight", "lm_head.weight", {model.vocab_size, dim}});
+  return table;
+}
+
+bool ignorable(const std::string& name) { return name.ends_with(".rotary_emb.inv_freq"); }
+
+}  // namespace
+
+const HuggingFaceFamily& llama_family() {
+  static const HuggingFaceFamily family{"llama", "llama", "LlamaForCausalLM", "", read_config, make_table, ignorable};
+  return family;
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,111 @@
+#include <map>
+#include <set>
+#include <utility>
+
+#include <c10/core/GradMode.h>
+
+#include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/problems.h"
+#include "tessera/checkpoint/safetensors.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+/// The tensors of model.safetensors, or of the files that its index lists, by name.
+std::map<std::string, SafetensorsFile> open_files(const std::filesystem::path& dir) {
+  std::map<std::string, SafetensorsFile> by_tensor;
+  const auto add_all = [&](const std::string& name) {
+    const SafetensorsFile file(dir / name);
+    for (const auto& [tensor, entry] : file.entries()) {
+      const bool first = by_tensor.emplace(tensor, file).second;
+      require(first, (dir / name).string(), ": tensor '", tensor, "' is in another file too");
+    }
+  };
+  const std::string single = "model.safetensors", index = "model.safetensors.index.json";
+  if (std::filesystem::exists(dir / single)) {
+    add_all(single);
+    return by_tensor;
+  }
+  require(std::filesystem::exists(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
+  const auto json = read_json(dir / index);
+  const auto map = json.find("weight_map");
+  require(map != json.end() && map->is_object(), (dir / index).string(), ": has no weight_map");
+  std::set<std::string> names;
+  for (const auto& [tensor, file] : map->items()) {
+    require(file.is_string() && file.get<std::string>().find('/') == std::string::npos, (dir / index).string(), ": tensor '", tensor, "' lies in ", file.dump(),
+            ", which is no name of a file beside it");
+    names.insert(file.get<std::string>());
+  }
+  for (const auto& name : names) add_all(name);
+  return by_tensor;
+}
+
+/// Files that were saved without the head have no prefix: gives them the names that files with one have.
+std::map<std::string, SafetensorsFile> with_prefix(std::map<std::string, SafetensorsFile> files, const HuggingFaceFamily& family) {
+  if (family.prefix.empty()) return files;
+  for (const auto& [name, file] : files) {
+    if (name.starts_with(family.prefix)) return files;
+  }
+  std::map<std::string, SafetensorsFile> renamed;
+  for (auto& [name, file] : files) renamed.emplace(name == "lm_head.weight" ? name : family.prefix + name, std::move(file));
+  return renamed;
+}
+
+bool fits(const FileTensor& expected, const std::vector<int64_t>& shape) {
+  if (!expected.leading) return shape == expected.shape;
+  auto leading = shape;
+  if (leading.empty()) return false;
+  leading[0] = std::min(leading[0], expected.shape[0]);
+  return leading == expected.shape;
+}
+
+}  // namespace
+
+void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& model, const std::vector<SlicedTensor>& targets) {
+  const auto families = hugging_face_families();
+  const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) { return each.family == model.family; });
+  require(family != families.end(), "model.from_hf = ", dir.string(), ": model.family = ", model.family, " has no Hugging Face files");
+  const auto files = with_prefix(open_files(dir), *family);
+  // A file's own name of a tensor, where the prefix was added above.
+  const auto stored_name = [&](const std::string& name, const SafetensorsFile& file) {
+    return file.entries().contains(name) ? name : name.substr(family->prefix.size());
+  };
+
+  Problems problems;
+  std::map<std::string, HuggingFaceTensor> rows;
+  std::set<std::string> expected;
+  for (const auto& tensor : file_tensors(family->table(model))) {
+    for (const auto& row : tensor.parts) rows.emplace(row.ours, row);
+    expected.insert(tensor.name);
+    const auto file = files.find(tensor.name);
+    if (file == files.end()) {
+      problems.add("missing ", tensor.name);
+      continue;
+    }
+    const TensorEntry& entry = file->second.entry(stored_name(tensor.name, file->second));
+    if (!fits(tensor, entry.shape)) {
+      problems.add("shape of ", tensor.name, ": ", at::IntArrayRef(entry.shape), " in the file, ", at::IntArrayRef(tensor.shape), " in the model");
+    } else if (entry.dtype != at::kFloat && entry.dtype != at::kHalf && entry.dtype != at::kBFloat16) {
+      problems.add("dtype of ", tensor.name, ": ", dtype_name(entry.dtype), " (F32, F16 and BF16 can be read)");
+    }
+  }
+  for (const auto& [name, file] : files) {
+    const bool tied_head = model.tie_embeddings && name == "lm_head.weight";  // some tied files repeat the embedding
+    if (!expected.contains(name) && !family->ignorable(name) && !tied_head) problems.add("extra ", name);
+  }
+  for (const auto& target : targets) {
+    if (!rows.contains(target.slice.name)) problems.add("nothing for the model's ", target.slice.name);
+  }
+  problems.refuse("model.from_hf = ", dir.string(), ": the weights do not fit the model of its config.json: ");
+
+  const c10::NoGradGuard no_grad;
+  for (const auto& [tensor, slice] : targets) {
+    const HuggingFaceTensor& row = rows.at(slice.name);
+    const SafetensorsFile& file = files.at(row.theirs);
+    at::Tensor target = tensor;
+    copy_slices({Slice::whole(slice.name, row.shape)}, {view_of(row, file.tensor(stored_name(row.theirs, file)))}, slice, target);
+  }
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,44 @@
+#include "tessera/optim/adamw.h"
+
+#include <utility>
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/zeros.h>
+
+#include "tessera/core/memory.h"
+
+namespace tessera::optim {
+
+AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)
+    : Optimizer(std::move(groups)), options_(options), exp_avg_(zeros_like_parameters()), exp_avg_sq_(zeros_like_parameters()) {
+  if (parameters_.empty()) return;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  steps_ = at::zeros({static_cast<int64_t>(parameters_.size())}, parameters_.front().tensor.options().dtype(at::kFloat));
+  step_views_ = steps_.unbind();
+}
+
+std::vector<StateTensor> AdamW::state() const {
+  auto state = named_state("exp_avg", exp_avg_);
+  auto squares = named_state("exp_avg_sq", exp_avg_sq_);
+  std::move(squares.begin(), squares.end(), std::back_inserter(state));
+  return state;
+}
+
+void AdamW::update(const Batch& batch, double lr) {
+  std::vector<at::Tensor> averages, squares, steps;
+  for (const size_t i : batch.indices) {
+    averages.push_back(exp_avg_[i]);
+    squares.push_back(exp_avg_sq_[i]);
+    steps.push_back(step_views_[i]);
+  }
+  at::_foreach_add_(steps, 1);
+  at::_fused_adamw_(batch.parameters, batch.gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2, batch.weight_decay,
+                    options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+}
+
+void AdamW::counts_changed() {
+  for (size_t i = 0; i < counts_.size(); ++i) step_views_[i].fill_(static_cast<double>(counts_[i]));
+}
+
+}  // namespace tessera::optim

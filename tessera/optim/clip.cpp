@@ -1,0 +1,171 @@
+#include "tessera/optim/clip.h"
+
+#include <optional>
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/parallel.h"
+
+namespace tessera::optim {
+namespace {
+
+/// Rows of a local tensor that lie one after the other both in memory and in the logical tensor.
+struct RowRun {
+  int64_t first_logical_row;
+  int64_t first_element;  ///< of the local tensor's memory
+  int64_t rows, columns;
+};
+
+int64_t logical_rows(const Slice& slice) { return slice.shape.empty() ? 1 : slice.shape[0]; }
+
+std::vector<RowRun> row_runs(const Slice& slice) {
+  std::vector<RowRun> runs;
+  if (slice.numel() == 0) return runs;
+  if (slice.shape.empty()) return {{0, 0, 1, 1}};
+  if (slice.concat_dim() > 0) {  // boxes side by side: they share their rows
+    const Box& box = slice.boxes.front();
+    return {{box.offset[0], 0, box.size[0], slice.numel() / box.size[0]}};
+  }
+  int64_t element = 0;
+  for (const Box& box : slice.boxes) {
+    if (box.empty()) continue;
+    runs.push_back({box.offset[0], element, box.size[0], box.numel() / box.size[0]});
+    element += box.numel();
+  }
+  return runs;
+}
+
+int64_t num_rows(const std::vector<RowRun>& runs) {
+  int64_t rows = 0;
+  for (const auto& run : runs) rows += run.rows;
+  return rows;
+}
+
+/// Eight sums side by side, then a tree over them: the order depends on the length alone, and the compiler may use vector registers.
+template <class T>
+double sum_of_squares(const T* x, int64_t n) {
+  constexpr int64_t kLanes = 8;
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(x[i + j]) * static_cast<double>(x[i + j]);
+  }
+  for (int64_t j = 0; i + j < n; ++j) lanes[j] += static_cast<double>(x[i + j]) * static_cast<double>(x[i + j]);
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+/// Writes the sum of squares of each row of one run to `out`, fp64 [rows].
+void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& out) {
+  if (gradient.is_meta()) return;
+  if (!gradient.is_cpu()) {
+    const auto rows = gradient.view(-1).narrow(0, run.first_element, run.rows * run.columns).view({run.rows, run.columns});
+    out.copy_(at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, /*keepdim=*/false, at::kDouble).square_());
+    return;
+  }
+  double* const sums = out.data_ptr<double>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, gradient.scalar_type(), "sum_rows", [&] {
+    const scalar_t* const data = gradient.const_data_ptr<scalar_t>() + run.first_element;
+    constexpr int64_t kGrain = 1 << 15;
+    parallel_for(0, run.rows, std::max<int64_t>(1, kGrain / run.columns), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) sums[row] = sum_of_squares(data + row * run.columns, run.columns);
+    });
+  });
+}
+
+/// The sum of `rows`, fp64 [1], added up by pairs of neighbors, then pairs of pairs. Overwrites `rows`.
+at::Tensor sum_tree(const at::Tensor& rows) {
+  auto sum = at::empty({1}, rows.options());
+  if (rows.is_meta()) return sum;
+  if (!rows.is_cpu()) return sum.copy_(rows.sum().view({1}));  // on a device, too, the order depends on the length alone
+  double* const x = rows.data_ptr<double>();
+  int64_t n = rows.numel();
+  if (n == 0) return sum.zero_();
+  for (; n > 1; n = (n + 1) / 2) {
+    for (int64_t i = 0; i < n / 2; ++i) x[i] = x[2 * i] + x[2 * i + 1];
+    if (n % 2 == 1) x[n / 2] = x[n - 1];
+  }
+  *sum.data_ptr<double>() = x[0];
+  return sum;
+}
+
+/// The group's sum of squares over all ranks, fp64 [1].
+at::Tensor sum_of_group(const NormGroup& group, NormOrder order, const at::TensorOptions& options) {
+  struct Term {
+    at::Tensor gradient;
+    std::vector<RowRun> runs;
+    int64_t first_row;
+  };
+  std::vector<Term> terms;
+  int64_t total_rows = 0;
+  for (const auto& parameter : group.parameters) {
+    const Slice& slice = nn::slice_of(parameter.tensor);
+    Term term{parameter.tensor.grad(), row_runs(slice), total_rows};
+    total_rows += order == NormOrder::FixedTree ? logical_rows(slice) : num_rows(term.runs);
+    if (!term.gradient.defined()) continue;
+    invariant(term.gradient.sizes() == at::IntArrayRef(slice.local_shape()), "the gradient of '", parameter.name, "' has shape ", term.gradient.sizes(),
+              ", its slice ", at::IntArrayRef(slice.local_shape()));
+    term.gradient = term.gradient.contiguous();
+    terms.push_back(std::move(term));
+  }
+
+  at::Tensor rows = at::zeros({total_rows}, options);  // zero where another rank holds the row, or no gradient came
+  for (const auto& term : terms) {
+    int64_t local_row = 0;
+    for (const auto& run : term.runs) {
+      const int64_t row = term.first_row + (order == NormOrder::FixedTree ? run.first_logical_row : local_row);
+      sum_rows(term.gradient, run, rows.narrow(0, row, run.rows));
+      local_row += run.rows;
+    }
+  }
+
+  if (order == NormOrder::Fast) {
+    at::Tensor sum = sum_tree(rows);
+    if (group.reduce) group.reduce(sum);
+    return sum;
+  }
+  if (group.reduce) group.reduce(rows);
+  return sum_tree(rows);
+}
+
+/// fp64 on the device where the parameters live.
+at::TensorOptions norm_options(const std::vector<NormGroup>& groups) {
+  for (const auto& group : groups) {
+    if (!group.parameters.empty()) return at::TensorOptions(group.parameters.front().tensor.device()).dtype(at::kDouble);
+  }
+  return at::TensorOptions(at::kDouble);
+}
+
+}  // namespace
+
+at::Tensor global_norm(const std::vector<NormGroup>& groups, NormOrder order) {
+  const c10::NoGradGuard no_grad;
+  const auto options = norm_options(groups);
+  auto total = at::zeros({1}, options);
+  for (const auto& group : groups) total.add_(sum_of_group(group, order, options));
+  return total.sqrt_().squeeze(0);
+}
+
+at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters) { return global_norm({NormGroup{parameters, {}}}); }
+
+void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm) {
+  const c10::NoGradGuard no_grad;
+  scale_gradients(parameters, norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+}
+
+void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor) {
+  const c10::NoGradGuard no_grad;
+  const auto rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
+  if (rounded.is_cpu() && *rounded.const_data_ptr<float>() == 1.0f) return;
+  for (const auto& parameter : parameters) {
+    at::Tensor gradient = parameter.tensor.grad();
+    if (gradient.defined()) gradient.mul_(rounded);
+  }
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,103 @@
+#include "tessera/optim/optimizer.h"
+
+#include <set>
+#include <utility>
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/optim/sgd.h"
+
+namespace tessera::optim {
+
+std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& parameters, const std::string& decay_on, double weight_decay) {
+  if (decay_on == "all") return {{parameters, weight_decay}};
+  require(decay_on == "matrices", "optim.decay_on = ", decay_on, ": must be one of all, matrices");
+  ParameterGroup decayed{{}, weight_decay}, rest{{}, 0};
+  for (const auto& parameter : parameters) {
+    (nn::slice_of(parameter.tensor).shape.size() >= 2 ? decayed : rest).parameters.push_back(parameter);
+  }
+  return {std::move(decayed), std::move(rest)};
+}
+
+Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
+  std::set<const void*> seen;
+  for (const auto& group : groups_) {
+    for (const auto& parameter : group.parameters) {
+      invariant(seen.insert(parameter.tensor.unsafeGetTensorImpl()).second, "the optimizer was given parameter '", parameter.name, "' twice");
+      parameters_.push_back(parameter);
+    }
+  }
+  counts_.resize(parameters_.size(), 0);
+}
+
+void Optimizer::step(double lr) {
+  const c10::NoGradGuard no_grad;
+  size_t index = 0;
+  for (const auto& group : groups_) {
+    Batch batch;
+    batch.weight_decay = group.weight_decay;
+    for (const auto& parameter : group.parameters) {
+      const size_t i = index++;
+      at::Tensor gradient = parameter.tensor.grad();
+      if (!gradient.defined()) continue;
+      // The fused operators walk both memories side by side.
+      if (gradient.strides() != parameter.tensor.strides()) gradient = at::empty_like(parameter.tensor).copy_(gradient);
+      batch.indices.push_back(i);
+      batch.parameters.push_back(parameter.tensor);
+      batch.gradients.push_back(std::move(gradient));
+      ++counts_[i];
+    }
+    if (!batch.indices.empty()) update(batch, lr);
+  }
+}
+
+std::map<std::string, int64_t> Optimizer::update_counts() const {
+  std::map<std::string, int64_t> counts;
+  for (size_t i = 0; i < parameters_.size(); ++i) counts[parameters_[i].name] = counts_[i];
+  return counts;
+}
+
+void Optimizer::set_update_counts(const std::map<std::string, int64_t>& counts) {
+  std::set<std::string> unknown;
+  for (const auto& [name, count] : counts) unknown.insert(name);
+  std::string problems;
+  for (const auto& parameter : parameters_) {
+    if (unknown.erase(parameter.name) == 0) problems += " missing " + parameter.name + ";";
+  }
+  for (const auto& name : unknown) problems += " unknown " + name + ";";
+  require(problems.empty(), "the optimizer state is of another model:", problems, " resume with the same model");
+  for (size_t i = 0; i < parameters_.size(); ++i) counts_[i] = counts.at(parameters_[i].name);
+  counts_changed();
+}
+
+std::vector<at::Tensor> Optimizer::zeros_like_parameters() const {
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(parameters_.size());
+  for (const auto& parameter : parameters_) tensors.push_back(at::zeros_like(parameter.tensor));
+  return tensors;
+}
+
+std::vector<StateTensor> Optimizer::named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const {
+  std::vector<StateTensor> named;
+  named.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    named.push_back({parameters_[i].name, state, tensors[i], nn::slice_of(parameters_[i].tensor)});
+  }
+  return named;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters) {
+  auto groups = decay_groups(parameters, config.decay_on, config.weight_decay);
+  if (config.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{config.betas[0], config.betas[1], config.eps});
+  require(config.name == "sgd", "optim.name = ", config.name, ": not built yet; available: adamw, sgd");
+  return std::make_unique<Sgd>(std::move(groups), SgdOptions{config.momentum});
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,26 @@
+#include "tessera/optim/sgd.h"
+
+#include <utility>
+
+#include <ATen/ops/_fused_sgd.h>
+
+namespace tessera::optim {
+
+Sgd::Sgd(std::vector<ParameterGroup> groups, SgdOptions options) : Optimizer(std::move(groups)), options_(options) {
+  if (options_.momentum != 0) momentum_buffer_ = zeros_like_parameters();
+}
+
+std::vector<StateTensor> Sgd::state() const { return named_state("momentum_buffer", momentum_buffer_); }
+
+void Sgd::update(const Batch& batch, double lr) {
+  std::vector<at::Tensor> buffers;
+  if (!momentum_buffer_.empty()) {
+    for (const size_t i : batch.indices) buffers.push_back(momentum_buffer_[i]);
+  }
+  // A buffer of zeros takes the gradient as it is at the first update, so there is no first step to tell apart, and none to remember over a restart.
+  at::_fused_sgd_(batch.parameters, batch.gradients, buffers, batch.weight_decay, options_.momentum, lr, /*dampening=*/0, /*nesterov=*/false,
+                  /*maximize=*/false,
+                  /*is_first_step=*/false);
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,339 @@
+#include "tessera/checkpoint/hugging_face.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/checkpoint/dump.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/models/model.h"
+#include "tests/checkpoint/hugging_face_files.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+Config config_for(const std::filesystem::path& dir) {
+  Config config;
+  config.model.from_hf = dir.string();
+  return config;
+}
+
+ModelConfig read_config(const TemporaryFolder& folder, const nlohmann::json& json, const std::function<void(Config&)>& change = {}) {
+  write_all(folder / "config.json", json.dump());
+  Config config = config_for(folder.path());
+  if (change) change(config);
+  return read_hugging_face_config(config);
+}
+
+/// Every parameter of a model as zeros, whole.
+std::vector<SlicedTensor> targets_for(const ModelConfig& model) {
+  std::vector<SlicedTensor> targets;
+  for (const auto& parameter : nn::unique_parameters(*make_model(model))) {
+    targets.push_back({at::zeros_like(parameter.tensor), Slice::whole(parameter.name, parameter.tensor.sizes().vec())});
+  }
+  return targets;
+}
+
+at::Tensor find(const std::vector<SlicedTensor>& tensors, const std::string& name) {
+  for (const auto& each : tensors) {
+    if (each.slice.name == name) return each.tensor;
+  }
+  ADD_FAILURE() << "no tensor " << name;
+  return {};
+}
+
+void expect_equal(const Tensors& actual, const Tensors& expected) {
+  for (const auto& [name, tensor] : expected) {
+    ASSERT_TRUE(actual.contains(name)) << name;
+    EXPECT_TRUE(at::equal(actual.at(name), tensor)) << name;
+  }
+  EXPECT_EQ(actual.size(), expected.size());
+}
+
+TEST(HuggingFaceConfigFile, ReadsLlamaOfTransformers4And5) {
+  const TemporaryFolder folder;
+  auto json = llama_config();
+  const auto check = [](const ModelConfig& model) {
+    EXPECT_EQ(model.family, "llama");
+    EXPECT_EQ(model.dim, 8);
+    EXPECT_EQ(model.layers, 2);
+    EXPECT_EQ(model.heads, 4);
+    EXPECT_EQ(model.kv_heads, 2);
+    EXPECT_EQ(model.ffn_dim, 12);
+    EXPECT_EQ(model.vocab_size, 11);
+    EXPECT_EQ(model.max_seq_len, 16);
+    EXPECT_EQ(model.rope_theta, 5000);
+    EXPECT_EQ(model.norm_eps, 1e-6);
+    EXPECT_FALSE(model.tie_embeddings);
+  };
+  check(read_config(folder, json));
+  json.erase("rope_theta");
+  json.erase("rope_scaling");
+  json.erase("torch_dtype");
+  json["dtype"] = "float32";
+  json["head_dim"] = 2;
+  json["rope_parameters"] = {{"rope_theta", 5000.0}, {"rope_type", "default"}};
+  check(read_config(folder, json));
+  json.erase("num_key_value_heads");
+  EXPECT_EQ(read_config(folder, json).kv_heads, 4);
+  json["tie_word_embeddings"] = true;
+  EXPECT_TRUE(read_config(folder, json).tie_embeddings);
+}
+
+TEST(HuggingFaceConfigFile, ReadsGpt2) {
+  const TemporaryFolder folder;
+  const ModelConfig model = read_config(folder, gpt2_config());
+  EXPECT_EQ(model.family, "gpt2");
+  EXPECT_EQ(model.dim, 6);
+  EXPECT_EQ(model.heads, 3);
+  EXPECT_EQ(model.kv_heads, 3);
+  EXPECT_EQ(model.ffn_dim, 24);
+  EXPECT_EQ(model.max_seq_len, 10);
+  EXPECT_TRUE(model.tie_embeddings);
+  EXPECT_EQ(model.dropout, 0);
+  auto json = gpt2_config();
+  json["n_inner"] = 9;
+  EXPECT_EQ(read_config(folder, json).ffn_dim, 9);
+}
+
+TEST(HuggingFaceConfigFile, RefusesByName) {
+  const TemporaryFolder folder;
+  const auto expect_refused = [&](nlohmann::json json, const std::string& key, const nlohmann::json& value, const std::string& reason) {
+    json[key] = value;
+    EXPECT_THAT([&] { read_config(folder, json); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("config.json"), HasSubstr(reason)))) << key << value;
+  };
+  expect_refused(llama_config(), "architectures", {"MambaForCausalLM"}, "MambaForCausalLM");
+  expect_refused(llama_config(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 8.0}}, "llama3");
+  expect_refused(llama_config(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}}, "linear");
+  expect_refused(llama_config(), "rope_parameters", {{"rope_type", "yarn"}, {"rope_theta", 1.0}}, "yarn");
+  expect_refused(llama_config(), "rope_parameters", {{"rope_type", "default"}, {"partial_rotary_factor", 0.5}}, "partial");
+  expect_refused(llama_config(), "rope_parameters", 3, "rope_parameters = 3");
+  expect_refused(llama_config(), "attention_bias", true, "attention_bias = true");
+  expect_refused(llama_config(), "hidden_act", "gelu", "hidden_act = \"gelu\"");
+  expect_refused(llama_config(), "head_dim", 4, "head_dim = 4");
+  expect_refused(llama_config(), "hidden_size", "8", "hidden_size = \"8\"");
+  expect_refused(llama_config(), "hidden_size", -8, "hidden_size = -8");
+  expect_refused(llama_config(), "num_hidden_layers", 1000000000, "num_hidden_layers");
+  expect_refused(llama_config(), "hidden_size", 8.5, "hidden_size = 8.5");
+  expect_refused(llama_config(), "hidden_size", nullptr, "hidden_size is missing");
+  expect_refused(llama_config(), "vocab_size", 5'000'000'000, "vocab_size");
+  expect_refused(gpt2_config(), "activation_function", "relu", "activation_function = \"relu\"");
+  expect_refused(gpt2_config(), "scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
+  write_all(folder / "config.json", "[1]");
+  EXPECT_THAT([&] { read_hugging_face_config(config_for(folder.path())); }, ThrowsMessage<ConfigError>(HasSubstr("not a JSON object")));
+  EXPECT_THAT([&] { read_hugging_face_config(config_for(folder / "nowhere")); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.from_hf"), HasSubstr("nowhere"))));
+}
+
+TEST(HuggingFaceConfigFile, KeysThatAreSetMustAgree) {
+  const TemporaryFolder folder;
+  const auto set = [](const std::string& key, const std::function<void(ModelConfig&)>& change) {
+    return [=](Config& config) {
+      change(config.model);
+      config.given.insert("model." + key);
+    };
+  };
+  EXPECT_EQ(read_config(folder, llama_config(), set("dim", [](auto& model) { model.dim = 8; })).dim, 8);
+  EXPECT_THAT([&] { read_config(folder, llama_config(), set("dim", [](auto& model) { model.dim = 16; })); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.dim = 16"), HasSubstr("says 8"))));
+  EXPECT_THAT([&] { read_config(folder, llama_config(), set("kv_heads", [](auto& model) { model.kv_heads = 4; })); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.kv_heads = 4"), HasSubstr("says 2"))));
+  EXPECT_THROW(read_config(folder, llama_config(), set("family", [](auto& model) { model.family = "gpt2"; })), ConfigError);
+  const auto beside = read_config(folder, llama_config(), [](Config& config) {
+    config.model.max_seq_len = 99;
+    config.model.dropout = 0.25;
+    config.given = {"model.max_seq_len", "model.dropout"};
+  });
+  EXPECT_EQ(beside.max_seq_len, 99);
+  EXPECT_EQ(beside.dropout, 0.25);
+  EXPECT_THAT([&] { read_config(folder, gpt2_config(), set("max_seq_len", [](auto& model) { model.max_seq_len = 11; })); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.max_seq_len = 11"), HasSubstr("10"))));
+}
+
+TEST(LoadHuggingFace, FillsLlamaInAnyDtype) {
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    const TemporaryFolder folder;
+    auto tensors = llama_tensors();
+    for (auto& [name, tensor] : tensors) tensor = tensor.to(dtype);
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = at::ones({1});
+    write_model(folder, llama_config(), tensors);
+    const auto model = read_hugging_face_config(config_for(folder.path()));
+    const auto targets = targets_for(model);
+    load_hugging_face(folder.path(), model, targets);
+    EXPECT_EQ(targets.size(), llama_tensors().size());
+    for (const auto& [ours, theirs] : std::map<std::string, std::string>{{"embed_tokens.weight", "model.embed_tokens.weight"},
+                                                                         {"layers.1.attention.wk.weight", "model.layers.1.self_attn.k_proj.weight"},
+                                                                         {"layers.0.feed_forward.w1.weight", "model.layers.0.mlp.gate_proj.weight"},
+                                                                         {"layers.0.feed_forward.w2.weight", "model.layers.0.mlp.down_proj.weight"},
+                                                                         {"layers.1.feed_forward.w3.weight", "model.layers.1.mlp.up_proj.weight"},
+                                                                         {"layers.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"},
+                                                                         {"head.weight", "lm_head.weight"}}) {
+      EXPECT_TRUE(at::equal(find(targets, ours), tensors.at(theirs).to(at::kFloat))) << ours;
+    }
+  }
+}
+
+TEST(LoadHuggingFace, SplitsAndTransposesGpt2WithAndWithoutPrefix) {
+  for (const std::string prefix : {"transformer.", ""}) {
+    const TemporaryFolder folder;
+    auto tensors = gpt2_tensors(prefix);
+    tensors[prefix + "h.0.attn.bias"] = at::ones({1, 1, 10, 10});
+    tensors[prefix + "h.0.attn.masked_bias"] = at::ones({});
+    tensors["lm_head.weight"] = tensors.at(prefix + "wte.weight");
+    write_model(folder, gpt2_config(), tensors);
+    const auto model = read_hugging_face_config(config_for(folder.path()));
+    const auto targets = targets_for(model);
+    load_hugging_face(folder.path(), model, targets);
+    const auto fused = tensors.at(prefix + "h.0.attn.c_attn.weight"), bias = tensors.at(prefix + "h.0.attn.c_attn.bias");
+    EXPECT_TRUE(at::equal(find(targets, "layers.0.attention.wq.weight"), fused.narrow(1, 0, 6).t()));
+    EXPECT_TRUE(at::equal(find(targets, "layers.0.attention.wk.weight"), fused.narrow(1, 6, 6).t()));
+    EXPECT_TRUE(at::equal(find(targets, "layers.0.attention.wv.weight"), fused.narrow(1, 12, 6).t()));
+    EXPECT_TRUE(at::equal(find(targets, "layers.0.attention.wv.bias"), bias.narrow(0, 12, 6)));
+    EXPECT_TRUE(at::equal(find(targets, "layers.0.feed_forward.w1.weight"), tensors.at(prefix + "h.0.mlp.c_fc.weight").t()));
+    EXPECT_TRUE(at::equal(find(targets, "embed_positions.weight"), tensors.at(prefix + "wpe.weight")));
+    EXPECT_TRUE(at::equal(find(targets, "norm.bias"), tensors.at(prefix + "ln_f.bias")));
+  }
+}
+
+TEST(LoadHuggingFace, TakesTheFirstPositionsOfALongerTable) {
+  const TemporaryFolder folder;
+  write_model(folder, gpt2_config(), gpt2_tensors());
+  Config config = config_for(folder.path());
+  config.model.max_seq_len = 4;
+  const auto model = read_hugging_face_config(config);
+  const auto targets = targets_for(model);
+  load_hugging_face(folder.path(), model, targets);
+  EXPECT_TRUE(at::equal(find(targets, "embed_positions.weight"), gpt2_tensors().at("transformer.wpe.weight").narrow(0, 0, 4)));
+}
+
+TEST(LoadHuggingFace, ReadsShardedFilesAndOnlyTheSlicesAskedFor) {
+  const TemporaryFolder folder;
+  write_all(folder / "config.json", llama_config().dump());
+  Tensors first, second;
+  nlohmann::json map;
+  for (const auto& [name, tensor] : llama_tensors()) {
+    const bool early = first.size() < 9;
+    (early ? first : second)[name] = tensor;
+    map[name] = early ? "model-00001-of-00002.safetensors" : "model-00002-of-00002.safetensors";
+  }
+  write_safetensors(folder / "model-00001-of-00002.safetensors", first);
+  write_safetensors(folder / "model-00002-of-00002.safetensors", second);
+  write_all(folder / "model.safetensors.index.json", nlohmann::json{{"metadata", {{"total_size", 1}}}, {"weight_map", map}}.dump());
+
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  const std::vector<SlicedTensor> targets{{at::zeros({3, 8}), Slice::along("head.weight", {11, 8}, 0, 4, 3)},
+                                          {at::zeros({8, 5}), Slice::along("layers.1.feed_forward.w2.weight", {8, 12}, 1, 7, 5)}};
+  load_hugging_face(folder.path(), model, targets);
+  EXPECT_TRUE(at::equal(targets[0].tensor, llama_tensors().at("lm_head.weight").narrow(0, 4, 3)));
+  EXPECT_TRUE(at::equal(targets[1].tensor, llama_tensors().at("model.layers.1.mlp.down_proj.weight").narrow(1, 7, 5)));
+
+  const auto expect_refused = [&](const nlohmann::json& index, const std::string& reason) {
+    write_all(folder / "model.safetensors.index.json", index.dump());
+    EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets); }, ThrowsMessage<ConfigError>(HasSubstr(reason)));
+  };
+  expect_refused({{"weight_map", {{"a", "../other.safetensors"}}}}, "no name of a file beside it");
+  expect_refused({{"weight_map", {{"a", 3}}}}, "no name of a file beside it");
+  expect_refused({{"weight_map", {{"a", "model-00003.safetensors"}}}}, "model-00003.safetensors");
+  expect_refused({{"map", 1}}, "has no weight_map");
+}
+
+TEST(LoadHuggingFace, RefusesWithTheFullListBeforeTouchingAnything) {
+  const TemporaryFolder folder;
+  auto tensors = llama_tensors();
+  tensors.erase("model.norm.weight");
+  tensors.erase("lm_head.weight");
+  tensors["model.layers.2.input_layernorm.weight"] = at::ones({8});
+  tensors["model.layers.0.mlp.up_proj.weight"] = at::ones({8, 12});
+  tensors["model.layers.1.input_layernorm.weight"] = at::ones({8}, at::kLong);
+  write_model(folder, llama_config(), tensors);
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  const auto targets = targets_for(model);
+  EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("missing model.norm.weight"), HasSubstr("missing lm_head.weight"),
+                                               HasSubstr("extra model.layers.2.input_layernorm.weight"),
+                                               HasSubstr("shape of model.layers.0.mlp.up_proj.weight: [8, 12] in the file, [12, 8] in the model"),
+                                               HasSubstr("dtype of model.layers.1.input_layernorm.weight: I64"))));
+  for (const auto& target : targets) EXPECT_TRUE(target.tensor.eq(0).all().item<bool>());
+  std::filesystem::remove(folder / "model.safetensors");
+  EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets); },
+              ThrowsMessage<ConfigError>(HasSubstr("neither model.safetensors nor model.safetensors.index.json")));
+}
+
+TEST(LoadHuggingFace, TiedFilesNeedNoHead) {
+  const TemporaryFolder folder;
+  auto json = llama_config();
+  json["tie_word_embeddings"] = true;
+  auto tensors = llama_tensors();
+  tensors.erase("lm_head.weight");
+  write_model(folder, json, tensors);
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  const auto targets = targets_for(model);
+  load_hugging_face(folder.path(), model, targets);
+  EXPECT_EQ(targets.size(), tensors.size());
+}
+
+TEST(Dump, GivesBackTheFilesThatWereRead) {
+  for (const auto& [json, tensors] : {std::pair(llama_config(), llama_tensors()), std::pair(gpt2_config(), gpt2_tensors())}) {
+    const TemporaryFolder folder;
+    write_model(folder, json, tensors);
+    const auto model = read_hugging_face_config(config_for(folder.path()));
+    const auto whole = targets_for(model);
+    load_hugging_face(folder.path(), model, whole);
+    for (const int ranks : {1, 2, 3, 5}) {
+      comm::run_ranks(ranks, [&](comm::World& world) {
+        std::vector<SlicedTensor> mine;
+        for (size_t i = 0; i < whole.size(); ++i) {  // some tensors on all ranks, some on one, most cut by rows
+          const auto& [tensor, slice] = whole[i];
+          if (i % 4 == 0) {
+            mine.push_back({tensor, slice});
+          } else if (i % 4 == 1) {
+            if (world.rank() == static_cast<int>(i) % ranks) mine.push_back({tensor, slice});
+          } else {
+            const auto [begin, size] = chunk(slice.shape[0], ranks, world.rank());
+            mine.push_back({tensor.narrow(0, begin, size), Slice::along(slice.name, slice.shape, 0, begin, size)});
+          }
+        }
+        dump(folder / "dump.safetensors", model, mine, world.group());
+      });
+      expect_equal(read_safetensors(folder / "dump.safetensors"), tensors);
+    }
+  }
+}
+
+TEST(Dump, WritesZerosForWhatGotNoGradientAndOwnNamesOfOtherFamilies) {
+  const TemporaryFolder folder;
+  ModelConfig model;
+  model.family = "mlp";
+  dump(folder / "grad.safetensors", model, {{at::Tensor(), Slice::whole("b", {3})}, {at::ones({2, 2}), Slice::whole("a", {2, 2})}}, comm::Group::self());
+  expect_equal(read_safetensors(folder / "grad.safetensors"), {{"a", at::ones({2, 2})}, {"b", at::zeros({3})}});
+}
+
+TEST(Dump, FailsOnEveryRankWhereItCannotWrite) {
+  const TemporaryFolder folder;
+  ModelConfig model;
+  model.family = "mlp";
+  comm::run_ranks(2, [&](comm::World& world) {
+    const std::vector<SlicedTensor> mine{{at::ones({1, 2}), Slice::along("a", {2, 2}, 0, world.rank(), 1)}};
+    EXPECT_THAT([&] { dump(folder / "nowhere/grad.safetensors", model, mine, world.group()); },
+                ThrowsMessage<Error>(AllOf(HasSubstr("rank 0"), HasSubstr("nowhere"))));
+  });
+}
+
+TEST(Dump, MissingAndUnknownTensorsAreOurBug) {
+  const TemporaryFolder folder;
+  write_model(folder, llama_config(), llama_tensors());
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  auto tensors = targets_for(model);
+  tensors.pop_back();
+  EXPECT_THROW(dump(folder / "d.safetensors", model, tensors, comm::Group::self()), InternalError);
+  tensors = targets_for(model);
+  tensors.push_back({at::ones({1}), Slice::whole("stray", {1})});
+  EXPECT_THROW(dump(folder / "d.safetensors", model, tensors, comm::Group::self()), InternalError);
+}
+
+}  // namespace
+}  // namespace tessera::checkpoint

@@ -1,0 +1,218 @@
+#include "tessera/optim/optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/optim/sgd.h"
+#include "tests/optim/parameters.h"
+
+namespace tessera::optim {
+namespace {
+
+const std::vector<std::vector<int64_t>> kShapes{{5, 3}, {1}, {}, {17}, {2, 3, 4}, {0, 4}, {1, 1}, {64, 65}};
+
+OptimConfig config_of(const std::string& name) {
+  OptimConfig config;
+  config.name = name;
+  config.momentum = 0.9;
+  config.weight_decay = 0.1;
+  return config;
+}
+
+std::vector<at::Tensor> tensors_of(const std::vector<nn::NamedParameter>& parameters) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
+  return tensors;
+}
+
+std::unique_ptr<torch::optim::Optimizer> torch_optimizer(const std::string& name, const std::vector<nn::NamedParameter>& parameters) {
+  const OptimConfig config = config_of(name);
+  if (name == "adamw") {
+    return std::make_unique<torch::optim::AdamW>(tensors_of(parameters), torch::optim::AdamWOptions(0).weight_decay(config.weight_decay));
+  }
+  return std::make_unique<torch::optim::SGD>(tensors_of(parameters), torch::optim::SGDOptions(0).momentum(config.momentum).weight_decay(config.weight_decay));
+}
+
+void set_lr(torch::optim::Optimizer& optimizer, double lr) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
+}
+
+void expect_close(const std::vector<nn::NamedParameter>& actual, const std::vector<nn::NamedParameter>& expected) {
+  for (size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_TRUE(at::allclose(actual[i].tensor, expected[i].tensor, 1e-6, 1e-7)) << actual[i].name << "\n" << actual[i].tensor << expected[i].tensor;
+  }
+}
+
+class EveryOptimizer : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, EveryOptimizer, testing::Values("adamw", "sgd"));
+
+TEST_P(EveryOptimizer, AgreesWithTorch) {
+  const auto ours = make_parameters(kShapes), theirs = make_parameters(kShapes);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours);
+  EXPECT_EQ(optimizer->kind(), GetParam());
+  const auto reference = torch_optimizer(GetParam(), theirs);
+  for (int step = 1; step <= 10; ++step) {
+    draw_gradients(ours, step);
+    draw_gradients(theirs, step);
+    const double lr = 0.1 / step;
+    optimizer->step(lr);
+    set_lr(*reference, lr);
+    reference->step();
+  }
+  expect_close(ours, theirs);
+}
+
+TEST_P(EveryOptimizer, LeavesParametersWithoutGradientAlone) {
+  const auto ours = make_parameters({{3, 2}, {4}}), theirs = make_parameters({{3, 2}, {4}});
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours);
+  const auto reference = torch_optimizer(GetParam(), theirs);
+  set_lr(*reference, 0.1);
+  for (int step = 1; step <= 6; ++step) {
+    draw_gradients(ours, step);
+    draw_gradients(theirs, step);
+    if (step % 3 == 0) {
+      ours[1].tensor.mutable_grad().reset();
+      theirs[1].tensor.mutable_grad().reset();
+    }
+    optimizer->step(0.1);
+    reference->step();
+  }
+  expect_close(ours, theirs);
+  EXPECT_EQ(optimizer->update_counts(), (std::map<std::string, int64_t>{{"p0", 6}, {"p1", 4}}));
+}
+
+TEST_P(EveryOptimizer, GoesOnBitForBitFromItsState) {
+  const auto whole = make_parameters(kShapes), first = make_parameters(kShapes), second = make_parameters(kShapes);
+  const auto uninterrupted = make_optimizer(config_of(GetParam()), whole);
+  const auto before = make_optimizer(config_of(GetParam()), first);
+  const auto after = make_optimizer(config_of(GetParam()), second);
+  const auto run = [](Optimizer& optimizer, const std::vector<nn::NamedParameter>& parameters, int from, int to) {
+    for (int step = from; step <= to; ++step) {
+      draw_gradients(parameters, step);
+      if (step == 2) parameters[0].tensor.mutable_grad().reset();
+      optimizer.step(0.05);
+    }
+  };
+  run(*uninterrupted, whole, 1, 8);
+  run(*before, first, 1, 4);
+
+  const c10::NoGradGuard no_grad;
+  auto saved = before->state(), loaded = after->state();
+  ASSERT_EQ(saved.size(), loaded.size());
+  for (size_t i = 0; i < saved.size(); ++i) {
+    EXPECT_EQ(saved[i].parameter + saved[i].state, loaded[i].parameter + loaded[i].state);
+    loaded[i].tensor.copy_(saved[i].tensor);
+  }
+  for (size_t i = 0; i < first.size(); ++i) at::Tensor(second[i].tensor).copy_(first[i].tensor);
+  after->set_update_counts(before->update_counts());
+  run(*after, second, 5, 8);
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(at::equal(whole[i].tensor, second[i].tensor)) << whole[i].name;
+}
+
+TEST_P(EveryOptimizer, TakesTheSameMemoryOnMeta) {
+  const auto measure = [](at::Device device, std::vector<int64_t>& at_end) {
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    const auto parameters = make_parameters(kShapes, device);
+    const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+    at_end.push_back(tracker.current(MemoryCategory::Optimizer));
+    for (int step = 1; step <= 2; ++step) {
+      draw_gradients(parameters, step);
+      optimizer->step(0.1);
+    }
+    at_end.push_back(tracker.current());
+    at_end.push_back(tracker.peak());
+  };
+  std::vector<int64_t> real, dry;
+  measure(at::kCPU, real);
+  measure(at::kMeta, dry);
+  EXPECT_EQ(real, dry);
+  EXPECT_GT(real[0], 4 * 64 * 65);
+}
+
+TEST_P(EveryOptimizer, StateIsNamedAndSlicedLikeItsParameter) {
+  const auto parameters = make_parameters({{4, 3}});
+  nn::set_slice(parameters[0].tensor, Slice::along("w", {10, 3}, 0, 2, 4));
+  const auto state = make_optimizer(config_of(GetParam()), parameters)->state();
+  std::vector<std::string> names;
+  for (const auto& each : state) {
+    names.push_back(each.state);
+    EXPECT_EQ(each.parameter, "p0");
+    EXPECT_EQ(each.slice, Slice::along("w", {10, 3}, 0, 2, 4));
+    EXPECT_EQ(each.tensor.sizes(), parameters[0].tensor.sizes());
+  }
+  EXPECT_EQ(names, (GetParam() == "adamw" ? std::vector<std::string>{"exp_avg", "exp_avg_sq"} : std::vector<std::string>{"momentum_buffer"}));
+}
+
+TEST_P(EveryOptimizer, NeedsNoParameters) { make_optimizer(config_of(GetParam()), {})->step(0.1); }
+
+TEST(Optimizer, SgdWithoutMomentumHasNoState) {
+  const auto ours = make_parameters({{3}});
+  OptimConfig config = config_of("sgd");
+  config.momentum = 0;
+  config.weight_decay = 0;
+  const auto optimizer = make_optimizer(config, ours);
+  EXPECT_TRUE(optimizer->state().empty());
+  draw_gradients(ours, 1);
+  const auto expected = (ours[0].tensor - 0.5 * ours[0].tensor.grad()).detach();
+  optimizer->step(0.5);
+  EXPECT_TRUE(at::allclose(ours[0].tensor, expected));
+}
+
+TEST(Optimizer, DecaysMatricesOnlyWhereAsked) {
+  const auto parameters = make_parameters({{4, 3}, {3}, {6}, {}});
+  nn::set_slice(parameters[2].tensor, Slice{"flat shard", {4, 3}, {Box{{0, 0}, {2, 3}}}, {}});
+  const auto names = [](const ParameterGroup& group) {
+    std::vector<std::string> list;
+    for (const auto& parameter : group.parameters) list.push_back(parameter.name);
+    return list;
+  };
+  const auto all = decay_groups(parameters, "all", 0.1);
+  ASSERT_EQ(all.size(), 1);
+  EXPECT_THAT(names(all[0]), testing::ElementsAre("p0", "p1", "p2", "p3"));
+  const auto matrices = decay_groups(parameters, "matrices", 0.1);
+  ASSERT_EQ(matrices.size(), 2);
+  EXPECT_THAT(names(matrices[0]), testing::ElementsAre("p0", "p2"));
+  EXPECT_EQ(matrices[0].weight_decay, 0.1);
+  EXPECT_THAT(names(matrices[1]), testing::ElementsAre("p1", "p3"));
+  EXPECT_EQ(matrices[1].weight_decay, 0);
+  EXPECT_THROW(decay_groups(parameters, "none", 0.1), ConfigError);
+}
+
+TEST(Optimizer, UndecayedParametersDoNotMoveWithoutGradient) {
+  const auto parameters = make_parameters({{4, 3}, {3}});
+  OptimConfig config = config_of("adamw");
+  config.decay_on = "matrices";
+  const auto optimizer = make_optimizer(config, parameters);
+  for (const auto& parameter : parameters) at::Tensor(parameter.tensor).mutable_grad() = at::zeros_like(parameter.tensor);
+  const auto matrix = parameters[0].tensor.detach().clone(), vector = parameters[1].tensor.detach().clone();
+  optimizer->step(0.5);
+  EXPECT_TRUE(at::allclose(parameters[0].tensor, matrix * (1 - 0.5 * 0.1)));
+  EXPECT_TRUE(at::equal(parameters[1].tensor, vector));
+}
+
+TEST(Optimizer, TakesGradientsOfOtherStrides) {
+  const auto ours = make_parameters({{4, 3}}), theirs = make_parameters({{4, 3}});
+  draw_gradients(ours, 1);
+  draw_gradients(theirs, 1);
+  at::Tensor(ours[0].tensor).mutable_grad() = theirs[0].tensor.grad().t().contiguous().t();
+  make_optimizer(config_of("adamw"), ours)->step(0.1);
+  make_optimizer(config_of("adamw"), theirs)->step(0.1);
+  EXPECT_TRUE(at::equal(ours[0].tensor, theirs[0].tensor));
+}
+
+TEST(Optimizer, RefusesWhatItCannotDo) {
+  const auto parameters = make_parameters({{2}});
+  EXPECT_THAT([&] { make_optimizer(config_of("lion"), parameters); }, testing::ThrowsMessage<ConfigError>(testing::HasSubstr("optim.name = lion")));
+  EXPECT_THROW(make_optimizer(config_of("adamw"), {parameters[0], parameters[0]}), InternalError);
+  EXPECT_THAT([&] { make_optimizer(config_of("adamw"), parameters)->set_update_counts({{"other", 1}}); },
+              testing::ThrowsMessage<ConfigError>(testing::AllOf(testing::HasSubstr("missing p0"), testing::HasSubstr("unknown other"))));
+}
+
+}  // namespace
+}  // namespace tessera::optim
