@@ -2,7 +2,7 @@
 PRESET ?= release
 BUILD := build/$(PRESET)
 
-.PHONY: build demo test bench parity asan format fuzz soak clean
+.PHONY: build demo test bench parity asan format clean
 
 build/torch_dir: tools/setup
 	@tools/setup

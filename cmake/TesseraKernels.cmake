@@ -9,3 +9,20 @@ endif()
 set_source_files_properties(${loops}_baseline.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options}")
 set_source_files_properties(${loops}_avx2.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options};${avx2_options}")
 set_source_files_properties(${loops}_avx512.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options};${avx512_options}")
+
+# The same kernels for CUDA. A library of their own, since nvcc does not take our compilers' flags; C10_USING_CUSTOM_GENERATED_MACROS lets them compile against a wheel
+# that was built without CUDA, whose headers lack one generated file.
+if(TESSERA_CUDA)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80 90)
+  endif()
+  enable_language(CUDA)
+  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tessera/kernels/cuda/*.cu)
+  add_library(tessera_kernels_cuda OBJECT ${cuda_sources})
+  target_include_directories(tessera_kernels_cuda PRIVATE ${CMAKE_SOURCE_DIR})
+  target_include_directories(tessera_kernels_cuda SYSTEM PRIVATE ${TORCH_INCLUDE_DIRS})
+  target_compile_definitions(tessera_kernels_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)
+  # The standard by hand: CMake 3.25 does not know that nvcc has C++20.
+  target_compile_options(tessera_kernels_cuda PRIVATE -std=c++20 --expt-relaxed-constexpr)
+  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_kernels_cuda)
+endif()

@@ -72,5 +72,8 @@ function(tessera_library name)
   file(WRITE ${CMAKE_BINARY_DIR}/generated/library.cpp "")
   add_library(${name} SHARED ${CMAKE_BINARY_DIR}/generated/library.cpp)
   tessera_link_rooms(${name} ${rooms})
+  if(NOT TESSERA_SANITIZE)
+    target_link_options(${name} PRIVATE -Wl,-z,defs)  # a missing symbol is an error of the link, not of the first call
+  endif()
   set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
 endfunction()

@@ -1,0 +1,24 @@
+#include "cli/common.h"
+
+#include "tessera/core/error.h"
+#include "tessera/launch/local.h"
+
+namespace tessera::cli {
+
+int world_size(int nproc) {
+  require(nproc >= 1, "--nproc = ", nproc, ": it must be at least 1");
+  const auto environment = comm::read_environment();
+  return environment.launched ? environment.size : nproc;
+}
+
+bool starts_copies(int nproc) { return nproc > 1 && !comm::read_environment().launched; }
+
+int run_copies(int nproc, const std::vector<std::string>& more) {
+  launch::LocalOptions options;
+  options.nproc = nproc;
+  options.command = launch::self_command();
+  options.command.insert(options.command.end(), more.begin(), more.end());
+  return launch::run_local(options);
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/comm/world.h"
+
+namespace tessera::cli {
+
+/// Ranks of this command: those of the launcher that started this process, or else `nproc`. Throws ConfigError where the two contradict each other.
+int world_size(int nproc);
+
+/// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end, and returns the exit code of the whole.
+int run_copies(int nproc, const std::vector<std::string>& more = {});
+
+/// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
+bool starts_copies(int nproc);
+
+}  // namespace tessera::cli

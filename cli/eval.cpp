@@ -1,0 +1,91 @@
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+
+#include "cli/commands.h"
+#include "cli/common.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/data/corpus.h"
+#include "tessera/data/sequential_loader.h"
+#include "tessera/data/tokenizer.h"
+#include "tessera/train/evaluate.h"
+#include "tessera/train/load_model.h"
+#include "tessera/train/stepper.h"
+
+namespace tessera::cli {
+
+namespace {
+
+struct Flags {
+  std::string from_hf, checkpoint, file, tokenizer, dump_logits;
+  int64_t seq_len = 0, micro_size = 1;
+  std::vector<std::string> sets;
+  int nproc = 1;
+  bool json = false;
+};
+
+// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary].
+void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const Flags& flags) {
+  data::SequentialLoader loader(std::move(corpus), flags.seq_len, flags.micro_size);
+  at::NoGradGuard no_grad;
+  const at::Tensor logits = model.logits(loader.next()->tokens).to(at::kFloat);
+  checkpoint::SafetensorsWriter writer(flags.dump_logits, {{"logits", at::kFloat, logits.sizes().vec()}});
+  writer.write(logits);
+  writer.finish();
+}
+
+int eval(const Flags& flags) {
+  require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
+  require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
+  auto loaded = load_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
+  const auto& model = loaded.config.model;
+  require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
+          model.max_seq_len.value_or(0), " tokens; give that or less");
+  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? loaded.config.data.tokenizer : flags.tokenizer);
+  data::check_vocabulary(*tokenizer, model.vocab_size);
+  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, loaded.config.data.cache_dir);
+  data::check_windows(*corpus, flags.seq_len, 1, "--seq-len");
+  world_size(flags.nproc);
+  if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
+
+  auto world = comm::World::from_environment(comm::world_options(loaded.config.comm));
+  Evaluation found;
+  world.guard([&] {
+    RankScope scope(loaded.config, world.local_size());
+    found = evaluate(*loaded.model, corpus, flags.seq_len, flags.micro_size, world.group());
+  });
+  if (world.rank() != 0) return 0;
+  if (!flags.dump_logits.empty()) write_logits(*loaded.model, corpus, flags);
+  if (flags.json) {
+    std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", format_float(found.loss).c_str(), static_cast<long long>(found.tokens),
+                format_float(found.bits_per_byte).c_str());
+  } else {
+    std::printf("loss %.4f nats per token over %lld tokens, %.4f bits per byte\n", found.loss, static_cast<long long>(found.tokens), found.bits_per_byte);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void add_eval(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("eval", "Mean loss of a model on a text");
+  command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
+  command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
+  command->add_option("--file", flags->file, "Text: plain, .gz or .dz")->required();
+  command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
+  command->add_option("--seq-len", flags->seq_len, "Tokens of a window")->required();
+  command->add_option("--micro-size", flags->micro_size, "Windows of a forward pass")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine")->capture_default_str();
+  command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
+  command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");
+  command->add_flag("--json", flags->json, "Print one line of JSON");
+  command->callback([flags, &exit_code] { exit_code = eval(*flags); });
+}
+
+}  // namespace tessera::cli

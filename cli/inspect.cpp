@@ -1,0 +1,106 @@
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/data/corpus.h"
+
+namespace tessera::cli {
+
+namespace {
+
+using nlohmann::json;
+
+json boxes_json(const std::vector<Box>& boxes) {
+  json list = json::array();
+  for (const auto& box : boxes) list.push_back({{"offset", box.offset}, {"size", box.size}});
+  return list;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+json checkpoint_json(const std::filesystem::path& folder) {
+  const auto manifest = checkpoint::read_manifest(folder);
+  const auto problem = checkpoint::problem_with(folder, checkpoint::Thoroughness::Hashes);
+  json tensors = json::array();
+  constexpr std::string_view kModel = "model.";
+  for (const auto& [name, tensor] : manifest.tensors) {
+    json slices = json::array();
+    for (const auto& slice : tensor.slices) slices.push_back({{"file", slice.file}, {"key", slice.key}, {"boxes", boxes_json(slice.boxes)}, {"hash", slice.hash}});
+    const bool model = name.starts_with(kModel);
+    tensors.push_back({{"name", model ? name.substr(kModel.size()) : name}, {"kind", model ? "parameter" : "state"}, {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"slices", slices}});
+  }
+  return {{"kind", "checkpoint"}, {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")}, {"files", manifest.files}, {"tensors", tensors}};
+}
+
+json safetensors_json(const std::filesystem::path& path) {
+  const checkpoint::SafetensorsFile file(path);
+  json tensors = json::array();
+  for (const auto& [name, entry] : file.entries()) tensors.push_back({{"name", name}, {"dtype", checkpoint::dtype_name(entry.dtype)}, {"shape", entry.shape}, {"offset", entry.offset}, {"bytes", entry.bytes}});
+  return {{"kind", "safetensors"}, {"bytes", file.file_bytes()}, {"metadata", file.metadata()}, {"tensors", tensors}};
+}
+
+json corpus_json(const std::filesystem::path& path) {
+  const auto corpus = data::Corpus::open(path);
+  return {{"kind", "corpus"}, {"tokens", corpus->tokens()}, {"text_bytes", corpus->text_bytes()}, {"vocab_size", corpus->vocab_size()}, {"tokenizer", corpus->tokenizer()}, {"content", corpus->content()}};
+}
+
+json describe(const std::filesystem::path& path) {
+  require(std::filesystem::exists(path), path.string(), ": no such file or folder; give a checkpoint, a .safetensors file or a packed .bin");
+  if (std::filesystem::is_directory(path)) {
+    if (std::filesystem::exists(path / "manifest.json")) return checkpoint_json(path);
+    const auto latest = checkpoint::find_latest(path);
+    require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint; give a checkpoint, a .safetensors file or a packed .bin");
+    return checkpoint_json(*latest.folder);
+  }
+  if (path.extension() == ".bin") return corpus_json(path);
+  return safetensors_json(path);
+}
+
+std::string table(const json& found) {
+  std::string out;
+  for (const auto& [key, value] : found.items())
+    if (!value.is_structured()) out += fmt::format("{:<12}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
+  if (!found.contains("tensors")) return out;
+  for (const auto& tensor : found["tensors"]) {
+    out += fmt::format("{:<48} {:<5} {}\n", tensor["name"].get<std::string>(), tensor["dtype"].get<std::string>(), shape_text(tensor["shape"]));
+    if (!tensor.contains("slices")) continue;
+    for (const auto& slice : tensor["slices"])
+      for (const auto& box : slice["boxes"])
+        out += fmt::format("    {} at {} in {}\n", shape_text(box["size"]), shape_text(box["offset"]), slice["file"].get<std::string>());
+  }
+  return out;
+}
+
+}  // namespace
+
+void add_inspect(CLI::App& app, int& exit_code) {
+  struct Flags {
+    std::string path;
+    bool json = false;
+  };
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("inspect", "What a checkpoint, a .safetensors file or a packed corpus holds");
+  command->add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin")->required();
+  command->add_flag("--json", flags->json, "Print JSON");
+  command->callback([flags, &exit_code] {
+    const json found = describe(flags->path);
+    const std::string text = flags->json ? found.dump(2) + "\n" : table(found);
+    std::fputs(text.c_str(), stdout);
+    exit_code = 0;
+  });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,54 @@
+#include <unistd.h>
+
+#include <cstdio>
+#include <exception>
+#include <string>
+
+#include <c10/util/Exception.h>
+
+#include "cli/commands.h"
+#include "tessera/core/error.h"
+#include "tessera/core/version.h"
+#include "tessera/launch/local.h"
+
+namespace {
+
+// The reason of a failure is the last line on stderr. A worker leaves it for its launcher instead, which prints it once for all ranks.
+[[noreturn]] void fail(tessera::launch::Failure kind, std::string reason) {
+  for (char& c : reason)
+    if (c == '\n' || c == '\r') c = ' ';
+  if (!tessera::launch::report_failure(kind, reason)) std::fprintf(stderr, "tessera: %s\n", reason.c_str());
+  std::fflush(nullptr);
+  // Other ranks may be inside a collective with us: destructors that wait for them would turn a failure into a hang.
+  _exit(kind == tessera::launch::Failure::Config ? 2 : 1);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using tessera::launch::Failure;
+  CLI::App app{"tessera trains models that do not fit, or do not finish, on one device."};
+  app.set_version_flag("--version", tessera::version());
+  app.require_subcommand(1);
+  int exit_code = 0;
+  tessera::cli::add_train(app, exit_code);
+  tessera::cli::add_eval(app, exit_code);
+  tessera::cli::add_generate(app, exit_code);
+  tessera::cli::add_tokenize(app, exit_code);
+  tessera::cli::add_inspect(app, exit_code);
+  tessera::cli::add_plan(app, exit_code);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e) == 0 ? 0 : 2;
+  } catch (const tessera::ConfigError& e) {
+    fail(Failure::Config, e.what());
+  } catch (const tessera::CommError& e) {
+    fail(Failure::Comm, e.what());
+  } catch (const c10::Error& e) {
+    fail(Failure::Other, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    fail(Failure::Other, e.what());
+  }
+  return exit_code;
+}

@@ -1,0 +1,56 @@
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "tessera/core/error.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/presets.h"
+#include "tessera/train/inputs.h"
+
+namespace tessera::cli {
+
+namespace {
+
+struct Flags {
+  std::string what;
+  std::vector<std::string> sets;
+  int world = 1;
+  bool json = false;
+};
+
+Config planned(const Flags& flags) {
+  if (std::filesystem::exists(flags.what)) return read_config(flags.what, flags.sets);
+  if (auto config = plan::preset(flags.what, flags.sets)) {
+    resolve(*config);
+    return *config;
+  }
+  std::string names;
+  for (const auto& name : plan::preset_names()) names += " " + name;
+  const auto near = nearest(flags.what, plan::preset_names());
+  throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names));
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("plan", "What a run needs on each rank, from a dry run of its very step");
+  command->add_option("what", flags->what, "Configuration (TOML), or the name of a preset")->required();
+  command->add_option("--world", flags->world, "Ranks")->capture_default_str();
+  command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
+  command->add_flag("--json", flags->json, "Print JSON");
+  command->callback([flags, &exit_code] {
+    require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
+    const Config config = planned(*flags);
+    validate(config, flags->world, Purpose::Plan);
+    const auto run = plan::dry_run(config, flags->world);
+    const std::string text = flags->json ? plan::to_json(run).dump(2) + "\n" : plan::to_string(run);
+    std::fputs(text.c_str(), stdout);
+    exit_code = 0;
+  });
+}
+
+}  // namespace tessera::cli

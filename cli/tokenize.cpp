@@ -1,0 +1,64 @@
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "tessera/core/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/data/corpus.h"
+#include "tessera/data/tokenizer.h"
+
+namespace tessera::cli {
+
+namespace {
+
+struct Flags {
+  bool train = false;
+  int64_t vocab_size = 0;
+  std::string output, tokenizer;
+  std::vector<std::string> files;
+  data::TokenizerTraining training;
+};
+
+std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
+
+void train(const Flags& flags) {
+  require(flags.vocab_size > 0, "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
+  require(flags.tokenizer.empty(), "--tokenizer and --train exclude each other: --train makes a new one");
+  const auto model = data::train_tokenizer(paths(flags.files), flags.vocab_size, flags.output.empty() ? "tokenizer.model" : flags.output, flags.training);
+  std::printf("%s: %lld ids\n", model.c_str(), static_cast<long long>(flags.vocab_size));
+}
+
+void pack(const Flags& flags) {
+  require(!flags.tokenizer.empty(), "--tokenizer is not given: byte or a .model packs FILES; --train makes a new tokenizer from them");
+  const auto tokenizer = data::Tokenizer::load(flags.tokenizer);
+  Config defaults;
+  resolve(defaults);
+  const auto corpus = flags.output.empty() ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir)
+                                           : data::Corpus::build(paths(flags.files), *tokenizer, flags.output);
+  std::printf("%s: %lld tokens of %s of text, %.3f bytes a token\n", corpus->path().c_str(), static_cast<long long>(corpus->tokens()),
+              format_bytes(corpus->text_bytes()).c_str(), static_cast<double>(corpus->text_bytes()) / static_cast<double>(corpus->tokens()));
+}
+
+}  // namespace
+
+void add_tokenize(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("tokenize", "Train a SentencePiece tokenizer, or pack text with one");
+  command->add_flag("--train", flags->train, "Train a tokenizer on FILES");
+  command->add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
+  command->add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram")->capture_default_str();
+  command->add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it")->capture_default_str();
+  command->add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
+  command->add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
+  command->add_option("files", flags->files, "Text: plain, .gz or .dz")->required();
+  command->callback([flags, &exit_code] {
+    flags->train ? train(*flags) : pack(*flags);
+    exit_code = 0;
+  });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/core/config.h"
+#include "tessera/core/memory.h"
+
+namespace tessera::plan {
+
+/// One kind of collective of a step, with all that are alike added up.
+struct CollectiveSum {
+  std::string op;
+  std::string axis;        ///< the group's name: mesh axes joined by '+'
+  std::string dtype;
+  int64_t count = 0;
+  int64_t bytes = 0;       ///< of the whole tensors: reduced, gathered, dealt
+  int64_t sent_bytes = 0;  ///< by this rank, at least
+};
+
+/// Ranks that do the same step.
+struct RankClass {
+  int64_t count = 0;
+  std::vector<int> examples;       ///< the first few of them
+  int64_t micro_batches = 0;       ///< per step, padding included
+  int64_t parameters = 0;          ///< elements held
+  MemoryByCategory peak_bytes{};   ///< at the moment of the largest total over the dry steps
+  std::vector<CollectiveSum> collectives;  ///< of one step, in the order of their first call
+  double flops = 0;                ///< model FLOPs of one step (see docs/planning.md)
+};
+
+/// What `tessera plan` knows of a run before a device is touched.
+struct DryRun {
+  int world = 1;
+  int64_t tokens_per_step = 0;
+  int64_t parameters = 0;          ///< of the whole model, tied ones once
+  std::vector<RankClass> ranks;
+};
+
+/// Runs the very step of `train` on meta tensors with groups that record, for one rank of each class, at any world size, on no device and without data.
+/// Three steps are run: the first, in which buckets follow the order of registration; the second, in which they are made anew; and one as all others are.
+/// Peaks are over all three, collectives are those of the third. `config` must be validated for `world`.
+/// Cost: milliseconds a layer and class; no memory to speak of.
+DryRun dry_run(const Config& config, int world);
+
+/// The fields of `tessera plan --json`.
+nlohmann::json to_json(const DryRun& run);
+
+/// A table for people.
+std::string to_string(const DryRun& run);
+
+}  // namespace tessera::plan

@@ -1,0 +1,55 @@
+#include "tessera/train/load_model.h"
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/hugging_face.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/meta.h"
+#include "tessera/precision/policy.h"
+#include "tessera/train/progress.h"
+
+namespace tessera {
+
+namespace {
+
+std::filesystem::path checkpoint_folder(const std::filesystem::path& given) {
+  if (std::filesystem::exists(given / "manifest.json")) return given;
+  const auto found = checkpoint::find_latest(given);
+  std::string skipped;
+  for (const auto& reason : found.skipped) skipped += "; " + reason;
+  require(found.folder.has_value(), "--checkpoint ", given.string(), ": no valid checkpoint there", skipped, "; name a folder that `tessera train` wrote with checkpoint.dir");
+  return *found.folder;
+}
+
+std::shared_ptr<LanguageModel> build(const Config& config, at::Device device) {
+  auto model = on_meta([&] { return make_model(config.model); });
+  precision::apply(*model, precision::policy_from(config.precision));
+  materialize(*model, 0, device);
+  model->eval();
+  return model;
+}
+
+}  // namespace
+
+LoadedModel load_model(const ModelSource& source, const std::vector<std::string>& sets, at::Device device) {
+  require(source.from_hf.empty() != source.checkpoint.empty(), "a model comes from --from-hf DIR or from --checkpoint DIR: give one of the two");
+  LoadedModel loaded;
+  if (!source.from_hf.empty()) {
+    auto all = sets;
+    all.push_back("model.from_hf=" + source.from_hf.string());
+    loaded.config = parse_config("", std::filesystem::current_path(), all, "--from-hf");
+    loaded.config.model = checkpoint::read_hugging_face_config(loaded.config);
+    resolve(loaded.config);
+    loaded.model = build(loaded.config, device);
+    checkpoint::load_hugging_face(source.from_hf, loaded.config.model, checkpoint::parameter_tensors(*loaded.model));
+    return loaded;
+  }
+  const auto folder = checkpoint_folder(source.checkpoint);
+  const auto manifest = checkpoint::read_manifest(folder);
+  loaded.config = parse_config(to_toml(config_of(manifest.progress, folder.string())), std::filesystem::current_path(), sets, folder.string());
+  resolve(loaded.config);
+  loaded.model = build(loaded.config, device);
+  checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr), {.ignore_prefixes = {"optimizer."}});
+  return loaded;
+}
+
+}  // namespace tessera

@@ -1,0 +1,56 @@
+#include "tessera/train/observers/metrics_file.h"
+
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// The lines of `file` that tell of steps before `first_step`; none of a file that is not there.
+std::string kept_lines(const std::filesystem::path& file, int64_t first_step) {
+  std::ifstream in(file);
+  std::string kept;
+  for (std::string line; first_step > 1 && std::getline(in, line);) {
+    const Json object = Json::parse(line, nullptr, false);
+    const auto step = object.is_object() ? object.find("step") : object.end();
+    if (step != object.end() && step->is_number_integer() && step->get<int64_t>() < first_step) kept += line + '\n';
+  }
+  return kept;
+}
+
+/// Opens `file` for appending behind the lines it keeps. They are replaced by a rename, so that no crash loses them.
+std::ofstream continue_file(const std::filesystem::path& file, int64_t first_step) {
+  const std::string kept = kept_lines(file, first_step);
+  const std::filesystem::path partial = file.string() + ".partial";
+  std::ofstream out(partial, std::ios::trunc);
+  out << kept << std::flush;
+  std::error_code error;
+  if (out.good()) std::filesystem::rename(partial, file, error);
+  require(out.good() && !error, "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written; choose another log.dir");
+  return out;
+}
+
+}  // namespace
+
+void MetricsFile::on_start(const RunInfo& run) {
+  metrics_ = continue_file(run.log_dir / "metrics.jsonl", run.first_step);
+  validation_ = continue_file(run.log_dir / "validation.jsonl", run.first_step);
+}
+
+void MetricsFile::after_step(const StepResult& r) {
+  Json line = {{"step", r.step},     {"loss", r.loss},     {"grad_norm", r.grad_norm},       {"lr", r.lr},
+               {"tokens", r.tokens}, {"step_s", r.step_s}, {"tokens_per_s", r.tokens_per_s}, {"peak_bytes", r.peak_bytes}};
+  for (const auto& [name, value] : r.extras) line[name] = value;
+  metrics_ << line.dump() << '\n' << std::flush;
+}
+
+void MetricsFile::after_validation(const ValidationResult& r) {
+  validation_ << Json{{"step", r.step}, {"loss", r.loss}, {"bits_per_byte", r.bits_per_byte}}.dump() << '\n' << std::flush;
+}
+
+}  // namespace tessera

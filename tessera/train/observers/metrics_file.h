@@ -1,0 +1,26 @@
+#pragma once
+
+#include <filesystem>
+#include <fstream>
+
+#include "tessera/train/observer.h"
+
+namespace tessera {
+
+/// `log_dir/metrics.jsonl`: one JSON object per optimizer step, flushed at once: step loss grad_norm lr tokens step_s tokens_per_s peak_bytes, then extras;
+/// floats as shortest round trip (a value that is not finite is null, as JSON has no word for it). Validations go to `log_dir/validation.jsonl` (step loss
+/// bits_per_byte), so that metrics.jsonl keeps one line per step.
+///
+/// A run from step 1 starts both files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
+/// Throws ConfigError where log_dir cannot be written.
+class MetricsFile : public Observer {
+ public:
+  void on_start(const RunInfo& run) override;
+  void after_step(const StepResult& result) override;
+  void after_validation(const ValidationResult& result) override;
+
+ private:
+  std::ofstream metrics_, validation_;
+};
+
+}  // namespace tessera

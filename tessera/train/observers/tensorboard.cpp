@@ -1,0 +1,61 @@
+#include "tessera/train/observers/tensorboard.h"
+
+#include <array>
+#include <chrono>
+#include <vector>
+
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+#include "tessera/train/observers/event_record.h"
+
+namespace tessera {
+namespace {
+
+double wall_time() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
+
+std::string host() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 && name[0] ? name.data() : "localhost";
+}
+
+}  // namespace
+
+void TensorBoard::on_start(const RunInfo& run) {
+  const std::filesystem::path folder = run.log_dir / "tensorboard";
+  constexpr std::string_view prefix = "events.out.tfevents.";
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  // A run from its first step starts anew, as metrics.jsonl does: readers would mix it with the older run.
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    if (run.first_step <= 1 && entry.path().filename().string().starts_with(prefix)) std::filesystem::remove(entry.path(), error);
+  }
+  const double now = wall_time();
+  // Readers take files in the order of their names, so the time comes first, in full.
+  const auto file = folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host() + "." + std::to_string(::getpid()));
+  out_.open(file, std::ios::binary | std::ios::trunc);
+  require(out_.good(), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
+  write(file_version_event(now));
+  if (run.first_step > 1) write(restart_event(now, run.first_step));
+}
+
+void TensorBoard::after_step(const StepResult& result) {
+  std::vector<std::pair<std::string, double>> scalars = {
+      {"train/loss", result.loss},     {"train/grad_norm", result.grad_norm},       {"train/lr", result.lr},
+      {"train/step_s", result.step_s}, {"train/tokens_per_s", result.tokens_per_s}, {"train/peak_bytes", static_cast<double>(result.peak_bytes)}};
+  for (const auto& [name, value] : result.extras) scalars.emplace_back("train/" + name, value);
+  write(scalars_event(wall_time(), result.step, scalars));
+}
+
+void TensorBoard::after_validation(const ValidationResult& result) {
+  const std::array<std::pair<std::string, double>, 2> scalars = {{{"validation/loss", result.loss}, {"validation/bits_per_byte", result.bits_per_byte}}};
+  write(scalars_event(wall_time(), result.step, scalars));
+}
+
+void TensorBoard::write(std::string_view event) {
+  const std::string record = event_record(event);
+  out_.write(record.data(), static_cast<std::streamsize>(record.size()));
+  out_.flush();
+}
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+#include "tessera/train/progress.h"
+
+#include <filesystem>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+
+namespace {
+
+// Turns what nlohmann-json throws on a field that is missing or of another type into a refusal that names the checkpoint.
+template <class Read>
+auto read_field(const nlohmann::json& progress, const char* field, const std::string& source, Read&& read) {
+  try {
+    return read(progress.at(field));
+  } catch (const nlohmann::json::exception& e) {
+    throw ConfigError(detail::concat(source, ": progress.", field, " in manifest.json cannot be read (", e.what(), "); the checkpoint is damaged or of another version, use another"));
+  }
+}
+
+}  // namespace
+
+nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, int data_ranks) {
+  return {{"config", to_toml(config)},
+          {"cursor",
+           {{"step", cursor.step}, {"global_size", cursor.global_size}, {"seq_len", cursor.seq_len}, {"seed", cursor.seed}, {"shuffle", cursor.shuffle}, {"content", cursor.content}}},
+          {"data_ranks", data_ranks},
+          {"bucket_plan", to_json(plan)}};
+}
+
+data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source) {
+  return read_field(progress, "cursor", source, [](const nlohmann::json& c) {
+    return data::Cursor{.step = c.at("step").get<int64_t>(),
+                        .global_size = c.at("global_size").get<int64_t>(),
+                        .seq_len = c.at("seq_len").get<int64_t>(),
+                        .seed = c.at("seed").get<uint64_t>(),
+                        .shuffle = c.at("shuffle").get<bool>(),
+                        .content = c.at("content").get<std::string>()};
+  });
+}
+
+Config config_of(const nlohmann::json& progress, const std::string& source) {
+  const auto text = read_field(progress, "config", source, [](const nlohmann::json& c) { return c.get<std::string>(); });
+  return parse_config(text, std::filesystem::current_path(), {}, source);
+}
+
+std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, int data_ranks, const std::string& source) {
+  if (read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); }) != data_ranks) return std::nullopt;
+  auto plan = read_field(progress, "bucket_plan", source, [](const nlohmann::json& p) { return bucket_plan_from_json(p); });
+  if (plan.empty()) return std::nullopt;
+  return plan;
+}
+
+}  // namespace tessera

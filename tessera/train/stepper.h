@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "tessera/core/attachment.h"
+#include "tessera/core/memory.h"
+#include "tessera/data/loader.h"
+#include "tessera/kernels/choice.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/optim/schedule.h"
+#include "tessera/train/compose.h"
+#include "tessera/train/engine.h"
+
+namespace tessera {
+
+/// What one optimizer step yields; equal on every rank.
+struct StepOutcome {
+  double loss = 0;         ///< mean over all valid tokens of the global batch, before the update
+  double grad_norm = 0;    ///< before clipping
+  double lr = 0;
+  int64_t peak_bytes = 0;  ///< maximum over ranks since the step began
+  double exposed_s = 0;    ///< seconds this rank waited for gradients that backward did not hide
+};
+
+/// Settings that hold for the thread that runs a rank: number of threads, kernels, memory accounting. They end with this object.
+class RankScope {
+ public:
+  RankScope(const Config& config, int local_ranks);
+
+  MemoryTracker& memory() { return memory_; }
+
+ private:
+  MemoryTracker memory_;
+  TrackMemory tracking_{memory_};
+  kernels::KernelChoiceGuard kernels_;
+};
+
+/// One rank of a run and the step that changes it. `train` loops over it; `plan` runs the very same on meta, over groups that record.
+class Stepper {
+ public:
+  /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch.
+  using GradientsReady = std::function<void()>;
+
+  Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume = std::nullopt);
+
+  /// One optimizer step: forward and backward of all micro-batches, clipping, update, and one small all-gather of what is reported.
+  StepOutcome step(const data::StepBatch& batch, const GradientsReady& gradients_ready = {});
+
+  Composition& run() { return run_; }
+  const Composition& run() const { return run_; }
+
+ private:
+  StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm) const;
+
+  const Config& config_;
+  comm::Group data_group_;
+  RankScope& scope_;
+  Composition run_;
+  std::unique_ptr<Engine> engine_;
+  optim::LearningRate learning_rate_;
+  Attachment attached_;
+};
+
+}  // namespace tessera

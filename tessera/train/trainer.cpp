@@ -1,0 +1,129 @@
+#include "tessera/train/trainer.h"
+
+#include <chrono>
+#include <exception>
+
+#include "tessera/checkpoint/agreement.h"
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/dump.h"
+#include "tessera/train/evaluate.h"
+#include "tessera/train/progress.h"
+
+namespace tessera {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
+  return {.seq_len = config.data.seq_len,
+          .global_size = config.batch.global_size,
+          .micro_size = config.batch.micro_size,
+          .shuffle = config.data.shuffle,
+          .seed = static_cast<uint64_t>(*config.data.seed),
+          .rank = mesh.rank(data_axes()),
+          .ranks = mesh.size(data_axes())};
+}
+
+}  // namespace
+
+Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump)
+    : config_(std::move(config)),
+      world_(world),
+      inputs_(std::move(inputs)),
+      dump_(std::move(dump)),
+      mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
+      scope_(config_, world.local_size()),
+      stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
+      loader_(inputs_.corpus, loader_options(config_, mesh_)) {
+  if (inputs_.resume) loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
+}
+
+void Trainer::add_observer(std::unique_ptr<Observer> observer) {
+  if (world_.rank() == 0) observers_.push_back(std::move(observer));
+}
+
+void Trainer::run() {
+  const auto start = Clock::now();
+  for (auto& o : observers_) o->on_start(info());
+  RunEnd end{.step = loader_.cursor().step, .finished = false};
+  try {
+    while (end.step < config_.run.steps) {
+      const StepResult result = step();
+      end.step = result.step;
+      for (auto& o : observers_) o->after_step(result);
+      if (inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, end.step)) validate_model(end.step);
+      if (!config_.checkpoint.dir.empty() && due(config_.checkpoint.every, end.step)) save(end.step);
+    }
+    end.finished = true;
+  } catch (...) {
+    end.seconds = seconds_since(start);
+    for (auto& o : observers_) o->on_end(end);
+    throw;
+  }
+  end.seconds = seconds_since(start);
+  for (auto& o : observers_) o->on_end(end);
+}
+
+StepResult Trainer::step() {
+  const auto start = Clock::now();
+  scope_.memory().reset_peak();
+  const data::StepBatch batch = loader_.next();
+  const bool dumping = dump_ && dump_->step == batch.step;
+  const StepOutcome outcome = stepper_.step(batch, dumping ? [this] { dump_gradients(); } : Stepper::GradientsReady{});
+  if (dumping) dump_weights();
+  const double step_s = seconds_since(start);
+  return {.step = batch.step,
+          .loss = outcome.loss,
+          .grad_norm = outcome.grad_norm,
+          .lr = outcome.lr,
+          .tokens = batch.global_valid_tokens,
+          .step_s = step_s,
+          .tokens_per_s = static_cast<double>(batch.global_valid_tokens) / step_s,
+          .peak_bytes = outcome.peak_bytes,
+          .extras = {{"exposed_comm_s", outcome.exposed_s}}};
+}
+
+void Trainer::validate_model(int64_t step) {
+  const auto found = evaluate(*stepper_.run().model, inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[data_axes()]);
+  for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
+}
+
+void Trainer::save(int64_t step) {
+  const auto& run = stepper_.run();
+  checkpoint::CheckpointState state;
+  state.step = step;
+  state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
+  state.optimizer = checkpoint::optimizer_json(*run.optimizer);
+  state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), mesh_.size(data_axes()));
+  state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
+  checkpoint::save(config_.checkpoint.dir, state, world_.group());
+  if (world_.rank() == 0 && config_.checkpoint.keep > 0) checkpoint::prune(config_.checkpoint.dir, config_.checkpoint.keep);
+}
+
+void Trainer::dump_gradients() const {
+  checkpoint::dump(dump_->dir / "grad.safetensors", config_.model, checkpoint::gradient_tensors(*stepper_.run().model), world_.group());
+}
+
+void Trainer::dump_weights() const {
+  checkpoint::dump(dump_->dir / "weights.safetensors", config_.model, checkpoint::parameter_tensors(*stepper_.run().model), world_.group());
+}
+
+RunInfo Trainer::info() const {
+  int64_t parameters = 0;
+  for (const auto& p : stepper_.run().parameters) {
+    int64_t elements = 1;
+    for (int64_t size : nn::slice_of(p.tensor).shape) elements *= size;
+    parameters += elements;
+  }
+  return {.name = config_.name,
+          .log_dir = config_.log.dir,
+          .first_step = loader_.cursor().step + 1,
+          .last_step = config_.run.steps,
+          .ranks = world_.size(),
+          .parameters = parameters};
+}
+
+}  // namespace tessera

@@ -1,0 +1,21 @@
+# Tests that run the command, the examples and an installed copy as a user would.
+set(python ${CMAKE_SOURCE_DIR}/tools/python)
+add_test(NAME system.include_direction COMMAND ${python} ${CMAKE_SOURCE_DIR}/tests/include_direction/include_direction_test.py)
+set_tests_properties(system.include_direction PROPERTIES LABELS system TIMEOUT 60)
+file(GLOB scripts CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/system/*_test.py)
+foreach(script ${scripts})
+  get_filename_component(name ${script} NAME_WE)
+  string(REPLACE "_test" "" name ${name})
+  # One ctest entry per test method, so that a failure names what broke and the two cores stay busy.
+  file(STRINGS ${script} lines REGEX "^(class [A-Za-z]+\\(SystemTest\\)|    def test_[a-z0-9_A-Z]+)")
+  foreach(line ${lines})
+    if(line MATCHES "^class ([A-Za-z]+)")
+      set(class ${CMAKE_MATCH_1})
+    elseif(line MATCHES "def (test_[a-z0-9_A-Z]+)")
+      set(method ${CMAKE_MATCH_1})
+      add_test(NAME system.${name}.${method} COMMAND ${python} ${script} ${class}.${method})
+      set_tests_properties(system.${name}.${method} PROPERTIES TIMEOUT 600 LABELS system
+        ENVIRONMENT "TESSERA_BINARY=${CMAKE_BINARY_DIR}/bin/tessera;TESSERA_BUILD=${CMAKE_BINARY_DIR}")
+    endif()
+  endforeach()
+endforeach()

@@ -1,0 +1,84 @@
+"""Every refusal is one line that names the knob, its value and the way out; exit 2; nothing is overwritten."""
+
+import unittest
+
+from support import SystemTest, english, run
+
+
+class BadInput(SystemTest):
+    def refused(self, *sets, nproc=1, expect=(), recipe=None):
+        log = self.folder / "refused"
+        log.mkdir(exist_ok=True)
+        (log / "metrics.jsonl").write_text('{"step": 1}\n')
+        done, _ = self.train("refused", nproc=nproc, sets=sets, expect=2, recipe=recipe)
+        line = self.refusal(done)
+        for word in expect:
+            self.assertIn(word, line)
+        self.assertEqual((log / "metrics.jsonl").read_text(), '{"step": 1}\n', "a refused run must not overwrite")
+
+    def test_unknown_key_names_the_nearest(self):
+        self.refused("model.layer=3", expect=["model.layer", "layers"])
+
+    def test_unknown_section(self):
+        self.refused("modle.dim=3", expect=["modle", "model"])
+
+    def test_wrong_type(self):
+        self.refused("model.dim=wide", expect=["model.dim", "integer"])
+
+    def test_unknown_value(self):
+        self.refused("optim.name=adamm", expect=["optim.name", "adamm", "adamw"])
+
+    def test_mesh_product(self):
+        self.refused("mesh.dp_replicate=3", nproc=2, expect=["3", "2"])
+
+    def test_global_size_not_a_multiple(self):
+        self.refused("batch.global_size=7", expect=["batch.global_size", "7", "2"])
+
+    def test_fewer_micro_batches_than_ranks(self):
+        self.refused("batch.global_size=2", nproc=2, expect=["batch.global_size", "2"])
+
+    def test_sequence_longer_than_the_model(self):
+        self.refused("model.max_seq_len=16", expect=["data.seq_len", "max_seq_len"])
+
+    def test_dp_shard_without_a_stage(self):
+        self.refused("mesh.dp_shard=2", nproc=2, expect=["mesh.dp_shard", "zero.stage"])
+
+    def test_missing_text(self):
+        self.refused("data.files=[\"nowhere.txt\"]", expect=["nowhere.txt"])
+
+    def test_empty_text(self):
+        (self.folder / "empty.txt").write_text("")
+        self.refused(f"data.files=[\"{self.folder / 'empty.txt'}\"]", expect=["empty.txt", "0 windows"])
+
+    def test_short_text_says_how_many_windows(self):
+        english(self.folder / "short.txt", words=12)
+        self.refused(f"data.files=[\"{self.folder / 'short.txt'}\"]", expect=["window"])
+
+    def test_tokenizer_larger_than_the_vocabulary(self):
+        self.refused("model.vocab_size=100", expect=["model.vocab_size", "100", "256"])
+
+    def test_heads(self):
+        self.refused("model.heads=5", expect=["heads", "5"])
+
+    def test_broken_toml_names_the_line(self):
+        path = self.folder / "broken.toml"
+        path.write_text("[model]\ndim = = 3\n")
+        self.refused(recipe=path, expect=["broken.toml", "2"])
+
+    def test_missing_recipe(self):
+        done = run("train", self.folder / "none.toml")
+        self.assertIn("none.toml", self.refusal(done))
+
+    def test_unknown_flag(self):
+        self.assertEqual(run("train", self.recipe, "--nprocs", 2).returncode, 2)
+
+    def test_techniques_of_later_builds_are_refused_by_name(self):
+        self.refused("mesh.tp=2", nproc=2, expect=["mesh.tp"])
+        self.refused("zero.stage=3", expect=["zero.stage"])
+
+    def test_hugging_face_folder_that_is_none(self):
+        self.refused(f"model.from_hf={self.folder}", expect=["config.json"])
+
+
+if __name__ == "__main__":
+    unittest.main()

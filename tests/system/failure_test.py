@@ -1,0 +1,94 @@
+"""A rank that dies ends all ranks promptly with one sentence; Ctrl-C ends all, once."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+import unittest
+
+from support import SystemTest, TESSERA, environment, run
+
+
+def children(pid):
+    """Process ids of the live children."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # gone meanwhile
+        if int(after_name[1]) == pid and after_name[0] != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def rank_of(pid):
+    variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(v.split(b"=")[1]) for v in variables if v.startswith(b"RANK=")), None)
+
+
+class Failure(SystemTest):
+    def start(self, nproc=2):
+        log = self.folder / f"log{time.monotonic_ns()}"
+        process = subprocess.Popen(
+            [TESSERA, "train", self.recipe, "--nproc", str(nproc), "--set", f"log.dir={log}", "--set", "run.steps=100000"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+        deadline = time.time() + 60
+        while time.time() < deadline and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").read_text().count("\n") > 3):
+            self.assertIsNone(process.poll(), process.stderr.read() if process.poll() is not None else "")
+            time.sleep(0.1)
+        return process
+
+    def end(self, process, within):
+        began = time.time()
+        try:
+            _, stderr = process.communicate(timeout=within)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            self.fail(f"still running {within} s later")
+        return stderr, time.time() - began
+
+    def test_a_killed_rank_ends_all_and_is_named(self):
+        for doomed in (0, 1):
+            process = self.start()
+            workers = children(process.pid)
+            self.assertEqual(len(workers), 2)
+            os.kill(next(p for p in workers if rank_of(p) == doomed), signal.SIGKILL)
+            stderr, _ = self.end(process, 10)
+            self.assertEqual(process.returncode, 1, stderr)
+            last = stderr.strip().splitlines()[-1]
+            self.assertIn(f"rank {doomed}", last)
+            self.assertIn("SIGKILL", last)
+            self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+
+    def test_control_c_ends_all_once(self):
+        process = self.start()
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        stderr, _ = self.end(process, 10)
+        self.assertNotEqual(process.returncode, 0)
+        self.assertNotIn("frame #", stderr)
+        self.assertNotIn("Traceback", stderr)
+        self.assertLess(len([line for line in stderr.splitlines() if "interrupt" in line.lower()]), 2)
+        self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+
+    def test_killing_the_launcher_leaves_no_orphan(self):
+        process = self.start()
+        workers = children(process.pid)
+        process.kill()
+        process.communicate()
+        deadline = time.time() + 10
+        while time.time() < deadline and any(pathlib.Path(f"/proc/{p}/exe").exists() for p in workers):
+            time.sleep(0.1)
+        self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+
+    def test_variables_of_a_launcher_that_contradict_each_other(self):
+        for variables, word in (({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"), ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
+                                ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "MASTER_ADDR")):
+            done = run("train", self.recipe, "--set", f"log.dir={self.folder / 'log'}", **variables)
+            self.assertIn(word, self.refusal(done))
+
+
+if __name__ == "__main__":
+    unittest.main()

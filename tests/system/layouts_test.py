@@ -1,0 +1,74 @@
+"""Any number of ranks trains the same run as one device."""
+
+import unittest
+
+import numpy
+
+from support import SystemTest, metrics, safetensors
+
+GRADIENTS = 1e-5  # of a tensor's largest entry
+LOSSES = 5e-6  # relative
+
+
+class Layouts(SystemTest):
+    def dumped(self, tag, nproc, sets=(), recipe=None):
+        _, log = self.train(tag, "--dump-step", 2, "--dump-dir", self.folder / tag / "dump", nproc=nproc, sets=sets, recipe=recipe)
+        return metrics(log), safetensors(log / "dump/grad.safetensors"), safetensors(log / "dump/weights.safetensors")
+
+    def compare(self, worlds, sets=(), recipe=None):
+        losses, grads, weights = self.dumped("one", 1, sets, recipe)
+        self.assertEqual([m["step"] for m in losses], list(range(1, 21)))
+        self.assertLess(losses[-1]["loss"], losses[0]["loss"])
+        for world in worlds:
+            other_losses, other_grads, other_weights = self.dumped(f"world{world}", world, sets, recipe)
+            self.assert_close_tensors(other_grads, grads, GRADIENTS)
+            self.assert_close_losses(other_losses, losses, LOSSES)
+            for mine, theirs in zip(other_losses, losses):
+                self.assertEqual(mine["tokens"], theirs["tokens"])
+                self.assertAlmostEqual(mine["grad_norm"], theirs["grad_norm"], delta=2e-5 * theirs["grad_norm"])
+
+    def test_llama_adamw(self):
+        self.compare([2, 3, 4])
+
+    def test_llama_sgd(self):
+        self.compare([2, 3], sets=["optim.name=sgd", "optim.lr=0.05", "optim.momentum=0.9"])
+
+    def test_gpt2_with_dropout(self):
+        self.compare([3], sets=["model.dropout=0.1"], recipe=self.write_recipe("gpt2.toml", family="gpt2", kv_heads=4))
+
+    def test_mlp(self):
+        self.compare([2], recipe=self.write_recipe("mlp.toml", family="mlp", kv_heads=4))
+
+    def test_unequal_runs_and_more_accumulation(self):
+        # 7 micro-batches over 5 ranks: two ranks run 2, three run one and one of weight 0.
+        self.compare([5], sets=["batch.global_size=7", "batch.micro_size=1"])
+
+    def test_tied(self):
+        self.compare([2], sets=["model.tie_embeddings=true"])
+
+    def test_deterministic_runs_are_bit_identical(self):
+        sets = ["run.deterministic=true", "batch.global_size=14"]
+        losses, grads, weights = self.dumped("one", 1, sets)
+        for world in (2, 3, 4):
+            other_losses, other_grads, other_weights = self.dumped(f"world{world}", world, sets)
+            self.assertEqual([m["loss"] for m in other_losses], [m["loss"] for m in losses], f"{world} ranks")
+            self.assertEqual([m["grad_norm"] for m in other_losses], [m["grad_norm"] for m in losses], f"{world} ranks")
+            for name, want in grads.items():
+                self.assertTrue(numpy.array_equal(other_grads[name], want), f"{world} ranks: gradient of {name}")
+            for name, want in weights.items():
+                self.assertTrue(numpy.array_equal(other_weights[name], want), f"{world} ranks: {name}")
+
+    def test_a_planted_bug_is_found(self):
+        losses, grads, _ = self.dumped("one", 1)
+        halved = {name: (g * 0.5 if name.endswith("model.norm.weight") else g) for name, g in grads.items()}
+        with self.assertRaises(AssertionError):
+            self.assert_close_tensors(halved, grads, GRADIENTS)
+        # Fewer micro-batches in the same step: what a rank whose contribution is dropped looks like.
+        _, dropped, _ = self.dumped("dropped", 1, sets=["batch.global_size=10", "data.shuffle=false"])
+        _, whole, _ = self.dumped("whole", 1, sets=["data.shuffle=false"])
+        with self.assertRaises(AssertionError):
+            self.assert_close_tensors(dropped, whole, GRADIENTS)
+
+
+if __name__ == "__main__":
+    unittest.main()

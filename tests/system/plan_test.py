@@ -1,0 +1,56 @@
+"""The dry run answers for every recipe, and its peak is that of the real run."""
+
+import json
+import unittest
+
+from support import SOURCE, SystemTest, metrics, run
+
+CATEGORIES = {"params", "gradients", "optimizer", "activations", "outputs", "comm", "other", "total"}
+
+
+class Plan(SystemTest):
+    def plan(self, *arguments, sets=()):
+        flags = [x for s in sets for x in ("--set", s)]
+        done = run("plan", *arguments, *flags, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)
+
+    def test_every_recipe_at_1_2_and_1024_ranks(self):
+        recipes = sorted((SOURCE / "recipes").glob("*.toml"))
+        self.assertTrue(recipes)
+        for recipe in recipes:
+            for world in (1, 2, 1024):
+                with self.subTest(recipe=recipe.name, world=world):
+                    sets = ["batch.global_size=1024", "batch.micro_size=1"] if world == 1024 else []
+                    answer = self.plan(recipe, "--world", world, sets=sets)
+                    self.assertEqual(sum(c["count"] for c in answer["ranks"]), world)
+                    for ranks in answer["ranks"]:
+                        self.assertEqual(set(ranks["peak_bytes"]), CATEGORIES)
+                        self.assertEqual(sum(v for k, v in ranks["peak_bytes"].items() if k != "total"), ranks["peak_bytes"]["total"])
+                        self.assertGreater(ranks["flops"], 0)
+                        self.assertEqual(any(c["op"] == "all_reduce" for c in ranks["collectives"]), world > 1)
+
+    def test_predicted_peak_is_the_real_peak(self):
+        for sets in ([], ["precision.compute=bf16"], ["run.deterministic=true"], ["optim.name=sgd", "optim.momentum=0.9", "model.dropout=0.1"]):
+            for world in (1, 2):
+                with self.subTest(world=world, sets=sets):
+                    _, log = self.train("real", nproc=world, sets=[*sets, "run.steps=4"])
+                    real = metrics(log)[-1]["peak_bytes"]
+                    predicted = max(c["peak_bytes"]["total"] for c in self.plan(self.recipe, "--world", world, sets=sets)["ranks"])
+                    self.assertLessEqual(abs(predicted - real), 0.001 * real, f"predicted {predicted}, real {real}")
+
+    def test_all_reduced_bytes_are_the_gradients(self):
+        answer = self.plan(self.recipe, "--world", 2)
+        (ranks,) = answer["ranks"]
+        moved = sum(c["bytes"] for c in ranks["collectives"] if c["op"] == "all_reduce")
+        self.assertEqual(moved, ranks["parameters"] * 4)
+
+    def test_presets(self):
+        answer = self.plan("7b", "--world", 1)
+        (ranks,) = answer["ranks"]
+        self.assertAlmostEqual(ranks["parameters"], 6.74e9, delta=0.01e9)
+        self.assertEqual(run("plan", "8bb").returncode, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,108 @@
+"""Stopping and resuming equals never having stopped."""
+
+import json
+import shutil
+import unittest
+
+import numpy
+
+from support import SystemTest, metrics, run, safetensors
+
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens")
+
+
+def essence(lines):
+    return [{k: line[k] for k in KEYS} for line in lines]
+
+
+class Resume(SystemTest):
+    def whole(self, nproc, sets=()):
+        _, log = self.train("whole", "--dump-step", 20, "--dump-dir", self.folder / "whole/dump", nproc=nproc, sets=sets)
+        return metrics(log), safetensors(log / "dump/weights.safetensors")
+
+    def check(self, nproc, sets=()):
+        losses, weights = self.whole(nproc, sets)
+        saving = [f"checkpoint.dir={self.folder / 'ckpt'}", *sets]
+        self.train("part", nproc=nproc, sets=[*saving, "checkpoint.every=4"])
+        # Forget everything after step 8, as a run that was stopped there.
+        for folder in (self.folder / "ckpt").iterdir():
+            if folder.is_dir() and int(folder.name.split("-")[-1]) > 8:
+                shutil.rmtree(folder)
+        done, log = self.train("part", "--dump-step", 20, "--dump-dir", self.folder / "part/dump", nproc=nproc, sets=[*saving, "checkpoint.resume=latest"])
+        self.assertEqual(essence(metrics(log)), essence(losses))
+        resumed = safetensors(log / "dump/weights.safetensors")
+        for name, want in weights.items():
+            self.assertTrue(numpy.array_equal(resumed[name], want), name)
+
+    def test_one_process(self):
+        self.check(1)
+
+    def test_two_processes(self):
+        self.check(2)
+
+    def test_three_processes_sgd_with_dropout(self):
+        self.check(3, ["optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.05", "model.dropout=0.1"])
+
+    def checkpointed(self, *more):
+        sets = [f"checkpoint.dir={self.folder / 'ckpt'}", "checkpoint.every=5", "run.steps=10", *more]
+        self.train("first", sets=sets, nproc=2)
+        folders = sorted(f for f in (self.folder / "ckpt").iterdir() if f.is_dir())
+        self.assertEqual(len(folders), 2)
+        return sets, folders
+
+    def test_a_flipped_byte_falls_back_to_the_older_checkpoint(self):
+        sets, folders = self.checkpointed()
+        victim = next(folders[-1].glob("*.safetensors"))
+        data = bytearray(victim.read_bytes())
+        data[-100] ^= 1
+        victim.write_bytes(data)
+        done, log = self.train("second", sets=[*sets, "checkpoint.resume=latest"], nproc=2)
+        self.assertIn(folders[-1].name, done.stderr)
+        self.assertEqual(metrics(log)[0]["step"], 6)
+
+    def test_a_flipped_byte_is_refused_when_named(self):
+        sets, folders = self.checkpointed()
+        victim = next(folders[-1].glob("*.safetensors"))
+        data = bytearray(victim.read_bytes())
+        data[-100] ^= 1
+        victim.write_bytes(data)
+        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}"], nproc=2, expect=2)
+        self.assertIn(victim.name, self.refusal(done))
+
+    def test_a_missing_file_and_another_model_are_refused(self):
+        sets, folders = self.checkpointed()
+        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}", "model.dim=64"], expect=2)
+        self.assertIn("model.dim", self.refusal(done))
+        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}", "batch.global_size=6"], expect=2)
+        self.assertIn("batch.global_size", self.refusal(done))
+        next(folders[-1].glob("*.safetensors")).unlink()
+        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}"], expect=2)
+        self.assertIn(".safetensors", self.refusal(done))
+
+    def test_another_layout_resumes_within_bounds(self):
+        constant = "optim.schedule=constant"  # a schedule that does not depend on run.steps, which the resumed runs raise
+        losses, _ = self.whole(1, [constant])
+        self.checkpointed(constant)
+        for world in (1, 3):
+            copy = self.folder / f"moved{world}"
+            shutil.copytree(self.folder / "ckpt", copy)
+            _, log = self.train(f"world{world}", nproc=world, sets=[f"checkpoint.dir={copy}", "checkpoint.resume=latest", constant])
+            self.assert_close_losses(metrics(log), losses[10:], 5e-6)
+
+    def test_latest_without_a_checkpoint_starts_afresh_and_says_so(self):
+        done, log = self.train("fresh", sets=[f"checkpoint.dir={self.folder / 'none'}", "checkpoint.resume=latest", "run.steps=4"])
+        self.assertIn("no checkpoint", done.stderr.lower())
+        self.assertEqual(len(metrics(log)), 4)
+
+    def test_inspect_lists_slices(self):
+        _, folders = self.checkpointed()
+        done = run("inspect", folders[-1], "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        listing = json.loads(done.stdout)
+        self.assertEqual(listing["step"], 10)
+        names = {entry["name"] for entry in listing["tensors"]}
+        self.assertIn("norm.weight", names)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,133 @@
+"""What the system tests share: the command, small texts, and readers of what a run writes. Standard library and numpy only."""
+
+import json
+import os
+import pathlib
+import random
+import struct
+import subprocess
+import tempfile
+import unittest
+
+import numpy
+
+SOURCE = pathlib.Path(__file__).resolve().parents[2]
+TESSERA = os.environ.get("TESSERA_BINARY", str(SOURCE / "build/release/bin/tessera"))
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def environment(**extra):
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    env.update(extra)
+    return env
+
+
+def run(*arguments, timeout=120, **extra):
+    """Runs the command to its end; returns the finished process with text output."""
+    return subprocess.run([TESSERA, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment(**extra))
+
+
+def english(path, words=20000, seed=0):
+    """Writes pseudo-English with structure that a small model can learn."""
+    draw = random.Random(seed)
+    vocabulary = ["".join(draw.choice("etaoinshrdlu") for _ in range(draw.randint(2, 7))) for _ in range(300)]
+    out = []
+    for _ in range(words):
+        out.append(vocabulary[min(int(draw.expovariate(1 / 40)), 299)])
+        if draw.random() < 0.08:
+            out[-1] += ".\n"
+    path.write_text(" ".join(out))
+    return path
+
+
+def metrics(log_dir):
+    return [json.loads(line) for line in (pathlib.Path(log_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def safetensors(path):
+    """A minimal reader: name -> numpy array (F32 and I64 are all that dumps hold)."""
+    data = pathlib.Path(path).read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    kinds = {"F32": numpy.float32, "I64": numpy.int64, "F64": numpy.float64}
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        tensors[name] = numpy.frombuffer(data[8 + size + begin : 8 + size + end], kinds[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+RECIPE = """
+[model]
+family = "{family}"
+dim = 48
+layers = 3
+heads = 4
+kv_heads = {kv_heads}
+ffn_dim = 96
+vocab_size = 259
+[data]
+files = ["text.txt"]
+validation_files = ["held_out.txt"]
+tokenizer = "byte"
+seq_len = 32
+[batch]
+global_size = 12
+micro_size = 2
+[optim]
+name = "adamw"
+lr = 1e-3
+max_grad_norm = 1.0
+schedule = "cosine"
+warmup_steps = 3
+[run]
+steps = 20
+seed = 7
+"""
+
+
+class SystemTest(unittest.TestCase):
+    """Gives each test a folder with a text and a recipe."""
+
+    def setUp(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="tessera-test-")
+        self.folder = pathlib.Path(self._folder.name)
+        english(self.folder / "text.txt")
+        english(self.folder / "held_out.txt", words=1500, seed=1)
+        self.recipe = self.write_recipe()
+
+    def tearDown(self):
+        self._folder.cleanup()
+
+    def write_recipe(self, name="run.toml", family="llama", kv_heads=2, text=RECIPE):
+        path = self.folder / name
+        path.write_text(text.format(family=family, kv_heads=kv_heads))
+        return path
+
+    def train(self, tag, *arguments, nproc=1, sets=(), expect=0, recipe=None, **extra):
+        """Trains into folder/tag and returns (finished process, log folder)."""
+        log_dir = self.folder / tag
+        flags = [x for s in (f"log.dir={log_dir}", *sets) for x in ("--set", s)]
+        done = run("train", recipe or self.recipe, "--nproc", nproc, *flags, *arguments, **extra)
+        self.assertEqual(done.returncode, expect, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return done, log_dir
+
+    def refusal(self, done):
+        """The last line on stderr of a run that was refused with exit 2."""
+        self.assertEqual(done.returncode, 2, done.stderr)
+        return done.stderr.strip().splitlines()[-1]
+
+    def assert_close_tensors(self, actual, expected, bound):
+        self.assertEqual(sorted(actual), sorted(expected))
+        for name, want in expected.items():
+            scale = numpy.abs(want).max()
+            difference = numpy.abs(actual[name] - want).max()
+            self.assertLessEqual(difference, bound * scale, f"{name}: differs by {difference:.3g}, largest entry {scale:.3g}")
+
+    def assert_close_losses(self, actual, expected, bound):
+        self.assertEqual(len(actual), len(expected))
+        for a, e in zip(actual, expected):
+            self.assertEqual(a["step"], e["step"])
+            self.assertLessEqual(abs(a["loss"] - e["loss"]), bound * abs(e["loss"]), f"step {a['step']}: {a['loss']} against {e['loss']}")

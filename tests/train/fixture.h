@@ -1,0 +1,112 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/testing.h"
+#include "tessera/core/config.h"
+#include "tessera/data/corpus.h"
+#include "tessera/data/loader.h"
+#include "tessera/data/tokenizer.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/train/stepper.h"
+
+namespace tessera::testing {
+
+/// A folder with a small text, and a small model's recipe. Ends with the test.
+class TrainFixture : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = std::filesystem::temp_directory_path() / ("tessera-" + std::to_string(getpid()) + "-" + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::filesystem::create_directories(folder_);
+    std::ofstream text(folder_ / "text.txt");
+    uint32_t state = 1;
+    for (int i = 0; i < 4000; ++i) {
+      state = state * 1664525u + 1013904223u;
+      text << "abcdefgh"[state >> 29] << (i % 7 == 0 ? " " : "the ");
+    }
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  Config config(const std::string& family, const std::vector<std::string>& sets = {}) const {
+    const std::string text = "[model]\nfamily = \"" + family +
+                             "\"\ndim = 24\nlayers = 2\nheads = 4\nffn_dim = 40\nvocab_size = 259\n[data]\nfiles = [\"text.txt\"]\nseq_len = 16\n"
+                             "[batch]\nglobal_size = 14\nmicro_size = 2\n[optim]\nlr = 1e-2\nmax_grad_norm = 1.0\n[run]\nsteps = 6\nseed = 3\n";
+    std::vector<std::string> all{"data.cache_dir=" + (folder_ / "cache").string()};
+    all.insert(all.end(), sets.begin(), sets.end());
+    Config config = parse_config(text, folder_, all);
+    resolve(config);
+    return config;
+  }
+
+  std::shared_ptr<const data::Corpus> corpus(const Config& config) const {
+    const auto tokenizer = data::Tokenizer::load("byte");
+    return data::Corpus::open_or_build({config.data.files.at(0)}, *tokenizer, config.data.cache_dir);
+  }
+
+  struct Trace {
+    std::vector<StepOutcome> steps;
+    std::map<std::string, at::Tensor> gradients;  ///< of the recorded step, before clipping
+    std::map<std::string, at::Tensor> weights;    ///< after the last step
+    MemoryByCategory peak{};                      ///< at the largest total of all steps
+  };
+
+  /// Trains `world` ranks as threads; returns what rank 0 saw. `plant` may spoil gradients before they are recorded.
+  Trace train(const Config& config, int world, const std::function<void(Composition&)>& plant = {}, int64_t recorded_step = 2) const {
+    Trace trace;
+    const auto text = corpus(config);
+    comm::run_ranks(world, [&](comm::World& ranks) {
+      validate(config, ranks.size());
+      Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+      RankScope scope(config, ranks.local_size());
+      Stepper stepper(config, mesh, at::kCPU, scope);
+      data::Loader loader(text, {.seq_len = config.data.seq_len, .global_size = config.batch.global_size, .micro_size = config.batch.micro_size, .shuffle = true,
+                                 .seed = static_cast<uint64_t>(*config.data.seed), .rank = ranks.rank(), .ranks = ranks.size()});
+      const bool first = ranks.rank() == 0;
+      int64_t peak = -1;
+      for (int64_t step = 1; step <= config.run.steps; ++step) {
+        scope.memory().reset_peak();
+        const auto outcome = stepper.step(loader.next(), [&] {
+          if (plant) plant(stepper.run());
+          if (!first || step != recorded_step) return;
+          MemoryTracker aside;
+          TrackMemory not_counted(aside);
+          for (const auto& p : stepper.run().parameters) trace.gradients[p.name] = p.tensor.grad().clone();
+        });
+        if (!first) continue;
+        trace.steps.push_back(outcome);
+        if (scope.memory().peak() > peak) {
+          peak = scope.memory().peak();
+          trace.peak = scope.memory().peak_by_category();
+        }
+      }
+      if (first)
+        for (const auto& p : stepper.run().parameters) trace.weights[p.name] = p.tensor.detach().clone();
+    });
+    return trace;
+  }
+
+  std::filesystem::path folder_;
+};
+
+/// Largest difference of two sets of tensors, each relative to the largest entry of `want`'s. A key's bias adds the same number to all of a query's scores, which the softmax takes
+/// out again: in exact arithmetic its gradient is zero, so what is left of it is measured by the query's bias.
+inline double difference(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
+  EXPECT_EQ(got.size(), want.size());
+  double worst = 0;
+  for (const auto& [name, tensor] : want) {
+    std::string measure = name;
+    if (const auto key = name.find("wk.bias"); key != std::string::npos) measure.replace(key, 2, "wq");
+    const double scale = want.at(measure).abs().max().item<double>();
+    worst = std::max(worst, (got.at(name) - tensor).abs().max().item<double>() / std::max(scale, 1e-30));
+  }
+  return worst;
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,186 @@
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+#include "tessera/train/observers/event_record.h"
+#include "tessera/train/observers/metrics_file.h"
+#include "tessera/train/observers/progress_bar.h"
+#include "tessera/train/observers/tensorboard.h"
+#include "tests/data/files.h"
+
+namespace tessera {
+namespace {
+
+using data::Folder;
+using data::refusal;
+using data::slurp;
+using testing::AllOf;
+using testing::ContainsRegex;
+using testing::EndsWith;
+using testing::HasSubstr;
+using testing::Not;
+
+StepResult step(int64_t k, double loss = 0) {
+  return {.step = k,
+          .loss = loss ? loss : 1.0 / static_cast<double>(k),
+          .grad_norm = 0.1,
+          .lr = 1e-5,
+          .tokens = 512,
+          .step_s = 0.25,
+          .tokens_per_s = 2048,
+          .peak_bytes = 1 << 20,
+          .extras = {}};
+}
+
+std::vector<nlohmann::ordered_json> lines(const std::filesystem::path& file) {
+  std::vector<nlohmann::ordered_json> out;
+  std::ifstream in(file);
+  for (std::string line; std::getline(in, line);) out.push_back(nlohmann::ordered_json::parse(line));
+  return out;
+}
+
+TEST(MetricsFile, WritesOneObjectAStepAtOnce) {
+  Folder folder;
+  MetricsFile metrics;
+  metrics.on_start({.log_dir = folder.path()});
+  EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
+  StepResult first = step(1, 0.1 + 0.2);
+  first.extras = {{"loss_scale", 1024}};
+  metrics.after_step(first);
+  EXPECT_EQ(slurp(folder / "metrics.jsonl"),
+            "{\"step\":1,\"loss\":0.30000000000000004,\"grad_norm\":0.1,\"lr\":1e-05,\"tokens\":512,\"step_s\":0.25,\"tokens_per_s\":2048.0,\"peak_bytes\":"
+            "1048576,\"loss_scale\":1024.0}\n");
+  metrics.after_validation({.step = 1, .loss = 2.5, .bits_per_byte = 1.25});
+  metrics.after_step(step(2, std::numeric_limits<double>::quiet_NaN()));
+  EXPECT_TRUE(lines(folder / "metrics.jsonl").at(1)["loss"].is_null());
+  EXPECT_EQ(slurp(folder / "validation.jsonl"), "{\"step\":1,\"loss\":2.5,\"bits_per_byte\":1.25}\n");
+}
+
+TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
+  Folder folder;
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path()});
+    for (int64_t k = 1; k <= 6; ++k) metrics.after_step(step(k));
+    metrics.after_validation({.step = 2, .loss = 1, .bits_per_byte = 1});
+    metrics.after_validation({.step = 4, .loss = 1, .bits_per_byte = 1});
+  }
+  const std::string before = slurp(folder / "metrics.jsonl");
+  std::ofstream(folder / "metrics.jsonl", std::ios::app) << "{\"step\":7,\"lo";  // the run was killed here
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path(), .first_step = 4});
+    const std::string kept = slurp(folder / "metrics.jsonl");
+    EXPECT_THAT(kept, Not(testing::IsEmpty()));
+    EXPECT_TRUE(before.starts_with(kept));
+    metrics.after_step(step(4, 9));
+  }
+  const auto resumed = lines(folder / "metrics.jsonl");
+  ASSERT_EQ(resumed.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(resumed[i]["step"], i + 1);
+  EXPECT_EQ(resumed[3]["loss"], 9);
+  EXPECT_EQ(lines(folder / "validation.jsonl").size(), 1u);
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path(), .first_step = 1});
+  }
+  EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
+  EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
+}
+
+TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
+  Folder folder;
+  MetricsFile metrics;
+  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none")));
+}
+
+/// What a bar prints over a run of `last` steps.
+std::string printed(ProgressBar::Options options, int64_t last, double seconds_a_step) {
+  Folder folder;
+  options.out = std::fopen((folder / "out").c_str(), "w");
+  EXPECT_FALSE(ProgressBar::is_terminal(options.out));
+  {
+    ProgressBar bar(options);
+    bar.on_start({.name = "demo", .last_step = last, .ranks = 2, .parameters = 1234567});
+    for (int64_t k = 1; k <= last; ++k) {
+      StepResult result = step(k);
+      result.step_s = seconds_a_step;
+      bar.after_step(result);
+      if (k == last / 2) bar.after_validation({.step = k, .loss = 2, .bits_per_byte = 1.5});
+    }
+    bar.on_end({.step = last, .finished = true, .seconds = 61});
+  }
+  std::fclose(options.out);
+  return slurp(folder / "out");
+}
+
+TEST(ProgressBar, PrintsPlainLinesWithoutATerminal) {
+  const std::string every = printed({.line_every_s = 0}, 4, 2);
+  EXPECT_THAT(every, AllOf(HasSubstr("demo: 1.23 M parameters, 2 ranks, steps 1 to 4\n"), HasSubstr("step 1/4  loss 1.0000  256 tok/s  ETA 6.00 s\n"),
+                           HasSubstr("step 2/4  validation loss 2.0000  1.5000 bits per byte\n"), HasSubstr("step 4/4  loss 0.2500  256 tok/s\n"),
+                           EndsWith("finished at step 4 in 1 m 01 s\n"), Not(HasSubstr("\r")), Not(HasSubstr("\x1b"))));
+  // The first and the last step appear however rarely lines do.
+  const std::string rare = printed({.line_every_s = 1e9}, 100, 1e-3);
+  EXPECT_THAT(rare, AllOf(HasSubstr("step 1/100  loss"), HasSubstr("step 100/100  loss"), HasSubstr("step 50/100  validation"), Not(HasSubstr("step 2/100"))));
+}
+
+TEST(ProgressBar, RedrawsInPlaceAndNeverWraps) {
+  for (int width : {20, 60, 80, 200}) {
+    const std::string out = printed({.terminal = true, .width = width}, 50, 1e-3);
+    EXPECT_THAT(out, AllOf(HasSubstr("\r"), HasSubstr("50/50"), HasSubstr("validation loss 2.0000  1.5000 bits per byte\n"),
+                           EndsWith("finished at step 50 in 1 m 01 s\n")));
+    std::string line;
+    for (char c : out) {
+      if (c != '\r' && c != '\n') {
+        line += c;
+        continue;
+      }
+      if (const size_t escape = line.find("\x1b[K"); escape != std::string::npos && line.find("validation") == std::string::npos) {
+        EXPECT_LT(escape, static_cast<size_t>(width)) << line;
+      }
+      line.clear();
+    }
+  }
+  EXPECT_THAT(printed({.terminal = true, .width = 80}, 50, 1e-3), ContainsRegex("\\[#+\\] loss 0.0200"));
+}
+
+TEST(EventRecord, HasTheChecksumsOfItsFormat) {
+  EXPECT_EQ(crc32c("123456789"), 0xe3069283u);            // RFC 3720 and every implementation's own test
+  EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8a9136aau);  // RFC 3720, B.4
+  EXPECT_EQ(crc32c(""), 0u);
+  EXPECT_EQ(event_record("abc").size(), 8u + 4 + 3 + 4);
+}
+
+// tensorboard_test.py opens what this test writes, with TensorBoard itself.
+TEST(TensorBoardFile, TellsOfAStoppedAndResumedRun) {
+  Folder folder;
+  const char* kept = std::getenv("TESSERA_TEST_LOG_DIR");
+  const std::filesystem::path log_dir = kept ? std::filesystem::path(kept) : folder.path();
+  const auto run = [&](int64_t first, int64_t last, double scale) {
+    TensorBoard board;
+    MetricsFile metrics;
+    std::vector<Observer*> observers = {&board, &metrics};
+    for (Observer* o : observers) o->on_start({.name = "test", .log_dir = log_dir, .first_step = first, .last_step = last});
+    for (int64_t k = first; k <= last; ++k) {
+      StepResult result = step(k, scale / static_cast<double>(k));
+      result.extras = {{"loss_scale", 1024.0 * static_cast<double>(k)}};
+      for (Observer* o : observers) o->after_step(result);
+      if (k % 3 == 0) {
+        for (Observer* o : observers) o->after_validation({.step = k, .loss = scale, .bits_per_byte = scale / 2});
+      }
+    }
+  };
+  const auto files = [&] { return std::distance(std::filesystem::directory_iterator(log_dir / "tensorboard"), std::filesystem::directory_iterator()); };
+  run(1, 400, 1);
+  EXPECT_EQ(files(), 1);
+  run(1, 10, 1);
+  EXPECT_EQ(files(), 1);  // begun anew
+  run(6, 300, 2);
+  EXPECT_EQ(files(), 2);  // steps 6 to 10 of the older file do not count
+}
+
+}  // namespace
+}  // namespace tessera
