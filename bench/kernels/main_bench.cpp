@@ -1,0 +1,38 @@
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <vector>
+
+#include "bench/kernels/support.h"
+#include "tessera/core/parallel.h"
+
+namespace tessera::bench {
+
+double memory_bandwidth() {
+  static const double measured = [] {
+    constexpr int64_t count = int64_t{64} << 20;
+    std::vector<float> data(count, 1.0f);
+    double best = std::numeric_limits<double>::infinity();
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      const auto start = std::chrono::steady_clock::now();
+      parallel_for(0, count, 1 << 16, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) data[i] += 1.0f;
+      });
+      best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return 2.0 * count * sizeof(float) / best;
+  }();
+  return measured;
+}
+
+at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype, bool requires_grad) { return at::randn(shape).to(dtype).requires_grad_(requires_grad); }
+
+void report_bytes(benchmark::State& state, double bytes_per_iteration) {
+  state.SetBytesProcessed(static_cast<int64_t>(bytes_per_iteration * state.iterations()));
+  // A rate whose unit is iterations per second, scaled to the share of the bound.
+  state.counters["bound"] = benchmark::Counter(bytes_per_iteration * state.iterations() / memory_bandwidth(), benchmark::Counter::kIsRate);
+}
+
+}  // namespace tessera::bench
+
+BENCHMARK_MAIN();

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <cstdint>
+
+/// The inner loops of the CPU kernels: plain data in, one table of functions per instruction set. A loop works on a range of rows, so callers parallelise over
+/// rows; what a row gives does not depend on the range. Arithmetic is fp32 whatever the type of the data.
+namespace tessera::kernels::cpu {
+
+enum class Type : uint8_t { Float, BFloat16 };
+
+struct Input {
+  const void* data = nullptr;
+  Type type = Type::Float;
+};
+struct Output {
+  void* data = nullptr;
+  Type type = Type::Float;
+};
+
+struct RmsNorm {
+  Input x, weight;
+  Output out;
+  float* rstd;  ///< [rows] 1 / sqrt(mean(x^2) + eps)
+  int64_t dim;
+  double eps;
+};
+
+struct RmsNormBackward {
+  Input grad, x, weight;
+  const float* rstd;
+  Output dx;
+  float* partial;  ///< [ceil(rows / block), dim] sums of grad * x * rstd over `block` rows each
+  int64_t rows, dim, block;
+};
+
+struct SwiGlu {
+  Input gate, up;
+  int64_t gate_stride, up_stride;  ///< elements from row to row
+  Output out;
+  int64_t dim;
+};
+
+struct SwiGluBackward {
+  Input grad, gate, up;
+  int64_t gate_stride, up_stride;
+  Output d_gate, d_up;  ///< contiguous, like grad
+  int64_t dim;
+};
+
+struct Rope {
+  Input x;
+  int64_t batch_stride, token_stride, head_stride;  ///< of x; features are contiguous
+  Output out;                                       ///< [B, S, H, D] contiguous
+  const float *cos, *sin;                           ///< rows of D/2
+  int64_t table_batch_stride;                       ///< 0 where all samples share one table
+  int64_t tokens, heads, half;                      ///< S, H, D/2
+  float sign;                                       ///< -1 turns backwards
+};
+
+struct CrossEntropy {
+  Input logits;           ///< [rows, vocabulary]
+  const int64_t* labels;  ///< [rows]; negative: ignored
+  int64_t vocabulary;
+  float* loss;  ///< [rows] or null
+  float* lse;   ///< [rows] log-sum-exp or null
+};
+
+struct CrossEntropyGradient {
+  Input logits;
+  const int64_t* labels;
+  int64_t vocabulary;
+  const float* lse;
+  float scale;
+  Output d_logits;  ///< may be logits itself
+};
+
+/// Loss, and the gradient in place of the logits while the row is in cache.
+struct CrossEntropyInPlace {
+  Output logits;
+  const int64_t* labels;
+  int64_t vocabulary;
+  float* loss;
+  float scale;
+};
+
+struct Dropout {
+  Input x;
+  Output out;
+  const int64_t* rows;  ///< global row of each local row
+  int64_t dim, feature_offset, feature_total;
+  uint64_t key;
+  float p;
+};
+
+struct Loops {
+  const char* name;
+  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                                ///< rows
+  void (*rms_norm_backward)(const RmsNormBackward&, int64_t begin, int64_t end);                               ///< blocks of rows
+  void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);                                                   ///< rows
+  void (*swiglu_backward)(const SwiGluBackward&, int64_t begin, int64_t end);                                  ///< rows
+  void (*rope)(const Rope&, int64_t begin, int64_t end);                                                       ///< tokens of the whole batch
+  void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end);                                      ///< rows
+  void (*cross_entropy_gradient)(const CrossEntropyGradient&, int64_t begin, int64_t end);                     ///< rows
+  void (*cross_entropy_in_place)(const CrossEntropyInPlace&, int64_t begin, int64_t end);                      ///< rows
+  void (*dropout)(const Dropout&, int64_t begin, int64_t end);                                                 ///< rows
+  void (*sum_rows)(const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end);  ///< columns begin..end, rows in order
+  void (*accumulate)(float* sum, Input term, bool first, int64_t begin, int64_t end);                          ///< elements: sum = term, or sum += term
+};
+
+/// Null where the build does not target x86-64.
+const Loops* loops_baseline();
+const Loops* loops_avx2();
+const Loops* loops_avx512();
+
+/// The fastest this machine runs; ATEN_CPU_CAPABILITY (default, avx2, avx512) lowers it together with libtorch's own kernels.
+const Loops& loops();
+
+}  // namespace tessera::kernels::cpu

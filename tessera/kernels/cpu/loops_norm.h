@@ -1,0 +1,67 @@
+#pragma once
+
+#include "tessera/kernels/cpu/loops.h"
+#include "tessera/kernels/cpu/simd.h"
+
+namespace tessera::kernels::cpu {
+namespace {
+
+template <class X, class W, class Y>
+void rms_norm_rows(const RmsNorm& args, int64_t begin, int64_t end) {
+  const auto* weight = static_cast<const W*>(args.weight.data);
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* x = static_cast<const X*>(args.x.data) + row * args.dim;
+    auto* out = static_cast<Y*>(args.out.data) + row * args.dim;
+    Floats squares = {};
+    for_vectors(args.dim, [&](int64_t i, auto lanes) {
+      const Floats value = load(x + i, lanes);
+      squares += value * value;
+    });
+    const auto rstd = static_cast<float>(1.0 / __builtin_sqrt(sum(squares) / static_cast<double>(args.dim) + args.eps));
+    args.rstd[row] = rstd;
+    for_vectors(args.dim, [&](int64_t i, auto lanes) { store(out + i, load(x + i, lanes) * rstd * load(weight + i, lanes), lanes); });
+  }
+}
+
+/// With h = x * rstd and g = grad * weight:  dx = rstd * (g - h * mean(g * h)),  d_weight = sum over rows of grad * h.
+template <class G, class X, class W>
+void rms_norm_backward_blocks(const RmsNormBackward& args, int64_t begin, int64_t end) {
+  const auto* weight = static_cast<const W*>(args.weight.data);
+  const int64_t dim = args.dim;
+  for (int64_t block = begin; block < end; ++block) {
+    float* partial = args.partial + block * dim;
+    std::memset(partial, 0, sizeof(float) * dim);
+    const int64_t first = block * args.block;
+    const int64_t last = first + args.block < args.rows ? first + args.block : args.rows;
+    for (int64_t row = first; row < last; ++row) {
+      const auto* grad = static_cast<const G*>(args.grad.data) + row * dim;
+      const auto* x = static_cast<const X*>(args.x.data) + row * dim;
+      auto* dx = static_cast<X*>(args.dx.data) + row * dim;
+      const float rstd = args.rstd[row];
+      Floats dot = {};
+      for_vectors(dim, [&](int64_t i, auto lanes) {
+        const Floats scaled = load(grad + i, lanes) * (load(x + i, lanes) * rstd);
+        dot += scaled * load(weight + i, lanes);
+        store(partial + i, load(partial + i, lanes) + scaled, lanes);
+      });
+      const auto mean = static_cast<float>(sum(dot) / static_cast<double>(dim));
+      for_vectors(dim, [&](int64_t i, auto lanes) {
+        const Floats g = load(grad + i, lanes) * load(weight + i, lanes);
+        store(dx + i, rstd * (g - load(x + i, lanes) * rstd * mean), lanes);
+      });
+    }
+  }
+}
+
+template <class Y>
+void sum_rows_columns(const float* rows, int64_t num_rows, int64_t dim, void* out, int64_t begin, int64_t end) {
+  auto* to = static_cast<Y*>(out) + begin;
+  for_vectors(end - begin, [&](int64_t i, auto lanes) {
+    Floats total = {};
+    for (int64_t row = 0; row < num_rows; ++row) total += load(rows + row * dim + begin + i, lanes);
+    store(to + i, total, lanes);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::kernels::cpu

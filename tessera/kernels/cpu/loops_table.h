@@ -1,0 +1,78 @@
+#pragma once
+
+#include "tessera/kernels/cpu/loops_cross_entropy.h"
+#include "tessera/kernels/cpu/loops_dropout.h"
+#include "tessera/kernels/cpu/loops_norm.h"
+#include "tessera/kernels/cpu/loops_pointwise.h"
+
+/// The loops of this translation unit's instruction set, with run-time types turned into template arguments.
+namespace tessera::kernels::cpu {
+namespace {
+
+template <class T>
+struct Tag {
+  using type = T;
+};
+
+/// f(Tag<float>) or f(Tag<BFloat16>).
+template <class F>
+void with_type(Type type, F&& f) {
+  if (type == Type::Float) {
+    f(Tag<float>{});
+  } else {
+    f(Tag<BFloat16>{});
+  }
+}
+
+constexpr Loops make_loops(const char* name) {
+  Loops loops{};
+  loops.name = name;
+  loops.rms_norm = [](const RmsNorm& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto x) {
+      with_type(args.weight.type, [&](auto w) {
+        with_type(args.out.type,
+                  [&](auto y) { rms_norm_rows<typename decltype(x)::type, typename decltype(w)::type, typename decltype(y)::type>(args, begin, end); });
+      });
+    });
+  };
+  loops.rms_norm_backward = [](const RmsNormBackward& args, int64_t begin, int64_t end) {
+    with_type(args.grad.type, [&](auto g) {
+      with_type(args.x.type, [&](auto x) {
+        with_type(args.weight.type, [&](auto w) {
+          rms_norm_backward_blocks<typename decltype(g)::type, typename decltype(x)::type, typename decltype(w)::type>(args, begin, end);
+        });
+      });
+    });
+  };
+  loops.swiglu = [](const SwiGlu& args, int64_t begin, int64_t end) {
+    with_type(args.gate.type, [&](auto t) { swiglu_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.swiglu_backward = [](const SwiGluBackward& args, int64_t begin, int64_t end) {
+    with_type(args.gate.type, [&](auto t) { swiglu_backward_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.rope = [](const Rope& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto t) { rope_tokens<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.cross_entropy = [](const CrossEntropy& args, int64_t begin, int64_t end) {
+    with_type(args.logits.type, [&](auto t) { cross_entropy_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.cross_entropy_gradient = [](const CrossEntropyGradient& args, int64_t begin, int64_t end) {
+    with_type(args.logits.type, [&](auto t) { cross_entropy_gradient_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.cross_entropy_in_place = [](const CrossEntropyInPlace& args, int64_t begin, int64_t end) {
+    with_type(args.logits.type, [&](auto t) { cross_entropy_in_place_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.dropout = [](const Dropout& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto t) { dropout_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.sum_rows = [](const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end) {
+    with_type(out.type, [&](auto t) { sum_rows_columns<typename decltype(t)::type>(rows, num_rows, dim, out.data, begin, end); });
+  };
+  loops.accumulate = [](float* sum, Input term, bool first, int64_t begin, int64_t end) {
+    with_type(term.type, [&](auto t) { accumulate_elements<typename decltype(t)::type>(sum, term.data, first, begin, end); });
+  };
+  return loops;
+}
+
+}  // namespace
+}  // namespace tessera::kernels::cpu

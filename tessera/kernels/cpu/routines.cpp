@@ -1,0 +1,127 @@
+#include "tessera/kernels/routines.h"
+
+#include <algorithm>
+
+#include "tessera/core/error.h"
+#include "tessera/core/parallel.h"
+#include "tessera/kernels/cpu/loops.h"
+#include "tessera/kernels/cross_entropy.h"
+
+namespace tessera::kernels {
+
+namespace {
+
+// Elements below which one more thread costs more than it brings.
+constexpr int64_t kGrainElements = 16 * 1024;
+
+/// Rows per part, so that a part is worth a thread.
+int64_t grain(int64_t elements_per_row) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_row)); }
+
+cpu::Type type_of(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat ? cpu::Type::Float : cpu::Type::BFloat16; }
+cpu::Input input(const at::Tensor& tensor) { return {tensor.const_data_ptr(), type_of(tensor)}; }
+cpu::Output output(const at::Tensor& tensor) { return {tensor.data_ptr(), type_of(tensor)}; }
+float* floats(const at::Tensor& tensor) { return tensor.data_ptr<float>(); }
+
+void rms_norm(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const int64_t dim = weight.size(0);
+  const cpu::RmsNorm args{input(x), input(weight), output(out), floats(rstd), dim, eps};
+  parallel_for(0, rstd.numel(), grain(dim), [&](int64_t begin, int64_t end) { cpu::loops().rms_norm(args, begin, end); });
+}
+
+void rms_norm_backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+                       const at::Tensor& weight, const at::Tensor& rstd) {
+  const int64_t dim = weight.size(0);
+  const cpu::RmsNormBackward args{input(grad),  input(x), input(weight), rstd.const_data_ptr<float>(), output(dx), floats(partial),
+                                  rstd.numel(), dim,      kRmsNormBlock};
+  parallel_for(0, partial.size(0), grain(dim * kRmsNormBlock), [&](int64_t begin, int64_t end) { cpu::loops().rms_norm_backward(args, begin, end); });
+  parallel_for(0, dim, grain(partial.size(0)),
+               [&](int64_t begin, int64_t end) { cpu::loops().sum_rows(args.partial, partial.size(0), dim, output(d_weight), begin, end); });
+}
+
+void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up) {
+  const cpu::SwiGlu args{input(gate), input(up), gate.stride(0), up.stride(0), output(out), gate.size(1)};
+  parallel_for(0, gate.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().swiglu(args, begin, end); });
+}
+
+void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
+  const cpu::SwiGluBackward args{input(grad), input(gate), input(up), gate.stride(0), up.stride(0), output(d_gate), output(d_up), gate.size(1)};
+  parallel_for(0, gate.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().swiglu_backward(args, begin, end); });
+}
+
+void rope(const at::Tensor& out, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
+  const cpu::Rope args{.x = input(x),
+                       .batch_stride = x.stride(0),
+                       .token_stride = x.stride(1),
+                       .head_stride = x.stride(2),
+                       .out = output(out),
+                       .cos = cos.const_data_ptr<float>(),
+                       .sin = sin.const_data_ptr<float>(),
+                       .table_batch_stride = cos.dim() == 3 ? cos.stride(0) : 0,
+                       .tokens = x.size(1),
+                       .heads = x.size(2),
+                       .half = x.size(3) / 2,
+                       .sign = static_cast<float>(sign)};
+  parallel_for(0, x.size(0) * x.size(1), grain(x.size(2) * x.size(3)), [&](int64_t begin, int64_t end) { cpu::loops().rope(args, begin, end); });
+}
+
+void dropout(const at::Tensor& out, const at::Tensor& x, double p, int64_t key, const at::Tensor& rows, int64_t feature_offset, int64_t feature_total) {
+  const cpu::Dropout args{.x = input(x),
+                          .out = output(out),
+                          .rows = rows.const_data_ptr<int64_t>(),
+                          .dim = rows.numel() == 0 ? 0 : x.numel() / rows.numel(),
+                          .feature_offset = feature_offset,
+                          .feature_total = feature_total,
+                          .key = static_cast<uint64_t>(key),
+                          .p = static_cast<float>(p)};
+  parallel_for(0, rows.numel(), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().dropout(args, begin, end); });
+}
+
+void accumulate(const at::Tensor& sum, const at::Tensor& term, bool first) {
+  float* to = floats(sum);
+  const auto from = input(term);
+  parallel_for(0, sum.numel(), kGrainElements, [&](int64_t begin, int64_t end) { cpu::loops().accumulate(to, from, first, begin, end); });
+}
+
+void cross_entropy(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels) {
+  const cpu::CrossEntropy args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), floats(lse)};
+  parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy(args, begin, end); });
+}
+
+void cross_entropy_backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels,
+                            const at::Tensor& lse) {
+  const cpu::CrossEntropyGradient args{
+      input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), lse.const_data_ptr<float>(), *grad_loss.const_data_ptr<float>(), output(d_logits)};
+  parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_gradient(args, begin, end); });
+}
+
+void cross_entropy_in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale) {
+  const cpu::CrossEntropyInPlace args{output(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), static_cast<float>(scale)};
+  parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_in_place(args, begin, end); });
+}
+
+void sum_losses(const at::Tensor& total, const at::Tensor& rows) {
+  const float* losses = rows.const_data_ptr<float>();
+  double sum = 0;
+  for (int64_t row = 0; row < rows.numel(); ++row) sum += losses[row];
+  *floats(total) = static_cast<float>(sum);
+}
+
+void check_labels(const at::Tensor& labels, int64_t vocabulary) {
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < labels.numel(); ++row) {
+    require(label[row] == kIgnoredLabel || (label[row] >= 0 && label[row] < vocabulary), "labels: entry ", row, " is ", label[row], "; it must be in [0, ",
+            vocabulary, ") or ", kIgnoredLabel, " (ignored)");
+  }
+}
+
+const Routines cpu_routines{
+    .rms_norm = {.forward = rms_norm, .backward = rms_norm_backward},
+    .pointwise = {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate},
+    .cross_entropy =
+        {.forward = cross_entropy, .backward = cross_entropy_backward, .in_place = cross_entropy_in_place, .sum = sum_losses, .check_labels = check_labels},
+};
+
+[[maybe_unused]] const bool registered = (register_routines(c10::kCPU, cpu_routines), true);
+
+}  // namespace
+}  // namespace tessera::kernels

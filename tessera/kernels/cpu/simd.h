@@ -1,0 +1,146 @@
+#pragma once
+
+// Portable vectors for the loops of this folder. Included only by loops_<isa>.cpp, which the build compiles with that ISA's flags, without precompiled
+// header and without any library header that holds inline functions: such a function, compiled for AVX-512 here, could be the one copy that the linker keeps
+// for everyone. For the same reason everything lives in an unnamed namespace.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define TESSERA_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define TESSERA_VECTOR_BYTES 32
+#else
+#define TESSERA_VECTOR_BYTES 16
+#endif
+#define TESSERA_INLINE inline __attribute__((always_inline))
+
+namespace tessera::kernels::cpu {
+namespace {
+
+constexpr int kLanes = TESSERA_VECTOR_BYTES / 4;
+typedef float Floats __attribute__((vector_size(TESSERA_VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(TESSERA_VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(TESSERA_VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(TESSERA_VECTOR_BYTES / 2)));
+
+/// A bfloat16 in memory: the upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+TESSERA_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+TESSERA_INLINE Floats set(float value) { return Floats{} + value; }
+TESSERA_INLINE Floats select(Ints condition, Floats yes, Floats no) {
+  return bits_as<Floats>((bits_as<Ints>(yes) & condition) | (bits_as<Ints>(no) & ~condition));
+}
+TESSERA_INLINE Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
+
+TESSERA_INLINE Floats widen(Halves halves) { return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16); }
+/// Round to nearest, ties to even; NaN stays NaN.
+TESSERA_INLINE Halves narrow(Floats values) {
+  const Words bits = bits_as<Words>(values);
+  const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const Words is_nan = bits_as<Words>(values != values);
+  return __builtin_convertvector(((rounded & ~is_nan) | (is_nan & 0x7fc00000u)) >> 16, Halves);
+}
+
+/// Which lanes exist: all, or the first `count` at the end of a row.
+struct AllLanes {};
+struct FirstLanes {
+  int count;
+};
+
+TESSERA_INLINE Floats load(const float* from, AllLanes) {
+  Floats values;
+  std::memcpy(&values, from, sizeof(values));
+  return values;
+}
+TESSERA_INLINE Floats load(const float* from, FirstLanes lanes) {
+  Floats values = {};
+  std::memcpy(&values, from, sizeof(float) * lanes.count);
+  return values;
+}
+TESSERA_INLINE Floats load(const BFloat16* from, AllLanes) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return widen(halves);
+}
+TESSERA_INLINE Floats load(const BFloat16* from, FirstLanes lanes) {
+  Halves halves = {};
+  std::memcpy(&halves, from, sizeof(BFloat16) * lanes.count);
+  return widen(halves);
+}
+TESSERA_INLINE void store(float* to, Floats values, AllLanes) { std::memcpy(to, &values, sizeof(values)); }
+TESSERA_INLINE void store(float* to, Floats values, FirstLanes lanes) { std::memcpy(to, &values, sizeof(float) * lanes.count); }
+TESSERA_INLINE void store(BFloat16* to, Floats values, AllLanes) {
+  const Halves halves = narrow(values);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+TESSERA_INLINE void store(BFloat16* to, Floats values, FirstLanes lanes) {
+  const Halves halves = narrow(values);
+  std::memcpy(to, &halves, sizeof(BFloat16) * lanes.count);
+}
+
+TESSERA_INLINE float load_one(const float* from) { return *from; }
+TESSERA_INLINE float load_one(const BFloat16* from) { return bits_as<float>(uint32_t{from->bits} << 16); }
+TESSERA_INLINE void store_one(float* to, float value) { *to = value; }
+TESSERA_INLINE void store_one(BFloat16* to, float value) { store(to, set(value), FirstLanes{1}); }
+
+/// body(i, lanes) for i = 0, kLanes, ... over n elements; the last call may have FirstLanes.
+template <class Body>
+TESSERA_INLINE void for_vectors(int64_t n, Body&& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, AllLanes{});
+  if (i < n) body(i, FirstLanes{static_cast<int>(n - i)});
+}
+
+/// Lanes that do not exist become `value`.
+TESSERA_INLINE Floats fill_missing(Floats values, AllLanes, float) { return values; }
+TESSERA_INLINE Floats fill_missing(Floats values, FirstLanes lanes, float value) {
+  for (int lane = lanes.count; lane < kLanes; ++lane) values[lane] = value;
+  return values;
+}
+
+/// Sum and maximum over lanes, in lane order.
+TESSERA_INLINE double sum(Floats values) {
+  double total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += values[lane];
+  return total;
+}
+TESSERA_INLINE float maximum(Floats values) {
+  float most = values[0];
+  for (int lane = 1; lane < kLanes; ++lane) most = values[lane] > most ? values[lane] : most;
+  return most;
+}
+
+/// e^x within 1.5 units in the last place; 0 below -87, e^88 above 88, NaN for NaN. x = n ln 2 + r with |r| <= ln 2 / 2; Taylor's polynomial of degree 7 leaves
+/// 5e-9.
+TESSERA_INLINE Floats exp(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits of the mantissa
+  const Floats shifted = select(x > 88.0f, set(88.0f), x) * 1.44269504f + kRound;
+  const Floats n = shifted - kRound;
+  const Floats reduced = (select(x > 88.0f, set(88.0f), x) - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; n times the first is exact
+  Floats p = reduced * (1.0f / 5040) + 1.0f / 720;
+  p = p * reduced + 1.0f / 120;
+  p = p * reduced + 1.0f / 24;
+  p = p * reduced + 1.0f / 6;
+  p = p * reduced + 0.5f;
+  p = p * reduced + 1.0f;
+  p = p * reduced + 1.0f;
+  const Floats scaled = bits_as<Floats>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
+  return select(x < -87.0f, Floats{}, scaled);
+}
+
+TESSERA_INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+}  // namespace
+}  // namespace tessera::kernels::cpu

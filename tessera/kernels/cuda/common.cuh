@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+/// Shared by the CUDA kernels. They are written to be right and plain: a block per row, sums in fp32 (double where a row is long), every order of summation
+/// fixed by the sizes.
+namespace tessera::kernels::cuda {
+
+constexpr int kThreads = 256;
+
+/// f(T{}) with T float or at::BFloat16.
+template <class F>
+void with_type(at::ScalarType type, F&& f) {
+  if (type == at::kFloat) {
+    f(float{});
+  } else {
+    f(at::BFloat16{});
+  }
+}
+
+inline unsigned blocks_for(int64_t elements) { return static_cast<unsigned>((elements + kThreads - 1) / kThreads); }
+
+template <class T>
+__device__ float load(const T* from, int64_t i) {
+  return static_cast<float>(from[i]);
+}
+template <class T>
+__device__ void store(T* to, int64_t i, float value) {
+  to[i] = static_cast<T>(value);
+}
+
+/// combine over the block's kThreads values, in a fixed tree; every thread gets the result.
+template <class V, class Combine>
+__device__ V reduce_block(V value, Combine combine) {
+  __shared__ V values[kThreads];
+  values[threadIdx.x] = value;
+  __syncthreads();
+  for (int stride = kThreads / 2; stride > 0; stride /= 2) {
+    if (threadIdx.x < stride) values[threadIdx.x] = combine(values[threadIdx.x], values[threadIdx.x + stride]);
+    __syncthreads();
+  }
+  const V result = values[0];
+  __syncthreads();
+  return result;
+}
+
+template <class V>
+__device__ V sum_block(V value) {
+  return reduce_block(value, [](V a, V b) { return a + b; });
+}
+
+}  // namespace tessera::kernels::cuda

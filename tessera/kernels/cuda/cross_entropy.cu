@@ -1,0 +1,131 @@
+#include <cassert>
+
+#include "tessera/kernels/cuda/common.cuh"
+#include "tessera/kernels/cuda/routines.cuh"
+
+namespace tessera::kernels::cuda {
+
+namespace {
+
+struct RowSums {
+  float most;    ///< largest logit
+  double total;  ///< sum of exp(logit - most)
+};
+
+template <class T>
+__device__ RowSums sums_of(const T* x, int64_t n) {
+  float most = -INFINITY;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) most = fmaxf(most, load(x, i));
+  most = reduce_block(most, [](float a, float b) { return fmaxf(a, b); });
+  double total = 0;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) total += expf(load(x, i) - most);
+  return {most, sum_block(total)};
+}
+
+/// out = exp(x - shift) * factor, minus `scale` at the label; out may be x.
+template <class T>
+__device__ void write_gradient(const T* x, T* out, int64_t n, float shift, float factor, int64_t label, float scale) {
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) store(out, i, expf(load(x, i) - shift) * factor - (i == label ? scale : 0.0f));
+}
+
+template <class T>
+__device__ void write_zeros(T* out, int64_t n) {
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) store(out, i, 0.0f);
+}
+
+template <class T>
+__global__ void forward_kernel(float* loss, float* lse, const T* logits, const int64_t* labels, int64_t vocabulary) {
+  const int64_t row = blockIdx.x, label = labels[row];
+  assert(label < vocabulary);
+  if (label < 0) {
+    if (threadIdx.x == 0) loss[row] = lse[row] = 0.0f;
+    return;
+  }
+  const T* x = logits + row * vocabulary;
+  const RowSums sums = sums_of(x, vocabulary);
+  if (threadIdx.x != 0) return;
+  const double log_sum = log(sums.total);
+  loss[row] = static_cast<float>(log_sum + (static_cast<double>(sums.most) - load(x, label)));
+  lse[row] = static_cast<float>(log_sum + sums.most);
+}
+
+template <class T>
+__global__ void backward_kernel(T* d_logits, const float* grad_loss, const T* logits, const int64_t* labels, const float* lse, int64_t vocabulary) {
+  const int64_t row = blockIdx.x, label = labels[row];
+  T* out = d_logits + row * vocabulary;
+  if (label < 0) {
+    write_zeros(out, vocabulary);
+  } else {
+    write_gradient(logits + row * vocabulary, out, vocabulary, lse[row], *grad_loss, label, *grad_loss);
+  }
+}
+
+template <class T>
+__global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, int64_t vocabulary, float scale) {
+  const int64_t row = blockIdx.x, label = labels[row];
+  assert(label < vocabulary);
+  T* x = logits + row * vocabulary;
+  if (label < 0) {
+    if (threadIdx.x == 0) loss[row] = 0.0f;
+    write_zeros(x, vocabulary);
+    return;
+  }
+  const RowSums sums = sums_of(x, vocabulary);
+  if (threadIdx.x == 0) loss[row] = static_cast<float>(log(sums.total) + (static_cast<double>(sums.most) - load(x, label)));
+  __syncthreads();
+  write_gradient(x, x, vocabulary, sums.most, static_cast<float>(scale / sums.total), label, scale);
+}
+
+__global__ void sum_kernel(float* total, const float* rows, int64_t n) {
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) sum += rows[i];
+  sum = sum_block(sum);
+  if (threadIdx.x == 0) *total = static_cast<float>(sum);
+}
+
+void forward(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels) {
+  if (logits.size(0) == 0) return;
+  with_type(logits.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    forward_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        loss.data_ptr<float>(), lse.data_ptr<float>(), logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(), logits.size(1));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse) {
+  if (logits.size(0) == 0) return;
+  with_type(logits.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    backward_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(d_logits.data_ptr<T>(), grad_loss.const_data_ptr<float>(),
+                                                                                        logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(),
+                                                                                        lse.const_data_ptr<float>(), logits.size(1));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale) {
+  if (logits.size(0) == 0) return;
+  with_type(logits.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    in_place_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        logits.data_ptr<T>(), loss.data_ptr<float>(), labels.const_data_ptr<int64_t>(), logits.size(1), static_cast<float>(scale));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void sum(const at::Tensor& total, const at::Tensor& rows) {
+  sum_kernel<<<1, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(total.data_ptr<float>(), rows.const_data_ptr<float>(), rows.numel());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+/// The kernels assert instead: looking at the labels here would wait for the device.
+void check_labels(const at::Tensor&, int64_t) {}
+
+}  // namespace
+
+CrossEntropyRoutines cross_entropy_routines() {
+  return {.forward = forward, .backward = backward, .in_place = in_place, .sum = sum, .check_labels = check_labels};
+}
+
+}  // namespace tessera::kernels::cuda

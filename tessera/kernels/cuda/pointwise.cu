@@ -1,0 +1,138 @@
+#include "tessera/kernels/cuda/common.cuh"
+#include "tessera/kernels/cuda/routines.cuh"
+
+namespace tessera::kernels::cuda {
+
+namespace {
+
+__device__ int64_t element() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/// Launches `kernel` with a thread per element.
+template <class Kernel, class... Arguments>
+void for_elements(int64_t elements, Kernel kernel, Arguments... arguments) {
+  if (elements == 0) return;
+  kernel<<<blocks_for(elements), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(elements, arguments...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <class T>
+__global__ void swiglu_kernel(int64_t n, T* out, const T* gate, const T* up, int64_t dim, int64_t gate_stride, int64_t up_stride) {
+  const int64_t i = element();
+  if (i >= n) return;
+  const int64_t row = i / dim, column = i % dim;
+  const float g = load(gate, row * gate_stride + column);
+  store(out, i, g * sigmoid(g) * load(up, row * up_stride + column));
+}
+
+template <class T>
+__global__ void swiglu_backward_kernel(int64_t n, T* d_gate, T* d_up, const T* grad, const T* gate, const T* up, int64_t dim, int64_t gate_stride,
+                                       int64_t up_stride) {
+  const int64_t i = element();
+  if (i >= n) return;
+  const int64_t row = i / dim, column = i % dim;
+  const float g = load(gate, row * gate_stride + column), s = sigmoid(g), scaled = load(grad, i) * s;
+  store(d_up, i, scaled * g);
+  store(d_gate, i, scaled * load(up, row * up_stride + column) * (1.0f + g * (1.0f - s)));
+}
+
+struct RopeShape {
+  int64_t batch_stride, token_stride, head_stride, table_batch_stride, tokens, heads, half;
+};
+
+/// A thread per pair of features.
+template <class T>
+__global__ void rope_kernel(int64_t n, T* out, const T* x, const float* cos, const float* sin, RopeShape s, float sign) {
+  const int64_t i = element();
+  if (i >= n) return;
+  const int64_t feature = i % s.half, head = i / s.half % s.heads, token = i / (s.half * s.heads);
+  const int64_t batch = token / s.tokens, position = token % s.tokens;
+  const int64_t angle = batch * s.table_batch_stride + position * s.half + feature;
+  const int64_t from = batch * s.batch_stride + position * s.token_stride + head * s.head_stride + feature;
+  const int64_t to = (token * s.heads + head) * 2 * s.half + feature;
+  const float c = cos[angle], turned = sin[angle] * sign, x1 = load(x, from), x2 = load(x, from + s.half);
+  store(out, to, x1 * c - x2 * turned);
+  store(out, to + s.half, x2 * c + x1 * turned);
+}
+
+/// Word index % 4 of Philox 4x32-10's block index / 4, as tessera::CounterRng draws it.
+__device__ uint32_t philox_word(uint64_t index, uint64_t key) {
+  const uint64_t block = index / 4;
+  uint32_t c[4] = {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0};
+  auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    const uint64_t a = uint64_t{0xD2511F53u} * c[0], b = uint64_t{0xCD9E8D57u} * c[2];
+    const uint32_t next0 = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0, next2 = static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1;
+    c[0] = next0;
+    c[1] = static_cast<uint32_t>(b);
+    c[2] = next2;
+    c[3] = static_cast<uint32_t>(a);
+  }
+  return c[index % 4];
+}
+
+template <class T>
+__global__ void dropout_kernel(int64_t n, T* out, const T* x, const int64_t* rows, int64_t dim, int64_t feature_offset, int64_t feature_total, uint64_t key,
+                               float p, float keep_scale) {
+  const int64_t i = element();
+  if (i >= n) return;
+  const auto index = static_cast<uint64_t>(rows[i / dim] * feature_total + feature_offset + i % dim);
+  const float uniform = static_cast<float>(philox_word(index, key) >> 8) * 0x1p-24f;
+  store(out, i, load(x, i) * (uniform >= p ? keep_scale : 0.0f));
+}
+
+template <class T>
+__global__ void accumulate_kernel(int64_t n, float* sum, const T* term, bool first) {
+  const int64_t i = element();
+  if (i < n) sum[i] = (first ? 0.0f : sum[i]) + load(term, i);
+}
+
+void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up) {
+  with_type(gate.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(out.numel(), swiglu_kernel<T>, out.data_ptr<T>(), gate.const_data_ptr<T>(), up.const_data_ptr<T>(), gate.size(1), gate.stride(0),
+                 up.stride(0));
+  });
+}
+
+void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
+  with_type(gate.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(d_gate.numel(), swiglu_backward_kernel<T>, d_gate.data_ptr<T>(), d_up.data_ptr<T>(), grad.const_data_ptr<T>(), gate.const_data_ptr<T>(),
+                 up.const_data_ptr<T>(), gate.size(1), gate.stride(0), up.stride(0));
+  });
+}
+
+void rope(const at::Tensor& out, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
+  const RopeShape shape{x.stride(0), x.stride(1), x.stride(2), cos.dim() == 3 ? cos.stride(0) : 0, x.size(1), x.size(2), x.size(3) / 2};
+  with_type(x.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(x.numel() / 2, rope_kernel<T>, out.data_ptr<T>(), x.const_data_ptr<T>(), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), shape,
+                 static_cast<float>(sign));
+  });
+}
+
+void dropout(const at::Tensor& out, const at::Tensor& x, double p, int64_t key, const at::Tensor& rows, int64_t feature_offset, int64_t feature_total) {
+  if (x.numel() == 0) return;
+  const auto probability = static_cast<float>(p);
+  with_type(x.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(x.numel(), dropout_kernel<T>, out.data_ptr<T>(), x.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), x.numel() / rows.numel(),
+                 feature_offset, feature_total, static_cast<uint64_t>(key), probability, 1.0f / (1.0f - probability));
+  });
+}
+
+void accumulate(const at::Tensor& sum, const at::Tensor& term, bool first) {
+  with_type(term.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(sum.numel(), accumulate_kernel<T>, sum.data_ptr<float>(), term.const_data_ptr<T>(), first);
+  });
+}
+
+}  // namespace
+
+PointwiseRoutines pointwise_routines() {
+  return {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate};
+}
+
+}  // namespace tessera::kernels::cuda

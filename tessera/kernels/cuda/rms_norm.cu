@@ -1,0 +1,97 @@
+#include "tessera/kernels/cuda/common.cuh"
+#include "tessera/kernels/cuda/routines.cuh"
+
+namespace tessera::kernels::cuda {
+
+namespace {
+
+template <class X, class W, class Y>
+__global__ void forward_kernel(Y* out, float* rstd, const X* x, const W* weight, int64_t dim, float eps) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * dim;
+  float squares = 0;
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) {
+    const float value = load(x, first + i);
+    squares += value * value;
+  }
+  const float scale = 1.0f / sqrtf(sum_block(squares) / static_cast<float>(dim) + eps);
+  if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) store(out, first + i, load(x, first + i) * scale * load(weight, i));
+}
+
+template <class G, class X, class W>
+__global__ void dx_kernel(X* dx, const G* grad, const X* x, const W* weight, const float* rstd, int64_t dim) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * dim;
+  const float scale = rstd[blockIdx.x];
+  float dot = 0;
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) dot += load(grad, first + i) * load(weight, i) * load(x, first + i) * scale;
+  const float mean = sum_block(dot) / static_cast<float>(dim);
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads)
+    store(dx, first + i, scale * (load(grad, first + i) * load(weight, i) - load(x, first + i) * scale * mean));
+}
+
+/// Thread = column, blockIdx.y = block of rows.
+template <class G, class X>
+__global__ void partial_kernel(float* partial, const G* grad, const X* x, const float* rstd, int64_t rows, int64_t dim) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (column >= dim) return;
+  const int64_t first = blockIdx.y * kRmsNormBlock, last = min(first + kRmsNormBlock, rows);
+  float sum = 0;
+  for (int64_t row = first; row < last; ++row) sum += load(grad, row * dim + column) * load(x, row * dim + column) * rstd[row];
+  partial[blockIdx.y * dim + column] = sum;
+}
+
+template <class W>
+__global__ void sum_partial_kernel(W* d_weight, const float* partial, int64_t blocks, int64_t dim) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (column >= dim) return;
+  float sum = 0;
+  for (int64_t block = 0; block < blocks; ++block) sum += partial[block * dim + column];
+  store(d_weight, column, sum);
+}
+
+void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps) {
+  if (rstd.numel() == 0) return;
+  with_type(x.scalar_type(), [&](auto a) {
+    with_type(weight.scalar_type(), [&](auto b) {
+      with_type(out.scalar_type(), [&](auto c) {
+        using X = decltype(a);
+        using W = decltype(b);
+        using Y = decltype(c);
+        forward_kernel<<<rstd.numel(), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out.data_ptr<Y>(), rstd.data_ptr<float>(), x.const_data_ptr<X>(),
+                                                                                         weight.const_data_ptr<W>(), weight.size(0), static_cast<float>(eps));
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+    });
+  });
+}
+
+void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+              const at::Tensor& weight, const at::Tensor& rstd) {
+  const int64_t rows = rstd.numel(), dim = weight.size(0), blocks = partial.size(0);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  with_type(grad.scalar_type(), [&](auto a) {
+    with_type(x.scalar_type(), [&](auto b) {
+      with_type(weight.scalar_type(), [&](auto c) {
+        using G = decltype(a);
+        using X = decltype(b);
+        using W = decltype(c);
+        if (rows > 0) {
+          dx_kernel<<<rows, kThreads, 0, stream>>>(dx.data_ptr<X>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), weight.const_data_ptr<W>(),
+                                                   rstd.const_data_ptr<float>(), dim);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+          partial_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(),
+                                                                                 rstd.const_data_ptr<float>(), rows, dim);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        }
+        sum_partial_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+    });
+  });
+}
+
+}  // namespace
+
+RmsNormRoutines rms_norm_routines() { return {.forward = forward, .backward = backward}; }
+
+}  // namespace tessera::kernels::cuda

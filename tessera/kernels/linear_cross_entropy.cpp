@@ -1,0 +1,182 @@
+#include "tessera/kernels/linear_cross_entropy.h"
+
+#include <algorithm>
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "tessera/core/host_read.h"
+#include "tessera/core/memory.h"
+#include "tessera/kernels/choice.h"
+#include "tessera/kernels/operator.h"
+#include "tessera/kernels/reference.h"
+#include "tessera/kernels/routines.h"
+
+namespace tessera::kernels {
+
+namespace {
+
+constexpr int64_t kSmallestChunk = 256;
+
+using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
+                                                               bool);
+
+/// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products add into the result themselves; others are rounded to their dtype, so their sum
+/// needs fp32.
+class WeightGradient {
+ public:
+  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk)
+      : weight_dtype_(weight.scalar_type()),
+        product_(compute == at::kFloat ? at::Tensor() : at::empty(weight.sizes(), weight.options().dtype(compute))),
+        sum_(product_.defined() && single_chunk && compute == weight_dtype_ ? product_ : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
+
+  void add(const at::Tensor& d_logits, const at::Tensor& hidden) {
+    if (!product_.defined()) {
+      at::Tensor sum = sum_;
+      at::addmm_out(sum, sum_, d_logits.t(), hidden, /*beta=*/first_ ? 0 : 1);
+    } else {
+      at::mm_out(product_, d_logits.t(), hidden);
+      if (!product_.is_same(sum_)) routines_for(sum_).pointwise.accumulate(sum_, product_, first_);
+    }
+    first_ = false;
+  }
+
+  at::Tensor finish() {
+    if (first_) sum_.zero_();
+    product_ = at::Tensor();
+    return sum_.to(weight_dtype_);
+  }
+
+ private:
+  at::ScalarType weight_dtype_;
+  at::Tensor product_, sum_;
+  bool first_ = true;
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, at::ScalarType compute,
+                                                       int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight) {
+  const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
+  const int64_t chunk = linear_cross_entropy_chunk(tokens, vocabulary, compute, chunk_tokens);
+  const auto& routines = routines_for(hidden);
+  routines.cross_entropy.check_labels(labels, vocabulary);
+
+  const auto floats = hidden.options().dtype(at::kFloat);
+  const at::Tensor total = at::empty({}, floats), losses = at::empty({tokens}, floats);
+  const at::Tensor lse = needs_hidden || needs_weight ? at::Tensor() : at::empty({chunk}, floats);
+  const at::Tensor x = hidden.to(compute).contiguous(), w = weight.to(compute).contiguous();
+  at::Tensor d_hidden, d_hidden_chunk;
+  if (needs_hidden) {
+    d_hidden = at::empty(hidden.sizes(), hidden.options());
+    if (compute != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
+  }
+  std::optional<WeightGradient> d_weight;
+  if (needs_weight) d_weight.emplace(weight, compute, chunk >= tokens);
+  const at::Tensor logits_buffer = [&] {
+    const MemoryScope outputs(MemoryCategory::Outputs);
+    return at::empty({chunk, vocabulary}, x.options());
+  }();
+
+  for (int64_t begin = 0; begin < tokens; begin += chunk) {
+    const int64_t size = std::min(chunk, tokens - begin);
+    const at::Tensor x_chunk = x.narrow(0, begin, size), label_chunk = labels.narrow(0, begin, size), loss_chunk = losses.narrow(0, begin, size);
+    at::Tensor logits = logits_buffer.narrow(0, 0, size);
+    at::mm_out(logits, x_chunk, w.t());
+    if (needs_hidden || needs_weight) {
+      routines.cross_entropy.in_place(logits, loss_chunk, label_chunk, expected_gradient);
+    } else {
+      routines.cross_entropy.forward(loss_chunk, lse.narrow(0, 0, size), logits, label_chunk);
+    }
+    if (needs_hidden) {
+      const at::Tensor target = d_hidden.narrow(0, begin, size);
+      at::Tensor product = d_hidden_chunk.defined() ? d_hidden_chunk.narrow(0, 0, size) : target;
+      at::mm_out(product, logits, w);
+      if (d_hidden_chunk.defined()) target.copy_(product);
+    }
+    if (needs_weight) d_weight->add(logits, x_chunk);
+  }
+  routines.cross_entropy.sum(total, losses);
+  return {total, d_hidden, needs_weight ? d_weight->finish() : at::Tensor()};
+}
+
+/// Whether the loss's gradient is the number that was folded in. A device would have to be waited for, so there the answer is no, and costs one pass over the
+/// gradients.
+bool is_planned(const at::Tensor& grad, double planned) {
+  if (!grad.is_cpu() && !grad.is_meta()) return false;
+  return static_cast<float>(host_read(grad, planned)) == static_cast<float>(planned);
+}
+
+/// Holds the gradients between the two passes and gives them away, so that autograd can keep them as they are instead of copying.
+struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
+                            at::ScalarType compute, int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight) {
+    static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    auto [loss, d_hidden, d_weight] = op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight);
+    auto& data = context->saved_data;
+    data["expected"] = expected_gradient;
+    if (d_hidden.defined()) data["hidden"] = std::move(d_hidden);
+    if (d_weight.defined()) data["weight"] = std::move(d_weight);
+    return loss;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    auto& data = context->saved_data;
+    const auto expected = data.find("expected");
+    require(expected != data.end(), "linear_cross_entropy: its gradients were given away by an earlier backward pass; run the forward pass again");
+    const double planned = expected->second.toDouble();
+    data.erase(expected);
+    const bool as_planned = is_planned(grads[0], planned);
+    const auto take = [&](const char* name) {
+      const auto found = data.find(name);
+      if (found == data.end()) return at::Tensor();
+      at::Tensor gradient = std::move(found->second).toTensor();
+      data.erase(found);
+      return as_planned ? gradient : gradient.mul_(grads[0].div(planned));
+    };
+    const at::Tensor none;
+    return {take("hidden"), take("weight"), none, none, none, none, none, none};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType compute_dtype, int chunk_tokens, float expected_gradient, bool "
+      "needs_hidden, bool "
+      "needs_weight) -> (Tensor loss, Tensor d_hidden, Tensor d_weight)");
+}
+TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
+
+int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens) {
+  const int64_t row_bytes = std::max<int64_t>(1, vocabulary) * static_cast<int64_t>(c10::elementSize(compute_dtype));
+  if (chunk_tokens > 0) return std::max<int64_t>(1, std::min(tokens, chunk_tokens));
+  const int64_t most = std::max(kSmallestChunk, kLogitsBytes / row_bytes);
+  const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
+  return std::max<int64_t>(1, (tokens + chunks - 1) / chunks);  // chunks of one size, so that the last is no leftover
+}
+
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const LinearCrossEntropyOptions& options) {
+  require(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) && weight.size(0) > 0, "linear_cross_entropy: hidden ", hidden.sizes(),
+          " must be [tokens, features] and weight ", weight.sizes(), " [vocabulary, features]");
+  require(labels.dim() == 1 && labels.size(0) == hidden.size(0) && labels.scalar_type() == at::kLong, "linear_cross_entropy: labels ", labels.sizes(),
+          " must be int64 [", hidden.size(0), "]");
+  require(options.chunk_tokens >= 0, "linear_cross_entropy: chunk_tokens = ", options.chunk_tokens, " must be positive, or 0 for the default");
+  require(options.expected_gradient != 0, "linear_cross_entropy: expected_gradient must not be 0");
+  const at::ScalarType compute = options.compute_dtype.value_or(hidden.scalar_type());
+  if (kernel_choice() == KernelChoice::Reference) return reference::linear_cross_entropy(hidden, weight, labels, compute);
+  require_supported("linear_cross_entropy: hidden", hidden);
+  require_supported("linear_cross_entropy: weight", weight);
+  require(is_supported(compute), "linear_cross_entropy: compute_dtype ", c10::toString(compute), " is not supported; use Float or BFloat16");
+  const bool differentiate = at::GradMode::is_enabled();
+  return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), compute, options.chunk_tokens, options.expected_gradient,
+                                           differentiate && hidden.requires_grad(), differentiate && weight.requires_grad());
+}
+
+}  // namespace tessera::kernels

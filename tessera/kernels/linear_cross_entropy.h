@@ -1,0 +1,46 @@
+#pragma once
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/kernels/cross_entropy.h"
+
+namespace tessera::kernels {
+
+struct LinearCrossEntropyOptions {
+  /// Tokens whose logits exist at once; 0 cuts the tokens evenly into as few chunks as kLogitsBytes allows (but takes at least 256).
+  int64_t chunk_tokens = 0;
+  /// Dtype of the three products and of the logits; default: hidden's. fp32 or bf16.
+  std::optional<at::ScalarType> compute_dtype = std::nullopt;
+  /// What backward is going to be called with for the loss, typically 1 / global_valid_tokens (times the loss scale). It is folded into the softmax pass; where
+  /// backward then brings another number, the result is still right, at the cost of one pass over both gradients.
+  double expected_gradient = 1.0;
+};
+
+/// Logits buffer of the default chunk.
+inline constexpr int64_t kLogitsBytes = int64_t{64} << 20;
+
+/// Tokens per chunk that linear_cross_entropy will use (the last chunk may have fewer).
+int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens = 0);
+
+/// Sum over valid tokens of the cross-entropy of `hidden @ weight^T`, without ever holding all logits; differentiable in `hidden` and `weight`.
+///   hidden  [T, D]  fp32 or bf16
+///   weight  [V, D]  fp32 or bf16; its gradient comes in its own dtype, accumulated over the chunks in fp32
+///   labels  [T]     int64 in [0, V), or -100: the row counts for nothing and gets no gradient
+///   result  []      fp32; divide by the global count of valid tokens, once, outside
+/// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - one hot), two
+/// products turn that into the gradients of hidden and weight. So the gradients are ready when the forward pass ends (as in Liger Kernel, arXiv:2410.10989),
+/// and backward hands them over: it can run once. Under no_grad, or where an input needs no gradient, its products are skipped. Memory at the peak, in bytes,
+/// for chunks of C tokens and a compute dtype of e bytes:
+///   C*V*e                                         logits, the only part that grows with the vocabulary and the tokens together
+///   T*D*size(hidden) + V*D*size(weight)           the two gradients
+///   4*(T + 1)                                     losses
+///   T*D*e + C*D*e                                 where hidden is of another dtype: its cast, and a chunk's gradient
+///   V*D*e                                         where weight is of another dtype: its cast
+///   V*D*e                                         where weight is fp32 and the compute dtype is not: a chunk's product, beside the sum that becomes the
+///   gradient 4*V*D                                         where weight is not fp32: the sum, unless a single chunk's product is the gradient
+/// The same sums in the same order for any number of threads. Throws ConfigError on shapes or dtypes that do not fit and on a label out of range (CPU).
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const LinearCrossEntropyOptions& options = {});
+
+}  // namespace tessera::kernels

@@ -1,0 +1,70 @@
+#include "tessera/kernels/reference.h"
+
+#include <ATen/ATen.h>
+
+#include "tessera/core/rng.h"
+#include "tessera/kernels/cross_entropy.h"
+
+namespace tessera::kernels::reference {
+
+namespace {
+/// Arithmetic type: at least fp32.
+at::Tensor wide(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype) {
+  const at::Tensor input = wide(x);
+  const at::Tensor rstd = at::rsqrt(input.square().mean(-1, /*keepdim=*/true) + eps);
+  return (input * rstd * wide(weight)).to(out_dtype.value_or(x.scalar_type()));
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) { return (at::silu(wide(gate)) * wide(up)).to(gate.scalar_type()); }
+
+at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  const auto halves = wide(x).chunk(2, -1);
+  const at::Tensor c = cos.unsqueeze(-2), s = sin.unsqueeze(-2);
+  return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, -1).to(x.scalar_type());
+}
+
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels) {
+  return at::nll_loss(at::log_softmax(wide(logits), -1), labels, /*weight=*/{}, at::Reduction::Sum, kIgnoredLabel);
+}
+
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, std::optional<at::ScalarType> compute_dtype) {
+  const at::ScalarType compute = compute_dtype.value_or(hidden.scalar_type());
+  return cross_entropy_sum(at::mm(hidden.to(compute), weight.to(compute).t()), labels);
+}
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
+  const int64_t groups = q.size(1) / k.size(1);
+  const at::Tensor keys = wide(k).repeat_interleave(groups, 1), values = wide(v).repeat_interleave(groups, 1);
+  const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  at::Tensor scores = at::matmul(wide(q), keys.transpose(-2, -1)) * factor;
+  if (causal) {
+    const at::Tensor future = at::ones({q.size(2), k.size(2)}, q.options().dtype(at::kBool)).triu(1);
+    scores = scores.masked_fill(future, -std::numeric_limits<double>::infinity());
+  }
+  // Laid out as [B, S, H, D], like the fused operator's result.
+  return at::matmul(at::softmax(scores, -1), values).to(q.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2);
+}
+
+at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor& rows, FeatureBlock features) {
+  const int64_t dim = x.dim() == 0 ? 1 : x.size(-1);
+  const int64_t total = features.total == 0 ? dim : features.total;
+  at::Tensor keep = at::empty({rows.numel(), dim}, rows.options().dtype(at::kFloat));
+  if (!x.is_meta()) {
+    // One element after the other, so that the fused kernel is held against the definition.
+    const CounterRng rng = CounterRng::from_key(key);
+    at::Tensor host = keep.device().is_cpu() ? keep : keep.cpu();
+    const at::Tensor row_index = rows.cpu();
+    for (int64_t r = 0; r < rows.numel(); ++r) {
+      const int64_t first = row_index.const_data_ptr<int64_t>()[r] * total + features.offset;
+      for (int64_t i = 0; i < dim; ++i)
+        host.mutable_data_ptr<float>()[r * dim + i] = rng.uniform(static_cast<uint64_t>(first + i)) >= static_cast<float>(p) ? 1.0f : 0.0f;
+    }
+    keep = host.to(keep.device());
+  }
+  return (wide(x) * keep.view(x.sizes()) * (1.0 / (1.0 - p))).to(x.scalar_type());
+}
+
+}  // namespace tessera::kernels::reference

@@ -1,0 +1,75 @@
+#include "tessera/kernels/rms_norm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "tessera/kernels/choice.h"
+#include "tessera/kernels/operator.h"
+#include "tessera/kernels/reference.h"
+#include "tessera/kernels/routines.h"
+
+namespace tessera::kernels {
+
+namespace {
+
+using Forward = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, double, at::ScalarType);
+using Backward = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&);
+
+std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType out_dtype) {
+  const at::Tensor input = x.contiguous();
+  const at::Tensor out = at::empty(x.sizes(), x.options().dtype(out_dtype));
+  const at::Tensor rstd = at::empty({x.numel() / weight.size(0)}, x.options().dtype(at::kFloat));
+  routines_for(x).rms_norm.forward(out, rstd, input, weight.contiguous(), eps);
+  return {out, rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& rstd) {
+  const at::Tensor dx = at::empty(x.sizes(), x.options());
+  const at::Tensor d_weight = at::empty_like(weight);
+  const int64_t blocks = (rstd.numel() + kRmsNormBlock - 1) / kRmsNormBlock;
+  const at::Tensor partial = at::empty({blocks, weight.size(0)}, x.options().dtype(at::kFloat));
+  routines_for(x).rms_norm.backward(dx, d_weight, partial, grad.contiguous(), x.contiguous(), weight.contiguous(), rstd);
+  return {dx, d_weight};
+}
+
+struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType out_dtype) {
+    static const auto op = find_operator<Forward>("tessera::rms_norm");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, rstd] = op.call(x, weight, eps, out_dtype);
+    context->save_for_backward({x, weight, rstd});
+    return out;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    static const auto op = find_operator<Backward>("tessera::rms_norm_backward");
+    const auto saved = context->get_saved_variables();
+    auto [dx, d_weight] = op.call(grads[0], saved[0], saved[1], saved[2]);
+    return {dx, d_weight, at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, ScalarType out_dtype) -> (Tensor out, Tensor rstd)");
+  m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor dx, Tensor d_weight)");
+}
+TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
+  m.impl("rms_norm", forward);
+  m.impl("rms_norm_backward", backward);
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype) {
+  require(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1) && weight.size(0) > 0, "rms_norm: weight ", weight.sizes(),
+          " must hold one entry per feature of x ", x.sizes());
+  if (kernel_choice() == KernelChoice::Reference) return reference::rms_norm(x, weight, eps, out_dtype);
+  require_supported("rms_norm: x", x);
+  require_supported("rms_norm: weight", weight);
+  const at::ScalarType result = out_dtype.value_or(x.scalar_type());
+  require(is_supported(result), "rms_norm: out_dtype ", c10::toString(result), " is not supported; use Float or BFloat16");
+  return RmsNormFunction::apply(x, weight, eps, result);
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,27 @@
+#include "tessera/kernels/routines.h"
+
+#include <array>
+
+#include "tessera/core/error.h"
+
+namespace tessera::kernels {
+
+namespace {
+
+// A plain array: filled while static objects are made, read-only afterwards.
+std::array<const Routines*, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& table() {
+  static std::array<const Routines*, c10::COMPILE_TIME_MAX_DEVICE_TYPES> routines{};
+  return routines;
+}
+
+}  // namespace
+
+void register_routines(c10::DeviceType device, const Routines& routines) { table()[static_cast<size_t>(device)] = &routines; }
+
+const Routines& routines_for(const at::Tensor& tensor) {
+  const Routines* routines = table()[static_cast<size_t>(tensor.device().type())];
+  require(routines != nullptr, "kernels: no fused kernels for device ", tensor.device().str(), "; set run.kernels = \"reference\"");
+  return *routines;
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+
+/// What a device must bring to run the fused kernels. The operators (rms_norm.cpp and so on) check their arguments and allocate every result and temporary; a
+/// routine only computes into what it is given. So a dry run on the meta device allocates exactly what a real one does, by running the same code with routines
+/// that do nothing.
+namespace tessera::kernels {
+
+struct RmsNormRoutines {
+  /// out, rstd [rows] <- x, weight
+  void (*forward)(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps);
+  /// dx, d_weight <- grad; partial [ceil(rows / kRmsNormBlock), D] fp32 is scratch
+  void (*backward)(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+                   const at::Tensor& weight, const at::Tensor& rstd);
+};
+
+struct PointwiseRoutines {
+  /// gate, up, and in backward the results, are [rows, F] with contiguous rows
+  void (*swiglu)(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up);
+  void (*swiglu_backward)(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up);
+  /// x [B, S, H, D] with contiguous features; sign -1 turns backwards
+  void (*rope)(const at::Tensor& out, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign);
+  void (*dropout)(const at::Tensor& out, const at::Tensor& x, double p, int64_t key, const at::Tensor& rows, int64_t feature_offset, int64_t feature_total);
+  /// sum [n] fp32 <- term, or += term
+  void (*accumulate)(const at::Tensor& sum, const at::Tensor& term, bool first);
+};
+
+struct CrossEntropyRoutines {
+  /// loss, lse [T] <- logits [T, V]
+  void (*forward)(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels);
+  /// d_logits <- (softmax - one hot) * grad_loss []
+  void (*backward)(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse);
+  /// loss [T]; logits <- (softmax - one hot) * scale
+  void (*in_place)(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale);
+  /// total [] <- sum of rows [T], in one order
+  void (*sum)(const at::Tensor& total, const at::Tensor& rows);
+  /// refuses labels that are neither in [0, vocabulary) nor -100, where the device can tell without waiting
+  void (*check_labels)(const at::Tensor& labels, int64_t vocabulary);
+};
+
+struct Routines {
+  RmsNormRoutines rms_norm;
+  PointwiseRoutines pointwise;
+  CrossEntropyRoutines cross_entropy;
+};
+
+/// Rows whose contributions to rms_norm's weight gradient are summed into one partial row.
+inline constexpr int64_t kRmsNormBlock = 64;
+
+/// Called once per device type when the library loads.
+void register_routines(c10::DeviceType device, const Routines& routines);
+
+/// The routines of the tensor's device. Throws ConfigError where there are none.
+const Routines& routines_for(const at::Tensor& tensor);
+
+}  // namespace tessera::kernels

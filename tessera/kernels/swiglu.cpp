@@ -1,0 +1,66 @@
+#include "tessera/kernels/swiglu.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "tessera/kernels/choice.h"
+#include "tessera/kernels/operator.h"
+#include "tessera/kernels/reference.h"
+#include "tessera/kernels/routines.h"
+
+namespace tessera::kernels {
+
+namespace {
+
+using Forward = at::Tensor(const at::Tensor&, const at::Tensor&);
+using Backward = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+
+at::Tensor forward(const at::Tensor& gate, const at::Tensor& up) {
+  const at::Tensor out = at::empty(gate.sizes(), gate.options());
+  if (out.numel() > 0) routines_for(gate).pointwise.swiglu(out, as_rows(gate), as_rows(up));
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
+  const at::Tensor d_gate = at::empty(gate.sizes(), gate.options());
+  const at::Tensor d_up = at::empty(up.sizes(), up.options());
+  if (d_gate.numel() > 0) routines_for(gate).pointwise.swiglu_backward(d_gate, d_up, grad.contiguous(), as_rows(gate), as_rows(up));
+  return {d_gate, d_up};
+}
+
+struct SwiGluFunction : torch::autograd::Function<SwiGluFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
+    static const auto op = find_operator<Forward>("tessera::swiglu");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({gate, up});
+    return op.call(gate, up);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    static const auto op = find_operator<Backward>("tessera::swiglu_backward");
+    const auto saved = context->get_saved_variables();
+    auto [d_gate, d_up] = op.call(grads[0], saved[0], saved[1]);
+    return {d_gate, d_up};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)");
+}
+TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
+  m.impl("swiglu", forward);
+  m.impl("swiglu_backward", backward);
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  require(gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(), "swiglu: gate ", gate.sizes(), " ", gate.scalar_type(),
+          " and up ", up.sizes(), " ", up.scalar_type(), " must have one shape and dtype");
+  if (kernel_choice() == KernelChoice::Reference) return reference::swiglu(gate, up);
+  require_supported("swiglu", gate);
+  return SwiGluFunction::apply(gate, up);
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,71 @@
+#include "tessera/kernels/attention.h"
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/kernels/reference.h"
+#include "tests/kernels/support.h"
+
+namespace tessera::kernels {
+namespace {
+
+using namespace tessera::testing;
+
+struct Shape {
+  int64_t batch, heads, kv_heads, queries, keys, dim;
+};
+
+class Attention : public ::testing::TestWithParam<std::tuple<at::ScalarType, bool, Shape>> {};
+
+/// [B, H, S, D] as the transposed view that a projection gives.
+at::Tensor heads_view(int64_t batch, int64_t heads, int64_t tokens, int64_t dim, at::ScalarType dtype, uint64_t seed) {
+  return random({batch, tokens, heads, dim}, dtype, seed).transpose(1, 2);
+}
+
+TEST_P(Attention, EqualsTheReferenceInDoublePrecision) {
+  const auto& [dtype, causal, s] = GetParam();
+  expect_same([c = causal](const auto& in) { return flash_attention(in[0], in[1], in[2], c); },
+              [c = causal](const auto& in) { return reference::attention(in[0], in[1], in[2], c); },
+              {heads_view(s.batch, s.heads, s.queries, s.dim, dtype, 1), heads_view(s.batch, s.kv_heads, s.keys, s.dim, dtype, 2),
+               heads_view(s.batch, s.kv_heads, s.keys, s.dim, dtype, 3)},
+              dtype == at::kFloat ? 5e-6 : 2e-2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, Attention,
+                         ::testing::Combine(::testing::Values(at::kFloat, at::kBFloat16), ::testing::Bool(),
+                                            ::testing::Values(Shape{1, 1, 1, 1, 1, 8}, Shape{2, 6, 2, 33, 33, 16}, Shape{1, 4, 4, 200, 200, 64},
+                                                              Shape{2, 4, 1, 5, 17, 24})));
+
+TEST(Attention, LogSumExpAndBackwardBlocksMergeToTheWhole) {
+  // Keys in two blocks, merged by their log-sum-exps: what ring attention does.
+  const at::Tensor q = heads_view(1, 2, 9, 8, at::kFloat, 1), k = heads_view(1, 2, 12, 8, at::kFloat, 2), v = heads_view(1, 2, 12, 8, at::kFloat, 3);
+  const auto whole = flash_attention_forward(q, k, v, false);
+  const auto first = flash_attention_forward(q, k.narrow(2, 0, 5), v.narrow(2, 0, 5), false);
+  const auto second = flash_attention_forward(q, k.narrow(2, 5, 7), v.narrow(2, 5, 7), false);
+  const at::Tensor lse = at::logaddexp(first.log_sum_exp, second.log_sum_exp);
+  expect_close(lse, whole.log_sum_exp, 1e-6, "log-sum-exp");
+  const at::Tensor merged = first.output * (first.log_sum_exp - lse).exp().unsqueeze(-1) + second.output * (second.log_sum_exp - lse).exp().unsqueeze(-1);
+  expect_close(merged, whole.output, 2e-6, "output");
+
+  const at::Tensor grad = random({1, 9, 2, 8}, at::kFloat, 4).transpose(1, 2);
+  const auto [dq, dk, dv] = flash_attention_backward(grad, q, k, v, whole, false);
+  const AttentionOutput global{whole.output, whole.log_sum_exp};
+  const auto [dq1, dk1, dv1] = flash_attention_backward(grad, q, k.narrow(2, 0, 5), v.narrow(2, 0, 5), global, false);
+  const auto [dq2, dk2, dv2] = flash_attention_backward(grad, q, k.narrow(2, 5, 7), v.narrow(2, 5, 7), global, false);
+  expect_close(dq1 + dq2, dq, 2e-6, "dq");
+  expect_close(at::cat({dk1, dk2}, 2), dk, 2e-6, "dk");
+  expect_close(at::cat({dv1, dv2}, 2), dv, 2e-6, "dv");
+}
+
+TEST(Attention, ResultFlattensToTokensWithoutACopy) {
+  const at::Tensor q = heads_view(2, 3, 5, 8, at::kFloat, 1);
+  const at::Tensor out = flash_attention(q, q, q, true);
+  EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
+}
+
+TEST(Attention, RefusesHeadsThatCannotBeGrouped) {
+  const at::Tensor q = random({1, 5, 4, 8}), k = random({1, 2, 4, 8});
+  EXPECT_THAT(message_of<ConfigError>([&] { flash_attention(q, k, k, true); }), ::testing::HasSubstr("5 heads cannot be dealt over 2"));
+}
+
+}  // namespace
+}  // namespace tessera::kernels

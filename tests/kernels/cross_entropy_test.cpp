@@ -1,0 +1,144 @@
+#include "tessera/kernels/cross_entropy.h"
+
+#include "tessera/core/error.h"
+#include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/kernels/reference.h"
+#include "tests/kernels/support.h"
+
+namespace tessera::kernels {
+namespace {
+
+using namespace tessera::testing;
+
+/// Labels of which every `ignored_every`-th is -100 (0: none).
+at::Tensor labels_of(int64_t tokens, int64_t vocabulary, int64_t ignored_every) {
+  auto generator = at::detail::createCPUGenerator(5);
+  at::Tensor labels = at::randint(vocabulary, {tokens}, generator, at::kLong);
+  if (ignored_every > 0) labels.slice(0, 0, tokens, ignored_every).fill_(kIgnoredLabel);
+  return labels;
+}
+
+struct Problem {
+  int64_t tokens, dim, vocabulary, chunk, ignored_every;
+};
+
+class CrossEntropy : public ::testing::TestWithParam<std::tuple<at::ScalarType, Problem>> {};
+
+TEST_P(CrossEntropy, OfLogitsEqualsTheReferenceInDoublePrecision) {
+  const auto& [dtype, p] = GetParam();
+  const at::Tensor labels = labels_of(p.tokens, p.vocabulary, p.ignored_every);
+  expect_same([&](const auto& in) { return cross_entropy_sum(in[0], labels); }, [&](const auto& in) { return reference::cross_entropy_sum(in[0], labels); },
+              {random({p.tokens, p.vocabulary}, dtype) * 3}, tolerance(dtype));
+}
+
+TEST_P(CrossEntropy, LinearEqualsTheReferenceInDoublePrecision) {
+  const auto& [dtype, p] = GetParam();
+  const at::Tensor labels = labels_of(p.tokens, p.vocabulary, p.ignored_every);
+  expect_same([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = p.chunk}); },
+              [&](const auto& in) { return reference::linear_cross_entropy(in[0], in[1], labels); },
+              {random({p.tokens, p.dim}, dtype), random({p.vocabulary, p.dim}, dtype, 2)}, dtype == at::kFloat ? 5e-6 : 2e-2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Problems, CrossEntropy,
+                         ::testing::Combine(::testing::Values(at::kFloat, at::kBFloat16),
+                                            ::testing::Values(Problem{1, 1, 1, 0, 0}, Problem{1, 16, 7, 1, 0}, Problem{13, 8, 7, 5, 3},
+                                                              Problem{40, 24, 257, 16, 0}, Problem{9, 8, 50, 100, 1}, Problem{64, 33, 1000, 32, 5},
+                                                              Problem{0, 8, 7, 4, 0})));
+
+TEST(LinearCrossEntropy, WeightsOfFp32WithProductsInBf16) {
+  const at::Tensor hidden = random({50, 32}), weight = random({129, 32}, at::kFloat, 2), labels = labels_of(50, 129, 7);
+  for (const int64_t chunk : {16, 50}) {
+    const auto e = evaluate([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = chunk, .compute_dtype = at::kBFloat16}); },
+                            {hidden, weight}, at::ones({}));
+    const auto expected = evaluate([&](const auto& in) { return reference::linear_cross_entropy(in[0], in[1], labels); },
+                                   {hidden.to(at::kBFloat16).to(at::kDouble), weight.to(at::kBFloat16).to(at::kDouble)}, at::ones({}));
+    EXPECT_EQ(e.gradients[0].scalar_type(), at::kFloat);
+    EXPECT_EQ(e.gradients[1].scalar_type(), at::kFloat);
+    expect_close(e.result, expected.result, 2e-3, "loss");
+    expect_close(e.gradients[0], expected.gradients[0], 2e-2, "d_hidden");
+    expect_close(e.gradients[1], expected.gradients[1], 2e-2, "d_weight");
+  }
+}
+
+TEST(LinearCrossEntropy, TheGradientThatWasExpectedChangesTheCostButNotTheResult) {
+  const at::Tensor hidden = random({20, 8}), weight = random({30, 8}, at::kFloat, 2), labels = labels_of(20, 30, 4);
+  const auto run = [&](double expected, double actual) {
+    return evaluate([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.expected_gradient = expected}); }, {hidden, weight},
+                    at::full({}, actual));
+  };
+  const auto plain = run(1, 1);
+  for (const auto& [expected, actual] : {std::pair{1.0, 1.0 / 3}, {1.0 / 3, 1.0 / 3}, {0.5, 1.0 / 3}, {1.0, 0.0}}) {
+    const auto e = run(expected, actual);
+    EXPECT_TRUE(at::equal(e.result, plain.result)) << "the loss itself is never scaled";
+    for (int i : {0, 1})
+      EXPECT_LE((e.gradients[i] - plain.gradients[i] * actual).abs().max().item().toDouble(), 2e-6 * plain.gradients[i].abs().max().item().toDouble());
+  }
+}
+
+TEST(LinearCrossEntropy, GivesItsGradientsAwayWithoutACopyAndOnce) {
+  const at::Tensor hidden = random({6, 4}).requires_grad_(true), weight = random({9, 4}, at::kFloat, 2).requires_grad_(true);
+  const at::Tensor loss = linear_cross_entropy(hidden, weight, labels_of(6, 9, 0));
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(weight.grad().use_count(), 1);
+  EXPECT_THAT(message_of<std::exception>([&] { loss.backward(); }), ::testing::HasSubstr("given away by an earlier backward pass"));
+}
+
+TEST(LinearCrossEntropy, AccumulatesOverMicroBatches) {
+  const at::Tensor weight = random({9, 4}, at::kFloat, 2).requires_grad_(true), labels = labels_of(6, 9, 0);
+  linear_cross_entropy(random({6, 4}), weight, labels).backward();
+  const at::Tensor once = weight.grad().clone();
+  linear_cross_entropy(random({6, 4}), weight, labels).backward();
+  EXPECT_TRUE(at::equal(weight.grad(), once * 2));
+}
+
+TEST(LinearCrossEntropy, OnlyTheLossUnderNoGrad) {
+  const at::Tensor hidden = random({6, 4}).requires_grad_(true), weight = random({9, 4}, at::kFloat, 2).requires_grad_(true), labels = labels_of(6, 9, 2);
+  const at::Tensor with = linear_cross_entropy(hidden, weight, labels);
+  const at::NoGradGuard no_grad;
+  const at::Tensor without = linear_cross_entropy(hidden, weight, labels);
+  EXPECT_FALSE(without.requires_grad());
+  EXPECT_TRUE(at::equal(with.detach(), without));
+}
+
+TEST(LinearCrossEntropy, BitsDoNotDependOnThreads) {
+  const at::Tensor hidden = random({150, 48}), weight = random({500, 48}, at::kFloat, 2), labels = labels_of(150, 500, 11);
+  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+    expect_thread_independent([&] {
+      const auto e = evaluate([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = 64, .compute_dtype = compute}); },
+                              {hidden, weight}, at::ones({}));
+      return std::vector<at::Tensor>{e.result, e.gradients[0], e.gradients[1]};
+    });
+  }
+}
+
+TEST(LinearCrossEntropy, LargeAndInfiniteLogits) {
+  const at::Tensor logits = at::tensor({1e4f, -1e4f, 0.0f, -INFINITY, 5.0f, 5.0f}).view({2, 3}), labels = at::tensor({0, 1}, at::kLong);
+  const auto e = evaluate([&](const auto& in) { return cross_entropy_sum(in[0], labels); }, {logits}, at::ones({}));
+  EXPECT_NEAR(e.result.item().toDouble(), std::log(2.0), 1e-6);
+  expect_close(e.gradients[0], at::tensor({0.0f, 0.0f, 0.0f, 0.0f, -0.5f, 0.5f}).view({2, 3}), 1e-6, "gradient");
+  EXPECT_TRUE(std::isnan(cross_entropy_sum(at::full({1, 40}, NAN), at::zeros({1}, at::kLong)).item().toDouble()));
+}
+
+TEST(LinearCrossEntropy, DefaultChunkKeepsTheLogitsUnderTheirBudget) {
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat), 512);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kBFloat16), 1024);
+  EXPECT_EQ(linear_cross_entropy_chunk(525, 32000, at::kFloat), 263);
+  EXPECT_EQ(linear_cross_entropy_chunk(0, 7, at::kFloat), 1);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 256, at::kFloat), 2048);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 1 << 20, at::kFloat), 256);
+  EXPECT_EQ(linear_cross_entropy_chunk(3, 7, at::kFloat), 3);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat, 100), 100);
+}
+
+TEST(LinearCrossEntropy, Refusals) {
+  const at::Tensor hidden = random({3, 4}), weight = random({5, 4}), labels = at::tensor({0, 5, 1}, at::kLong);
+  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels); }), ::testing::HasSubstr("entry 1 is 5; it must be in [0, 5)"));
+  EXPECT_THAT(message_of<ConfigError>([&] { cross_entropy_sum(random({3, 5}), at::tensor({0, -1, 1}, at::kLong)); }), ::testing::HasSubstr("entry 1 is -1"));
+  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, random({5, 3}), labels); }), ::testing::HasSubstr("[vocabulary, features]"));
+  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.chunk_tokens = -1}); }), ::testing::HasSubstr("chunk_tokens = -1"));
+  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.compute_dtype = at::kHalf}); }),
+              ::testing::HasSubstr("compute_dtype Half"));
+}
+
+}  // namespace
+}  // namespace tessera::kernels

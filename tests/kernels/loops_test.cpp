@@ -1,0 +1,84 @@
+// The loops are compiled once per instruction set: what this machine can run must agree.
+
+#include "tessera/kernels/cpu/loops.h"
+
+#include "tests/kernels/support.h"
+
+namespace tessera::kernels::cpu {
+namespace {
+
+using namespace tessera::testing;
+
+std::vector<const Loops*> others() {
+  std::vector<const Loops*> tables;
+#if defined(__x86_64__)
+  if (loops_avx2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(loops_avx2());
+  if (loops_avx512() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    tables.push_back(loops_avx512());
+  }
+#endif
+  return tables;
+}
+
+TEST(Loops, TheFastestOfThisMachineIsChosen) {
+  const auto tables = others();
+  if (std::getenv("ATEN_CPU_CAPABILITY")) GTEST_SKIP() << "ATEN_CPU_CAPABILITY chooses";
+  EXPECT_STREQ(loops().name, tables.empty() ? "baseline" : tables.back()->name);
+}
+
+TEST(Loops, EveryInstructionSetGivesTheSameCrossEntropy) {
+  for (const int64_t vocabulary : {1, 5, 16, 63, 64, 65, 1000}) {
+    const at::Tensor logits = random({3, vocabulary}) * 5, labels = at::tensor({int64_t{0}, vocabulary - 1, int64_t{-100}}, at::kLong);
+    const auto run = [&](const Loops& table) {
+      at::Tensor out = logits.clone(), loss = at::empty({3});
+      table.cross_entropy_in_place({{out.data_ptr(), Type::Float}, labels.const_data_ptr<int64_t>(), vocabulary, loss.data_ptr<float>(), 0.5f}, 0, 3);
+      return std::pair{out, loss};
+    };
+    const auto [gradient, loss] = run(*loops_baseline());
+    for (const Loops* table : others()) {
+      const auto [other_gradient, other_loss] = run(*table);
+      expect_close(other_loss, loss, 1e-6, table->name);
+      EXPECT_LE((other_gradient - gradient).abs().max().item().toDouble(), 3e-7) << table->name << ", vocabulary " << vocabulary;
+    }
+  }
+}
+
+TEST(Loops, EveryInstructionSetDrawsTheSameMask) {
+  const at::Tensor x = at::ones({4, 131}), rows = at::tensor({0, 9, 2, 77}, at::kLong);
+  const auto run = [&](const Loops& table) {
+    at::Tensor out = at::empty_like(x);
+    table.dropout({{x.data_ptr(), Type::Float}, {out.data_ptr(), Type::Float}, rows.const_data_ptr<int64_t>(), 131, 3, 140, 12345, 0.25f}, 0, 4);
+    return out;
+  };
+  for (const Loops* table : others()) EXPECT_TRUE(at::equal(run(*table), run(*loops_baseline()))) << table->name;
+}
+
+TEST(Loops, EveryInstructionSetRoundsToBFloat16Alike) {
+  // Ties, signs, subnormals, infinities and NaN: what ATen's own cast gives.
+  const at::Tensor values = at::cat({random({500}), at::tensor({0.0f, -0.0f, 1.00390625f, 1.01171875f, INFINITY, -INFINITY, NAN, 1e-40f, 3.3961776e38f})});
+  const at::Tensor expected = values.to(at::kBFloat16);
+  for (const Loops* table : others()) {
+    at::Tensor sum = at::empty_like(values), out = at::empty_like(expected);
+    table->sum_rows(values.const_data_ptr<float>(), 1, values.numel(), {out.data_ptr(), Type::BFloat16}, 0, values.numel());
+    EXPECT_TRUE(at::allclose(out.to(at::kFloat), expected.to(at::kFloat), 0, 0, /*equal_nan=*/true)) << table->name;
+    table->accumulate(sum.data_ptr<float>(), {out.data_ptr(), Type::BFloat16}, true, 0, values.numel());
+    EXPECT_TRUE(at::allclose(sum, expected.to(at::kFloat), 0, 0, /*equal_nan=*/true)) << table->name;
+  }
+}
+
+TEST(Loops, ARowDoesNotDependOnTheRange) {
+  const at::Tensor x = random({7, 45}), weight = random({45}, at::kFloat, 2);
+  const auto run = [&](const std::vector<int64_t>& bounds) {
+    at::Tensor out = at::empty_like(x), rstd = at::empty({7});
+    for (size_t i = 0; i + 1 < bounds.size(); ++i) {
+      loops().rms_norm({{x.data_ptr(), Type::Float}, {weight.data_ptr(), Type::Float}, {out.data_ptr(), Type::Float}, rstd.data_ptr<float>(), 45, 1e-5},
+                       bounds[i], bounds[i + 1]);
+    }
+    return out;
+  };
+  EXPECT_TRUE(at::equal(run({0, 7}), run({0, 1, 4, 7})));
+}
+
+}  // namespace
+}  // namespace tessera::kernels::cpu
