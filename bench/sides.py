@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP_STEPS = 1  # of every process: the first step allocates, and has no optimizer state to read
+WARMUP_STEPS = 5  # of every process: the first steps touch memory for the first time, which on a virtual machine can take longer than the step itself
 
 
 class SideFailed(Exception):

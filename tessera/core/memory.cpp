@@ -4,6 +4,7 @@
 #include <atomic>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -16,6 +17,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_cache.h"
 
 namespace tessera {
 namespace detail {
@@ -54,15 +56,20 @@ using detail::MemoryLedger;
 thread_local MemoryLedger* active_ledger = nullptr;
 thread_local MemoryCategory active_category = MemoryCategory::Other;
 
-/// What is known of a counted allocation.
+/// What is known of an allocation that is counted, or lies in a cached block, or both.
 struct Counted {
-  std::shared_ptr<MemoryLedger> ledger;
-  MemoryCategory category;
-  int64_t bytes;
-  const void* call_site = nullptr;  ///< of the CPU allocator's allocate()
+  std::shared_ptr<MemoryLedger> ledger;  ///< null where it is not counted
+  MemoryCategory category = MemoryCategory::Other;
+  int64_t bytes = 0;
+  const void* call_site = nullptr;          ///< of the CPU allocator's allocate()
+  int size_class = detail::kNotCached;      ///< of the cached block
+
+  void take_off() const {
+    if (ledger) ledger->add(category, -bytes);
+  }
 };
 
-/// Counted allocations of the CPU by address. A table beside them, rather than a context in their DataPtr: oneDNN asks for its scratch space by raw_allocate()
+/// Such allocations of the CPU by address. A table beside them, rather than a context in their DataPtr: oneDNN asks for its scratch space by raw_allocate()
 /// and gives it back by raw_deallocate(), which work only where the context is the data pointer itself.
 class CountedTable {
  public:
@@ -72,19 +79,19 @@ class CountedTable {
     shard.counted.insert_or_assign(data, std::move(counted));
     alive_.fetch_add(1, std::memory_order_relaxed);
   }
-  /// Takes the allocation off its ledger. Returns where it was made, null where it was never counted.
-  const void* erase(void* data) {
-    if (alive_.load(std::memory_order_relaxed) == 0) return nullptr;
+  /// Removes what is known of the allocation and takes it off its ledger; nothing where nothing is known.
+  std::optional<Counted> erase(void* data) {
+    if (alive_.load(std::memory_order_relaxed) == 0) return std::nullopt;
     Shard& shard = shard_of(data);
     std::unique_lock lock(shard.mutex);
     auto node = shard.counted.extract(data);
     lock.unlock();
-    if (node.empty()) return nullptr;
+    if (node.empty()) return std::nullopt;
     alive_.fetch_sub(1, std::memory_order_relaxed);
-    node.mapped().ledger->add(node.mapped().category, -node.mapped().bytes);
-    return node.mapped().call_site;
+    node.mapped().take_off();
+    return std::move(node.mapped());
   }
-  /// change(Counted&) where the allocation is counted.
+  /// change(Counted&) where something is known of the allocation.
   template <class F>
   void visit(void* data, F&& change) {
     Shard& shard = shard_of(data);
@@ -110,14 +117,19 @@ CountedTable& counted_table() {
 
 c10::DeleterFnPtr cpu_deleter = nullptr;  ///< of libtorch's own CPU allocator
 
-void free_cpu(void* data) {
-  counted_table().erase(data);
-  cpu_deleter(data);
+void give_back(void* data, const std::optional<Counted>& counted) {
+  if (counted && counted->size_class != detail::kNotCached) {
+    detail::host_cache_give(data, counted->size_class);
+  } else {
+    cpu_deleter(data);
+  }
 }
+
+void free_cpu(void* data) { give_back(data, counted_table().erase(data)); }
 
 void free_meta(void* context) {
   const std::unique_ptr<Counted> counted(static_cast<Counted*>(context));
-  counted->ledger->add(counted->category, -counted->bytes);
+  counted->take_off();
 }
 
 /// Where oneDNN asks for scratch space. Its size depends on the machine's instruction set, so no dry run could know it, and it is no storage. But raw_allocate() calls the same
@@ -126,8 +138,9 @@ void free_meta(void* context) {
 std::atomic<const void*> scratch_site{nullptr};
 
 void free_raw(void* data) {
-  if (const void* site = counted_table().erase(data)) scratch_site.store(site, std::memory_order_relaxed);
-  cpu_deleter(data);
+  const auto counted = counted_table().erase(data);
+  if (counted && counted->ledger) scratch_site.store(counted->call_site, std::memory_order_relaxed);
+  give_back(data, counted);
 }
 
 /// Passes everything on to the allocator it wraps, and counts where the thread asks for it.
@@ -141,7 +154,7 @@ class CountingAllocator : public c10::Allocator {
  protected:
   static bool is_counting(size_t bytes) { return active_ledger != nullptr && bytes > 0; }
   static Counted count(size_t bytes) {
-    Counted counted{active_ledger->shared_from_this(), active_category, static_cast<int64_t>(bytes)};
+    Counted counted{.ledger = active_ledger->shared_from_this(), .category = active_category, .bytes = static_cast<int64_t>(bytes)};
     counted.ledger->add(counted.category, counted.bytes);
     return counted;
   }
@@ -154,14 +167,19 @@ class CpuAllocator final : public CountingAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &free_raw; }
 
   __attribute__((noinline)) c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr inner = wrapped_.allocate(bytes);
-    if (!is_counting(bytes)) [[likely]]
-      return inner;
     const void* const call_site = __builtin_return_address(0);
-    if (call_site == scratch_site.load(std::memory_order_relaxed)) return inner;
-    Counted counted = count(bytes);
+    const bool counting = is_counting(bytes) && call_site != scratch_site.load(std::memory_order_relaxed);
+    int size_class = detail::host_cache_class(bytes);
+    if (!counting && size_class == detail::kNotCached) [[likely]]
+      return wrapped_.allocate(bytes);
+    void* data = size_class == detail::kNotCached ? nullptr : detail::host_cache_take(size_class);
+    if (data == nullptr) {
+      size_class = detail::kNotCached;
+      data = wrapped_.allocate(bytes).release_context();
+    }
+    Counted counted = counting ? count(bytes) : Counted{};
     counted.call_site = call_site;
-    void* const data = inner.release_context();
+    counted.size_class = size_class;
     counted_table().insert(data, std::move(counted));
     return {data, data, &free_cpu, c10::Device(c10::kCPU)};
   }

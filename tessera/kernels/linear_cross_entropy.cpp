@@ -22,7 +22,7 @@ namespace tessera::kernels {
 
 namespace {
 
-constexpr int64_t kSmallestChunk = 256;
+constexpr int64_t kSmallestChunk = 128;
 
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
                                                                bool);

@@ -9,7 +9,7 @@
 namespace tessera::kernels {
 
 struct LinearCrossEntropyOptions {
-  /// Tokens whose logits exist at once; 0 cuts the tokens evenly into as few chunks as kLogitsBytes allows (but takes at least 256).
+  /// Tokens whose logits exist at once; 0 cuts the tokens evenly into as few chunks as kLogitsBytes allows (but takes at least 128).
   int64_t chunk_tokens = 0;
   /// Dtype of the three products and of the logits; default: hidden's. fp32 or bf16.
   std::optional<at::ScalarType> compute_dtype = std::nullopt;
@@ -19,7 +19,7 @@ struct LinearCrossEntropyOptions {
 };
 
 /// Logits buffer of the default chunk.
-inline constexpr int64_t kLogitsBytes = int64_t{64} << 20;
+inline constexpr int64_t kLogitsBytes = int64_t{16} << 20;
 
 /// Tokens per chunk that linear_cross_entropy will use (the last chunk may have fewer).
 int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens = 0);

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "tessera/core/attachment.h"
+#include "tessera/core/host_cache.h"
 #include "tessera/core/memory.h"
 #include "tessera/data/loader.h"
 #include "tessera/kernels/choice.h"
@@ -33,6 +34,7 @@ class RankScope {
   MemoryTracker& memory() { return memory_; }
 
  private:
+  CacheHostMemory cache_;
   MemoryTracker memory_;
   TrackMemory tracking_{memory_};
   kernels::KernelChoiceGuard kernels_;

@@ -120,12 +120,12 @@ TEST(LinearCrossEntropy, LargeAndInfiniteLogits) {
 }
 
 TEST(LinearCrossEntropy, DefaultChunkKeepsTheLogitsUnderTheirBudget) {
-  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat), 512);
-  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kBFloat16), 1024);
-  EXPECT_EQ(linear_cross_entropy_chunk(525, 32000, at::kFloat), 263);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat), 128);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kBFloat16), 256);
+  EXPECT_EQ(linear_cross_entropy_chunk(525, 32000, at::kFloat), 105);
   EXPECT_EQ(linear_cross_entropy_chunk(0, 7, at::kFloat), 1);
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 256, at::kFloat), 2048);
-  EXPECT_EQ(linear_cross_entropy_chunk(2048, 1 << 20, at::kFloat), 256);
+  EXPECT_EQ(linear_cross_entropy_chunk(2048, 1 << 20, at::kFloat), 128);
   EXPECT_EQ(linear_cross_entropy_chunk(3, 7, at::kFloat), 3);
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat, 100), 100);
 }
