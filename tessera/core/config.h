@@ -91,7 +91,7 @@ std::string configuration_markdown();
 /// What depends on the machine or the world size (mesh, run.threads) stays unset. Idempotent.
 void resolve(Config& config);
 
-/// What a configuration is checked for: a plan needs no text.
+/// What a configuration is checked for: a plan needs no text, and may be asked for more data ranks than there are micro-batches.
 enum class Purpose { Train, Plan };
 
 /// Every rule between fields, and the techniques that this build lacks; throws ConfigError naming knob, value, rule and way out. Expects a resolved

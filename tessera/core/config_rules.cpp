@@ -83,11 +83,12 @@ void validate_data(const Config& config, Purpose purpose) {
           ": needs held-out text; set data.validation_files, or run.validate_every = 0");
 }
 
-void validate_batch(const BatchConfig& batch, int64_t data_ranks) {
+void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpose) {
   at_least("batch.micro_size", batch.micro_size, 1);
   at_least("batch.global_size", batch.global_size, 1);
   require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": must be a multiple of batch.micro_size = ", batch.micro_size,
           "; the nearest above is ", (batch.global_size / batch.micro_size + 1) * batch.micro_size);
+  if (purpose == Purpose::Plan) return;  // a plan shows what the ranks would need that such a batch leaves idle, and says so
   const int64_t micro_batches = batch.global_size / batch.micro_size;
   require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",
           data_ranks, " data ranks, and each needs one; set batch.global_size to at least ", data_ranks * batch.micro_size, " or use fewer ranks");
@@ -159,7 +160,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_model(config.model);
   validate_rest(config);
   validate_data(config, purpose);
-  validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"));
+  validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
   refuse_missing_techniques(config, axes);

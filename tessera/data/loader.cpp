@@ -16,9 +16,6 @@ void check(const LoaderOptions& o) {
   require(o.global_size > 0 && o.global_size % o.micro_size == 0, "batch.global_size = ", o.global_size,
           ": must be a positive multiple of batch.micro_size = ", o.micro_size, "; the next is ",
           std::max<int64_t>(1, (o.global_size + o.micro_size - 1) / o.micro_size) * o.micro_size);
-  require(o.global_size / o.micro_size >= o.ranks, "batch.global_size = ", o.global_size, ": gives ", o.global_size / o.micro_size,
-          " micro-batches of batch.micro_size = ", o.micro_size, " to ", o.ranks, " data ranks, and each needs one; set it to ", o.ranks * o.micro_size,
-          " or more");
 }
 
 }  // namespace
@@ -56,6 +53,9 @@ void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const 
 Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)
     : corpus_(std::move(corpus)), options_(options), windows_(corpus_->windows(options.seq_len)) {
   check(options_);
+  require(options_.global_size / options_.micro_size >= options_.ranks, "batch.global_size = ", options_.global_size, ": gives ", options_.global_size / options_.micro_size,
+          " micro-batches of batch.micro_size = ", options_.micro_size, " to ", options_.ranks, " data ranks, and each needs one; set it to ", options_.ranks * options_.micro_size,
+          " or more");
   check_windows(*corpus_, options_.seq_len, options_.global_size, "batch.global_size = " + std::to_string(options_.global_size));
 }
 

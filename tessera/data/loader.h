@@ -89,7 +89,7 @@ class Loader {
 };
 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
-/// and no corpus. Throws ConfigError as Loader does.
+/// and no corpus. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
 
 /// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them.

@@ -6,6 +6,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
 #include "tessera/data_parallel/tree_schedule.h"
@@ -130,18 +131,24 @@ DryRun dry_run(const Config& config, int world) {
     run.parameters = std::max(run.parameters, ranks.parameters);
     run.ranks.push_back(std::move(ranks));
   }
+  try {
+    validate(config, world, Purpose::Train);
+  } catch (const ConfigError& e) {
+    run.remarks.emplace_back(e.what());
+  }
   return run;
 }
 
 nlohmann::json to_json(const DryRun& run) {
   nlohmann::json ranks = nlohmann::json::array();
   for (const auto& r : run.ranks) ranks.push_back(to_json(r));
-  return {{"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}};
+  return {{"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}, {"remarks", run.remarks}};
 }
 
 std::string to_string(const DryRun& run) {
   std::string out = fmt::format("{} rank{}, {} parameters, {} tokens a step\n", run.world, run.world == 1 ? "" : "s", format_count(static_cast<double>(run.parameters)),
                                 format_count(static_cast<double>(run.tokens_per_step)));
+  for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   for (const auto& ranks : run.ranks) {
     out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step\n", ranks.count, ranks.count == 1 ? "" : "s", ranks.examples.front(), ranks.micro_batches,
                        format_count(ranks.flops));

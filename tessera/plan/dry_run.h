@@ -38,6 +38,7 @@ struct DryRun {
   int64_t tokens_per_step = 0;
   int64_t parameters = 0;          ///< of the whole model, tied ones once
   std::vector<RankClass> ranks;
+  std::vector<std::string> remarks;  ///< what `train` would refuse, and why
 };
 
 /// Runs the very step of `train` on meta tensors with groups that record, for one rank of each class, at any world size, on no device and without data.

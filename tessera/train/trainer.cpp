@@ -1,11 +1,17 @@
 #include "tessera/train/trainer.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
 #include <chrono>
 #include <exception>
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dump.h"
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/progress.h"
 
@@ -27,12 +33,27 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .ranks = mesh.size(data_axes())};
 }
 
+// Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps.
+Inputs agreed(Inputs inputs, const comm::World& world) {
+  const comm::CallSite site("start");
+  const int64_t step = inputs.resume ? inputs.resume->manifest.step : 0;
+  const at::Tensor mine = at::full({1}, step, at::dtype(at::kLong));
+  const at::Tensor all = at::empty({world.size()}, mine.options());
+  comm::all_gather(world.group(), all, mine);
+  const int64_t* steps = all.const_data_ptr<int64_t>();
+  for (int rank = 0; rank < world.size(); ++rank) {
+    require(steps[rank] == steps[0], "checkpoint.resume: rank ", rank, " goes on from step ", steps[rank], " and rank 0 from step ", steps[0],
+            "; let every rank see the same checkpoint.dir");
+  }
+  return inputs;
+}
+
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump)
     : config_(std::move(config)),
       world_(world),
-      inputs_(std::move(inputs)),
+      inputs_(agreed(std::move(inputs), world)),
       dump_(std::move(dump)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
       scope_(config_, world.local_size()),

@@ -85,6 +85,7 @@ warmup_steps = 3
 [run]
 steps = 20
 seed = 7
+threads = 1
 """
 
 
