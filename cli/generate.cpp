@@ -1,3 +1,5 @@
+#include "tessera/models/generate.h"
+
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -6,7 +8,6 @@
 #include "cli/commands.h"
 #include "tessera/core/error.h"
 #include "tessera/data/tokenizer.h"
-#include "tessera/models/generate.h"
 #include "tessera/train/load_model.h"
 
 namespace tessera::cli {

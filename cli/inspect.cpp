@@ -38,23 +38,36 @@ json checkpoint_json(const std::filesystem::path& folder) {
   constexpr std::string_view kModel = "model.";
   for (const auto& [name, tensor] : manifest.tensors) {
     json slices = json::array();
-    for (const auto& slice : tensor.slices) slices.push_back({{"file", slice.file}, {"key", slice.key}, {"boxes", boxes_json(slice.boxes)}, {"hash", slice.hash}});
+    for (const auto& slice : tensor.slices)
+      slices.push_back({{"file", slice.file}, {"key", slice.key}, {"boxes", boxes_json(slice.boxes)}, {"hash", slice.hash}});
     const bool model = name.starts_with(kModel);
-    tensors.push_back({{"name", model ? name.substr(kModel.size()) : name}, {"kind", model ? "parameter" : "state"}, {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"slices", slices}});
+    tensors.push_back({{"name", model ? name.substr(kModel.size()) : name},
+                       {"kind", model ? "parameter" : "state"},
+                       {"dtype", tensor.dtype},
+                       {"shape", tensor.shape},
+                       {"slices", slices}});
   }
-  return {{"kind", "checkpoint"}, {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")}, {"files", manifest.files}, {"tensors", tensors}};
+  return {{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
+          {"files", manifest.files}, {"tensors", tensors}};
 }
 
 json safetensors_json(const std::filesystem::path& path) {
   const checkpoint::SafetensorsFile file(path);
   json tensors = json::array();
-  for (const auto& [name, entry] : file.entries()) tensors.push_back({{"name", name}, {"dtype", checkpoint::dtype_name(entry.dtype)}, {"shape", entry.shape}, {"offset", entry.offset}, {"bytes", entry.bytes}});
+  for (const auto& [name, entry] : file.entries())
+    tensors.push_back(
+        {{"name", name}, {"dtype", checkpoint::dtype_name(entry.dtype)}, {"shape", entry.shape}, {"offset", entry.offset}, {"bytes", entry.bytes}});
   return {{"kind", "safetensors"}, {"bytes", file.file_bytes()}, {"metadata", file.metadata()}, {"tensors", tensors}};
 }
 
 json corpus_json(const std::filesystem::path& path) {
   const auto corpus = data::Corpus::open(path);
-  return {{"kind", "corpus"}, {"tokens", corpus->tokens()}, {"text_bytes", corpus->text_bytes()}, {"vocab_size", corpus->vocab_size()}, {"tokenizer", corpus->tokenizer()}, {"content", corpus->content()}};
+  return {{"kind", "corpus"},
+          {"tokens", corpus->tokens()},
+          {"text_bytes", corpus->text_bytes()},
+          {"vocab_size", corpus->vocab_size()},
+          {"tokenizer", corpus->tokenizer()},
+          {"content", corpus->content()}};
 }
 
 json describe(const std::filesystem::path& path) {

@@ -1,10 +1,9 @@
-#include <unistd.h>
-
 #include <cstdio>
 #include <exception>
 #include <string>
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include "cli/commands.h"
 #include "tessera/core/error.h"

@@ -35,9 +35,8 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
-
-#include <fmt/format.h>

@@ -1,7 +1,6 @@
 // Time of an all-reduce over Gloo between two ranks of this host, as threads.
-#include <benchmark/benchmark.h>
-
 #include <ATen/ATen.h>
+#include <benchmark/benchmark.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"

@@ -49,7 +49,7 @@ auto guarded(const char* op, const Group& group, Clock::time_point start, Body b
 template <class Start>
 Pending launch(const char* op, const Group& group, Tensors tensors, Start start, std::function<void()> finish = {}) {
   auto state = std::make_shared<Pending::State>(Pending::State{.op = op, .group = group, .tensors = std::move(tensors), .finish = std::move(finish)});
-  const at::NoGradGuard no_grad;                     // the engine writes into leaves, too
+  const at::NoGradGuard no_grad;                    // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
   state->work = guarded(op, group, state->start, [&] { return start(*group.backend()); });
   return Pending(std::move(state));
@@ -106,10 +106,14 @@ void copy_unless_same(const at::Tensor& out, const at::Tensor& in) {
 
 c10d::ReduceOp engine_op(Op op) {
   switch (op) {
-    case Op::Sum: return c10d::ReduceOp::SUM;
-    case Op::Product: return c10d::ReduceOp::PRODUCT;
-    case Op::Min: return c10d::ReduceOp::MIN;
-    case Op::Max: return c10d::ReduceOp::MAX;
+    case Op::Sum:
+      return c10d::ReduceOp::SUM;
+    case Op::Product:
+      return c10d::ReduceOp::PRODUCT;
+    case Op::Min:
+      return c10d::ReduceOp::MIN;
+    case Op::Max:
+      return c10d::ReduceOp::MAX;
   }
   throw InternalError("internal error: unknown reduction");
 }
@@ -191,8 +195,8 @@ Pending start_reduce_scatter(const char* name, const Group& group, const at::Ten
   check_sizes(name, group, in, out, group.size());
   if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); }, finish);
   auto to = out.detach(), from = packed(in);
-  return launch(name, group, {to, from},
-                [&](c10d::Backend& engine) { return engine._reduce_scatter_base(to, from, {.reduceOp = engine_op(op)}); }, std::move(finish));
+  return launch(
+      name, group, {to, from}, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(to, from, {.reduceOp = engine_op(op)}); }, std::move(finish));
 }
 
 }  // namespace
@@ -227,8 +231,7 @@ Pending reduce_scatter_uneven_async(const Group& group, const at::Tensor& out, c
   const auto padded = at::zeros({most * group.size()}, out.options());  // padding is summed too: garbage could be slow denormals
   for (size_t rank = 0; rank < ins.size(); ++rank) padded.narrow(0, rank * most, ins[rank].numel()).copy_(ins[rank].reshape(-1));
   const auto mine = at::empty({most}, out.options());
-  return start_reduce_scatter("reduce_scatter_uneven", group, mine, padded, op,
-                              [out, mine] { out.copy_(mine.narrow(0, 0, out.numel()).view(out.sizes())); });
+  return start_reduce_scatter("reduce_scatter_uneven", group, mine, padded, op, [out, mine] { out.copy_(mine.narrow(0, 0, out.numel()).view(out.sizes())); });
 }
 
 Pending all_to_all_async(const Group& group, const at::Tensor& out, const at::Tensor& in, const std::vector<int64_t>& out_splits,

@@ -44,13 +44,12 @@ Environment read_environment(const Lookup& lookup) {
   environment.rank = variables.number("RANK", 0, environment.size - 1, detail::concat("between 0 and WORLD_SIZE - 1 = ", environment.size - 1));
   environment.local_size = environment.size;
   if (variables.has("LOCAL_WORLD_SIZE")) {
-    environment.local_size =
-        variables.number("LOCAL_WORLD_SIZE", 1, environment.size, detail::concat("between 1 and WORLD_SIZE = ", environment.size));
+    environment.local_size = variables.number("LOCAL_WORLD_SIZE", 1, environment.size, detail::concat("between 1 and WORLD_SIZE = ", environment.size));
   }
   environment.local_rank = environment.rank % environment.local_size;
   if (variables.has("LOCAL_RANK")) {
-    environment.local_rank = variables.number("LOCAL_RANK", 0, environment.local_size - 1,
-                                              detail::concat("between 0 and LOCAL_WORLD_SIZE - 1 = ", environment.local_size - 1));
+    environment.local_rank =
+        variables.number("LOCAL_RANK", 0, environment.local_size - 1, detail::concat("between 0 and LOCAL_WORLD_SIZE - 1 = ", environment.local_size - 1));
   }
   if (variables.has("TORCHELASTIC_RESTART_COUNT")) {
     environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, kMostRanks, "0 or more");

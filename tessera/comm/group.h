@@ -19,8 +19,8 @@ enum class Op { Sum, Product, Min, Max };
 
 /// What makes a group: said once when it is created, and shown to every decorator of its engine.
 struct GroupInfo {
-  std::string name{};                    ///< what messages and records call it: "world", or mesh axes such as "dp_shard+cp"
-  int rank = 0;                          ///< of this process in the group
+  std::string name{};  ///< what messages and records call it: "world", or mesh axes such as "dp_shard+cp"
+  int rank = 0;        ///< of this process in the group
   int size = 1;
   std::vector<int> ranks{};              ///< the members' ranks in the world, in group order; empty means 0 .. size - 1
   std::chrono::milliseconds timeout{0};  ///< of each collective; 0 where nothing can wait

@@ -1,16 +1,15 @@
 #include "tessera/comm/rendezvous.h"
 
-#include <fcntl.h>
-#include <netdb.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
 
+#include <fcntl.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
 #include "tessera/comm/failure.h"
 #include "tessera/core/error.h"
@@ -82,8 +81,8 @@ c10::intrusive_ptr<c10d::Store> rendezvous(const Environment& environment, milli
     return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
   } catch (...) {
     throw CommError(detail::concat("rank ", environment.rank, " of ", environment.size, ": no rendezvous at address ", environment.master_addr, ", port ",
-                                   environment.master_port, " (served by ", environment.agent_store ? "the launcher" : "rank 0", "): ",
-                                   message_of(std::current_exception()), "; waited ", seconds_since(start)));
+                                   environment.master_port, " (served by ", environment.agent_store ? "the launcher" : "rank 0",
+                                   "): ", message_of(std::current_exception()), "; waited ", seconds_since(start)));
   }
 }
 

@@ -1,12 +1,11 @@
+#include <thread>
+
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#include <thread>
-
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
@@ -84,8 +83,7 @@ std::vector<std::string> inherited_environment() {
   for (char** variable = environ; *variable; ++variable) {
     const std::string_view text(*variable);
     const bool dropped = text.starts_with("GTEST_") || text.starts_with("TORCHELASTIC_") || text.starts_with("RANK=") || text.starts_with("LOCAL_") ||
-                         text.starts_with("WORLD_SIZE=") || text.starts_with("OMP_NUM_THREADS=") ||
-                         text.starts_with("MASTER_");
+                         text.starts_with("WORLD_SIZE=") || text.starts_with("OMP_NUM_THREADS=") || text.starts_with("MASTER_");
     if (!dropped) result.emplace_back(text);
   }
   return result;

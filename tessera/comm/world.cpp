@@ -98,8 +98,8 @@ struct World::State {
     invariant(self != ranks.end(), "group ", name, ": rank ", environment.rank, " asks for a group without itself");
     auto sorted = ranks;
     std::sort(sorted.begin(), sorted.end());
-    invariant(sorted.front() >= 0 && sorted.back() < environment.size, "group ", name, ": members ", sorted.front(), " to ", sorted.back(),
-              " of a world of ", environment.size);
+    invariant(sorted.front() >= 0 && sorted.back() < environment.size, "group ", name, ": members ", sorted.front(), " to ", sorted.back(), " of a world of ",
+              environment.size);
     invariant(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "group ", name, ": a rank is named twice");
     return make_group({.name = name, .rank = static_cast<int>(self - ranks.begin()), .size = static_cast<int>(ranks.size()), .ranks = ranks});
   }

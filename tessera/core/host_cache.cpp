@@ -1,12 +1,12 @@
 #include "tessera/core/host_cache.h"
 
-#include <sys/mman.h>
-
 #include <array>
 #include <bit>
 #include <cstdlib>
 #include <mutex>
 #include <vector>
+
+#include <sys/mman.h>
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
@@ -27,7 +27,7 @@ constexpr bool kEnabled = true;
 
 constexpr size_t kSmallest = size_t{1} << 15;  // below, malloc keeps what is freed by itself
 constexpr size_t kHugePage = size_t{1} << 21;
-constexpr int kStepsPerDoubling = 8;           // so at most 1/8 of a block is waste
+constexpr int kStepsPerDoubling = 8;  // so at most 1/8 of a block is waste
 constexpr int kClasses = kStepsPerDoubling * 26;
 
 thread_local int guards_of_thread = 0;

@@ -61,8 +61,8 @@ struct Counted {
   std::shared_ptr<MemoryLedger> ledger;  ///< null where it is not counted
   MemoryCategory category = MemoryCategory::Other;
   int64_t bytes = 0;
-  const void* call_site = nullptr;          ///< of the CPU allocator's allocate()
-  int size_class = detail::kNotCached;      ///< of the cached block
+  const void* call_site = nullptr;      ///< of the CPU allocator's allocate()
+  int size_class = detail::kNotCached;  ///< of the cached block
 
   void take_off() const {
     if (ledger) ledger->add(category, -bytes);
@@ -132,9 +132,10 @@ void free_meta(void* context) {
   counted->take_off();
 }
 
-/// Where oneDNN asks for scratch space. Its size depends on the machine's instruction set, so no dry run could know it, and it is no storage. But raw_allocate() calls the same
-/// allocate() as a storage does; only at raw_deallocate() do the two differ. So the first scratch space given back teaches where such calls come from (there is one place,
-/// in libtorch's glue to oneDNN), and from then on they are not counted. learn_scratch_site() makes sure that this happens before anything is measured.
+/// Where oneDNN asks for scratch space. Its size depends on the machine's instruction set, so no dry run could know it, and it is no storage. But
+/// raw_allocate() calls the same allocate() as a storage does; only at raw_deallocate() do the two differ. So the first scratch space given back teaches where
+/// such calls come from (there is one place, in libtorch's glue to oneDNN), and from then on they are not counted. learn_scratch_site() makes sure that this
+/// happens before anything is measured.
 std::atomic<const void*> scratch_site{nullptr};
 
 void free_raw(void* data) {

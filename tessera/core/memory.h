@@ -23,9 +23,9 @@ struct MemoryLedger;
 /// what the same tensor would take on the CPU, so that a dry run and a real run give the same numbers. A tensor that is freed later, on any
 /// thread and even after the tracker is gone, is taken off the tracker that it was counted on. Thread-safe: one tracker may serve a rank's several threads.
 ///
-/// Counted are storages (bytes asked for), not what an operator's library allocates by malloc or, as oneDNN does for scratch space, by raw_allocate(). On meta, resize_() to a larger size passes by the
-/// allocator and is not counted: what has to be counted is allocated at its size. Cost while tracking: one small allocation and two
-/// short locks per storage; while not tracking: one thread-local read per allocation.
+/// Counted are storages (bytes asked for), not what an operator's library allocates by malloc or, as oneDNN does for scratch space, by raw_allocate(). On meta,
+/// resize_() to a larger size passes by the allocator and is not counted: what has to be counted is allocated at its size. Cost while tracking: one small
+/// allocation and two short locks per storage; while not tracking: one thread-local read per allocation.
 class MemoryTracker {
  public:
   MemoryTracker();

@@ -53,9 +53,9 @@ void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const 
 Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)
     : corpus_(std::move(corpus)), options_(options), windows_(corpus_->windows(options.seq_len)) {
   check(options_);
-  require(options_.global_size / options_.micro_size >= options_.ranks, "batch.global_size = ", options_.global_size, ": gives ", options_.global_size / options_.micro_size,
-          " micro-batches of batch.micro_size = ", options_.micro_size, " to ", options_.ranks, " data ranks, and each needs one; set it to ", options_.ranks * options_.micro_size,
-          " or more");
+  require(options_.global_size / options_.micro_size >= options_.ranks, "batch.global_size = ", options_.global_size, ": gives ",
+          options_.global_size / options_.micro_size, " micro-batches of batch.micro_size = ", options_.micro_size, " to ", options_.ranks,
+          " data ranks, and each needs one; set it to ", options_.ranks * options_.micro_size, " or more");
   check_windows(*corpus_, options_.seq_len, options_.global_size, "batch.global_size = " + std::to_string(options_.global_size));
 }
 

@@ -86,8 +86,7 @@ Mesh::Mesh(const comm::World& world, MeshShape axes) {
     for (size_t j = 0; j < i; ++j) require(axes[j].first != name, "mesh: the axis ", name, " is named twice");
     product *= size;
   }
-  require(product == world.size(), "mesh: ", product_text(axes, product), " is not the world size ", world.size(),
-          "; change an axis or the number of ranks");
+  require(product == world.size(), "mesh: ", product_text(axes, product), " is not the world size ", world.size(), "; change an axis or the number of ranks");
   state_ = std::make_shared<State>(comm::WorldView(world), std::move(axes));
   auto& strides = state_->strides;
   strides.assign(state_->axes.size(), 1);

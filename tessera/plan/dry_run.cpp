@@ -62,7 +62,8 @@ RankClass run_rank(const Config& config, int world_size, int rank) {
   }
   result.collectives = sum_up(recorder->records());
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
-  result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(result.micro_batches * config.batch.micro_size * config.data.seq_len);
+  result.flops =
+      model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(result.micro_batches * config.batch.micro_size * config.data.seq_len);
   return result;
 }
 
@@ -113,8 +114,13 @@ nlohmann::json to_json(const RankClass& ranks) {
   peak["total"] = total;
   nlohmann::json collectives = nlohmann::json::array();
   for (const auto& c : ranks.collectives) collectives.push_back(to_json(c));
-  return {{"count", ranks.count}, {"examples", ranks.examples}, {"micro_batches", ranks.micro_batches}, {"parameters", ranks.parameters},
-          {"peak_bytes", peak},   {"collectives", collectives}, {"flops", ranks.flops}};
+  return {{"count", ranks.count},
+          {"examples", ranks.examples},
+          {"micro_batches", ranks.micro_batches},
+          {"parameters", ranks.parameters},
+          {"peak_bytes", peak},
+          {"collectives", collectives},
+          {"flops", ranks.flops}};
 }
 
 }  // namespace
@@ -146,12 +152,12 @@ nlohmann::json to_json(const DryRun& run) {
 }
 
 std::string to_string(const DryRun& run) {
-  std::string out = fmt::format("{} rank{}, {} parameters, {} tokens a step\n", run.world, run.world == 1 ? "" : "s", format_count(static_cast<double>(run.parameters)),
-                                format_count(static_cast<double>(run.tokens_per_step)));
+  std::string out = fmt::format("{} rank{}, {} parameters, {} tokens a step\n", run.world, run.world == 1 ? "" : "s",
+                                format_count(static_cast<double>(run.parameters)), format_count(static_cast<double>(run.tokens_per_step)));
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   for (const auto& ranks : run.ranks) {
-    out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step\n", ranks.count, ranks.count == 1 ? "" : "s", ranks.examples.front(), ranks.micro_batches,
-                       format_count(ranks.flops));
+    out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step\n", ranks.count, ranks.count == 1 ? "" : "s", ranks.examples.front(),
+                       ranks.micro_batches, format_count(ranks.flops));
     int64_t total = 0;
     for (int c = 0; c < num_memory_categories; ++c) {
       total += ranks.peak_bytes[c];
@@ -159,7 +165,8 @@ std::string to_string(const DryRun& run) {
     }
     out += fmt::format("  {:<12}{:>12}  at the peak\n", "total", format_bytes(total));
     for (const auto& c : ranks.collectives)
-      out += fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));
+      out +=
+          fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));
   }
   return out;
 }

@@ -14,7 +14,7 @@ namespace tessera::plan {
 /// One kind of collective of a step, with all that are alike added up.
 struct CollectiveSum {
   std::string op;
-  std::string axis;        ///< the group's name: mesh axes joined by '+'
+  std::string axis;  ///< the group's name: mesh axes joined by '+'
   std::string dtype;
   int64_t count = 0;
   int64_t bytes = 0;       ///< of the whole tensors: reduced, gathered, dealt
@@ -24,19 +24,19 @@ struct CollectiveSum {
 /// Ranks that do the same step.
 struct RankClass {
   int64_t count = 0;
-  std::vector<int> examples;       ///< the first few of them
-  int64_t micro_batches = 0;       ///< per step, padding included
-  int64_t parameters = 0;          ///< elements held
-  MemoryByCategory peak_bytes{};   ///< at the moment of the largest total over the dry steps
+  std::vector<int> examples;               ///< the first few of them
+  int64_t micro_batches = 0;               ///< per step, padding included
+  int64_t parameters = 0;                  ///< elements held
+  MemoryByCategory peak_bytes{};           ///< at the moment of the largest total over the dry steps
   std::vector<CollectiveSum> collectives;  ///< of one step, in the order of their first call
-  double flops = 0;                ///< model FLOPs of one step (see docs/planning.md)
+  double flops = 0;                        ///< model FLOPs of one step (see docs/planning.md)
 };
 
 /// What `tessera plan` knows of a run before a device is touched.
 struct DryRun {
   int world = 1;
   int64_t tokens_per_step = 0;
-  int64_t parameters = 0;          ///< of the whole model, tied ones once
+  int64_t parameters = 0;  ///< of the whole model, tied ones once
   std::vector<RankClass> ranks;
   std::vector<std::string> remarks;  ///< what `train` would refuse, and why
 };

@@ -36,7 +36,8 @@ std::optional<Config> preset(const std::string& name, const std::vector<std::str
     if (name != s.name) continue;
     const std::string text = fmt::format(
         "[model]\nfamily = \"{}\"\ndim = {}\nlayers = {}\nheads = {}\nkv_heads = {}\nffn_dim = {}\nvocab_size = {}\nrope_theta = {:.1f}\ntie_embeddings = {}\n"
-        "[data]\nseq_len = {}\n[batch]\nglobal_size = 1024\nmicro_size = 1\n[optim]\nlr = 3e-4\nmax_grad_norm = 1.0\n[precision]\ncompute = \"bf16\"\n[run]\nsteps = 1000\n",
+        "[data]\nseq_len = {}\n[batch]\nglobal_size = 1024\nmicro_size = 1\n[optim]\nlr = 3e-4\nmax_grad_norm = 1.0\n[precision]\ncompute = "
+        "\"bf16\"\n[run]\nsteps = 1000\n",
         s.family, s.dim, s.layers, s.heads, s.kv_heads, s.ffn_dim, s.vocab_size, s.rope_theta, std::string(s.family) == "gpt2", s.seq_len);
     Config config = parse_config(text, std::filesystem::current_path(), sets, name);
     config.name = name;

@@ -35,9 +35,9 @@ struct Composition {
   BucketPlan bucket_plan() const { return buckets ? buckets->plan() : BucketPlan{}; }
 };
 
-/// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the one order that
-/// works: precision, then data parallelism (later techniques enter before them, see the order in docs/architecture.md).
-/// Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
+/// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
+/// one order that works: precision, then data parallelism (later techniques enter before them, see the order in docs/architecture.md). Collective over the
+/// mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt);
 
 }  // namespace tessera

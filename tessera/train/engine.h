@@ -15,8 +15,8 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global batch.
-  /// Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding; never read on the host here.
+  /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
+  /// batch. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding; never read on the host here.
   virtual at::Tensor forward_backward(const data::StepBatch& batch) = 0;
 };
 

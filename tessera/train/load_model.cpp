@@ -16,7 +16,8 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given) {
   const auto found = checkpoint::find_latest(given);
   std::string skipped;
   for (const auto& reason : found.skipped) skipped += "; " + reason;
-  require(found.folder.has_value(), "--checkpoint ", given.string(), ": no valid checkpoint there", skipped, "; name a folder that `tessera train` wrote with checkpoint.dir");
+  require(found.folder.has_value(), "--checkpoint ", given.string(), ": no valid checkpoint there", skipped,
+          "; name a folder that `tessera train` wrote with checkpoint.dir");
   return *found.folder;
 }
 

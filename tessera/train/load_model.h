@@ -17,7 +17,7 @@ struct ModelSource {
 };
 
 struct LoadedModel {
-  Config config;  ///< of the run that trained it, with `--set` on top; only [model] is known of a Hugging Face model
+  Config config;                         ///< of the run that trained it, with `--set` on top; only [model] is known of a Hugging Face model
   std::shared_ptr<LanguageModel> model;  ///< in evaluation mode
 };
 

@@ -14,7 +14,8 @@ auto read_field(const nlohmann::json& progress, const char* field, const std::st
   try {
     return read(progress.at(field));
   } catch (const nlohmann::json::exception& e) {
-    throw ConfigError(detail::concat(source, ": progress.", field, " in manifest.json cannot be read (", e.what(), "); the checkpoint is damaged or of another version, use another"));
+    throw ConfigError(detail::concat(source, ": progress.", field, " in manifest.json cannot be read (", e.what(),
+                                     "); the checkpoint is damaged or of another version, use another"));
   }
 }
 
@@ -23,7 +24,12 @@ auto read_field(const nlohmann::json& progress, const char* field, const std::st
 nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, int data_ranks) {
   return {{"config", to_toml(config)},
           {"cursor",
-           {{"step", cursor.step}, {"global_size", cursor.global_size}, {"seq_len", cursor.seq_len}, {"seed", cursor.seed}, {"shuffle", cursor.shuffle}, {"content", cursor.content}}},
+           {{"step", cursor.step},
+            {"global_size", cursor.global_size},
+            {"seq_len", cursor.seq_len},
+            {"seed", cursor.seed},
+            {"shuffle", cursor.shuffle},
+            {"content", cursor.content}}},
           {"data_ranks", data_ranks},
           {"bucket_plan", to_json(plan)}};
 }

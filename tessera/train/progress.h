@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-/// What a checkpoint keeps beside tensors so that a run goes on as if it had never stopped: the whole configuration (for eval and generate), the place in the data, and the
-/// bucket plan with the number of data ranks that it belongs to.
+/// What a checkpoint keeps beside tensors so that a run goes on as if it had never stopped: the whole configuration (for eval and generate), the place in the
+/// data, and the bucket plan with the number of data ranks that it belongs to.
 nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, int data_ranks);
 
 /// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged.

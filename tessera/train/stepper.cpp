@@ -1,12 +1,12 @@
 #include "tessera/train/stepper.h"
 
+#include <algorithm>
+#include <thread>
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-
-#include <algorithm>
-#include <thread>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -46,7 +46,8 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       learning_rate_(config.optim, config.run.steps) {
   if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
   for (const auto& p : run_.parameters) {
-    attached_.add(nn::GradientDispatcher::of(p.tensor).listen([memory = scope_.memory()](const at::Tensor& parameter) mutable { memory.retag(parameter.grad(), MemoryCategory::Gradients); }));
+    attached_.add(nn::GradientDispatcher::of(p.tensor).listen(
+        [memory = scope_.memory()](const at::Tensor& parameter) mutable { memory.retag(parameter.grad(), MemoryCategory::Gradients); }));
   }
 }
 
@@ -65,7 +66,8 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const GradientsReady& gr
 StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm) const {
   comm::CallSite site("report");
   MemoryScope scope(MemoryCategory::Comm);
-  // One row per rank: its micro-batches' losses, the norm, its peak. Adding the losses up by their global index on every host gives the same bits in any layout.
+  // One row per rank: its micro-batches' losses, the norm, its peak. Adding the losses up by their global index on every host gives the same bits in any
+  // layout.
   const auto options = losses.options().dtype(at::kDouble);
   const at::Tensor peak = at::full({1}, static_cast<double>(scope_.memory().peak()), options);
   const at::Tensor mine = at::cat({losses.to(at::kDouble), norm.reshape({1}).to(options.device()), peak});

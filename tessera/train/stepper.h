@@ -19,8 +19,8 @@ namespace tessera {
 
 /// What one optimizer step yields; equal on every rank.
 struct StepOutcome {
-  double loss = 0;         ///< mean over all valid tokens of the global batch, before the update
-  double grad_norm = 0;    ///< before clipping
+  double loss = 0;       ///< mean over all valid tokens of the global batch, before the update
+  double grad_norm = 0;  ///< before clipping
   double lr = 0;
   int64_t peak_bytes = 0;  ///< maximum over ranks since the step began
   double exposed_s = 0;    ///< seconds this rank waited for gradients that backward did not hide

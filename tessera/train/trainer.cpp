@@ -1,10 +1,10 @@
 #include "tessera/train/trainer.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-
 #include <chrono>
 #include <exception>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"

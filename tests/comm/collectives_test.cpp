@@ -1,9 +1,8 @@
 #include "tessera/comm/collectives.h"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <ATen/ATen.h>
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"

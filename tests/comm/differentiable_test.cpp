@@ -1,9 +1,8 @@
 #include "tessera/comm/differentiable.h"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "tessera/comm/backends/record.h"
@@ -29,9 +28,7 @@ struct Case {
   bool twice = true;                                // check gradients of gradients as well
 };
 
-at::Tensor example(int rank, at::IntArrayRef shape) {
-  return (at::arange(c10::multiply_integers(shape), at::kDouble).reshape(shape) * 0.37 + rank).sin();
-}
+at::Tensor example(int rank, at::IntArrayRef shape) { return (at::arange(c10::multiply_integers(shape), at::kDouble).reshape(shape) * 0.37 + rank).sin(); }
 
 at::Tensor loss_of(const at::Tensor& y, int rank) { return (y.pow(3) * example(20 + rank, y.sizes())).sum(); }
 

@@ -1,9 +1,8 @@
 #include "tessera/comm/backends/record.h"
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-
-#include <ATen/ATen.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -79,8 +78,8 @@ TEST(Record, OfARealRunIsThatOfTheDryOne) {
   for (auto& recorder : real) recorder = std::make_shared<Recorder>();
   run_ranks(4, [](World& world) { call_everything(world.group(), at::kCPU); },
             {.decorators = {[&](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
-              return make_record_backend(real[group.rank], group, std::move(inner));
-            }}});
+               return make_record_backend(real[group.rank], group, std::move(inner));
+             }}});
   for (int rank = 0; rank < 4; ++rank) {
     const auto dry = std::make_shared<Recorder>();
     call_everything(World::dry(4, rank, dry).group(), at::kMeta);

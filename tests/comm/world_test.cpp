@@ -1,14 +1,12 @@
 #include "tessera/comm/world.h"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <unistd.h>
-
-#include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
@@ -61,8 +59,8 @@ bool has_ipv6() {
   return bound;
 }
 
-const std::map<std::string, std::string> kTorchrun{{"RANK", "5"},         {"LOCAL_RANK", "1"},          {"WORLD_SIZE", "8"},
-                                                   {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29400"}};
+const std::map<std::string, std::string> kTorchrun{
+    {"RANK", "5"}, {"LOCAL_RANK", "1"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29400"}};
 
 std::map<std::string, std::string> with(const std::string& name, const std::optional<std::string>& value) {
   auto variables = kTorchrun;
@@ -103,9 +101,7 @@ TEST(Environment, OneHostWhereNothingElseIsSaid) {
 TEST(Environment, OneRankNeedsNoMaster) { EXPECT_EQ(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1); }
 
 TEST(Environment, RefusesByNameAndValue) {
-  const auto refusal = [](const std::string& name, const std::optional<std::string>& value) {
-    return message<ConfigError>([&] { read(with(name, value)); });
-  };
+  const auto refusal = [](const std::string& name, const std::optional<std::string>& value) { return message<ConfigError>([&] { read(with(name, value)); }); };
   EXPECT_EQ(refusal("RANK", "8"), "RANK = 8 must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "-1"), "RANK = -1 must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "two"), "RANK = \"two\" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
@@ -137,8 +133,7 @@ TEST(World, RefusesABackendThatThisBuildLacks) {
 
 TEST(World, NamesAddressPortAndSecondsWhenNobodyServes) {
   const int port = free_port();
-  const Environment environment{
-      .rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
+  const Environment environment{.rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
   EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
               AllOf(HasSubstr("rank 1 of 2: no rendezvous at address 127.0.0.1, port " + std::to_string(port)),
                     HasSubstr(" (served by rank 0): Connection refused; waited 0.")));
@@ -188,9 +183,7 @@ TEST(World, NamesThePortInUse) {
 }
 
 TEST(World, NamesAnInterfaceThatCannotBeBound) {
-  EXPECT_THAT(message<CommError>([] {
-                run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid"});
-              }),
+  EXPECT_THAT(message<CommError>([] { run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid"}); }),
               HasSubstr("comm.interface = no-such-host.invalid: Gloo cannot bind to it"));
 }
 

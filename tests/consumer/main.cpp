@@ -1,9 +1,8 @@
 // A module of somebody else, intercepted from outside, trained with tessera's DDP and optimizer. Uses only the installed package.
-#include <tessera/tessera.h>
+#include <cstdio>
 
 #include <ATen/ATen.h>
-
-#include <cstdio>
+#include <tessera/tessera.h>
 
 struct FeedForwardImpl : tessera::nn::Module {
   FeedForwardImpl(int64_t dim, int64_t hidden) : w1(dim, hidden), w2(hidden, dim), w3(dim, hidden) {

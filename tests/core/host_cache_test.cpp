@@ -1,12 +1,11 @@
 #include "tessera/core/host_cache.h"
 
-#include <gtest/gtest.h>
+#include <cstdint>
+#include <thread>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
-
-#include <cstdint>
-#include <thread>
+#include <gtest/gtest.h>
 
 #include "tessera/core/memory.h"
 
@@ -38,7 +37,9 @@ TEST(HostCache, ClassesHoldWhatTheyServeAndWasteAtMostAnEighth) {
   if (!enabled()) GTEST_SKIP() << "inert under the address sanitizer";
   for (int64_t bytes : {32768, 32769, 36864, 36865, 65535, 65536, 1 << 21, (1 << 21) + 1, 50'000'001}) {
     CacheHostMemory cache;  // empty anew for each size
-    { const at::Tensor tensor = at::ones({bytes}, at::kByte); }
+    {
+      const at::Tensor tensor = at::ones({bytes}, at::kByte);
+    }
     const int64_t kept = detail::host_cache_bytes();
     EXPECT_GE(kept, bytes);
     EXPECT_LE(kept, bytes + bytes / 8 + 1);
@@ -52,7 +53,9 @@ TEST(HostCache, IsEmptyAfterTheLastGuardAndBlocksMayOutliveIt) {
   {
     CacheHostMemory cache;
     survivor = at::ones({1 << 20});
-    { const at::Tensor freed = at::empty({1 << 20}); }
+    {
+      const at::Tensor freed = at::empty({1 << 20});
+    }
   }
   EXPECT_EQ(detail::host_cache_bytes(), 0);
   EXPECT_EQ(survivor.sum().item<float>(), static_cast<float>(1 << 20));

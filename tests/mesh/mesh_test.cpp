@@ -1,9 +1,8 @@
 #include "tessera/mesh/mesh.h"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <ATen/ATen.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
@@ -70,7 +69,7 @@ TEST(Mesh, GroupsOfOneOrSeveralAxesCommunicate) {
     EXPECT_EQ(sum_over(mesh[{"dp_shard", "cp"}]), bits_of({"dp_shard", "cp"}));
     EXPECT_EQ(sum_over(mesh[{"cp", "tp", "dp_shard"}]), 255);
     EXPECT_EQ(mesh[(std::vector<std::string>{"cp", "dp_shard"})].backend(), (mesh[{"dp_shard", "cp"}].backend()));  // made once
-    EXPECT_EQ((mesh[{"dp_replicate", "cp"}].backend()), mesh["cp"].backend());                                    // size 1 is left out
+    EXPECT_EQ((mesh[{"dp_replicate", "cp"}].backend()), mesh["cp"].backend());                                      // size 1 is left out
     EXPECT_EQ((mesh[{"dp_shard", "cp"}].name()), "dp_shard+cp");
     EXPECT_EQ((mesh[{"dp_shard", "cp"}].rank()), (mesh.rank({"dp_shard", "cp"})));
     const auto alone = mesh["dp_replicate"];

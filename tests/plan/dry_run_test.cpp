@@ -69,7 +69,9 @@ TEST_F(DryRunTest, LargeWorldsAreQuick) {
 }
 
 TEST(Presets, HaveThePublishedNumberOfParameters) {
-  const std::map<std::string, double> published{{"7b", 6.74e9}, {"llama3-8b", 8.03e9}, {"llama3-70b", 70.6e9}, {"llama3-405b", 405.9e9}, {"mistral-large-123b", 122.6e9}, {"gpt3-175b", 174.6e9}, {"nemotron4-340b", 341e9}};
+  const std::map<std::string, double> published{{"7b", 6.74e9},           {"llama3-8b", 8.03e9},           {"llama3-70b", 70.6e9},
+                                                {"llama3-405b", 405.9e9}, {"mistral-large-123b", 122.6e9}, {"gpt3-175b", 174.6e9},
+                                                {"nemotron4-340b", 341e9}};
   for (const auto& name : plan::preset_names()) {
     auto config = plan::preset(name, {});
     ASSERT_TRUE(config);

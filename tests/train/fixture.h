@@ -1,13 +1,13 @@
 #pragma once
 
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/config.h"
@@ -23,7 +23,8 @@ namespace tessera::testing {
 class TrainFixture : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = std::filesystem::temp_directory_path() / ("tessera-" + std::to_string(getpid()) + "-" + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    folder_ = std::filesystem::temp_directory_path() /
+              ("tessera-" + std::to_string(getpid()) + "-" + ::testing::UnitTest::GetInstance()->current_test_info()->name());
     std::filesystem::create_directories(folder_);
     std::ofstream text(folder_ / "text.txt");
     uint32_t state = 1;
@@ -66,8 +67,13 @@ class TrainFixture : public ::testing::Test {
       Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
       Stepper stepper(config, mesh, at::kCPU, scope);
-      data::Loader loader(text, {.seq_len = config.data.seq_len, .global_size = config.batch.global_size, .micro_size = config.batch.micro_size, .shuffle = true,
-                                 .seed = static_cast<uint64_t>(*config.data.seed), .rank = ranks.rank(), .ranks = ranks.size()});
+      data::Loader loader(text, {.seq_len = config.data.seq_len,
+                                 .global_size = config.batch.global_size,
+                                 .micro_size = config.batch.micro_size,
+                                 .shuffle = true,
+                                 .seed = static_cast<uint64_t>(*config.data.seed),
+                                 .rank = ranks.rank(),
+                                 .ranks = ranks.size()});
       const bool first = ranks.rank() == 0;
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {
@@ -95,8 +101,8 @@ class TrainFixture : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
-/// Largest difference of two sets of tensors, each relative to the largest entry of `want`'s. A key's bias adds the same number to all of a query's scores, which the softmax takes
-/// out again: in exact arithmetic its gradient is zero, so what is left of it is measured by the query's bias.
+/// Largest difference of two sets of tensors, each relative to the largest entry of `want`'s. A key's bias adds the same number to all of a query's scores,
+/// which the softmax takes out again: in exact arithmetic its gradient is zero, so what is left of it is measured by the query's bias.
 inline double difference(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
   EXPECT_EQ(got.size(), want.size());
   double worst = 0;

@@ -16,7 +16,8 @@ class Parity : public TrainFixture {
     for (int world : worlds) {
       const Trace many = train(config, world);
       EXPECT_LE(difference(many.gradients, one.gradients), kGradients) << world << " ranks";
-      for (size_t i = 0; i < one.steps.size(); ++i) EXPECT_NEAR(many.steps[i].loss, one.steps[i].loss, kLosses * one.steps[i].loss) << world << " ranks, step " << i + 1;
+      for (size_t i = 0; i < one.steps.size(); ++i)
+        EXPECT_NEAR(many.steps[i].loss, one.steps[i].loss, kLosses * one.steps[i].loss) << world << " ranks, step " << i + 1;
     }
     EXPECT_LT(one.steps.back().loss, one.steps.front().loss);
   }

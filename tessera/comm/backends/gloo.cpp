@@ -1,5 +1,4 @@
 #include <net/if.h>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -23,15 +22,22 @@ at::Tensor as_carried(const at::Tensor& tensor) {
     case at::kByte:
     case at::kBool:
     case at::kInt:
-    case at::kLong: return tensor;
-    default: break;
+    case at::kLong:
+      return tensor;
+    default:
+      break;
   }
   switch (tensor.element_size()) {
-    case 1: return tensor.view(at::kByte);
-    case 2: return tensor.view(at::kHalf);
-    case 4: return tensor.view(at::kInt);
-    case 8: return tensor.view(at::kLong);
-    default: return at::view_as_real(tensor);
+    case 1:
+      return tensor.view(at::kByte);
+    case 2:
+      return tensor.view(at::kHalf);
+    case 4:
+      return tensor.view(at::kInt);
+    case 8:
+      return tensor.view(at::kLong);
+    default:
+      return at::view_as_real(tensor);
   }
 }
 
@@ -139,7 +145,7 @@ int64_t gloo_scratch_bytes(const Call& call) {
     for (const auto& tensor : tensors) sum += static_cast<int64_t>(tensor.nbytes());
     return sum;
   };
-  if (call.op == "all_gather" || call.op == "gather") return bytes(call.outputs);  // none but at the root of a gather,
+  if (call.op == "all_gather" || call.op == "gather") return bytes(call.outputs);      // none but at the root of a gather,
   if (call.op == "reduce_scatter" || call.op == "scatter") return bytes(call.inputs);  // or of a scatter
   return 0;
 }

@@ -73,15 +73,21 @@ DecoratedBackend::Work DecoratedBackend::alltoall_base(at::Tensor& output, at::T
 
 DecoratedBackend::Work DecoratedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                                                 const c10d::GatherOptions& options) {
-  return call({.op = "gather", .inputs = inputs, .outputs = outputs.empty() ? std::vector<at::Tensor>{} : outputs[0],
-               .whole = stacked(inputs[0], getSize()), .peer = static_cast<int>(options.rootRank)},
+  return call({.op = "gather",
+               .inputs = inputs,
+               .outputs = outputs.empty() ? std::vector<at::Tensor>{} : outputs[0],
+               .whole = stacked(inputs[0], getSize()),
+               .peer = static_cast<int>(options.rootRank)},
               [&] { return inner_->gather(outputs, inputs, options); });
 }
 
 DecoratedBackend::Work DecoratedBackend::scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                                                  const c10d::ScatterOptions& options) {
-  return call({.op = "scatter", .inputs = inputs.empty() ? std::vector<at::Tensor>{} : inputs[0], .outputs = outputs,
-               .whole = stacked(outputs[0], getSize()), .peer = static_cast<int>(options.rootRank)},
+  return call({.op = "scatter",
+               .inputs = inputs.empty() ? std::vector<at::Tensor>{} : inputs[0],
+               .outputs = outputs,
+               .whole = stacked(outputs[0], getSize()),
+               .peer = static_cast<int>(options.rootRank)},
               [&] { return inner_->scatter(outputs, inputs, options); });
 }
 

@@ -18,7 +18,7 @@ struct Call {
   std::vector<int64_t> whole{};       ///< shape of the whole: the reduced tensor, the gathered result, what is scattered or dealt; {0} for barrier
   int peer = -1;                      ///< root, destination or source, in the group; -1 where there is none
   int tag = 0;
-  std::vector<int64_t> in_splits{};   ///< rows to each rank (all_to_all); empty means equal parts
+  std::vector<int64_t> in_splits{};  ///< rows to each rank (all_to_all); empty means equal parts
 };
 
 /// A c10d backend around another one: every collective becomes one virtual call, which sees what is asked and decides whether, when and how often

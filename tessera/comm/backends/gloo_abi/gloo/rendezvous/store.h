@@ -6,7 +6,8 @@
 
 namespace gloo::rendezvous {
 
-/// What ProcessGroupGloo's adapter around a c10d store overrides. Torch's library makes that adapter; no object or table of it is ever made from this declaration.
+/// What ProcessGroupGloo's adapter around a c10d store overrides. Torch's library makes that adapter; no object or table of it is ever made from this
+/// declaration.
 class Store {
  public:
   virtual ~Store() = default;
