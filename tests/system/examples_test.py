@@ -1,4 +1,4 @@
-"""The examples run alone and under the real torchrun."""
+"""The examples and the command run alone and under the real torchrun."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import unittest
 
-from support import SOURCE, SystemTest, environment
+from support import SOURCE, SystemTest, TESSERA, environment, metrics
 
 BUILD = pathlib.Path(os.environ.get("TESSERA_BUILD", SOURCE / "build/release"))
 TOY = BUILD / "examples/toy_ddp"
@@ -22,8 +22,17 @@ class Examples(SystemTest):
     def test_toy_ddp_alone(self):
         self.assertRegex(self.command(TOY), r"loss")
 
+    def torchrun(self, *arguments):
+        return self.command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", 2, *arguments)
+
+    def test_train_under_torchrun_equals_nproc(self):
+        _, ours = self.train("nproc", nproc=2)
+        self.torchrun(TESSERA, "train", self.recipe, "--set", f"log.dir={self.folder / 'torchrun'}")
+        losses = [[line["loss"] for line in metrics(log)] for log in (ours, self.folder / "torchrun")]
+        self.assertEqual(losses[0], losses[1])
+
     def test_toy_ddp_under_torchrun(self):
-        out = self.command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", 2, TOY)
+        out = self.torchrun(TOY)
         self.assertRegex(out, r"loss")
         self.assertTrue(re.search(r"2 replicas, checksum [0-9a-f]+: equal", out), out)
 
