@@ -1,7 +1,7 @@
 #include "tessera/launch/local.h"
 
-#include <csignal>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
