@@ -8,7 +8,10 @@ namespace tessera::cli {
 int world_size(int nproc) {
   require(nproc >= 1, "--nproc = ", nproc, ": it must be at least 1");
   const auto environment = comm::read_environment();
-  return environment.launched ? environment.size : nproc;
+  if (!environment.launched) return nproc;
+  require(nproc == 1 || nproc == environment.size, "--nproc = ", nproc, ": a launcher already started this process as one of WORLD_SIZE = ", environment.size,
+          " ranks; leave --nproc out");
+  return environment.size;
 }
 
 bool starts_copies(int nproc) { return nproc > 1 && !comm::read_environment().launched; }

@@ -88,6 +88,8 @@ class Failure(SystemTest):
                                 ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "MASTER_ADDR")):
             done = run("train", self.recipe, "--set", f"log.dir={self.folder / 'log'}", **variables)
             self.assertIn(word, self.refusal(done))
+        joined = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        self.assertIn("--nproc", self.refusal(run("train", self.recipe, "--nproc", 3, "--set", f"log.dir={self.folder / 'log'}", **joined)))
 
 
 if __name__ == "__main__":
