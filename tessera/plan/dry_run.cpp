@@ -42,11 +42,7 @@ RankClass run_rank(const Config& config, int world_size, int rank) {
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   RankScope scope(config, 1);
   Stepper stepper(config, mesh, at::kMeta, scope);
-  const data::LoaderOptions loader{.seq_len = config.data.seq_len,
-                                   .global_size = config.batch.global_size,
-                                   .micro_size = config.batch.micro_size,
-                                   .rank = mesh.rank(data_axes()),
-                                   .ranks = mesh.size(data_axes())};
+  const data::LoaderOptions loader = loader_options(config, mesh);
   RankClass result;
   result.examples = {rank};
   int64_t peak = -1;

@@ -1,7 +1,5 @@
 #include "tessera/train/inputs.h"
 
-#include <algorithm>
-
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"

@@ -35,6 +35,16 @@ at::Tensor norm_of(const Config& config, const std::vector<nn::NamedParameter>& 
 
 }  // namespace
 
+data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
+  return {.seq_len = config.data.seq_len,
+          .global_size = config.batch.global_size,
+          .micro_size = config.batch.micro_size,
+          .shuffle = config.data.shuffle,
+          .seed = static_cast<uint64_t>(*config.data.seed),
+          .rank = mesh.rank(data_axes()),
+          .ranks = mesh.size(data_axes())};
+}
+
 RankScope::RankScope(const Config& config, int local_ranks) : kernels_(choice_of(config)) { at::set_num_threads(threads_per_rank(config, local_ranks)); }
 
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)

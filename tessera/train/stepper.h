@@ -17,6 +17,9 @@
 
 namespace tessera {
 
+/// The share of each step that this rank of the mesh is dealt: what `train` loads, and `plan` has in shape alone.
+data::LoaderOptions loader_options(const Config& config, const Mesh& mesh);
+
 /// What one optimizer step yields; equal on every rank.
 struct StepOutcome {
   double loss = 0;       ///< mean over all valid tokens of the global batch, before the update

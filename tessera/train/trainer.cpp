@@ -23,16 +23,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
-  return {.seq_len = config.data.seq_len,
-          .global_size = config.batch.global_size,
-          .micro_size = config.batch.micro_size,
-          .shuffle = config.data.shuffle,
-          .seed = static_cast<uint64_t>(*config.data.seed),
-          .rank = mesh.rank(data_axes()),
-          .ranks = mesh.size(data_axes())};
-}
-
 // Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps.
 Inputs agreed(Inputs inputs, const comm::World& world) {
   const comm::CallSite site("start");
