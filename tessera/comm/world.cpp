@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -12,6 +13,7 @@
 
 #include "tessera/comm/backends/engine.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/decorators/standard.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/config.h"
@@ -54,6 +56,7 @@ struct World::State {
   Store store;                         // null when alone or dry
   std::shared_ptr<Recorder> recorder;  // dry worlds only
   std::unique_ptr<Engine> engine;
+  std::vector<Decorator> decorators;  // of every group, the last is outermost
   Group everyone;
 
   std::mutex mutex;
@@ -67,7 +70,7 @@ struct World::State {
     if (info.size == 1) return Group(std::move(info), {});
     info.timeout = options.timeout;
     auto backend = recorder ? make_dry_backend(recorder, info, options.backend) : connect(info);
-    for (const auto& decorate : options.decorators) backend = decorate(std::move(backend), info);
+    for (const auto& decorate : decorators) backend = decorate(std::move(backend), info);
     {
       const std::lock_guard lock(mutex);
       engines.push_back(backend);
@@ -107,7 +110,7 @@ struct World::State {
 
 WorldOptions world_options(const CommConfig& config) {
   const std::chrono::milliseconds timeout(std::llround(1000 * config.timeout_s));
-  return {.backend = config.backend, .interface = config.interface, .timeout = timeout};
+  return {.backend = config.backend, .interface = config.interface, .timeout = timeout, .algorithm = config.algorithm, .table = config.table, .check = config.check};
 }
 
 World::World(std::shared_ptr<State> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
@@ -136,7 +139,16 @@ void World::finish() noexcept {
   if (unwinding || !leave()) abort();
 }
 
-World World::from_environment(const WorldOptions& options) { return join(read_environment(), options); }
+World World::from_environment(const WorldOptions& options) {
+  auto completed = options;
+  const auto complete = [](std::string& field, const char* variable) {
+    const char* value = std::getenv(variable);
+    if (field.empty() && value) field = value;
+  };
+  complete(completed.record_dir, "TESSERA_RECORD_DIR");
+  complete(completed.inject, "TESSERA_INJECT");
+  return join(read_environment(), completed);
+}
 
 World World::join(const Environment& environment, const WorldOptions& options) {
   check_engine_name(options.backend);
@@ -156,7 +168,8 @@ World World::join(const Environment& environment, Store store, const WorldOption
   if (environment.size > 1) {
     invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
-    state->engine = make_engine(options.backend, options.interface);
+    state->engine = make_engine({.backend = options.backend, .interface = options.interface, .environment = environment});
+    state->decorators = standard_decorators({.environment = environment, .options = options, .store = state->store});
   }
   return World(std::move(state));
 }
@@ -169,6 +182,7 @@ World World::dry(int size, int rank, std::shared_ptr<Recorder> recorder, const W
   state->environment = {.rank = rank, .size = size, .local_rank = rank, .local_size = size};
   state->options = options;
   state->recorder = std::move(recorder);
+  state->decorators = options.decorators;
   return World(std::move(state));
 }
 

@@ -30,7 +30,12 @@ struct WorldOptions {
   std::string backend = "auto";                                 ///< comm.backend
   std::string interface{};                                      ///< comm.interface: a network interface, host or address; empty: the engine's choice
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< comm.timeout_s: of connecting, and of each collective
-  std::vector<Decorator> decorators{};                          ///< applied to each group's engine in order: the last is outermost
+  std::string algorithm = "auto";                               ///< comm.algorithm
+  std::string table{};                                          ///< comm.table: a file, or empty
+  bool check = false;                                           ///< comm.check
+  std::string record_dir{};                                     ///< folder of the flight records; empty: none. From the environment: TESSERA_RECORD_DIR
+  std::string inject{};                                         ///< faults to inject, as in --inject; empty: none. From the environment: TESSERA_INJECT
+  std::vector<Decorator> decorators{};                          ///< applied to each group in order, around those that the fields above ask for
 };
 
 /// What the configuration says of the world.

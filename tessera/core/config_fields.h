@@ -69,10 +69,14 @@
 
 #define TESSERA_COMM_FIELDS(X)                                                                                                        \
   X(std::string, backend, "auto", one_of("auto, gloo, shm, mpi, nccl"), "What carries the collectives.")                              \
-  X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto` is the backend's own.")                                      \
+  X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto`: the measured best of `table`, else the backend's own.")     \
+  X(std::string, table, "", path(), "Measured times of the algorithms, as `tessera bench comm` writes them; empty: none.")            \
   X(std::string, interface, "", any(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
   X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                                \
-  X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")
+  X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")                            \
+  X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"), "How gradients cross the network in data parallelism.")   \
+  X(int64_t, powersgd_rank, 4, any(), "Rank of PowerSGD's approximation of a gradient matrix.")                                       \
+  X(int64_t, powersgd_start, 10, any(), "Steps before PowerSGD begins; gradients cross whole until then.")
 
 #define TESSERA_ZERO_FIELDS(X)                                                                                  \
   X(int, stage, 0, any(), "What dp_shard shards: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters.") \

@@ -6,7 +6,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/world.h"
 
 namespace c10d {
 class Backend;
@@ -25,6 +25,13 @@ class Engine {
   virtual c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) = 0;
 };
 
+/// What an engine may know when it is made.
+struct EngineOptions {
+  std::string backend = "auto";  ///< comm.backend
+  std::string interface{};       ///< comm.interface, as in WorldOptions
+  Environment environment{};
+};
+
 /// Names that comm.backend takes in this build; "auto" is the first.
 std::vector<std::string> engine_names();
 
@@ -34,13 +41,15 @@ void check_engine_name(const std::string& backend);
 /// Bytes of tensors that the engine makes for itself on the caller's thread during `call`, and keeps until the work is done: what a dry run has to
 /// allocate to stay true. Throws ConfigError as above.
 int64_t scratch_bytes(const std::string& backend, const Call& call);
-int64_t gloo_scratch_bytes(const Call& call);
 
-/// `interface` as in WorldOptions. Throws ConfigError as above, CommError where the interface cannot be bound to.
-std::unique_ptr<Engine> make_engine(const std::string& backend, const std::string& interface);
+/// Throws ConfigError as above, CommError where the interface cannot be bound to.
+std::unique_ptr<Engine> make_engine(const EngineOptions& options);
+
+// The engines. Each lives in a file or folder of its own; engine.cpp holds the table.
 
 /// Gloo, from torch's own library: TCP, CPU tensors. Data that is moved and not summed may have any dtype. Sums of bf16 and fp16 are made in that dtype.
 /// `abort` closes the connections, which ends what waits on them here and at the peers.
-std::unique_ptr<Engine> make_gloo_engine(const std::string& interface);
+std::unique_ptr<Engine> make_gloo_engine(const EngineOptions& options);
+int64_t gloo_scratch_bytes(const Call& call);
 
 }  // namespace tessera::comm

@@ -150,6 +150,6 @@ int64_t gloo_scratch_bytes(const Call& call) {
   return 0;
 }
 
-std::unique_ptr<Engine> make_gloo_engine(const std::string& interface) { return std::make_unique<GlooEngine>(interface); }
+std::unique_ptr<Engine> make_gloo_engine(const EngineOptions& options) { return std::make_unique<GlooEngine>(options.interface); }
 
 }  // namespace tessera::comm
