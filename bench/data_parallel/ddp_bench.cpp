@@ -1,6 +1,7 @@
 // What DistributedDataParallel costs on two rank-threads over Gloo: a step of a stack of linear layers, by bucket size, beside the same step with its
-// gradients reduced one after the other when backward is done, and beside a process that reduces nothing. `exposed_ms` is the communication that
-// backward did not hide.
+// gradients reduced one after the other when backward is done, beside a process that reduces nothing, and under each communication hook. `exposed_ms` is the
+// communication that backward did not hide, `crossing_MiB` what a step hands to collectives.
+#include <atomic>
 #include <chrono>
 
 #include <ATen/ATen.h>
@@ -11,6 +12,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
 
 namespace tessera {
@@ -95,6 +97,37 @@ void ddp(benchmark::State& state) {
   });
 }
 
+/// One step of DDP whose buckets `hook` sums.
+void ddp_with(benchmark::State& state, const std::function<std::shared_ptr<CommunicationHook>()>& hook) {
+  std::atomic<int64_t> bytes = 0;
+  run(state, [&](const comm::Group& group) {
+    auto model = std::make_shared<torch::nn::Sequential>(stack());
+    auto synchronizer = std::make_shared<DistributedDataParallel>(
+        **model, group, DdpOptions{.sizes = {.bucket_bytes = 4 << 20}, .replicas = ReplicaStart::Broadcast, .hook = hook()});
+    return [model, synchronizer, &bytes, x = at::randn({rows, width})] {
+      synchronizer->begin_step();
+      backward(*model, x);
+      synchronizer->finish();
+      bytes = synchronizer->statistics().bytes;
+      return synchronizer->statistics().exposed_s;
+    };
+  });
+  state.counters["crossing_MiB"] = static_cast<double>(bytes) / (1 << 20);
+}
+
+void hook_plain(benchmark::State& state) {
+  ddp_with(state, [] { return std::make_shared<AllReduceHook>(); });
+}
+void hook_bf16(benchmark::State& state) {
+  ddp_with(state, [] { return std::make_shared<Bf16Hook>(); });
+}
+void hook_fp16(benchmark::State& state) {
+  ddp_with(state, [] { return std::make_shared<Fp16Hook>(); });
+}
+void hook_powersgd(benchmark::State& state) {
+  ddp_with(state, [&] { return std::make_shared<PowerSgd>(PowerSgdOptions{.rank = state.range(0), .start = 0}); });
+}
+
 void tree(benchmark::State& state) {
   run(state, [&](const comm::Group& group) {
     auto model = std::make_shared<torch::nn::Sequential>(stack());
@@ -114,6 +147,10 @@ void tree(benchmark::State& state) {
 BENCHMARK(without_communication)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(reduce_after_backward)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(ddp)->ArgName("bucket_KiB")->Arg(64)->Arg(1 << 10)->Arg(4 << 10)->Arg(25 << 10)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(hook_plain)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(hook_bf16)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(hook_fp16)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(hook_powersgd)->ArgName("rank")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK(tree)->UseRealTime()->Unit(benchmark::kMillisecond);
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 
 #include <chrono>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -18,24 +19,27 @@ namespace {
 
 /// The buffers of a plan, and for each parameter its view and its bucket.
 struct GradientBuckets {
-  std::vector<at::Tensor> flats;
+  std::vector<GradientBucket> buckets;
   std::vector<at::Tensor> views;
   std::vector<size_t> bucket_of;
 };
 
-GradientBuckets allocate(const BucketPlan& plan, const std::vector<nn::NamedParameter>& parameters) {
+/// In memory that the group's engine can sum without staging it, where it has such memory.
+GradientBuckets allocate(const BucketPlan& plan, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
   const MemoryScope scope(MemoryCategory::Gradients);
   std::unordered_map<std::string, size_t> index_of;
   for (size_t i = 0; i < parameters.size(); ++i) index_of.emplace(parameters[i].name, i);
-  GradientBuckets buckets{.flats = {}, .views = std::vector<at::Tensor>(parameters.size()), .bucket_of = std::vector<size_t>(parameters.size())};
+  GradientBuckets buckets{.buckets = {}, .views = std::vector<at::Tensor>(parameters.size()), .bucket_of = std::vector<size_t>(parameters.size())};
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const BucketPlan::Bucket& bucket = plan.buckets[b];
     const at::Tensor& first = parameters[index_of.at(bucket.slots.front().name)].tensor;
-    buckets.flats.push_back(at::zeros({bucket.numel()}, first.options().dtype(bucket.dtype).requires_grad(false)));
+    const at::Tensor flat = comm::empty(group, {bucket.numel()}, first.options().dtype(bucket.dtype).requires_grad(false));
+    buckets.buckets.push_back({.flat = flat, .gradients = {}});
     for (const BucketPlan::Slot& slot : bucket.slots) {
       const size_t index = index_of.at(slot.name);
-      buckets.views[index] = gradient_view(buckets.flats.back(), slot.offset, parameters[index].tensor);
+      buckets.views[index] = gradient_view(flat, slot.offset, parameters[index].tensor);
       buckets.bucket_of[index] = b;
+      buckets.buckets.back().gradients.push_back({.name = slot.name, .tensor = buckets.views[index]});
     }
   }
   return buckets;
@@ -47,6 +51,12 @@ std::vector<GradientSpec> specs_of(const std::vector<nn::NamedParameter>& parame
     specs.push_back({parameter.name, parameter.tensor.numel(), reduce_dtype.value_or(parameter.tensor.scalar_type())});
   }
   return specs;
+}
+
+std::vector<at::ScalarType> dtypes_of(const std::vector<GradientSpec>& specs) {
+  std::vector<at::ScalarType> dtypes;
+  for (const GradientSpec& spec : specs) dtypes.push_back(spec.dtype);
+  return dtypes;
 }
 
 }  // namespace
@@ -64,6 +74,8 @@ class DistributedDataParallel::Impl {
     specs_ = specs_of(parameters_, options_.reduce_dtype);
     if (options_.plan) check_bucket_plan(*options_.plan, specs_, "given");
     plan_ = options_.plan ? *options_.plan : make_bucket_plan(specs_, options_.sizes);
+    if (!options_.hook) options_.hook = std::make_shared<AllReduceHook>();
+    options_.hook->prepare(parameters_, dtypes_of(specs_), group_);
     listen();
   }
 
@@ -78,21 +90,19 @@ class DistributedDataParallel::Impl {
       const comm::CallSite site("ddp.buffers");
       broadcast_buffers(module_, group_);
     }
+    clear_gradients();
     if (!buckets_ || stale_) {
-      clear_gradients();  // the old buckets go before the new ones come
-      buckets_.reset();
-      buckets_ = allocate(plan_, parameters_);
+      buckets_.reset();  // the old ones go before the new ones come
+      buckets_ = allocate(plan_, parameters_, group_);
       stale_ = false;
-    } else {
-      for (at::Tensor& flat : buckets_->flats) flat.zero_();
     }
-    for (size_t i = 0; i < parameters_.size(); ++i) set_gradient(parameters_[i].tensor, buckets_->views[i]);
     missing_.clear();
     for (const BucketPlan::Bucket& bucket : plan_.buckets) missing_.push_back(bucket.slots.size());
-    pending_.clear();
+    reductions_.clear();
     used_.clear();
     arrivals_.clear();
     statistics_ = {};
+    options_.hook->begin_step();
     in_step_ = true;
   }
 
@@ -108,21 +118,17 @@ class DistributedDataParallel::Impl {
     const auto start = std::chrono::steady_clock::now();
     statistics_.num_early = statistics_.num_collectives;
     // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
-    while (pending_.size() < plan_.buckets.size()) launch_next();
-    for (comm::Pending& pending : pending_) pending.wait();
+    while (reductions_.size() < plan_.buckets.size()) launch_next();
+    const std::vector<bool> used = options_.find_unused_parameters ? used_anywhere() : std::vector<bool>(parameters_.size(), true);
+    complete_reductions();
     if (++steps_ == 1 && !options_.plan) adopt_observed_order();
-    if (options_.find_unused_parameters) {
-      const comm::CallSite site("ddp.unused");
-      const std::vector<bool> anywhere = used_.anywhere(group_);
-      for (size_t i = 0; i < parameters_.size(); ++i) {
-        if (!anywhere[i]) set_gradient(parameters_[i].tensor, {});  // as on one process: optimizers skip it
-      }
-    } else {
-      used_.refuse_unused(group_);
+    if (!options_.find_unused_parameters) used_.refuse_unused(group_);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!used[i]) set_gradient(parameters_[i].tensor, {});  // as on one process: optimizers skip it
     }
     statistics_.exposed_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (options_.average) {
-      for (at::Tensor& flat : buckets_->flats) flat.div_(group_.size());
+      for (const GradientBucket& bucket : buckets_->buckets) bucket.flat.div_(group_.size());
     }
   }
 
@@ -144,39 +150,63 @@ class DistributedDataParallel::Impl {
       dispatcher.follow(phase);
       if (own_phase_) hooks_.add(Attachment([tensor = parameters_[i].tensor] { nn::GradientDispatcher::of(tensor).follow(nullptr); }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) { accumulated(i); }));
-      hooks_.add(dispatcher.listen_final([this, i](const at::Tensor& parameter) { final(i, parameter); }));
+      hooks_.add(dispatcher.listen_final([this, i](const at::Tensor&) { final(i); }));
     }
   }
 
   void accumulated(size_t index) {
     require(in_step_, "data parallelism: '", parameters_[index].name,
             "' got a gradient outside a step; call begin_step before the first backward pass of each step");
-    require(pending_.size() <= buckets_->bucket_of[index], "data parallelism: '", parameters_[index].name,
+    require(reductions_.size() <= buckets_->bucket_of[index], "data parallelism: '", parameters_[index].name,
             "' got another gradient after its bucket was reduced; call set_last_micro_batch(false) before each backward pass of a step but the last, and "
             "begin_step before each step");
+    recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     used_.mark(index);
   }
 
-  void final(size_t index, const at::Tensor& parameter) {
-    recover_gradient(parameter, buckets_->views[index]);
+  void final(size_t index) {
+    recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     arrivals_.push_back(static_cast<int64_t>(index));
     --missing_[buckets_->bucket_of[index]];
-    while (pending_.size() < missing_.size() && missing_[pending_.size()] == 0) launch_next();
+    while (reductions_.size() < missing_.size() && missing_[reductions_.size()] == 0) launch_next();
   }
 
   /// Starts the first bucket that has not been. On every rank in the order of the plan, whatever order its gradients came in.
   void launch_next() {
     const comm::CallSite site("ddp.bucket");
-    const size_t bucket = pending_.size();
-    const at::Tensor& flat = buckets_->flats[bucket];
-    if (missing_[bucket] > 0) recover_bucket(bucket);
-    if (flat.numel() == 0) {
-      pending_.emplace_back();
-      return;
+    const at::NoGradGuard no_grad;
+    const size_t index = reductions_.size();
+    GradientBucket& bucket = buckets_->buckets[index];
+    if (missing_[index] > 0) recover_bucket(index);
+    reductions_.push_back(bucket.flat.numel() > 0 ? options_.hook->start(bucket, channel_) : nullptr);
+  }
+
+  /// In rounds over the buckets, so that a bucket's next collective runs while the others' results are worked on.
+  void complete_reductions() {
+    const comm::CallSite site("ddp.bucket");
+    for (bool busy = true; busy;) {
+      busy = false;
+      for (std::unique_ptr<BucketReduction>& reduction : reductions_) {
+        if (!reduction) continue;
+        if (reduction->advance()) {
+          reduction.reset();
+        } else {
+          busy = true;
+        }
+      }
     }
-    pending_.push_back(comm::all_reduce_async(group_, flat));
-    statistics_.bytes += static_cast<int64_t>(flat.nbytes());
-    ++statistics_.num_collectives;
+  }
+
+  /// Which parameters any rank used; the hook's buckets learn it, too.
+  std::vector<bool> used_anywhere() {
+    const comm::CallSite site("ddp.unused");
+    const std::vector<bool> anywhere = used_.anywhere(group_);
+    std::unordered_map<std::string_view, bool> by_name;
+    for (size_t i = 0; i < parameters_.size(); ++i) by_name.emplace(parameters_[i].name, anywhere[i]);
+    for (GradientBucket& bucket : buckets_->buckets) {
+      for (BucketGradient& gradient : bucket.gradients) gradient.used = by_name.at(gradient.name);
+    }
+    return anywhere;
   }
 
   /// Of gradients that were not announced as final: they came in an earlier micro-batch, or not at all.
@@ -214,10 +244,11 @@ class DistributedDataParallel::Impl {
   bool in_step_ = false;
   int64_t steps_ = 0;
   UsedParameters used_;
-  std::vector<size_t> missing_;         ///< per bucket: gradients that are not final
-  std::vector<comm::Pending> pending_;  ///< per bucket launched
-  std::vector<int64_t> arrivals_;       ///< parameters in the order in which their gradients became final
+  std::vector<size_t> missing_;    ///< per bucket: gradients that are not final
+  std::vector<int64_t> arrivals_;  ///< parameters in the order in which their gradients became final
   SynchronizationStatistics statistics_;
+  GradientChannel channel_{group_, statistics_};
+  std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket launched; null where nothing is, or is no more, under way
   Attachment hooks_;
 };
 

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/data_parallel/bucket_plan.h"
+#include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/gradient_synchronizer.h"
 #include "tessera/data_parallel/replicas.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -22,6 +23,7 @@ struct DdpOptions {
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
   std::optional<BucketPlan> plan = {};              ///< of a checkpoint: used as it is, and never rebuilt
+  std::shared_ptr<CommunicationHook> hook = {};     ///< how a bucket is summed; unset: as it is. A group of one has nothing to sum and leaves it alone
   std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here
 };
 
@@ -36,11 +38,13 @@ struct DdpOptions {
 ///     optimizer.step();
 ///   }
 ///
-/// `grad()` of each parameter is a view into its bucket, set before backward, so that autograd accumulates in place and nothing is copied. The hook of the last
-/// gradient of a bucket starts its all-reduce, while backward goes on; buckets start in the order of the plan on every rank, so that collectives match. After
-/// the first step the plan is made anew from the order that rank 0 saw. Accumulation passes but the last communicate nothing.
+/// The first gradient of a step is copied into its bucket (a pass less over memory than to clear the bucket and add), and `grad()` of the parameter is a view
+/// of it from then on, so that further passes accumulate in place. The hook of the last gradient of a bucket starts its all-reduce, while backward goes on;
+/// buckets start in the order of the plan on every rank, so that collectives match. After the first step the plan is made anew from the order that rank 0 saw.
+/// Accumulation passes but the last communicate nothing.
 ///
-///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation
+///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation; a hook
+///                      (communication_hook.h) may compress it
 ///   at construction    one all-gather of 3 words per rank (ReplicaStart::Check), buffers broadcast from rank 0
 ///   after step 1       one broadcast of a word per parameter; with find_unused_parameters an all-reduce of a word per parameter in every step
 ///   memory             gradients once, in the buckets; a group of one has no buckets and no hooks, and communicates nothing

@@ -37,6 +37,11 @@ void recover_gradient(const at::Tensor& parameter, const at::Tensor& view) {
   set_gradient(parameter, view);
 }
 
+void release_scratch(at::Tensor& scratch) {
+  scratch.storage().unsafeGetStorageImpl()->reset();
+  scratch.reset();
+}
+
 at::Device message_device(const at::Tensor& parameter) { return parameter.is_meta() ? at::Device(at::kCPU) : parameter.device(); }
 
 UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters) : parameters_(parameters), used_(parameters.size(), 0) {}

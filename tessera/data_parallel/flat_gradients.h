@@ -21,8 +21,13 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
 
-/// After a backward pass: where someone replaced the gradient that set_gradient had put there (zero_grad, create_graph), brings it back into `view`.
+/// Brings the parameter's gradient into `view` and makes that the gradient, unless it is already: the first of a step, or one that took the view's place
+/// (zero_grad, create_graph). Zeros where there is none.
 void recover_gradient(const at::Tensor& parameter, const at::Tensor& view);
+
+/// Gives up `scratch` with its memory now, whoever else still holds the tensor: an engine's worker lets go of a collective that is done when it gets to it, and
+/// until then a bucket's worth would be held. What held a view must not use it again.
+void release_scratch(at::Tensor& scratch);
 
 /// Where small host-made messages of a group live: on the parameters' device, or on the CPU for parameters on meta, whose messages are real.
 at::Device message_device(const at::Tensor& parameter);

@@ -67,6 +67,16 @@ TEST(Loops, EveryInstructionSetRoundsToBFloat16Alike) {
   }
 }
 
+TEST(Loops, SumsOfSquaresHaveTheSameBitsFromEveryInstructionSet) {
+  for (const int64_t n : {0, 1, 7, 8, 9, 15, 16, 33, 1000}) {
+    const at::Tensor values = random({n + 1});
+    const float* x = values.const_data_ptr<float>() + 1;  // aligned to nothing
+    const double expected = loops_baseline()->sum_of_squares(x, n);
+    EXPECT_NEAR(expected, values.narrow(0, 1, n).to(at::kDouble).square().sum().item<double>(), 1e-12 * (1 + expected)) << n;
+    for (const Loops* table : others()) EXPECT_EQ(table->sum_of_squares(x, n), expected) << table->name << " " << n;
+  }
+}
+
 TEST(Loops, ARowDoesNotDependOnTheRange) {
   const at::Tensor x = random({7, 45}), weight = random({45}, at::kFloat, 2);
   const auto run = [&](const std::vector<int64_t>& bounds) {

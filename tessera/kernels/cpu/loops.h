@@ -105,6 +105,7 @@ struct Loops {
   void (*dropout)(const Dropout&, int64_t begin, int64_t end);                                                 ///< rows
   void (*sum_rows)(const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end);  ///< columns begin..end, rows in order
   void (*accumulate)(float* sum, Input term, bool first, int64_t begin, int64_t end);                          ///< elements: sum = term, or sum += term
+  double (*sum_of_squares)(const float* x, int64_t n);  ///< in fp64; the same bits from every instruction set, in an order that n alone decides
 };
 
 /// Null where the build does not target x86-64.

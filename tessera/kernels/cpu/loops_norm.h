@@ -63,5 +63,26 @@ void sum_rows_columns(const float* rows, int64_t num_rows, int64_t dim, void* ou
   });
 }
 
+typedef float EightFloats __attribute__((vector_size(8 * sizeof(float))));
+typedef double EightDoubles __attribute__((vector_size(8 * sizeof(double))));
+
+/// Eight sums side by side, then a tree over them. A product of two floats is exact in a double, so it makes no difference where a compiler fuses
+/// multiplication and addition.
+TESSERA_INLINE double sum_of_squares(const float* x, int64_t n) {
+  constexpr int64_t lanes = 8;
+  EightDoubles sums = {};
+  for (int64_t i = 0; i < n; i += lanes) {
+    EightFloats values = {};
+    if (n - i >= lanes) {
+      std::memcpy(&values, x + i, sizeof(values));
+    } else {
+      std::memcpy(&values, x + i, sizeof(float) * static_cast<uint64_t>(n - i));
+    }
+    const EightDoubles wide = __builtin_convertvector(values, EightDoubles);
+    sums += wide * wide;
+  }
+  return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
+
 }  // namespace
 }  // namespace tessera::kernels::cpu

@@ -71,6 +71,7 @@ constexpr Loops make_loops(const char* name) {
   loops.accumulate = [](float* sum, Input term, bool first, int64_t begin, int64_t end) {
     with_type(term.type, [&](auto t) { accumulate_elements<typename decltype(t)::type>(sum, term.data, first, begin, end); });
   };
+  loops.sum_of_squares = [](const float* x, int64_t n) { return sum_of_squares(x, n); };
   return loops;
 }
 

@@ -1,0 +1,78 @@
+#include "tessera/data_parallel/communication_hook.h"
+
+#include <ATen/ATen.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/data_parallel/flat_gradients.h"
+
+namespace tessera {
+namespace {
+
+class InPlace final : public BucketReduction {
+ public:
+  explicit InPlace(comm::Pending pending) : pending_(std::move(pending)) {}
+
+  bool advance() override {
+    pending_.wait();
+    return true;
+  }
+
+ private:
+  comm::Pending pending_;
+};
+
+/// Reduces flat / divisor in `dtype`, and multiplies what comes back.
+class Cast final : public BucketReduction {
+ public:
+  Cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype, double divisor) : bucket_(bucket), divisor_(divisor) {
+    const MemoryScope scratch(MemoryCategory::Comm);
+    if (divisor_ != 1) bucket_.flat.div_(divisor_);
+    cast_ = bucket_.flat.to(dtype);
+    pending_ = channel.all_reduce(cast_);
+  }
+
+  bool advance() override {
+    pending_.wait();
+    bucket_.flat.copy_(cast_);
+    if (divisor_ != 1) bucket_.flat.mul_(divisor_);
+    release_scratch(cast_);  // before the other buckets are done
+    return true;
+  }
+
+ private:
+  GradientBucket& bucket_;
+  double divisor_;
+  at::Tensor cast_;
+  comm::Pending pending_;
+};
+
+std::unique_ptr<BucketReduction> start_cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype, double divisor) {
+  if (bucket.flat.element_size() <= c10::elementSize(dtype)) return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
+  return std::make_unique<Cast>(bucket, channel, dtype, divisor);
+}
+
+}  // namespace
+
+comm::Pending GradientChannel::all_reduce(const at::Tensor& tensor) {
+  count(static_cast<int64_t>(tensor.nbytes()));
+  return comm::all_reduce_async(group_, tensor);
+}
+
+void GradientChannel::count(int64_t bytes) {
+  statistics_.bytes += bytes;
+  ++statistics_.num_collectives;
+}
+
+void CommunicationHook::prepare(const std::vector<nn::NamedParameter>&, const std::vector<at::ScalarType>&, const comm::Group&) {}
+
+std::unique_ptr<BucketReduction> AllReduceHook::start(GradientBucket& bucket, GradientChannel& channel) {
+  return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
+}
+
+std::unique_ptr<BucketReduction> Bf16Hook::start(GradientBucket& bucket, GradientChannel& channel) { return start_cast(bucket, channel, at::kBFloat16, 1); }
+
+std::unique_ptr<BucketReduction> Fp16Hook::start(GradientBucket& bucket, GradientChannel& channel) {
+  return start_cast(bucket, channel, at::kHalf, channel.group().size());
+}
+
+}  // namespace tessera
