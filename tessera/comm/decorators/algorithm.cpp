@@ -1,0 +1,120 @@
+#include "tessera/comm/decorators/algorithm.h"
+
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "tessera/comm/algorithms/execute.h"
+#include "tessera/comm/backends/host_identity.h"
+#include "tessera/comm/backends/two_level/work_queue.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/failure.h"
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr size_t kMostPrograms = 256;
+
+class AlgorithmBackend : public DecoratedBackend {
+ public:
+  AlgorithmBackend(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner)
+      : DecoratedBackend(group, std::move(inner)), choice_(std::move(choice)), hosts_(std::move(hosts)) {
+    const auto name = this->inner()->getBackendName();
+    backend_ = name.substr(0, name.find('+'));  // what serves CPU tensors stands first
+  }
+
+  void abort() override {
+    queue_.abort();
+    DecoratedBackend::abort();
+  }
+
+ protected:
+  Work call(const Call& call, const Forward& forward) override {
+    const auto plan = choice_->plan_for(call, group(), backend_, hosts_);
+    if (plan) return run(*plan, call);
+    const bool between_two = call.op == "send" || call.op == "recv";  // their order against collectives is the callers' to choose
+    if (last_ && !between_two) last_->wait();
+    return forward();
+  }
+
+ private:
+  Work run(const PlanRequest& plan, const Call& call) {
+    const auto program = program_for(plan, call);
+    at::Tensor scratch;
+    if (program->scratch_elements > 0) scratch = at::empty({program->scratch_elements}, at::TensorOptions(call.dtype()));
+    last_ = queue_.run([this, program, call, scratch] { execute_unless_failed(*program, call, scratch); }, call.async);
+    return staged_work({{last_, [scratch] {}}});  // as long as the work lives, so that a dry run is true to the byte
+  }
+
+  // Only the queue's tasks come here, one after the other.
+  void execute_unless_failed(const Program& program, const Call& call, const at::Tensor& scratch) {
+    if (!failure_.empty()) throw CommError("an earlier collective of the group failed: " + failure_);
+    try {
+      execute(program, call, scratch, *inner());
+    } catch (...) {
+      failure_ = message_of(std::current_exception());
+      throw;
+    }
+  }
+
+  std::shared_ptr<const Program> program_for(const PlanRequest& plan, const Call& call) {
+    if (!call.in_splits.empty()) return std::make_shared<Program>(make_program(plan, group().rank, call));
+    const auto key =
+        fmt::format("{} {} {} {} {} {}", plan.op, plan.algorithm, plan.root, plan.segments, c10::multiply_integers(call.whole), call.outputs.size());
+    auto& known = programs_[key];
+    if (known) return known;
+    auto made = std::make_shared<const Program>(make_program(plan, group().rank, call));
+    if (programs_.size() > kMostPrograms) programs_.clear();
+    programs_[key] = made;
+    return made;
+  }
+
+  std::shared_ptr<const AlgorithmChoice> choice_;
+  std::vector<int> hosts_;
+  std::string backend_;
+  std::map<std::string, std::shared_ptr<const Program>> programs_;
+  std::string failure_;
+  Work last_;
+  WorkQueue queue_;  // goes first: its tasks use the others
+};
+
+// Numbers the members' hosts in order of appearance. Each rank says where it is once per world.
+std::vector<int> hosts_of(const GroupInfo& group, c10d::Store& store) {
+  std::vector<int> hosts;
+  std::map<std::string, int> numbers;
+  for (int member = 0; member < group.size; ++member) {
+    const auto host = store.get_to_str(fmt::format("host/{}", group.ranks.empty() ? member : group.ranks[member]));
+    hosts.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
+  }
+  return hosts;
+}
+
+// Ranks that read different tables would send each other different messages.
+void check_same_table(const AlgorithmChoice& choice, const Environment& environment, c10d::Store& store) {
+  const auto text = nlohmann::json(choice.rows()).dump();
+  const auto mine = fmt::format("{:016x}", hash_bytes(text.data(), text.size()));
+  if (environment.rank == 0) store.set("table", mine);
+  require(store.get_to_str("table") == mine, "comm.table: rank ", environment.rank, " reads another table than rank 0; give all ranks the same file");
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_algorithm_backend(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
+                                                         c10::intrusive_ptr<c10d::Backend> inner) {
+  return c10::make_intrusive<AlgorithmBackend>(std::move(choice), std::move(hosts), group, std::move(inner));
+}
+
+Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const DecoratorContext& context) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>("algorithm", context.store);
+  if (!choice->rows().empty()) check_same_table(*choice, context.environment, *store);
+  const bool needs_hosts = choice->needs_hosts();
+  if (needs_hosts) store->set(fmt::format("host/{}", context.environment.rank), context.options.host.empty() ? host_identity() : context.options.host);
+  return [choice, store, needs_hosts](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
+    return make_algorithm_backend(choice, needs_hosts ? hosts_of(group, *store) : std::vector<int>(), group, std::move(inner));
+  };
+}
+
+}  // namespace tessera::comm
