@@ -6,7 +6,9 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "tessera/comm/caller_waits.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 
@@ -45,10 +47,14 @@ auto guarded(const char* op, const Group& group, Clock::time_point start, Body b
   }
 }
 
+// What c10d calls asyncOp: an engine may run the others on this thread.
+bool goes_on() { return !CallerWaits::now(); }
+
 // Hands a collective to the engine. `start` gets the engine and returns its work.
 template <class Start>
 Pending launch(const char* op, const Group& group, Tensors tensors, Start start, std::function<void()> finish = {}) {
   auto state = std::make_shared<Pending::State>(Pending::State{.op = op, .group = group, .tensors = std::move(tensors), .finish = std::move(finish)});
+  const Waiting waiting;
   const at::NoGradGuard no_grad;                    // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
   state->work = guarded(op, group, state->start, [&] { return start(*group.backend()); });
@@ -153,6 +159,7 @@ void Pending::wait() {
   if (!state_) return;
   const auto state = std::move(state_);
   state_.reset();
+  const Waiting waiting;
   const at::NoGradGuard no_grad;
   const bool completed = guarded(state->op, state->group, state->start, [&] { return state->work->wait(); });
   if (!completed) fail(state->op, state->group, state->start, "aborted");
@@ -164,7 +171,7 @@ Pending all_reduce_async(const Group& group, const at::Tensor& tensor, Op op) {
   if (group.size() == 1) return {};
   return launch("all_reduce", group, {tensor}, [&](c10d::Backend& engine) {
     Tensors tensors{tensor.detach()};
-    return engine.allreduce(tensors, {.reduceOp = engine_op(op)});
+    return engine.allreduce(tensors, {.reduceOp = engine_op(op), .asyncOp = goes_on()});
   });
 }
 
@@ -174,7 +181,7 @@ Pending reduce_async(const Group& group, const at::Tensor& tensor, int root, Op 
   if (group.size() == 1) return {};
   return launch("reduce", group, {tensor}, [&](c10d::Backend& engine) {
     Tensors tensors{tensor.detach()};
-    return engine.reduce(tensors, {.reduceOp = engine_op(op), .rootRank = root});
+    return engine.reduce(tensors, {.reduceOp = engine_op(op), .rootRank = root, .asyncOp = goes_on()});
   });
 }
 
@@ -186,7 +193,7 @@ Pending start_all_gather(const char* op, const Group& group, const at::Tensor& o
   check_sizes(op, group, out, in, group.size());
   if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); }, finish);
   auto to = out.detach(), from = packed(in);
-  return launch(op, group, {to, from}, [&](c10d::Backend& engine) { return engine._allgather_base(to, from, {}); }, std::move(finish));
+  return launch(op, group, {to, from}, [&](c10d::Backend& engine) { return engine._allgather_base(to, from, {.asyncOp = goes_on()}); }, std::move(finish));
 }
 
 Pending start_reduce_scatter(const char* name, const Group& group, const at::Tensor& out, const at::Tensor& in, Op op, std::function<void()> finish = {}) {
@@ -196,7 +203,8 @@ Pending start_reduce_scatter(const char* name, const Group& group, const at::Ten
   if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); }, finish);
   auto to = out.detach(), from = packed(in);
   return launch(
-      name, group, {to, from}, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(to, from, {.reduceOp = engine_op(op)}); }, std::move(finish));
+      name, group, {to, from}, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(to, from, {.reduceOp = engine_op(op), .asyncOp = goes_on()}); },
+      std::move(finish));
 }
 
 }  // namespace
@@ -243,7 +251,8 @@ Pending all_to_all_async(const Group& group, const at::Tensor& out, const at::Te
   if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); });
   auto to = out.detach(), from = packed(in);
   auto to_splits = out_splits, from_splits = in_splits;
-  return launch("all_to_all", group, {to, from}, [&](c10d::Backend& engine) { return engine.alltoall_base(to, from, to_splits, from_splits, {}); });
+  return launch("all_to_all", group, {to, from},
+                [&](c10d::Backend& engine) { return engine.alltoall_base(to, from, to_splits, from_splits, {.asyncOp = goes_on()}); });
 }
 
 Pending broadcast_async(const Group& group, const at::Tensor& tensor, int root) {
@@ -252,7 +261,7 @@ Pending broadcast_async(const Group& group, const at::Tensor& tensor, int root) 
   if (group.size() == 1) return {};
   return launch("broadcast", group, {tensor}, [&](c10d::Backend& engine) {
     Tensors tensors{tensor.detach()};
-    return engine.broadcast(tensors, {.rootRank = root});
+    return engine.broadcast(tensors, {.rootRank = root, .asyncOp = goes_on()});
   });
 }
 
@@ -269,7 +278,7 @@ Pending gather_async(const Group& group, const at::Tensor& out, const at::Tensor
   return launch("gather", group, {out, from[0]}, [&](c10d::Backend& engine) {
     std::vector<Tensors> to;
     if (receives) to.push_back(equal_parts(out.detach(), in, group.size()));
-    return engine.gather(to, from, {.rootRank = root});
+    return engine.gather(to, from, {.rootRank = root, .asyncOp = goes_on()});
   });
 }
 
@@ -287,7 +296,7 @@ Pending scatter_async(const Group& group, const at::Tensor& out, const at::Tenso
     std::vector<Tensors> from;
     if (sends) from.push_back(equal_parts(whole, out, group.size()));
     Tensors to{out.detach()};
-    return engine.scatter(to, from, {.rootRank = root});
+    return engine.scatter(to, from, {.rootRank = root, .asyncOp = goes_on()});
   });
 }
 
@@ -314,24 +323,64 @@ Pending recv_async(const Group& group, const at::Tensor& tensor, int src, int ta
 
 Pending barrier_async(const Group& group) {
   if (group.size() == 1) return {};
-  return launch("barrier", group, {}, [](c10d::Backend& engine) { return engine.barrier({}); });
+  return launch("barrier", group, {}, [](c10d::Backend& engine) { return engine.barrier({.asyncOp = goes_on()}); });
 }
 
-void all_reduce(const Group& group, const at::Tensor& tensor, Op op) { all_reduce_async(group, tensor, op).wait(); }
-void reduce(const Group& group, const at::Tensor& tensor, int root, Op op) { reduce_async(group, tensor, root, op).wait(); }
-void all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) { all_gather_async(group, out, in).wait(); }
-void all_gather_uneven(const Group& group, const Tensors& outs, const at::Tensor& in) { all_gather_uneven_async(group, outs, in).wait(); }
-void reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, Op op) { reduce_scatter_async(group, out, in, op).wait(); }
-void reduce_scatter_uneven(const Group& group, const at::Tensor& out, const Tensors& ins, Op op) { reduce_scatter_uneven_async(group, out, ins, op).wait(); }
+at::Tensor empty(const Group& group, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const auto engine = group.backend();
+  if (!engine || !options.device().is_cpu() || !engine->supportsTensorAlloc(0)) return at::empty(sizes, options);
+  return guarded("empty", group, Clock::now(), [&] { return engine->allocateTensor(c10::multiply_integers(sizes), options); }).view(sizes);
+}
+
+namespace {
+
+template <class Start>
+void now(const Start& start) {
+  const CallerWaits waits;
+  start().wait();
+}
+
+}  // namespace
+
+void all_reduce(const Group& group, const at::Tensor& tensor, Op op) {
+  now([&] { return all_reduce_async(group, tensor, op); });
+}
+void reduce(const Group& group, const at::Tensor& tensor, int root, Op op) {
+  now([&] { return reduce_async(group, tensor, root, op); });
+}
+void all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) {
+  now([&] { return all_gather_async(group, out, in); });
+}
+void all_gather_uneven(const Group& group, const Tensors& outs, const at::Tensor& in) {
+  now([&] { return all_gather_uneven_async(group, outs, in); });
+}
+void reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, Op op) {
+  now([&] { return reduce_scatter_async(group, out, in, op); });
+}
+void reduce_scatter_uneven(const Group& group, const at::Tensor& out, const Tensors& ins, Op op) {
+  now([&] { return reduce_scatter_uneven_async(group, out, ins, op); });
+}
 void all_to_all(const Group& group, const at::Tensor& out, const at::Tensor& in, const std::vector<int64_t>& out_splits,
                 const std::vector<int64_t>& in_splits) {
-  all_to_all_async(group, out, in, out_splits, in_splits).wait();
+  now([&] { return all_to_all_async(group, out, in, out_splits, in_splits); });
 }
-void broadcast(const Group& group, const at::Tensor& tensor, int root) { broadcast_async(group, tensor, root).wait(); }
-void gather(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) { gather_async(group, out, in, root).wait(); }
-void scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) { scatter_async(group, out, in, root).wait(); }
-void send(const Group& group, const at::Tensor& tensor, int dst, int tag) { send_async(group, tensor, dst, tag).wait(); }
-void recv(const Group& group, const at::Tensor& tensor, int src, int tag) { recv_async(group, tensor, src, tag).wait(); }
-void barrier(const Group& group) { barrier_async(group).wait(); }
+void broadcast(const Group& group, const at::Tensor& tensor, int root) {
+  now([&] { return broadcast_async(group, tensor, root); });
+}
+void gather(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
+  now([&] { return gather_async(group, out, in, root); });
+}
+void scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
+  now([&] { return scatter_async(group, out, in, root); });
+}
+void send(const Group& group, const at::Tensor& tensor, int dst, int tag) {
+  now([&] { return send_async(group, tensor, dst, tag); });
+}
+void recv(const Group& group, const at::Tensor& tensor, int src, int tag) {
+  now([&] { return recv_async(group, tensor, src, tag); });
+}
+void barrier(const Group& group) {
+  now([&] { return barrier_async(group); });
+}
 
 }  // namespace tessera::comm

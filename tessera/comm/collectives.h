@@ -47,6 +47,11 @@ class Pending {
   std::shared_ptr<State> state_;
 };
 
+/// A tensor like at::empty's, in memory that the group's engine can reduce without staging it where the engine has such memory (ranks of one host that share
+/// memory), for buffers that are made once and reduced often: gradient buckets. Elsewhere plain memory. Counted by the MemoryTracker alike. Not collective:
+/// each rank may have as many as it likes, and free them when it likes. Throws CommError where shared memory is exhausted.
+at::Tensor empty(const Group& group, at::IntArrayRef sizes, const at::TensorOptions& options = {});
+
 /// tensor <- op over ranks of tensor, in place. A rank sends 2 S (n-1)/n in 2(n-1) steps (ring: reduce-scatter, then all-gather).
 void all_reduce(const Group& group, const at::Tensor& tensor, Op op = Op::Sum);
 [[nodiscard]] Pending all_reduce_async(const Group& group, const at::Tensor& tensor, Op op = Op::Sum);

@@ -1,17 +1,16 @@
 #include "tessera/comm/rendezvous.h"
 
 #include <algorithm>
-#include <cstring>
+#include <sstream>
 #include <thread>
 
-#include <fcntl.h>
-#include <netdb.h>
-#include <poll.h>
-#include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <unistd.h>
 
+#include "tessera/comm/backends/mpi/library.h"
+#include "tessera/comm/endpoint.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/network.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -19,71 +18,173 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using Store = c10::intrusive_ptr<c10d::Store>;
 
-// Connects and hangs up; returns 0 or an errno.
-int try_address(const addrinfo& address, milliseconds patience) {
-  const int descriptor = ::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (descriptor < 0) return errno;
-  int error = ::connect(descriptor, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
-  if (error == EINPROGRESS) {
-    pollfd writable{.fd = descriptor, .events = POLLOUT, .revents = 0};
-    error = ETIMEDOUT;
-    if (::poll(&writable, 1, static_cast<int>(patience.count())) == 1) {
-      socklen_t length = sizeof(error);
-      ::getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &length);
+const std::string kCount = "count", kComplete = "complete";
+
+milliseconds until(Clock::time_point deadline) { return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now())); }
+
+/// Where the store is served: under one of `hosts`, which are not known to all reach rank 0.
+struct Master {
+  std::vector<std::string> hosts;
+  int port = 0;
+
+  std::string describe() const {
+    std::string names;
+    for (const auto& host : hosts) names += (names.empty() ? "" : " or ") + host;
+    return comm::describe({.host = names, .port = port});
+  }
+
+  /// For the others: "port host host ..."
+  std::string told() const {
+    auto text = std::to_string(port);
+    for (const auto& host : hosts) text += " " + host;
+    return text;
+  }
+
+  static Master from(const std::string& told) {
+    std::istringstream in(told);
+    Master master;
+    in >> master.port;
+    for (std::string host; in >> host;) master.hosts.push_back(host);
+    return master;
+  }
+};
+
+class Rendezvous {
+ public:
+  Rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend)
+      : environment_(environment), backend_(backend), deadline_(start_ + timeout) {
+    if (!environment.master_addr.empty()) master_.hosts = {environment.master_addr};
+    master_.port = environment.master_port;
+  }
+
+  Meeting meet() {
+    try {
+      const bool open = master_.hosts.empty() || master_.port == 0;
+      Store store = open ? learn_and_connect() : connect();
+      announce(store);
+      return {std::move(store), master_.hosts.front(), local_address_};
+    } catch (const ConfigError&) {
+      throw;
+    } catch (...) {
+      throw CommError(detail::concat("rank ", environment_.rank, " of ", environment_.size, ": no rendezvous at ", master_.describe(), " (served by ",
+                                     environment_.agent_store ? "the launcher" : "rank 0", "): ", message_of(std::current_exception()), "; waited ",
+                                     seconds_since(start_)));
     }
   }
-  ::close(descriptor);
-  return error;
-}
 
-// Tries each address of the host once; returns what went wrong, empty if somebody listens.
-std::string try_host(const std::string& host, int port, milliseconds patience) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) {
-    return detail::concat("the name does not resolve: ", ::gai_strerror(error));
-  }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
-  int error = 0;
-  for (const auto* address = found; address; address = address->ai_next) {
-    error = try_address(*address, patience);
-    if (error == 0) return {};
-  }
-  return std::strerror(error);
-}
+ private:
+  bool serves() const { return environment_.rank == 0 && !environment_.agent_store; }
 
-// Torch's client would print a stack trace for each failed try and end with no more than "timed out".
-void await_server(const std::string& host, int port, Clock::time_point deadline) {
-  for (auto pause = milliseconds(10);; pause = std::min(2 * pause, milliseconds(500))) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-    const auto problem = try_host(host, port, std::clamp(left, milliseconds(1), milliseconds(5000)));
-    if (problem.empty()) return;
-    if (Clock::now() + pause > deadline) throw CommError(problem);
-    std::this_thread::sleep_for(pause);
+  Store connect() { return serves() ? serve() : reach(); }
+
+  // Rank 0's port is known once it serves; what it tells is "port host host ...". Later worlds of the process meet at the same place, under keys of their own.
+  Store learn_and_connect() {
+    const auto missing = mpi_library_missing();
+    require(missing.empty(), "MASTER_ADDR and MASTER_PORT are not set under mpirun, and cannot be learned through MPI: ", missing,
+            "; or set both to an address of rank 0's host and a free port on it");
+    auto& place = mpi_library().meeting_place;
+    if (place.told.empty()) {
+      if (environment_.rank == 0) place.served = serve_anywhere();
+      place.told = mpi_library().share(environment_, master_.told(), backend_ == "mpi");
+    }
+    master_ = Master::from(place.told);
+    auto store = environment_.rank == 0 ? place.served : reach();
+    if (environment_.rank == 0) local_address_ = own_address();
+    return c10::make_intrusive<c10d::PrefixStore>(detail::concat("world/", place.worlds++), std::move(store));
   }
-}
+
+  Store serve_anywhere() {
+    if (master_.hosts.empty()) master_.hosts = hosts_of_rank_0();
+    return serve();
+  }
+
+  std::vector<std::string> hosts_of_rank_0() const {
+    if (environment_.local_size == environment_.size) return {"127.0.0.1"};
+    auto hosts = local_addresses();
+    if (hosts.empty()) throw CommError("this host has no address that others could reach");
+    return hosts;
+  }
+
+  Store serve() {
+    auto store = open(/*server=*/true, master_.hosts.front());
+    master_.port = static_cast<const c10d::TCPStore&>(*store).getPort();
+    local_address_ = own_address();
+    return store;
+  }
+
+  // Of the host that serves, on the way to itself.
+  std::string own_address() const { return probe({.host = master_.hosts.front(), .port = master_.port}, until(deadline_)).local_address; }
+
+  // Torch's client would print a stack trace for each failed try and end with no more than "timed out".
+  Store reach() {
+    for (auto pause = milliseconds(10);; pause = std::min(2 * pause, milliseconds(500))) {
+      std::string problem;
+      for (const auto& host : master_.hosts) {
+        auto found = probe({.host = host, .port = master_.port}, std::min(until(deadline_), milliseconds(5000)));
+        if (found.problem.empty()) {
+          local_address_ = std::move(found.local_address);
+          master_.hosts = {host};
+          return open(/*server=*/false, host);
+        }
+        problem = std::move(found.problem);
+      }
+      if (Clock::now() + pause > deadline_) throw CommError(problem);
+      std::this_thread::sleep_for(pause);
+    }
+  }
+
+  Store open(bool server, const std::string& host) const {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(master_.port);
+    options.timeout = until(deadline_);
+    options.isServer = server;
+    options.waitWorkers = false;  // it would count, but not say who is missing
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  }
+
+  void announce(const Store& store) const {
+    const auto here = c10::make_intrusive<c10d::PrefixStore>(detail::concat("rendezvous/", environment_.restart_count), store);
+    here->set(std::to_string(environment_.rank), "here");
+    if (here->add(kCount, 1) == environment_.size) here->set(kComplete, "yes");
+    for (auto pause = milliseconds(1); !here->check({kComplete}); pause = std::min(2 * pause, milliseconds(50))) {
+      if (Clock::now() >= deadline_) throw CommError(who_is_missing(*here));
+      std::this_thread::sleep_for(pause);
+    }
+  }
+
+  std::string who_is_missing(c10d::Store& here) const {
+    std::vector<int> missing;
+    for (int rank = 0; rank < environment_.size; ++rank) {
+      if (!here.check({std::to_string(rank)})) missing.push_back(rank);
+    }
+    return detail::concat(environment_.size - missing.size(), " of ", environment_.size, " ranks have come; missing: ", format_ranks(missing));
+  }
+
+  const Environment& environment_;
+  const std::string& backend_;
+  const Clock::time_point start_ = Clock::now();
+  const Clock::time_point deadline_;
+  Master master_;
+  std::string local_address_;
+};
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Store> rendezvous(const Environment& environment, milliseconds timeout) {
-  const auto start = Clock::now();
-  const bool serves = environment.rank == 0 && !environment.agent_store;
-  try {
-    if (!serves) await_server(environment.master_addr, environment.master_port, start + timeout);
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<uint16_t>(environment.master_port);
-    options.timeout = std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(start + timeout - Clock::now()));
-    options.isServer = serves;
-    options.waitWorkers = !environment.agent_store;
-    if (!environment.agent_store) options.numWorkers = environment.size;
-    return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-  } catch (...) {
-    throw CommError(detail::concat("rank ", environment.rank, " of ", environment.size, ": no rendezvous at address ", environment.master_addr, ", port ",
-                                   environment.master_port, " (served by ", environment.agent_store ? "the launcher" : "rank 0",
-                                   "): ", message_of(std::current_exception()), "; waited ", seconds_since(start)));
+std::string format_ranks(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t begin = 0, end; begin < ranks.size(); begin = end) {
+    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1;) ++end;
+    if (end - begin == 2) end = begin + 1;  // a run of two is as short without a dash
+    text += (text.empty() ? "" : ", ") + std::to_string(ranks[begin]);
+    if (end - begin > 1) text += "-" + std::to_string(ranks[end - 1]);
   }
+  return text;
+}
+
+Meeting rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend) {
+  return Rendezvous(environment, timeout, backend).meet();
 }
 
 }  // namespace tessera::comm

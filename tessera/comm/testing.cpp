@@ -81,7 +81,14 @@ void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions&
     std::optional<World> world;  // outlives the exception: its connections must not close before the cause is known
     try {
       const Environment environment{.rank = rank, .size = n, .local_rank = rank, .local_size = n, .launched = true};
-      world.emplace(World::join(environment, store, {.interface = options.interface, .timeout = options.timeout, .decorators = options.decorators}));
+      const auto host = options.hosts.empty() ? std::string() : "host " + std::to_string(options.hosts[rank]);
+      world.emplace(World::join(environment, store,
+                                {.backend = options.backend,
+                                 .interface = options.interface,
+                                 .timeout = options.timeout,
+                                 .algorithm = options.algorithm,
+                                 .host = host,
+                                 .decorators = options.decorators}));
       world->guard([&] {
         try {
           body(*world);

@@ -91,9 +91,9 @@ std::vector<std::string> inherited_environment() {
 
 }  // namespace
 
-void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds) {
+void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds, const std::string& backend) {
   if (std::getenv(kCopy)) {
-    auto world = World::from_environment({.timeout = std::chrono::seconds(seconds)});
+    auto world = World::from_environment({.backend = backend, .timeout = std::chrono::seconds(seconds)});
     world.guard([&] { body(world); });
     return;
   }

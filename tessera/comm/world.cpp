@@ -11,10 +11,14 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/backends/engine.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/decorators/standard.h"
+#include "tessera/comm/endpoint.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/network.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -28,14 +32,20 @@ using Clock = std::chrono::steady_clock;
 
 const std::string kFailure = "failure", kFailures = "failures", kLeft = "left", kAllLeft = "all_left", kGone = "gone";
 
-bool is_loopback(const std::string& address) { return address == "localhost" || address == "::1" || address.starts_with("127."); }
-
 std::string read_failure(const Store& store) noexcept {
   try {
     if (store && store->check({kFailure})) return store->get_to_str(kFailure);
   } catch (...) {  // the store went with its host: nothing more to learn
   }
   return {};
+}
+
+// Where this rank listens for others: on the interface that leads to the master. Names such as Debian's 127.0.1.1 lead to loopback, where other hosts are not.
+std::string interface_towards(const Meeting& meeting, const Environment& environment) {
+  const bool one_host = environment.local_size == environment.size || is_loopback(environment.master_addr);
+  if (one_host || !is_loopback(meeting.local_address)) return meeting.local_address;
+  const auto addresses = local_addresses();
+  return addresses.empty() ? meeting.local_address : addresses.front();
 }
 
 // Polls with growing pauses, for a store's own wait cannot look at two keys.
@@ -55,6 +65,7 @@ struct World::State {
   WorldOptions options;
   Store store;                         // null when alone or dry
   std::shared_ptr<Recorder> recorder;  // dry worlds only
+  ScratchBytes dry_scratch;            // dry worlds only
   std::unique_ptr<Engine> engine;
   std::vector<Decorator> decorators;  // of every group, the last is outermost
   Group everyone;
@@ -69,7 +80,7 @@ struct World::State {
   Group make_group(GroupInfo info) {
     if (info.size == 1) return Group(std::move(info), {});
     info.timeout = options.timeout;
-    auto backend = recorder ? make_dry_backend(recorder, info, options.backend) : connect(info);
+    auto backend = recorder ? make_dry_backend(recorder, info, dry_scratch) : connect(info);
     for (const auto& decorate : decorators) backend = decorate(std::move(backend), info);
     {
       const std::lock_guard lock(mutex);
@@ -151,25 +162,29 @@ World World::from_environment(const WorldOptions& options) {
 }
 
 World World::join(const Environment& environment, const WorldOptions& options) {
-  check_engine_name(options.backend);
+  check_engine_name(options.backend, environment);
+  if (!options.interface.empty()) check_interface(options.interface);
+  parse_faults(options.inject, environment.size, environment.restart_count);  // refuses before anybody meets
+  check_choice(options);
   if (environment.size == 1) return join(environment, Store(), options);
-  auto store = rendezvous(environment, options.timeout);
-  store->setTimeout(options.timeout);
+  auto meeting = rendezvous(environment, options.timeout, options.backend);
+  meeting.store->setTimeout(options.timeout);
   auto local = options;
-  if (local.interface.empty() && is_loopback(environment.master_addr)) local.interface = environment.master_addr;  // all ranks are on this host
-  return join(environment, c10::make_intrusive<c10d::PrefixStore>(fmt::format("tessera/{}", environment.restart_count), std::move(store)), local);
+  if (local.interface.empty()) local.interface = interface_towards(meeting, environment);
+  const auto prefix = fmt::format("tessera/{}", environment.restart_count);
+  return join(environment, c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(meeting.store)), local);
 }
 
 World World::join(const Environment& environment, Store store, const WorldOptions& options) {
   check_engine_name(options.backend);
   auto state = std::make_shared<State>();
   state->environment = environment;
-  state->options = options;
+  state->options = with_table_read(options);
   if (environment.size > 1) {
     invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
-    state->engine = make_engine({.backend = options.backend, .interface = options.interface, .environment = environment});
-    state->decorators = standard_decorators({.environment = environment, .options = options, .store = state->store});
+    state->engine = make_engine({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host});
+    state->decorators = standard_decorators({.environment = environment, .options = state->options, .store = state->store});
   }
   return World(std::move(state));
 }
@@ -180,8 +195,9 @@ World World::dry(int size, int rank, std::shared_ptr<Recorder> recorder, const W
   invariant(recorder != nullptr, "a dry world has no recorder");
   auto state = std::make_shared<State>();
   state->environment = {.rank = rank, .size = size, .local_rank = rank, .local_size = size};
-  state->options = options;
+  state->options = with_table_read(options);
   state->recorder = std::move(recorder);
+  state->dry_scratch = ScratchOf(state->options);
   state->decorators = options.decorators;
   return World(std::move(state));
 }

@@ -9,6 +9,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/group.h"
 
 namespace c10d {
@@ -28,18 +29,28 @@ using Decorator = std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive
 
 struct WorldOptions {
   std::string backend = "auto";                                 ///< comm.backend
-  std::string interface{};                                      ///< comm.interface: a network interface, host or address; empty: the engine's choice
+  std::string interface{};                                      ///< comm.interface: a network interface, host or address; empty: the way to the master
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< comm.timeout_s: of connecting, and of each collective
   std::string algorithm = "auto";                               ///< comm.algorithm
   std::string table{};                                          ///< comm.table: a file, or empty
+  std::vector<TableRow> rows{};                                 ///< of a table, instead of the file's: what a checkpoint recorded
   bool check = false;                                           ///< comm.check
   std::string record_dir{};                                     ///< folder of the flight records; empty: none. From the environment: TESSERA_RECORD_DIR
   std::string inject{};                                         ///< faults to inject, as in --inject; empty: none. From the environment: TESSERA_INJECT
+  std::string host{};                                           ///< for tests: plays another host (EngineOptions::host)
   std::vector<Decorator> decorators{};                          ///< applied to each group in order, around those that the fields above ask for
 };
 
 /// What the configuration says of the world.
 WorldOptions world_options(const CommConfig& config);
+
+/// Who started this process as one of several.
+enum class Launcher {
+  None,      ///< nobody: alone
+  Torchrun,  ///< `tessera run`, `--nproc`, torchrun, or anyone who sets torchrun's variables
+  Mpirun,    ///< an MPI launcher
+  Srun,      ///< a step of Slurm
+};
 
 /// Who this process is, as its launcher says.
 struct Environment {
@@ -47,18 +58,25 @@ struct Environment {
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  std::string master_addr{};
+  std::string master_addr{};  ///< under mpirun empty unless MASTER_ADDR is set: the ranks learn it through MPI (rendezvous.h)
   int master_port = 0;
   bool agent_store = false;  ///< the launcher serves the store on master_port; otherwise rank 0 does
   int restart_count = 0;     ///< keeps the keys of one attempt apart from the next one's
-  bool launched = false;     ///< any of the variables was set
+  bool launched = false;     ///< one of several, or told that it is one of one
+  Launcher launcher = Launcher::None;
 };
 
 /// Reads a variable: std::getenv in life, a table in tests.
 using Lookup = std::function<std::optional<std::string>(const std::string& name)>;
 
-/// Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and torchrun's TORCHELASTIC_USE_AGENT_STORE and
-/// TORCHELASTIC_RESTART_COUNT. None of them set means alone. Where the local ones are missing, all ranks are taken to be on this host.
+/// Reads the variables of the launcher, the innermost first: where torchrun runs under srun, torchrun is who started this process.
+///   torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT.
+///              RANK says it is torchrun. The other three also do, unless mpirun or srun is there; then they must agree with it.
+///   mpirun     Open MPI's OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}, or PMI_RANK and PMI_SIZE with MPI_LOCALRANKID and MPI_LOCALNRANKS.
+///   srun       SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, and of the step: SLURM_STEP_{NUM_TASKS,TASKS_PER_NODE,NODELIST}, or where these are missing
+///              SLURM_{NTASKS,TASKS_PER_NODE,JOB_NODELIST}. The master is the first node of the list, the port made of job and step. A batch script and the
+///              shell of an allocation, which have some of these variables, are no step; a step of one task is alone.
+/// MASTER_ADDR and MASTER_PORT are heeded under each. Where the local ones are missing, all ranks are taken to be on this host. None of all that means alone.
 /// Throws ConfigError, with the variable and its value, where they contradict each other, are incomplete, or are not numbers.
 Environment read_environment(const Lookup& lookup);
 /// The same from this process's environment.

@@ -46,11 +46,6 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
       {"precision.master", precision.master, {"fp32"}, "a master copy in that precision"},
       {"precision.loss_scale", precision.loss_scale, {"none"}, "loss scaling"},
       {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
-      {"comm.backend", config.comm.backend, {"auto", "gloo"}, "this backend"},
-      {"comm.algorithm", config.comm.algorithm, {"auto"}, "a choice of collective algorithm"},
-      {"comm.table", config.comm.table, {""}, "a table of measured algorithms"},
-      {"comm.compression", config.comm.compression, {"none"}, "gradient compression"},
-      {"comm.check", text(config.comm.check), {"false"}, "the comparison of collectives across ranks"},
       {"checkpoint.async", text(config.checkpoint.async), {"false"}, "asynchronous saving"},
   };
   for (const auto& [key, value, present, technique] : settings) {

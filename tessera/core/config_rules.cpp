@@ -118,10 +118,21 @@ void validate_rest(const Config& config) {
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
   require(config.checkpoint.resume != "latest" || !config.checkpoint.dir.empty(),
           "checkpoint.resume = latest: there is no folder to look in; set checkpoint.dir, or name a checkpoint");
+  require(config.log.straggler_ratio == 0 || config.log.straggler_ratio > 1, "log.straggler_ratio = ", config.log.straggler_ratio,
+          ": expected a number above 1, such as 1.2, or 0 to name nobody");
   at_least("run.steps", config.run.steps, 1);
   at_least("run.seed", config.run.seed, 0);
   at_least("run.threads", config.run.threads.value_or(1), 1);
   at_least("run.validate_every", config.run.validate_every, 0);
+}
+
+void validate_compression(const Config& config) {
+  const auto& comm = config.comm;
+  at_least("comm.powersgd_rank", comm.powersgd_rank, 1);
+  at_least("comm.powersgd_start", comm.powersgd_start, 0);
+  require(comm.compression == "none" || !config.run.deterministic, "comm.compression = ", comm.compression,
+          ": run.deterministic adds whole gradients in a tree that is the same for every number of ranks; set comm.compression = none, or run.deterministic = "
+          "false");
 }
 
 void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
@@ -159,6 +170,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   };
   validate_model(config.model);
   validate_rest(config);
+  validate_compression(config);
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
   validate_optim(config.optim, config.run.steps);

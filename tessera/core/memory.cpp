@@ -315,6 +315,15 @@ MemoryContext::Guard::~Guard() {
   active_category = category_before_;
 }
 
+void count_memory(void* context, int64_t bytes) {
+  if (active_ledger == nullptr || bytes == 0) return;
+  Counted counted{.ledger = active_ledger->shared_from_this(), .category = active_category, .bytes = bytes};
+  counted.ledger->add(counted.category, bytes);
+  counted_table().insert(context, std::move(counted));
+}
+
+void uncount_memory(void* context) { counted_table().erase(context); }
+
 int64_t resident_bytes() { return status_bytes("VmRSS:"); }
 int64_t peak_resident_bytes() { return status_bytes("VmHWM:"); }
 

@@ -97,6 +97,11 @@ class MemoryContext {
   MemoryCategory category_ = MemoryCategory::Other;
 };
 
+/// Counts memory that comes from none of libtorch's allocators (shared with other processes, say) as if it did: `bytes` under this thread's tracker and
+/// category, if it has one. `context` is that of the storage's DataPtr, and has to be its own; the DataPtr's deleter calls `uncount_memory` with it.
+void count_memory(void* context, int64_t bytes);
+void uncount_memory(void* context);
+
 /// Resident memory of the process as the kernel counts it, in bytes; 0 where /proc does not say.
 int64_t resident_bytes();
 int64_t peak_resident_bytes();

@@ -11,8 +11,13 @@ namespace tessera::comm {
 namespace {
 
 // The world sizes at which ranks matter: alone, even, odd, more than cores.
-class Collectives : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::Values(1, 2, 3, 5, 8));
+class Collectives : public ::testing::TestWithParam<std::tuple<std::string, int>> {
+ protected:
+  static int size() { return std::get<1>(GetParam()); }
+  static void run(const std::function<void(World&)>& body) { run_ranks(size(), body, {.backend = std::get<0>(GetParam())}); }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::Combine(::testing::Values("gloo", "shm"), ::testing::Values(1, 2, 3, 5, 8)),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param)); });
 
 // Distinct small integers: sums are exact in every dtype here.
 at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
@@ -33,8 +38,8 @@ at::Tensor sum_over_ranks(int n, at::IntArrayRef shape, at::ScalarType dtype = a
 }
 
 TEST_P(Collectives, AllReduceOfEveryOpAndLength) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     const auto group = world.group();
     for (const int64_t length : {0, 1, 7, 1000}) {
       auto sum = values(group.rank(), {length});
@@ -52,8 +57,8 @@ TEST_P(Collectives, AllReduceOfEveryOpAndLength) {
 }
 
 TEST_P(Collectives, SumsInEveryArithmeticDtype) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     for (const auto dtype : {at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte}) {
       auto sum = values(world.rank(), {2, 5}, dtype);
       all_reduce(world.group(), sum);
@@ -63,8 +68,8 @@ TEST_P(Collectives, SumsInEveryArithmeticDtype) {
 }
 
 TEST_P(Collectives, ReduceLeavesTheSumAtTheRoot) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     for (const int root : {0, n - 1}) {
       auto tensor = values(world.rank(), {3, 3});
       reduce(world.group(), tensor, root);
@@ -74,8 +79,8 @@ TEST_P(Collectives, ReduceLeavesTheSumAtTheRoot) {
 }
 
 TEST_P(Collectives, AllGatherStacksRows) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kShort, at::kFloat8_e4m3fn, at::kComplexFloat, at::kComplexDouble}) {
       for (const int64_t rows : {0, 1, 3}) {
         std::vector<at::Tensor> parts;
@@ -89,8 +94,8 @@ TEST_P(Collectives, AllGatherStacksRows) {
 }
 
 TEST_P(Collectives, AllGatherUnevenKeepsEveryShape) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     for (const auto dtype : {at::kFloat, at::kFloat8_e5m2}) {
       std::vector<at::Tensor> outs, parts;
       for (int rank = 0; rank < n; ++rank) {
@@ -104,8 +109,8 @@ TEST_P(Collectives, AllGatherUnevenKeepsEveryShape) {
 }
 
 TEST_P(Collectives, ReduceScatterLeavesEachItsPart) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       for (const int64_t rows : {0, 1, 3}) {
         const auto in = values(world.rank(), {n * rows, 2}, dtype);
@@ -119,8 +124,8 @@ TEST_P(Collectives, ReduceScatterLeavesEachItsPart) {
 }
 
 TEST_P(Collectives, ReduceScatterUnevenLeavesEachItsPart) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     std::vector<at::Tensor> ins;
     for (int part = 0; part < n; ++part) ins.push_back(values(world.rank() + 3 * part, {part, 2}));
     auto out = at::empty({world.rank(), 2});
@@ -132,8 +137,8 @@ TEST_P(Collectives, ReduceScatterUnevenLeavesEachItsPart) {
 }
 
 TEST_P(Collectives, AllToAllEvenAndUneven) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     const int rank = world.rank();
     // Rank r sends rank t the number 100 r + t.
     for (const auto dtype : {at::kFloat, at::kShort}) {
@@ -157,8 +162,8 @@ TEST_P(Collectives, AllToAllEvenAndUneven) {
 }
 
 TEST_P(Collectives, BroadcastGatherScatter) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     const auto group = world.group();
     for (const auto dtype : {at::kFloat, at::kFloat8_e4m3fn}) {
       for (const int root : {0, n - 1}) {
@@ -181,9 +186,9 @@ TEST_P(Collectives, BroadcastGatherScatter) {
 }
 
 TEST_P(Collectives, SendAndRecvAroundARing) {
-  const int n = GetParam();
+  const int n = size();
   if (n == 1) GTEST_SKIP() << "nobody to send to";
-  run_ranks(n, [n](World& world) {
+  run([n](World& world) {
     const auto group = world.group();
     const int right = (world.rank() + 1) % n, left = (world.rank() + n - 1) % n;
     auto first = at::empty({4}, at::kFloat8_e4m3fn), second = at::empty({0, 2});
@@ -196,8 +201,8 @@ TEST_P(Collectives, SendAndRecvAroundARing) {
 }
 
 TEST_P(Collectives, AsynchronousOnesInterleave) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     const auto group = world.group();
     std::vector<at::Tensor> sums;
     std::vector<Pending> pendings;
@@ -219,8 +224,8 @@ TEST_P(Collectives, AsynchronousOnesInterleave) {
 }
 
 TEST_P(Collectives, ReadInputsOfAnyStridesAndWriteIntoLeaves) {
-  const int n = GetParam();
-  run_ranks(n, [n](World& world) {
+  const int n = size();
+  run([n](World& world) {
     const auto in = values(world.rank(), {4, 3}).t();
     auto out = at::empty({3 * n, 4}).requires_grad_();
     all_gather(world.group(), out, in);

@@ -5,39 +5,71 @@
 
 #include <fmt/ranges.h>
 
+#include "tessera/comm/backends/mpi/library.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
 
+std::string nothing_missing(const Environment&) { return {}; }
+int64_t no_scratch(const Call&) { return 0; }
+#ifndef TESSERA_CUDA
+std::string without_cuda(const Environment&) {
+  return "this build has no CUDA; build the preset cuda against a torch that has it (TORCH_DIR), or set comm.backend = auto";
+}
+#endif
+
 struct Entry {
   std::string_view name;
   std::unique_ptr<Engine> (*make)(const EngineOptions& options);
   int64_t (*scratch)(const Call& call);
+  std::string (*missing)(const Environment& environment) = nothing_missing;  ///< why it cannot be had, with the way out; empty: it can
 };
 
-// Every backend of this build.
+// Every backend.
 constexpr std::array kEngines{
-    Entry{"auto", make_gloo_engine, gloo_scratch_bytes},
+    Entry{"auto", make_auto_engine, no_scratch},  // that of one host
     Entry{"gloo", make_gloo_engine, gloo_scratch_bytes},
+    Entry{"shm", make_shm_engine, no_scratch},
+    Entry{"mpi", make_mpi_engine, mpi_scratch_bytes, mpi_missing},
+#ifdef TESSERA_CUDA
+    Entry{"nccl", make_nccl_engine, no_scratch, nccl_missing},
+#else
+    Entry{"nccl", nullptr, no_scratch, without_cuda},
+#endif
 };
 
 const Entry& find(const std::string& backend) {
   const auto* entry = std::find_if(kEngines.begin(), kEngines.end(), [&](const Entry& e) { return e.name == backend; });
-  require(entry != kEngines.end(), "comm.backend = ", backend, ": this build has no such backend; it has ", fmt::format("{}", fmt::join(engine_names(), ", ")));
+  require(entry != kEngines.end(), "comm.backend = ", backend, ": there is no such backend; this build has ",
+          fmt::format("{}", fmt::join(engine_names(), ", ")));
   return *entry;
+}
+
+const Entry& find_usable(const std::string& backend, const Environment& environment) {
+  const auto& entry = find(backend);
+  const auto missing = entry.missing(environment);
+  require(missing.empty(), "comm.backend = ", backend, ": ", missing);
+  return entry;
 }
 
 }  // namespace
 
 std::vector<std::string> engine_names() {
   std::vector<std::string> names;
-  for (const auto& engine : kEngines) names.emplace_back(engine.name);
+  for (const auto& engine : kEngines) {
+    if (engine.missing({}).empty()) names.emplace_back(engine.name);
+  }
   return names;
 }
 
-void check_engine_name(const std::string& backend) { find(backend); }
+bool has_engine(const std::string& backend) {
+  const auto names = engine_names();
+  return std::find(names.begin(), names.end(), backend) != names.end();
+}
+
+void check_engine_name(const std::string& backend, const Environment& environment) { find_usable(backend, environment); }
 int64_t scratch_bytes(const std::string& backend, const Call& call) { return find(backend).scratch(call); }
-std::unique_ptr<Engine> make_engine(const EngineOptions& options) { return find(options.backend).make(options); }
+std::unique_ptr<Engine> make_engine(const EngineOptions& options) { return find_usable(options.backend, options.environment).make(options); }
 
 }  // namespace tessera::comm

@@ -30,16 +30,21 @@ struct EngineOptions {
   std::string backend = "auto";  ///< comm.backend
   std::string interface{};       ///< comm.interface, as in WorldOptions
   Environment environment{};
+  std::string host{};  ///< what tells this rank's host from others; empty: host_identity(). Tests let threads play several hosts
 };
 
-/// Names that comm.backend takes in this build; "auto" is the first.
+/// Names that comm.backend takes in this build, on this machine; "auto" is the first.
 std::vector<std::string> engine_names();
 
-/// Throws ConfigError, naming the knob, for a backend that this build does not have.
-void check_engine_name(const std::string& backend);
+/// Whether `backend` is one of them.
+bool has_engine(const std::string& backend);
+
+/// Throws ConfigError, naming the knob and the way out, for a backend that is unknown, that this build or machine lacks something for, or that cannot connect
+/// processes which were started as `environment` says.
+void check_engine_name(const std::string& backend, const Environment& environment = {});
 
 /// Bytes of tensors that the engine makes for itself on the caller's thread during `call`, and keeps until the work is done: what a dry run has to
-/// allocate to stay true. Throws ConfigError as above.
+/// allocate to stay true, also for an engine that this machine lacks. Throws ConfigError for an unknown one.
 int64_t scratch_bytes(const std::string& backend, const Call& call);
 
 /// Throws ConfigError as above, CommError where the interface cannot be bound to.
@@ -51,5 +56,24 @@ std::unique_ptr<Engine> make_engine(const EngineOptions& options);
 /// `abort` closes the connections, which ends what waits on them here and at the peers.
 std::unique_ptr<Engine> make_gloo_engine(const EngineOptions& options);
 int64_t gloo_scratch_bytes(const Call& call);
+
+/// Shared memory: ranks on one host, CPU tensors, no tensors of its own. Sums in rank order; of bf16 and fp16 in fp32, rounded once. fp8 is moved and not
+/// reduced. The memory is a memfd, or a file in the folder TESSERA_SHM_DIR; nothing of it has a name once a group has formed.
+std::unique_ptr<Engine> make_shm_engine(const EngineOptions& options);
+
+/// MPI, from libtessera_mpi (backends/mpi/library.h): CPU tensors, processes of mpirun. Sums of bf16 and fp16 are made in fp32, and rounded once.
+std::unique_ptr<Engine> make_mpi_engine(const EngineOptions& options);
+int64_t mpi_scratch_bytes(const Call& call);
+std::string mpi_missing(const Environment& environment);
+
+#ifdef TESSERA_CUDA
+/// NCCL, from torch's own library: CUDA tensors. A stream of high priority per group; waiting for work makes the caller's stream wait, never the host.
+std::unique_ptr<Engine> make_nccl_engine(const EngineOptions& options);
+std::string nccl_missing(const Environment& environment);
+#endif
+
+/// The best there is for where the members live: shared memory where all are on one host, Gloo where each is alone on its own, and a two-level group of both
+/// otherwise. CUDA tensors go to NCCL where this build has it. Members learn each other's hosts through the store, once per world.
+std::unique_ptr<Engine> make_auto_engine(const EngineOptions& options);
 
 }  // namespace tessera::comm

@@ -5,46 +5,13 @@
 #include <ATen/ATen.h>
 #include <nlohmann/json.hpp>
 
-#include "tessera/comm/backends/engine.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/dtype_name.h"
 #include "tessera/comm/traffic.h"
 
 namespace tessera::comm {
 namespace {
-
-std::string dtype_name(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return "float32";
-    case c10::ScalarType::Double:
-      return "float64";
-    case c10::ScalarType::Half:
-      return "float16";
-    case c10::ScalarType::BFloat16:
-      return "bfloat16";
-    case c10::ScalarType::Byte:
-      return "uint8";
-    case c10::ScalarType::Char:
-      return "int8";
-    case c10::ScalarType::Short:
-      return "int16";
-    case c10::ScalarType::Int:
-      return "int32";
-    case c10::ScalarType::Long:
-      return "int64";
-    case c10::ScalarType::Bool:
-      return "bool";
-    case c10::ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    case c10::ScalarType::Float8_e5m2:
-      return "float8_e5m2";
-    case c10::ScalarType::Undefined:
-      return "none";
-    default:
-      return c10::toString(dtype);
-  }
-}
 
 // Root-only duties fall to one rank; uneven rows are known one by one.
 int64_t bytes_sent(const Call& call, const GroupInfo& group, int64_t bytes) {
@@ -65,7 +32,6 @@ class RecordBackend : public DecoratedBackend {
 
  protected:
   Work call(const Call& call, const Forward& forward) override {
-    const auto& given = call.inputs.empty() ? call.outputs : call.inputs;
     Record record;
     record.op = call.op;
     record.group = group().name;
@@ -75,8 +41,8 @@ class RecordBackend : public DecoratedBackend {
     record.tag = call.tag;
     record.shape = call.whole;
     record.elements = c10::multiply_integers(call.whole);
-    if (!given.empty()) record.dtype = given[0].scalar_type();
-    record.bytes = given.empty() ? 0 : record.elements * static_cast<int64_t>(given[0].element_size());
+    record.dtype = call.dtype();
+    record.bytes = record.dtype == c10::ScalarType::Undefined ? 0 : record.elements * static_cast<int64_t>(c10::elementSize(record.dtype));
     record.sent_bytes = bytes_sent(call, group(), record.bytes);
     record.site = CallSite::current();
     recorder_->add(std::move(record));
@@ -91,18 +57,18 @@ class RecordBackend : public DecoratedBackend {
 
 class DryBackend : public RecordBackend {
  public:
-  DryBackend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::string backend)
-      : RecordBackend(std::move(recorder), group, {}), backend_(std::move(backend)) {}
+  DryBackend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes)
+      : RecordBackend(std::move(recorder), group, {}), scratch_bytes_(std::move(scratch_bytes)) {}
 
  protected:
   Work carry_out(const Call& call, const Forward&) override {
-    const auto bytes = scratch_bytes(backend_, call);
+    const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
     if (bytes == 0) return completed_work();
     return completed_work(at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
   }
 
  private:
-  std::string backend_;
+  ScratchBytes scratch_bytes_;
 };
 
 }  // namespace
@@ -143,8 +109,8 @@ c10::intrusive_ptr<c10d::Backend> make_record_backend(std::shared_ptr<Recorder> 
   return c10::make_intrusive<RecordBackend>(std::move(recorder), group, std::move(inner));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, const std::string& backend) {
-  return c10::make_intrusive<DryBackend>(std::move(recorder), group, backend);
+c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes) {
+  return c10::make_intrusive<DryBackend>(std::move(recorder), group, std::move(scratch_bytes));
 }
 
 Decorator recording(std::shared_ptr<Recorder> recorder) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +14,8 @@
 #include "tessera/comm/world.h"
 
 namespace tessera::comm {
+
+struct Call;
 
 /// One collective of one rank. Shape, elements and bytes are of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
 struct Record {
@@ -52,8 +55,9 @@ class Recorder {
 c10::intrusive_ptr<c10d::Backend> make_record_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner);
 
 /// Logs each call and computes nothing: outputs keep their bits, and all is done at once, on meta and CPU tensors alike. While a call lasts it holds as
-/// much memory as the engine that comm.backend = `backend` names would (engine.h).
-c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, const std::string& backend = "auto");
+/// much memory as `scratch_bytes` says that a real world would; without it, none.
+using ScratchBytes = std::function<int64_t(const Call& call, const GroupInfo& group)>;
+c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes = {});
 
 /// A decorator that records every group of a world.
 Decorator recording(std::shared_ptr<Recorder> recorder);

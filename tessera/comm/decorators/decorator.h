@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -18,7 +19,13 @@ struct Call {
   std::vector<int64_t> whole{};       ///< shape of the whole: the reduced tensor, the gathered result, what is scattered or dealt; {0} for barrier
   int peer = -1;                      ///< root, destination or source, in the group; -1 where there is none
   int tag = 0;
-  std::vector<int64_t> in_splits{};  ///< rows to each rank (all_to_all); empty means equal parts
+  std::vector<int64_t> in_splits{};   ///< rows to each rank (all_to_all); empty means equal parts
+  std::vector<int64_t> out_splits{};  ///< rows from each rank (all_to_all); empty means equal parts
+  std::optional<Op> reduction{};      ///< of the ops that reduce
+  bool async = true;                  ///< false: the caller waits at once (c10d's asyncOp)
+
+  /// Of what moves; Undefined for barrier.
+  c10::ScalarType dtype() const;
 };
 
 /// A c10d backend around another one: every collective becomes one virtual call, which sees what is asked and decides whether, when and how often
@@ -35,6 +42,8 @@ class DecoratedBackend : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   void abort() override;
   void shutdown() override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   Work allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = {}) override;
   Work reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options = {}) override;
@@ -63,5 +72,14 @@ class DecoratedBackend : public c10d::Backend {
 
 /// Work that was done when it was made. Keeps `scratch` alive for as long as its caller keeps it.
 c10::intrusive_ptr<c10d::Work> completed_work(at::Tensor scratch = {});
+
+/// A part of a call: what the engine does, and what follows once it is done.
+struct WorkStage {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::function<void()> after{};  ///< on the thread that waits; may throw
+};
+
+/// Stages as one work: `wait` waits for each in order and does what follows it, once. Done when all of the engine's parts are.
+c10::intrusive_ptr<c10d::Work> staged_work(std::vector<WorkStage> stages);
 
 }  // namespace tessera::comm

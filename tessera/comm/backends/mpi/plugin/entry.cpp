@@ -1,0 +1,54 @@
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "tessera/comm/backends/mpi/library.h"
+#include "tessera/comm/backends/mpi/plugin/backend.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm::mpi {
+namespace {
+
+class MpiEngine : public Engine {
+ public:
+  explicit MpiEngine(Runtime& runtime) : runtime_(runtime) {}
+
+  c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
+    gather_members(group, *store);
+    return c10::make_intrusive<MpiBackend>(runtime_, group, store);
+  }
+
+ private:
+  // MPI itself would wait for a missing member for ever.
+  static void gather_members(const GroupInfo& group, c10d::Store& store) {
+    store.set("here/" + std::to_string(group.rank), "yes");
+    for (int member = 0; member < group.size; ++member) store.wait({"here/" + std::to_string(member)}, group.timeout);
+  }
+
+  Runtime& runtime_;
+};
+
+class Library : public MpiLibrary {
+ public:
+  std::string share(const Environment& environment, const std::string& text, bool stay) override {
+    runtime_.start(environment);
+    auto shared = runtime_.broadcast(text);
+    if (!stay) runtime_.finish();
+    return shared;
+  }
+
+  std::unique_ptr<Engine> make_engine(const EngineOptions& options) override {
+    runtime_.start(options.environment);
+    return std::make_unique<MpiEngine>(runtime_);
+  }
+
+ private:
+  Runtime runtime_;
+};
+
+}  // namespace
+}  // namespace tessera::comm::mpi
+
+extern "C" tessera::comm::MpiLibrary& tessera_mpi_library() {
+  static tessera::comm::mpi::Library library;
+  tessera::comm::mpi::Progress::shared();  // made later, ended earlier
+  return library;
+}

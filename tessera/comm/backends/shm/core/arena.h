@@ -1,0 +1,48 @@
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "tessera/comm/backends/shm/core/session.h"
+
+namespace tessera::comm::shm {
+
+/// Memory of one rank that its peers can map, for buffers that need no staging: one file of as much address space as the machine has memory, of which only what
+/// is allocated takes any. What is given back goes to the system at once, also from under the peers' mappings; nobody reads it any more, for a collective ends
+/// only when all are done with its buffers. Thread-safe. Outlives the group for as long as blocks of it live.
+class Arena {
+ public:
+  /// Publishes it in the rank's control block. Throws Failure where the system has no address space for it.
+  explicit Arena(const Session& session);
+
+  /// Whole pages. Throws Failure, with the sizes, where memory is missing.
+  std::byte* allocate(size_t bytes);
+  void free(std::byte* block) noexcept;
+
+  std::byte* data() const { return segment_.data(); }
+  /// Where from the arena's start `data` lies; nothing where it lies elsewhere.
+  std::optional<uint64_t> offset_of(const void* data) const;
+
+  static size_t address_space();
+
+ private:
+  Segment segment_;
+  std::mutex mutex_;
+  std::map<size_t, size_t> unused_;  ///< offset -> bytes, never adjacent
+  std::map<size_t, size_t> used_;
+};
+
+/// The peers' arenas, each mapped when it is first looked at. One thread at a time.
+class ArenaViews {
+ public:
+  explicit ArenaViews(const Session& session) : session_(session), views_(static_cast<size_t>(session.size())) {}
+  /// Where the arena of `rank` begins in this process.
+  std::byte* of(int rank);
+
+ private:
+  const Session& session_;
+  std::vector<std::optional<Segment>> views_;
+};
+
+}  // namespace tessera::comm::shm

@@ -1,0 +1,131 @@
+#include "tessera/comm/backends/shm/core/communicator.h"
+
+#include <cstring>
+#include <string>
+
+namespace tessera::comm::shm {
+
+Communicator::Communicator(std::shared_ptr<Session> session, std::shared_ptr<Arena> arena)
+    : session_(std::move(session)),
+      arena_(std::move(arena)),
+      views_(*session_),
+      rank_(session_->rank()),
+      n_(session_->size()),
+      seen_(static_cast<size_t>(n_)),
+      peers_(static_cast<size_t>(n_)),
+      sources_(static_cast<size_t>(n_)) {}
+
+// [op 8][type 8][reduction 4][root 12 bits][size 32 bits]. A size of 4 GiB and more is mixed into the low bits, and so not shown right.
+uint64_t Communicator::sign(Op op, size_t bytes, int root, Type type, Reduction reduction) {
+  const uint64_t size = (bytes ^ ((bytes >> 32) * 0x9e3779b1u)) & 0xffffffffu;
+  return uint64_t{static_cast<uint8_t>(op)} << 56 | uint64_t{static_cast<uint8_t>(type)} << 48 | uint64_t{static_cast<uint8_t>(reduction)} << 44 |
+         (static_cast<uint64_t>(root) & 0xfffu) << 32 | size;
+}
+
+std::string Communicator::describe(uint64_t signature) {
+  static constexpr std::string_view names[] = {"all_reduce", "reduce",  "reduce_scatter", "all_gather", "broadcast",
+                                               "gather",     "scatter", "all_to_all",     "barrier"};
+  const auto op = static_cast<Op>(signature >> 56);
+  std::string text(names[signature >> 56]);
+  if (op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter) {
+    text += " (" + std::string(name_of(static_cast<Reduction>((signature >> 44) & 0xfu))) + " of " +
+            std::string(name_of(static_cast<Type>((signature >> 48) & 0xffu))) + ")";
+  }
+  if (op != Op::Barrier && op != Op::AllToAll) text += " of " + std::to_string(signature & 0xffffffffu) + " bytes";
+  if (op == Op::Reduce || op == Op::Broadcast || op == Op::Gather || op == Op::Scatter) text += " with root " + std::to_string((signature >> 32) & 0xfffu);
+  return text;
+}
+
+void Communicator::await(int rank, uint32_t round) {
+  auto& seen = seen_[static_cast<size_t>(rank)];
+  if (rank == rank_ || static_cast<int32_t>(seen - round) >= 0) return;
+  auto& event = session_->control(rank).arrived;
+  session_->await(
+      event, [&] { return has_arrived(rank, round); },
+      [&] {
+        std::vector<int> late;
+        for (int peer = 0; peer < n_; ++peer) {
+          if (!has_arrived(peer, round)) late.push_back(peer);
+        }
+        return late;
+      });
+  seen = event.value.load(std::memory_order_acquire);
+}
+
+void Communicator::reserve_large() {
+  if (large_reserved_) return;
+  const auto& layout = session_->layout();
+  session_->reserve(layout.large_at(rank_, 0), 2 * layout.large_slot);
+  large_reserved_ = true;
+}
+
+void Communicator::write_header(uint64_t signature, const void* data) {
+  auto& own = header(rank_);
+  own.signature = signature;
+  own.place = Place::Private;
+  if (session_->one_process()) {
+    own.place = Place::Address;
+    own.address = reinterpret_cast<uint64_t>(data);
+  } else if (const auto offset = arena_ ? arena_->offset_of(data) : std::nullopt) {
+    own.place = Place::Arena;
+    own.address = *offset;
+  }
+}
+
+void Communicator::check_signature(int rank, uint64_t signature) const {
+  const auto other = header(rank).signature;
+  if (other == signature) [[likely]]
+    return;
+  session_->fail(session_->name_of(rank) + " calls " + describe(other) + " where rank " + std::to_string(rank_) + " calls " + describe(signature));
+}
+
+void Communicator::enter_small(uint64_t signature, const void* data, size_t bytes) {
+  session_->check_sound();
+  begin_round();
+  header(rank_).signature = signature;
+  if (bytes > 0) std::memcpy(small(rank_) + kHeader, data, bytes);
+  arrive();
+}
+
+const std::byte* Communicator::await_small(int rank, uint64_t signature) {
+  await(rank, round_);
+  check_signature(rank, signature);
+  return small(rank) + kHeader;
+}
+
+bool Communicator::find_peer(int rank) {
+  const auto& other = header(rank);
+  switch (other.place) {
+    case Place::Address:
+      peers_[static_cast<size_t>(rank)] = reinterpret_cast<std::byte*>(other.address);
+      return true;
+    case Place::Arena:
+      peers_[static_cast<size_t>(rank)] = (rank == rank_ ? arena_->data() : views_.of(rank)) + other.address;
+      return true;
+    case Place::Private:
+      break;
+  }
+  return false;
+}
+
+bool Communicator::exchange(uint64_t signature, const void* data) {
+  session_->check_sound();
+  begin_round();
+  write_header(signature, data);
+  arrive();
+  await_all();
+  bool direct = true;
+  for (int rank = 0; rank < n_; ++rank) {
+    check_signature(rank, signature);
+    direct &= find_peer(rank);
+  }
+  return direct;
+}
+
+void Communicator::barrier() {
+  const auto signature = sign(Op::Barrier, 0);
+  enter_small(signature, nullptr, 0);
+  for (int rank = 0; rank < n_; ++rank) await_small(rank, signature);
+}
+
+}  // namespace tessera::comm::shm

@@ -1,0 +1,95 @@
+#include "tessera/comm/backends/two_level/work_queue.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/comm/failure.h"
+
+namespace tessera::comm {
+
+class WorkQueue::TaskWork : public c10d::Work {
+ public:
+  explicit TaskWork(Task task) : task_(std::move(task)) {}
+
+  void perform() {
+    std::exception_ptr error;
+    try {
+      task_();
+    } catch (...) {
+      // The group's own collectives have put names in front of the cause; the caller's will do so again, and adds what the world knows.
+      error = std::make_exception_ptr(std::runtime_error(message_of(std::current_exception())));
+    }
+    task_ = nullptr;  // its tensors
+    finish(error);
+  }
+
+  void refuse() {
+    task_ = nullptr;
+    finish(std::make_exception_ptr(std::runtime_error("aborted by this rank")));
+  }
+
+ private:
+  Task task_;
+};
+
+WorkQueue::WorkQueue() = default;
+
+WorkQueue::~WorkQueue() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+c10::intrusive_ptr<c10d::Work> WorkQueue::run(Task task, bool async) {
+  auto work = c10::make_intrusive<TaskWork>(std::move(task));
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) {
+      work->refuse();
+      return work;
+    }
+    if (async || busy_ || !queue_.empty()) {
+      queue_.push_back(work);
+      if (!thread_.joinable()) {
+        thread_ = std::thread([this, threads = at::get_num_threads()] {
+          at::set_num_threads(threads);
+          serve();
+        });
+      }
+      changed_.notify_all();
+      return work;
+    }
+  }
+  work->perform();
+  return work;
+}
+
+void WorkQueue::abort() {
+  std::deque<c10::intrusive_ptr<TaskWork>> refused;
+  {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    refused.swap(queue_);
+  }
+  for (const auto& work : refused) work->refuse();
+}
+
+void WorkQueue::serve() {
+  const at::NoGradGuard no_grad;
+  for (std::unique_lock lock(mutex_);;) {
+    changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    const auto work = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    work->perform();
+    lock.lock();
+    busy_ = false;
+  }
+}
+
+}  // namespace tessera::comm

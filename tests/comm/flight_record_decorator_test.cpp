@@ -1,0 +1,176 @@
+#include <fstream>
+#include <thread>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/decorators/flight_record.h"
+#include "tessera/comm/flight_record/verdict.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tests/comm/flight_record_files.h"
+
+namespace tessera::comm {
+namespace {
+
+using flight::State;
+
+// A decorator that makes each rank's record when its first group, the world, is made: ranks are threads here.
+Decorator recording_into(const std::filesystem::path& dir, int size, std::vector<Decorator>& of_rank) {
+  of_rank.resize(size);
+  return [&, dir, size](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
+    auto& decorate = of_rank[group.ranks.empty() ? group.rank : group.ranks[group.rank]];
+    if (!decorate) decorate = flight_recording(dir, rank_of(group.rank, size));
+    return decorate(std::move(inner), group);
+  };
+}
+
+TEST_F(FlightRecords, OfARunHoldEveryCall) {
+  for (const int n : {2, 3, 5}) {
+    std::vector<Decorator> of_rank;
+    run_ranks(n,
+              [&](World& world) {
+                const auto group = world.group();
+                {
+                  const CallSite site("layers.0");
+                  all_reduce(group, at::ones({3}), Op::Max);
+                }
+                auto pending = all_reduce_async(group, at::ones({5, 2}, at::kLong));
+                const auto pair = world.rank() < 2 ? world.subgroup({0, 1}, "pair") : Group();
+                if (world.rank() == 0) send(pair, at::ones({4}), 1, 2);
+                if (world.rank() == 1) recv(pair, at::ones({4}), 0, 2);
+                pending.wait();
+                barrier(group);
+              },
+              {.decorators = {recording_into(dir, n, of_rank)}});
+    of_rank.clear();
+    for (int rank = 0; rank < n; ++rank) {
+      const auto record = read(rank);
+      EXPECT_TRUE(record.closed);
+      ASSERT_EQ(record.calls.size(), rank < 2 ? 4 : 3);
+      EXPECT_EQ(record.calls[0].site, "layers.0");
+      EXPECT_EQ(record.calls[0].reduction, "max");
+      EXPECT_EQ(record.calls[0].bytes, 12);
+      EXPECT_EQ(record.calls[1].dtype, "int64");
+      EXPECT_EQ(record.calls[1].site, "");
+      EXPECT_EQ(record.calls.back().op, "barrier");
+      EXPECT_EQ(record.calls.back().sequence, 3);
+      for (const auto& call : record.calls) EXPECT_EQ(call.state, State::Completed) << call.op;
+      if (rank >= 2) continue;
+      EXPECT_EQ(record.calls[2].op, rank == 0 ? "send" : "recv");
+      EXPECT_EQ(record.calls[2].sequence, 1);
+      EXPECT_EQ(record.calls[2].tag, 2);
+    }
+    EXPECT_EQ(flight::explain(flight::Merge(flight::read_records(dir))).sentence, "no rank waits: all have left the world");
+  }
+}
+
+TEST_F(FlightRecords, NameTheRankThatHangs) {
+  std::vector<Decorator> of_rank;
+  const auto job = [&] {
+    run_ranks(3,
+              [&](World& world) {
+                all_reduce(world.group(), at::ones({3}));
+                if (world.rank() == 1) return std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+                const CallSite site("ddp.bucket");
+                all_reduce(world.group(), at::ones({7}));
+              },
+              {.timeout = std::chrono::milliseconds(1000), .decorators = {recording_into(dir, 3, of_rank)}});
+  };
+  EXPECT_THROW(job(), CommError);
+  of_rank.clear();
+  EXPECT_EQ(flight::explain(flight::Merge(flight::read_records(dir))).sentence.substr(0, 82),
+            "rank 1 never entered all_reduce #2 of world (ddp.bucket); ranks 0, 2 wait 1 s; ran");
+}
+
+TEST_F(FlightRecords, ThatCannotBeMadeAreDoneWithout) {
+  std::ofstream(dir / "file") << "in the way";
+  const auto decorate = flight_recording(dir / "file", rank_of(0, 2));
+  const auto inner = c10::intrusive_ptr<c10d::Backend>();
+  EXPECT_EQ(decorate(inner, world_of(0, 2)), inner);
+}
+
+// All room is taken when the record is made, so it is then or never that a store can fail.
+TEST_F(FlightRecords, ThatFindNoRoomAreDoneWithout) {
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit room{1 << 20, 1 << 20};
+    _exit(setrlimit(RLIMIT_FSIZE, &room) == 0 && flight_recording(dir, rank_of(0, 2))({}, world_of(0, 2)) == nullptr ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(std::filesystem::is_empty(dir)) << "no draft is left behind";
+}
+
+/// An engine whose work ends as it is told.
+class ScriptedWork : public c10d::Work {
+ public:
+  void end(std::exception_ptr error = nullptr) { finish(std::move(error)); }
+};
+class ScriptedBackend : public DecoratedBackend {
+ public:
+  explicit ScriptedBackend(const GroupInfo& group) : DecoratedBackend(group, {}) {}
+  c10::intrusive_ptr<ScriptedWork> work;
+
+ protected:
+  Work call(const Call&, const Forward&) override {
+    if (!work) throw std::runtime_error("refused");
+    return work;
+  }
+};
+
+TEST_F(FlightRecords, FollowACallFromStateToState) {
+  const auto engine = c10::make_intrusive<ScriptedBackend>(world_of(0, 2));
+  const auto backend = flight_recording(dir, rank_of(0, 2))(engine, world_of(0, 2));
+  const auto last = [&] { return read(0).calls.back().state; };
+  const auto failure = std::make_exception_ptr(std::runtime_error("cut"));
+
+  EXPECT_THROW(backend->barrier(), std::runtime_error);
+  EXPECT_EQ(last(), State::Failed);
+
+  engine->work = c10::make_intrusive<ScriptedWork>();
+  engine->work->end();
+  EXPECT_EQ(backend->barrier().get(), engine->work.get()) << "work that is done needs no wrapper";
+  EXPECT_EQ(last(), State::Completed);
+
+  engine->work = c10::make_intrusive<ScriptedWork>();
+  auto work = backend->barrier();
+  EXPECT_FALSE(work->isCompleted());
+  EXPECT_EQ(last(), State::InFlight);
+  std::thread waiter([&] { EXPECT_TRUE(work->wait()); });
+  while (last() == State::InFlight) std::this_thread::yield();
+  EXPECT_EQ(last(), State::Waiting);
+  engine->work->end();
+  waiter.join();
+  EXPECT_EQ(last(), State::Completed);
+
+  engine->work = c10::make_intrusive<ScriptedWork>();
+  work = backend->barrier();
+  engine->work->end(failure);
+  EXPECT_THROW(work->wait(), std::runtime_error);
+  EXPECT_EQ(last(), State::Failed);
+
+  engine->work = c10::make_intrusive<ScriptedWork>();
+  work = backend->barrier();
+  engine->work->end();
+  work.reset();  // nobody waited
+  EXPECT_EQ(last(), State::Completed);
+
+  engine->work = c10::make_intrusive<ScriptedWork>();
+  work = backend->barrier();
+  work.reset();
+  EXPECT_EQ(last(), State::InFlight);
+}
+
+}  // namespace
+}  // namespace tessera::comm

@@ -1,0 +1,239 @@
+#include <cstdio>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/world.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+
+struct Finished {
+  int exit_code = -1;
+  std::string output;
+};
+
+// The test's name again under mpirun, whose ranks are copies of this program.
+Finished run_mpirun(int n, const std::string& test) {
+  char self[4096] = {};
+  if (::readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) return {};
+  const auto command = detail::concat(
+      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1 timeout -s KILL 60 mpirun -n ", n, " '",
+      self, "' --gtest_filter=", test, " 2>&1");
+  Finished finished;
+  FILE* pipe = ::popen(command.c_str(), "r");
+  if (!pipe) return finished;
+  char buffer[4096];
+  while (const auto count = std::fread(buffer, 1, sizeof buffer, pipe)) finished.output.append(buffer, count);
+  const int status = ::pclose(pipe);
+  finished.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return finished;
+}
+
+bool is_copy() { return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr; }
+bool lacks_mpi() { return !has_engine("mpi") || std::system("command -v mpirun > /dev/null") != 0; }
+
+// Runs `body` as n ranks of mpirun; in a copy, as one of them.
+void under_mpirun(int n, const std::string& test, const std::function<void(World&)>& body) {
+  if (is_copy()) {
+    auto world = World::from_environment({.backend = "mpi", .timeout = 20s});
+    world.guard([&] { body(world); });
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto finished = run_mpirun(n, test);
+  EXPECT_EQ(finished.exit_code, 0) << finished.output;
+}
+
+at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return (at::arange(c10::multiply_integers(shape), at::kLong) % 7 + rank).reshape(shape).to(dtype);
+}
+
+at::Tensor sum_over(int n, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  auto sum = values(0, shape, dtype);
+  for (int rank = 1; rank < n; ++rank) sum = sum + values(rank, shape, dtype);
+  return sum;
+}
+
+void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
+  ASSERT_EQ(actual.sizes(), expected.sizes());
+  if (actual.numel() == 0) return;
+  EXPECT_TRUE(actual.view(-1).view(at::kByte).equal(expected.contiguous().view(-1).view(at::kByte))) << actual << "\nexpected\n" << expected;
+}
+
+void check_sums(const Group& group) {
+  const int n = group.size(), rank = group.rank();
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt, at::kLong, at::kByte, at::kShort}) {
+    for (const int64_t length : {0, 1, 7, 1000}) {
+      auto sum = values(rank, {length}, dtype);
+      all_reduce(group, sum);
+      expect_equal(sum, sum_over(n, {length}, dtype));
+    }
+    auto part = at::empty({3, 2}, at::TensorOptions(dtype));
+    reduce_scatter(group, part, values(rank, {3 * n, 2}, dtype));
+    expect_equal(part, sum_over(n, {3 * n, 2}, dtype).narrow(0, 3 * rank, 3));
+  }
+  auto most = values(rank, {5}), least = most.clone(), product = at::full({5}, 2.0f);
+  all_reduce(group, most, Op::Max);
+  all_reduce(group, least, Op::Min);
+  all_reduce(group, product, Op::Product);
+  expect_equal(most, values(n - 1, {5}));
+  expect_equal(least, values(0, {5}));
+  expect_equal(product, at::full({5}, std::pow(2.0f, n)));
+  // Rounded once: 1 + n small numbers, each of which bf16 would drop beside 1.
+  auto rounded = at::full({1}, rank == 0 ? 1.0f : 0.00390625f, at::kBFloat16);
+  all_reduce(group, rounded);
+  expect_equal(rounded, at::full({1}, 1.0f + 0.00390625f * (n - 1)).to(at::kBFloat16));
+  EXPECT_THROW(all_reduce(group, at::zeros({2}, at::kComplexFloat)), CommError);
+  for (int root = 0; root < n; ++root) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      auto tensor = values(rank, {3}, dtype);
+      reduce(group, tensor, root);
+      if (rank == root) expect_equal(tensor, sum_over(n, {3}, dtype));
+    }
+  }
+}
+
+void check_moves(const Group& group) {
+  const int n = group.size(), rank = group.rank();
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kFloat8_e4m3fn, at::kComplexFloat, at::kComplexDouble}) {
+    for (const int64_t rows : {0, 1, 3}) {
+      auto out = at::empty({n * rows, 2}, at::TensorOptions(dtype));
+      all_gather(group, out, values(rank, {rows, 2}, dtype));
+      for (int other = 0; other < n; ++other) expect_equal(out.narrow(0, other * rows, rows), values(other, {rows, 2}, dtype));
+    }
+    auto shared = values(rank, {4}, dtype);
+    broadcast(group, shared, n - 1);
+    expect_equal(shared, values(n - 1, {4}, dtype));
+  }
+  for (int root = 0; root < n; ++root) {
+    auto whole = at::empty({n, 2});
+    gather(group, rank == root ? whole : at::Tensor(), values(rank, {1, 2}), root);
+    if (rank == root) {
+      for (int other = 0; other < n; ++other) expect_equal(whole.narrow(0, other, 1), values(other, {1, 2}));
+    }
+    auto part = at::empty({1, 3});
+    scatter(group, part, rank == root ? values(5, {n, 3}) : at::Tensor(), root);
+    expect_equal(part, values(5, {n, 3}).narrow(0, rank, 1));
+  }
+  // Rank r sends (r + t) % 3 rows to rank t.
+  std::vector<int64_t> splits;
+  std::vector<at::Tensor> sent, expected;
+  for (int other = 0; other < n; ++other) {
+    splits.push_back((rank + other) % 3);
+    sent.push_back(values(10 * rank + other, {splits.back(), 2}));
+    expected.push_back(values(10 * other + rank, {splits.back(), 2}));
+  }
+  auto dealt = at::empty_like(at::cat(expected));
+  all_to_all(group, dealt, at::cat(sent), splits, splits);
+  expect_equal(dealt, at::cat(expected));
+}
+
+void check_messages(const Group& group) {
+  const int n = group.size(), rank = group.rank(), next = (rank + 1) % n, previous = (rank + n - 1) % n;
+  auto sum = at::ones({300000});
+  auto pending = all_reduce_async(group, sum);
+  auto sent = send_async(group, at::full({200000}, float(rank)), next, 3);
+  auto first = at::empty({1}), received = at::empty({200000});
+  auto late = send_async(group, at::full({1}, 7.0f), next, 9);
+  recv(group, first, previous, 9);  // tags, not order
+  recv(group, received, previous, 3);
+  expect_equal(first, at::full({1}, 7.0f));
+  expect_equal(received, at::full({200000}, float(previous)));
+  sent.wait();
+  late.wait();
+  for (const auto give_up = std::chrono::steady_clock::now() + 10s; !pending.done() && std::chrono::steady_clock::now() < give_up;) std::this_thread::yield();
+  pending.wait();
+  expect_equal(sum, at::full({300000}, float(n)));
+  barrier(group);
+}
+
+TEST(Mpi, EveryCollectiveInTheWorldAndInGroups) {
+  under_mpirun(3, "Mpi.EveryCollectiveInTheWorldAndInGroups", [](World& world) {
+    ASSERT_EQ(world.size(), 3);
+    std::vector<Group> groups{world.group(), world.subgroup({2, 0, 1}, "turned")};
+    if (world.rank() != 1) groups.push_back(world.subgroup({2, 0}, "pair"));
+    for (const auto& group : groups) {
+      check_sums(group);
+      check_moves(group);
+      check_messages(group);
+    }
+  });
+}
+
+TEST(Mpi, AFailingRankEndsTheOthersWaits) {
+  const std::string name = "Mpi.AFailingRankEndsTheOthersWaits";
+  if (is_copy()) {
+    auto world = World::from_environment({.backend = "mpi", .timeout = 30s});
+    world.guard([&] {
+      auto tensor = at::ones({4});
+      all_reduce(world.group(), tensor);
+      if (world.rank() == 1) throw std::runtime_error("out of paper");
+      const auto start = std::chrono::steady_clock::now();
+      try {
+        all_reduce(world.group(), tensor);
+      } catch (const CommError& error) {
+        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+        std::fprintf(stderr, "SEEN after %.1f s: %s\n", waited.count(), error.what());
+        std::this_thread::sleep_for(200ms);  // mpirun ends all once one has failed
+        throw;
+      }
+    });
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto start = std::chrono::steady_clock::now();
+  const auto finished = run_mpirun(2, name);
+  EXPECT_NE(finished.exit_code, 0);
+  EXPECT_THAT(finished.output, HasSubstr("out of paper"));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 25s) << finished.output;
+}
+
+TEST(Mpi, ATimeoutIsAnErrorAndTheEndIsNotWaitedFor) {
+  if (is_copy()) {
+    auto world = World::from_environment({.backend = "mpi", .timeout = 20s});
+    if (world.rank() == 1) return;
+    std::vector<at::Tensor> tensors{at::ones({4})};
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      world.group().backend()->allreduce(tensors, {.timeout = 300ms})->wait();
+    } catch (const std::exception& error) {
+      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+      std::fprintf(stderr, "%s %s\n", waited < 5s ? "SOON" : "LATE", error.what());
+    }
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto start = std::chrono::steady_clock::now();
+  const auto finished = run_mpirun(2, "Mpi.ATimeoutIsAnErrorAndTheEndIsNotWaitedFor");
+  EXPECT_THAT(finished.output, HasSubstr("SOON timed out after 300 ms"));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 25s) << finished.output;
+}
+
+TEST(Mpi, AutoLearnsTheAddressThroughIt) {
+  if (is_copy()) {
+    for (int repeat = 0; repeat < 2; ++repeat) {  // one process, two worlds
+      auto world = World::from_environment({.timeout = 20s});
+      auto sum = at::ones({2});
+      all_reduce(world.group(), sum);
+      EXPECT_EQ(sum[0].item<float>(), 2);
+      EXPECT_TRUE(world.leave());
+    }
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto finished = run_mpirun(2, "Mpi.AutoLearnsTheAddressThroughIt");
+  EXPECT_EQ(finished.exit_code, 0) << finished.output;
+}
+
+}  // namespace
+}  // namespace tessera::comm
