@@ -9,18 +9,19 @@ int world_size(int nproc) {
   require(nproc >= 1, "--nproc = ", nproc, ": it must be at least 1");
   const auto environment = comm::read_environment();
   if (!environment.launched) return nproc;
-  require(nproc == 1 || nproc == environment.size, "--nproc = ", nproc, ": a launcher already started this process as one of WORLD_SIZE = ", environment.size,
+  require(nproc == 1 || nproc == environment.size, "--nproc = ", nproc, ": a launcher already started this process as one of ", environment.size,
           " ranks; leave --nproc out");
   return environment.size;
 }
 
 bool starts_copies(int nproc) { return nproc > 1 && !comm::read_environment().launched; }
 
-int run_copies(int nproc, const std::vector<std::string>& more) {
+int run_copies(int nproc, const std::vector<std::string>& more, const std::vector<std::pair<std::string, std::string>>& variables) {
   launch::LocalOptions options;
   options.nproc = nproc;
   options.command = launch::self_command();
   options.command.insert(options.command.end(), more.begin(), more.end());
+  options.environment = variables;
   return launch::run_local(options);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/world.h"
@@ -10,8 +11,8 @@ namespace tessera::cli {
 /// Ranks of this command: those of the launcher that started this process, or else `nproc`. Throws ConfigError where the two contradict each other.
 int world_size(int nproc);
 
-/// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end, and returns the exit code of the whole.
-int run_copies(int nproc, const std::vector<std::string>& more = {});
+/// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end and `variables` set, and returns the exit code of the whole.
+int run_copies(int nproc, const std::vector<std::string>& more = {}, const std::vector<std::pair<std::string, std::string>>& variables = {});
 
 /// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
 bool starts_copies(int nproc);

@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <string_view>
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
@@ -36,8 +37,12 @@ int main(int argc, char** argv) {
   tessera::cli::add_tokenize(app, exit_code);
   tessera::cli::add_inspect(app, exit_code);
   tessera::cli::add_plan(app, exit_code);
+  tessera::cli::add_run(app, exit_code);
+  tessera::cli::add_bench(app, exit_code);
+  // The flags of `run`, and its program's, are read by the launcher as torchrun reads them: "--" included, which CLI11 would take for its own.
+  const bool runs = argc > 1 && std::string_view(argv[1]) == "run";
   try {
-    app.parse(argc, argv);
+    app.parse(runs ? 2 : argc, argv);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) == 0 ? 0 : 2;
   } catch (const tessera::ConfigError& e) {

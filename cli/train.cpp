@@ -1,18 +1,27 @@
+#include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/common.h"
+#include "tessera/comm/algorithms/choice.h"
+#include "tessera/comm/decorators/inject.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
+#include "tessera/train/progress.h"
+#include "tessera/train/stop.h"
 #include "tessera/train/trainer.h"
 
 namespace tessera::cli {
@@ -25,7 +34,10 @@ struct Flags {
   int nproc = 1;
   int64_t dump_step = 0;
   std::string dump_dir;
+  std::string inject;
 };
+
+constexpr const char* kRecordDir = "TESSERA_RECORD_DIR";
 
 std::optional<DumpRequest> dump_request(const Flags& flags, const Config& config) {
   require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
@@ -34,9 +46,17 @@ std::optional<DumpRequest> dump_request(const Flags& flags, const Config& config
   return DumpRequest{flags.dump_step, flags.dump_dir};
 }
 
-bool restarted() {
-  const char* count = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  return count != nullptr && std::atoi(count) > 0;
+// Faults are refused before any rank is started.
+void check_faults(const std::string& flag, int size, int attempt) {
+  const char* variable = std::getenv("TESSERA_INJECT");
+  if (!flag.empty()) comm::parse_faults(flag, size, attempt, "--inject");
+  if (flag.empty() && variable) comm::parse_faults(variable, size, attempt, "TESSERA_INJECT");
+}
+
+// Where flight records go: a launcher's choice comes before ours, so this is empty where there is one.
+std::string record_dir(const Config& config) {
+  if (!config.log.record || std::getenv(kRecordDir)) return {};
+  return (std::filesystem::absolute(config.log.dir) / "record").string();
 }
 
 void write_text(const std::filesystem::path& file, const std::string& text) {
@@ -47,18 +67,39 @@ void write_text(const std::filesystem::path& file, const std::string& text) {
   require(out.good(), "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written; set log.dir to a folder that can");
 }
 
+// Over which the batch is dealt.
+int data_ranks(const Config& config, int world_size) {
+  int ranks = 1;
+  for (const auto& [axis, size] : mesh_shape(config.mesh, config.zero.stage, world_size)) {
+    if (std::find(data_axes().begin(), data_axes().end(), axis) != data_axes().end()) ranks *= size;
+  }
+  return ranks;
+}
+
 int train(const Flags& flags) {
   const Config config = read_config(flags.file, flags.sets);
-  validate(config, world_size(flags.nproc));
+  const int size = world_size(flags.nproc);
+  validate(config, size);
+  const int attempt = comm::read_environment().restart_count;
+  check_faults(flags.inject, size, attempt);
+  comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
-  Inputs inputs = open_inputs(config, restarted());
+  Inputs inputs = open_inputs(config, attempt > 0);
   if (starts_copies(flags.nproc)) {
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);
-    return run_copies(flags.nproc, {"--set", "checkpoint.resume=" + (inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "")});
+    std::vector<std::pair<std::string, std::string>> variables;
+    if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
+    return run_copies(flags.nproc, {"--set", "checkpoint.resume=" + (inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "")},
+                      variables);
   }
 
-  auto world = comm::World::from_environment(comm::world_options(config.comm));
+  auto options = world_options_of(config, data_ranks(config, size), inputs.resume ? inputs.resume->manifest.progress : nlohmann::json(),
+                                  inputs.resume ? inputs.resume->folder.string() : std::string(), inputs.remarks);
+  options.record_dir = record_dir(config);
+  options.inject = flags.inject;
+  auto world = comm::World::from_environment(options);
+  std::optional<StopSignals> signals;
   world.guard([&] {
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
@@ -69,7 +110,13 @@ int train(const Flags& flags) {
     trainer.add_observer(std::make_unique<MetricsFile>());
     trainer.add_observer(std::make_unique<TensorBoard>());
     trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
+    // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
+    comm::read_environment().launched ? signals.emplace({SIGTERM}) : signals.emplace({SIGTERM, SIGINT});
+    trainer.stop_when([&] { return signals->received(); });
     trainer.run();
+    // The run is over and saved: other agents of the launcher may still hand on the request to stop while ranks leave.
+    signals.reset();
+    std::signal(SIGTERM, SIG_IGN);
   });
   return 0;
 }
@@ -84,6 +131,7 @@ void add_train(CLI::App& app, int& exit_code) {
   command->add_option("--nproc", flags->nproc, "Ranks to start on this machine")->capture_default_str();
   command->add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
   command->add_option("--dump-dir", flags->dump_dir, "Where to write them");
+  command->add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
   command->callback([flags, &exit_code] { exit_code = train(*flags); });
 }
 

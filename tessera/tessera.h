@@ -22,7 +22,11 @@
 #include "tessera/kernels/swiglu.h"
 
 // Communication.
+#include "tessera/comm/algorithms/picture.h"
+#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/simulate.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/differentiable.h"
 #include "tessera/comm/world.h"
@@ -46,7 +50,9 @@
 
 // Techniques and optimizers.
 #include "tessera/data_parallel/batch_coupling.h"
+#include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"

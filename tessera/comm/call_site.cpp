@@ -5,7 +5,9 @@ namespace {
 thread_local std::string_view current_site;
 }
 
-CallSite::CallSite(std::string_view name) : outer_(current_site) { current_site = name; }
+CallSite::CallSite(std::string_view name) : outer_(current_site) {
+  if (!name.empty()) current_site = name;
+}
 CallSite::~CallSite() { current_site = outer_; }
 std::string_view CallSite::current() { return current_site; }
 

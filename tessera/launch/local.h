@@ -12,7 +12,7 @@ struct LocalOptions {
   int nproc = 1;
   std::vector<std::string> command = {};                              ///< program (looked up in PATH) and arguments
   std::vector<std::pair<std::string, std::string>> environment = {};  ///< set in every worker, over what it inherits
-  double grace_s = 5;                                                 ///< between asking ranks to end (SIGTERM) and ending them (SIGKILL)
+  double grace_s = 30;  ///< between handing on a signal, by which ranks save and end, and ending them by SIGKILL; after a failure at most 3 s
 };
 
 /// This very program with the arguments it was started with, to be started again as workers.
@@ -23,12 +23,11 @@ std::vector<std::string> self_command();
 ///   2  a rank refused its input (exit 2); its reason is the last line on stderr, once
 ///   1  anything else; the last line on stderr names rank and cause
 ///
-/// Workers inherit standard output and error and find RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-/// TESSERA_ERROR_FILE, TORCHELASTIC_USE_AGENT_STORE=True (this process serves the store, so no port is raced for, and a rank 0 that dies does not take
-/// the store along) and, unless it is set, OMP_NUM_THREADS = cores / nproc.
+/// Workers inherit standard output and error and find torchrun's variables (docs/launch.md); this process serves the store, so no port is raced for, and a rank
+/// 0 that dies does not take the store along.
 ///
-/// A rank that dies ends all: the others get SIGTERM, and SIGKILL after `grace_s`. SIGINT, SIGTERM and SIGHUP to this process are handed to
-/// every rank once, and end in the same way. If this process is killed, the kernel kills its workers. Call it from the main thread, before
+/// A rank that dies ends all: the others get SIGTERM, and SIGKILL later. SIGINT, SIGTERM and SIGHUP to this process are handed to
+/// every rank once. If this process is killed, the kernel kills its workers. Call it from the main thread, before
 /// threads exist that do not block those signals.
 /// Throws ConfigError for nproc < 1, an empty command, or a program that cannot be started.
 int run_local(const LocalOptions& options);

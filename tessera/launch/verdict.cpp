@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include <nlohmann/json.hpp>
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -22,13 +23,44 @@ constexpr std::array<std::pair<Failure, std::string_view>, 3> kind_names{{{Failu
 int likelihood(const Ending& ending) {
   if (WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT) return 3;
   if (WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == bad_input) return 2;
-  const std::optional<Report> report = read_report(ending.report);
-  return report && report->kind == Failure::Comm ? 0 : 1;
+  return ending.is_consequence() ? 0 : 1;
+}
+
+/// torch's: {"message": {"message": "ValueError: ...", "extraInfo": ...}}, or with a plain string as its message.
+std::optional<Report> read_torch_report(const std::string& contents) {
+  const auto json = nlohmann::json::parse(contents, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("message")) return std::nullopt;
+  const auto& message = json["message"].is_object() ? json["message"].value("message", nlohmann::json()) : json["message"];
+  if (!message.is_string()) return std::nullopt;
+  Report report{Failure::Other, message.get<std::string>()};
+  for (const char* sign : {"DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer"}) {
+    if (report.reason.find(sign) != std::string::npos) report.kind = Failure::Comm;
+  }
+  std::ranges::replace(report.reason, '\n', ' ');
+  return report;
+}
+
+Verdict describe(const Ending& cause) {
+  const std::optional<Report> report = read_report(cause.report);
+  if (WIFSIGNALED(cause.wait_status)) {
+    const std::string because = report ? ": " + report->reason : "";
+    return {1, detail::concat("rank ", cause.rank, " was ended by ", describe_signal(WTERMSIG(cause.wait_status)), because)};
+  }
+  const int code = WEXITSTATUS(cause.wait_status);
+  if (code == bad_input) return {bad_input, report ? report->reason : detail::concat("rank ", cause.rank, " refused its input (exit code 2)")};
+  return {1, detail::concat("rank ", cause.rank, " failed with exit code ", code, report ? ": " + report->reason : "")};
 }
 
 }  // namespace
 
 bool Ending::failed() const { return !WIFEXITED(wait_status) || WEXITSTATUS(wait_status) != 0; }
+
+bool Ending::is_consequence() const {
+  if (WIFSIGNALED(wait_status) && WTERMSIG(wait_status) != SIGABRT) return false;
+  if (WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == bad_input) return false;
+  const std::optional<Report> said = read_report(report);
+  return said && said->kind == Failure::Comm;
+}
 
 std::string write_report(const Report& report) {
   const auto* name = std::ranges::find(kind_names, report.kind, &std::pair<Failure, std::string_view>::first);
@@ -38,6 +70,7 @@ std::string write_report(const Report& report) {
 }
 
 std::optional<Report> read_report(const std::string& contents) {
+  if (contents.starts_with('{')) return read_torch_report(contents);
   const std::string line = contents.substr(0, contents.find('\n'));
   for (const auto& [kind, name] : kind_names) {
     if (line.starts_with(name) && line.size() > name.size() + 1) return Report{kind, line.substr(name.size() + 1)};
@@ -59,14 +92,10 @@ Verdict judge(const std::vector<Ending>& endings) {
   }
   if (cause == nullptr) return {};
 
-  const std::optional<Report> report = read_report(cause->report);
-  if (WIFSIGNALED(cause->wait_status)) {
-    const std::string because = report ? ": " + report->reason : "";
-    return {1, detail::concat("rank ", cause->rank, " was ended by ", describe_signal(WTERMSIG(cause->wait_status)), because)};
-  }
-  const int code = WEXITSTATUS(cause->wait_status);
-  if (code == bad_input) return {bad_input, report ? report->reason : detail::concat("rank ", cause->rank, " refused its input (exit code 2)")};
-  return {1, detail::concat("rank ", cause->rank, " failed with exit code ", code, report ? ": " + report->reason : "")};
+  Verdict verdict = describe(*cause);
+  verdict.rank = cause->rank;
+  verdict.consequence = cause->is_consequence();
+  return verdict;
 }
 
 }  // namespace tessera::launch

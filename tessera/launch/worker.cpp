@@ -25,7 +25,7 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
 }
 
 /// What the child does between fork and exec; only calls that are safe there, since other threads of the parent may hold locks. Returns what went wrong.
-int become(char* const* command, char* const* environment, pid_t launcher, int null_input) {
+int become(char* const* command, char* const* environment, pid_t launcher, int null_input, std::array<int, 2> output) {
   setpgid(0, 0);
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (getppid() != launcher) _exit(1);  // it ended before the kernel could promise anything
@@ -33,6 +33,8 @@ int become(char* const* command, char* const* environment, pid_t launcher, int n
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
   dup2(null_input, STDIN_FILENO);
+  if (output[0] >= 0) dup2(output[0], STDOUT_FILENO);
+  if (output[1] >= 0) dup2(output[1], STDERR_FILENO);
   execvpe(command[0], command, environment);
   return errno;
 }
@@ -60,13 +62,13 @@ MemoryFile::MemoryFile(MemoryFile&& other) noexcept : descriptor_(std::exchange(
 std::string MemoryFile::path() const { return detail::concat("/proc/", getpid(), "/fd/", descriptor_); }
 
 std::string MemoryFile::contents() const {
-  std::string text(4096, '\0');
+  std::string text(1 << 16, '\0');
   const ssize_t size = pread(descriptor_, text.data(), text.size(), 0);
   text.resize(size > 0 ? size : 0);
   return text;
 }
 
-pid_t start_worker(const std::vector<std::string>& command, const Variables& variables) {
+pid_t start_worker(const std::vector<std::string>& command, const Variables& variables, std::array<int, 2> output) {
   std::vector<std::string> assignments;
   for (const auto& [name, value] : variables) assignments.push_back(name + "=" + value);
   const std::vector<char*> arguments = pointers(command), environment = pointers(assignments);
@@ -78,7 +80,7 @@ pid_t start_worker(const std::vector<std::string>& command, const Variables& var
   const pid_t launcher = getpid();
   const pid_t pid = fork();
   if (pid == 0) {
-    const int error = become(arguments.data(), environment.data(), launcher, null_input);
+    const int error = become(arguments.data(), environment.data(), launcher, null_input, output);
     [[maybe_unused]] const ssize_t written = write(report[1], &error, sizeof error);
     _exit(127);
   }

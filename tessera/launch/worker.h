@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <map>
 #include <string>
 #include <vector>
@@ -29,8 +30,9 @@ class MemoryFile {
   int descriptor_;
 };
 
-/// Starts `command` in a process group of its own, so that a terminal's Ctrl-C reaches it through us, once; with standard input empty, the rest inherited,
-/// and a kernel's promise to kill it when the calling thread ends. Throws ConfigError naming the program and the error where it cannot be started.
-pid_t start_worker(const std::vector<std::string>& command, const Variables& variables);
+/// Starts `command` in a process group of its own, so that a terminal's Ctrl-C reaches it through us, once; with standard input empty, `output` as standard
+/// output and error (-1: ours), and a kernel's promise to kill it when the calling thread ends. Throws ConfigError naming the program and the error where it
+/// cannot be started.
+pid_t start_worker(const std::vector<std::string>& command, const Variables& variables, std::array<int, 2> output = {-1, -1});
 
 }  // namespace tessera::launch

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include "tessera/comm/call_site.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/parameter.h"
@@ -13,6 +14,7 @@
 namespace tessera::nn {
 
 Values Next::operator()(Values inputs) const {
+  const comm::CallSite site(module_->path());
   if (remaining_ == 0) return forward_(*module_, inputs);
   return (*chain_)[remaining_ - 1]->call(*module_, std::move(inputs), Next(chain_, remaining_ - 1, module_, forward_));
 }

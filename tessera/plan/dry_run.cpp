@@ -36,9 +36,16 @@ std::vector<CollectiveSum> sum_up(const std::vector<comm::Record>& records) {
   return sums;
 }
 
+// Three steps must show what a long run does: PowerSGD, if it begins at all, begins after the first of them.
+Config shortened(Config config) {
+  auto& start = config.comm.powersgd_start;
+  if (start < config.run.steps) start = std::min<int64_t>(start, 1);
+  return config;
+}
+
 RankClass run_rank(const Config& config, int world_size, int rank) {
   auto recorder = std::make_shared<comm::Recorder>();
-  auto world = comm::World::dry(world_size, rank, recorder);
+  auto world = comm::World::dry(world_size, rank, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   RankScope scope(config, 1);
   Stepper stepper(config, mesh, at::kMeta, scope);
@@ -76,7 +83,7 @@ std::vector<int64_t> tree_role(const TreeSchedule& schedule, int rank) {
 // Ranks differ in what they do only where they hold another number of micro-batches, or another role in the deterministic tree.
 std::vector<std::vector<int>> rank_classes(const Config& config, int world_size) {
   auto recorder = std::make_shared<comm::Recorder>();
-  const auto world = comm::World::dry(world_size, 0, recorder);
+  const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const int data_ranks = mesh.size(data_axes());
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
@@ -126,7 +133,7 @@ DryRun dry_run(const Config& config, int world) {
   run.world = world;
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   for (auto& members : rank_classes(config, world)) {
-    RankClass ranks = run_rank(config, world, members.front());
+    RankClass ranks = run_rank(shortened(config), world, members.front());
     ranks.count = static_cast<int64_t>(members.size());
     members.resize(std::min<size_t>(members.size(), 8));
     ranks.examples = std::move(members);

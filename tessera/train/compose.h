@@ -8,6 +8,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/data_parallel/bucket_plan.h"
+#include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/gradient_synchronizer.h"
 #include "tessera/mesh/mesh.h"
@@ -28,6 +29,7 @@ struct Composition {
   std::shared_ptr<LanguageModel> model;
   std::vector<nn::NamedParameter> parameters;  ///< tied ones once
   std::unique_ptr<optim::Optimizer> optimizer;
+  std::shared_ptr<CommunicationHook> hook;  ///< what compresses gradients; null where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
   const DistributedDataParallel* buckets = nullptr;  ///< the synchronizer, where it has a bucket plan that a checkpoint keeps
 

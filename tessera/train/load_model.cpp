@@ -5,6 +5,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 
 namespace tessera {
@@ -49,7 +50,7 @@ LoadedModel load_model(const ModelSource& source, const std::vector<std::string>
   loaded.config = parse_config(to_toml(config_of(manifest.progress, folder.string())), std::filesystem::current_path(), sets, folder.string());
   resolve(loaded.config);
   loaded.model = build(loaded.config, device);
-  checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr), {.ignore_prefixes = {"optimizer."}});
+  checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr), {.ignore_prefixes = {"optimizer.", hook_prefix}});
   return loaded;
 }
 

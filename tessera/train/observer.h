@@ -41,6 +41,7 @@ struct RunEnd {
   int64_t step = 0;      ///< finished updates
   bool finished = true;  ///< false: interrupted or failed
   double seconds = 0;    ///< since on_start
+  std::string reason{};  ///< of one that was asked to stop: who asked, and what was saved
 };
 
 /// Hears of a run's progress and takes no part in it. One rank (the first) has observers; calls come from the training thread.

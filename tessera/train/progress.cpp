@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "tessera/comm/algorithms/choice.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
@@ -19,9 +20,13 @@ auto read_field(const nlohmann::json& progress, const char* field, const std::st
   }
 }
 
+int data_ranks_of(const nlohmann::json& progress, const std::string& source) {
+  return read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); });
+}
+
 }  // namespace
 
-nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, int data_ranks) {
+nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, const nlohmann::json& algorithms, int data_ranks) {
   return {{"config", to_toml(config)},
           {"cursor",
            {{"step", cursor.step},
@@ -31,7 +36,8 @@ nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, c
             {"shuffle", cursor.shuffle},
             {"content", cursor.content}}},
           {"data_ranks", data_ranks},
-          {"bucket_plan", to_json(plan)}};
+          {"bucket_plan", to_json(plan)},
+          {"comm", algorithms}};
 }
 
 data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source) {
@@ -51,10 +57,30 @@ Config config_of(const nlohmann::json& progress, const std::string& source) {
 }
 
 std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, int data_ranks, const std::string& source) {
-  if (read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); }) != data_ranks) return std::nullopt;
+  if (data_ranks_of(progress, source) != data_ranks) return std::nullopt;
   auto plan = read_field(progress, "bucket_plan", source, [](const nlohmann::json& p) { return bucket_plan_from_json(p); });
   if (plan.empty()) return std::nullopt;
   return plan;
+}
+
+comm::WorldOptions world_options_of(const Config& config, int data_ranks, const nlohmann::json& progress, const std::string& source,
+                                    std::vector<std::string>& remarks) {
+  auto options = comm::world_options(config.comm);
+  if (!progress.contains("comm") || data_ranks_of(progress, source) != data_ranks) return options;
+  const auto saved = comm::with_recorded_choice(options, progress.at("comm"), source);
+  const auto now = comm::recorded_choice(options), before = comm::recorded_choice(saved);
+  if (now == before) return options;
+  if (options.algorithm == "auto") {
+    if (!options.table.empty()) {
+      remarks.push_back(detail::concat("comm.table = ", options.table, ": not used, since ", source,
+                                       " goes on with the algorithms that it recorded (comm.algorithm = ", saved.algorithm,
+                                       "); to choose anew, name algorithms in comm.algorithm"));
+    }
+    return saved;
+  }
+  remarks.push_back(detail::concat("comm.algorithm = ", options.algorithm, " instead of ", saved.algorithm, " as in ", source,
+                                   ": sums are added in another order from here on, so the run goes on, but not bit for bit"));
+  return options;
 }
 
 }  // namespace tessera

@@ -1,9 +1,12 @@
 #pragma once
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
+#include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/data_parallel/bucket_plan.h"
@@ -11,8 +14,9 @@
 namespace tessera {
 
 /// What a checkpoint keeps beside tensors so that a run goes on as if it had never stopped: the whole configuration (for eval and generate), the place in the
-/// data, and the bucket plan with the number of data ranks that it belongs to.
-nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, int data_ranks);
+/// data, and what orders the sums: the bucket plan and the choice of collective algorithms (comm::recorded_choice), with the number of data ranks that they
+/// belong to.
+nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, const nlohmann::json& algorithms, int data_ranks);
 
 /// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged.
 data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source);
@@ -20,5 +24,10 @@ Config config_of(const nlohmann::json& progress, const std::string& source);
 
 /// The saved plan, where it was made for `data_ranks` ranks; another layout makes its own.
 std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, int data_ranks, const std::string& source);
+
+/// How to make the world of a run. One that resumes with comm.algorithm = auto on as many data ranks goes on with the saved choice, over comm.table; another
+/// comm.algorithm wins, and a remark says that sums change their order. `progress`: null for a run that starts afresh.
+comm::WorldOptions world_options_of(const Config& config, int data_ranks, const nlohmann::json& progress, const std::string& source,
+                                    std::vector<std::string>& remarks);
 
 }  // namespace tessera

@@ -10,6 +10,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/waiting.h"
 #include "tessera/core/host_read.h"
 #include "tessera/optim/clip.h"
 
@@ -61,27 +62,34 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
   }
 }
 
-StepOutcome Stepper::step(const data::StepBatch& batch, const GradientsReady& gradients_ready) {
+StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
+  const double waited_before = comm::waited_seconds();
   const at::Tensor losses = engine_->forward_backward(batch);
-  if (gradients_ready) gradients_ready();
+  if (request.gradients_ready) request.gradients_ready();
   const at::Tensor norm = norm_of(config_, run_.parameters);
   if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.parameters, norm, config_.optim.max_grad_norm);
   const double lr = learning_rate_.at(batch.step);
   run_.optimizer->step(lr);
-  StepOutcome outcome = report(batch, losses, norm);
+  const double waited = comm::waited_seconds() - waited_before;
+  const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
+  StepOutcome outcome = report(batch, losses, norm,
+                               {.peak_bytes = static_cast<double>(scope_.memory().peak()),
+                                .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
+                                .times = {.compute_s = passed.count() - waited, .wait_s = waited}});
   outcome.lr = lr;
   return outcome;
 }
 
-StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm) const {
+StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const {
   comm::CallSite site("report");
   MemoryScope scope(MemoryCategory::Comm);
-  // One row per rank: its micro-batches' losses, the norm, its peak. Adding the losses up by their global index on every host gives the same bits in any
-  // layout.
+  // One row per rank: its micro-batches' losses, the norm, and what it alone knows. Adding the losses up by their global index on every host gives the same
+  // bits in any layout. That a rank wishes to stop travels here, too, so that all ranks stop after the same step, at the cost of no further message.
   const auto options = losses.options().dtype(at::kDouble);
-  const at::Tensor peak = at::full({1}, static_cast<double>(scope_.memory().peak()), options);
-  const at::Tensor mine = at::cat({losses.to(at::kDouble), norm.reshape({1}).to(options.device()), peak});
-  const int64_t columns = mine.numel();
+  std::vector<at::Tensor> parts{losses.to(at::kDouble), norm.reshape({1}).to(options.device())};
+  for (const double number : {own.peak_bytes, own.stop_signal, own.times.compute_s, own.times.wait_s}) parts.push_back(at::full({1}, number, options));
+  const at::Tensor mine = at::cat(parts);
+  const int64_t columns = mine.numel(), num_losses = losses.numel();
   const int64_t ranks = data_group_.size();
   const at::Tensor all = at::empty({ranks * columns}, options);
   comm::all_gather(data_group_, all, mine);
@@ -91,11 +99,15 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
   double sum = 0;
   for (int64_t r = 0; r < ranks; ++r) {
     const double* row = rows.data() + r * columns;
-    for (int64_t i = 0; i + 2 < columns; ++i) sum += row[i];
-    outcome.peak_bytes = std::max(outcome.peak_bytes, static_cast<int64_t>(row[columns - 1]));
+    for (int64_t i = 0; i < num_losses; ++i) sum += row[i];
+    const double* known = row + num_losses + 1;  // behind the norm, as Own has them
+    outcome.peak_bytes = std::max(outcome.peak_bytes, static_cast<int64_t>(known[0]));
+    const int rank = data_group_.world_rank(static_cast<int>(r));
+    if (known[1] != 0 && !outcome.stop) outcome.stop = {.rank = rank, .signal = static_cast<int>(known[1])};
+    outcome.ranks.push_back({.rank = rank, .compute_s = known[2], .wait_s = known[3]});
   }
   outcome.loss = sum / static_cast<double>(batch.global_valid_tokens);
-  outcome.grad_norm = rows[static_cast<size_t>(columns - 2)];
+  outcome.grad_norm = rows[static_cast<size_t>(num_losses)];
   outcome.exposed_s = run_.synchronizer->statistics().exposed_s;
   return outcome;
 }

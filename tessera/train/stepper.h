@@ -1,9 +1,11 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "tessera/core/attachment.h"
 #include "tessera/core/host_cache.h"
@@ -14,19 +16,38 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/engine.h"
+#include "tessera/train/stragglers.h"
 
 namespace tessera {
 
 /// The share of each step that this rank of the mesh is dealt: what `train` loads, and `plan` has in shape alone.
 data::LoaderOptions loader_options(const Config& config, const Mesh& mesh);
 
+/// A rank's wish that the run ends after a step.
+struct StopRequest {
+  int rank = 0;    ///< of the world: the first one that wishes it
+  int signal = 0;  ///< that it got
+};
+
 /// What one optimizer step yields; equal on every rank.
 struct StepOutcome {
   double loss = 0;       ///< mean over all valid tokens of the global batch, before the update
   double grad_norm = 0;  ///< before clipping
   double lr = 0;
-  int64_t peak_bytes = 0;  ///< maximum over ranks since the step began
-  double exposed_s = 0;    ///< seconds this rank waited for gradients that backward did not hide
+  int64_t peak_bytes = 0;           ///< maximum over ranks since the step began
+  double exposed_s = 0;             ///< seconds this rank waited for gradients that backward did not hide (not equal)
+  std::vector<RankTimes> ranks;     ///< of every data rank
+  std::optional<StopRequest> stop;  ///< some rank wishes to stop: all may, after this very step
+};
+
+/// What a step is told besides its data.
+struct StepRequest {
+  /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch.
+  std::function<void()> gradients_ready{};
+  /// Asked when the step is done: the signal by which this rank was asked to stop, 0 if it was not.
+  std::function<int()> stop_signal{};
+  /// When the step began for this rank, loading included.
+  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
 };
 
 /// Settings that hold for the thread that runs a rank: number of threads, kernels, memory accounting. They end with this object.
@@ -46,19 +67,22 @@ class RankScope {
 /// One rank of a run and the step that changes it. `train` loops over it; `plan` runs the very same on meta, over groups that record.
 class Stepper {
  public:
-  /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch.
-  using GradientsReady = std::function<void()>;
-
   Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume = std::nullopt);
 
   /// One optimizer step: forward and backward of all micro-batches, clipping, update, and one small all-gather of what is reported.
-  StepOutcome step(const data::StepBatch& batch, const GradientsReady& gradients_ready = {});
+  StepOutcome step(const data::StepBatch& batch, const StepRequest& request = {});
 
   Composition& run() { return run_; }
   const Composition& run() const { return run_; }
 
  private:
-  StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm) const;
+  /// What this rank alone knows of a step, as numbers.
+  struct Own {
+    double peak_bytes = 0;
+    double stop_signal = 0;
+    RankTimes times;
+  };
+  StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;
 
   const Config& config_;
   comm::Group data_group_;

@@ -1,18 +1,27 @@
 #include "tessera/train/trainer.h"
 
+#include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <exception>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/format.h>
+#include <unistd.h>
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dump.h"
+#include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/log.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 
 namespace tessera {
@@ -22,6 +31,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Where the time of a step went, over all ranks: docs/formats.md.
+std::map<std::string, double> extras_of(const StepOutcome& outcome) {
+  std::vector<double> compute, wait;
+  for (const auto& rank : outcome.ranks) compute.push_back(rank.compute_s), wait.push_back(rank.wait_s);
+  const double median = lower_median(compute);
+  const auto slowest = std::max_element(outcome.ranks.begin(), outcome.ranks.end(), [](const auto& a, const auto& b) { return a.compute_s < b.compute_s; });
+  return {{"exposed_comm_s", outcome.exposed_s},
+          {"compute_s", median},
+          {"wait_s", lower_median(wait)},
+          {"slowest_rank", static_cast<double>(slowest->rank)},
+          {"slowest_ratio", median > 0 ? slowest->compute_s / median : 1}};
+}
 
 // Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps.
 Inputs agreed(Inputs inputs, const comm::World& world) {
@@ -38,6 +60,19 @@ Inputs agreed(Inputs inputs, const comm::World& world) {
   return inputs;
 }
 
+// The host of every rank, for messages about one of them.
+std::vector<std::string> hosts_of(const comm::World& world) {
+  constexpr int64_t kLength = 64;  // of a host name on Linux, its end included
+  const comm::CallSite site("start");
+  const at::Tensor mine = at::zeros({kLength}, at::kByte);
+  ::gethostname(static_cast<char*>(mine.mutable_data_ptr()), kLength - 1);
+  const at::Tensor all = at::empty({world.size() * kLength}, at::kByte);
+  comm::all_gather(world.group(), all, mine);
+  std::vector<std::string> hosts;
+  for (int rank = 0; rank < world.size(); ++rank) hosts.emplace_back(static_cast<const char*>(all.const_data_ptr()) + rank * kLength);
+  return hosts;
+}
+
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump)
@@ -45,10 +80,12 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       world_(world),
       inputs_(agreed(std::move(inputs), world)),
       dump_(std::move(dump)),
+      hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
       scope_(config_, world.local_size()),
       stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
-      loader_(inputs_.corpus, loader_options(config_, mesh_)) {
+      loader_(inputs_.corpus, loader_options(config_, mesh_)),
+      stragglers_(config_.log.straggler_ratio) {
   if (inputs_.resume) loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
 }
 
@@ -61,14 +98,7 @@ void Trainer::run() {
   for (auto& o : observers_) o->on_start(info());
   RunEnd end{.step = loader_.cursor().step, .finished = false};
   try {
-    while (end.step < config_.run.steps) {
-      const StepResult result = step();
-      end.step = result.step;
-      for (auto& o : observers_) o->after_step(result);
-      if (inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, end.step)) validate_model(end.step);
-      if (!config_.checkpoint.dir.empty() && due(config_.checkpoint.every, end.step)) save(end.step);
-    }
-    end.finished = true;
+    train_to_the_end(end);
   } catch (...) {
     end.seconds = seconds_since(start);
     for (auto& o : observers_) o->on_end(end);
@@ -78,13 +108,42 @@ void Trainer::run() {
   for (auto& o : observers_) o->on_end(end);
 }
 
+void Trainer::train_to_the_end(RunEnd& end) {
+  while (end.step < config_.run.steps) {
+    const StepResult result = step();
+    end.step = result.step;
+    for (auto& o : observers_) o->after_step(result);
+    const bool stopping = stop_ && end.step < config_.run.steps;
+    const bool saving = !config_.checkpoint.dir.empty() && (stopping || due(config_.checkpoint.every, end.step));
+    if (saving && stopping) save(end.step);  // before all else: whoever asks us to stop does not wait for ever
+    if (inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, end.step)) validate_model(end.step);
+    if (saving && !stopping) save(end.step);
+    if (stopping) {
+      end.reason = stop_reason();
+      return;
+    }
+  }
+  end.finished = true;
+}
+
+std::string Trainer::stop_reason() const {
+  const char* name = ::sigabbrev_np(stop_->signal);
+  const auto who = fmt::format("rank {} got {}", stop_->rank, name ? fmt::format("SIG{}", name) : fmt::format("signal {}", stop_->signal));
+  if (config_.checkpoint.dir.empty()) return who + "; nothing was saved, as there is no checkpoint.dir";
+  return fmt::format("{}; saved to {}", who, config_.checkpoint.dir);
+}
+
 StepResult Trainer::step() {
   const auto start = Clock::now();
   scope_.memory().reset_peak();
   const data::StepBatch batch = loader_.next();
   const bool dumping = dump_ && dump_->step == batch.step;
-  const StepOutcome outcome = stepper_.step(batch, dumping ? [this] { dump_gradients(); } : Stepper::GradientsReady{});
+  StepRequest request{.stop_signal = [this] { return stop_signal_ ? stop_signal_() : 0; }, .start = start};
+  if (dumping) request.gradients_ready = [this] { dump_gradients(); };
+  const StepOutcome outcome = stepper_.step(batch, request);
   if (dumping) dump_weights();
+  stop_ = outcome.stop;
+  if (world_.rank() == 0) name_stragglers(outcome.ranks);
   const double step_s = seconds_since(start);
   return {.step = batch.step,
           .loss = outcome.loss,
@@ -94,7 +153,15 @@ StepResult Trainer::step() {
           .step_s = step_s,
           .tokens_per_s = static_cast<double>(batch.global_valid_tokens) / step_s,
           .peak_bytes = outcome.peak_bytes,
-          .extras = {{"exposed_comm_s", outcome.exposed_s}}};
+          .extras = extras_of(outcome)};
+}
+
+void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
+  for (const auto& straggler : stragglers_.after_step(ranks)) {
+    log().warn("rank {} computes {:.0f}% slower than the median of {} ranks over the last {} steps ({} against {}); its host is {}", straggler.rank,
+               100 * (straggler.ratio() - 1), ranks.size(), StragglerWatch::kWindow, format_duration(straggler.compute_s), format_duration(straggler.median_s),
+               hosts_[static_cast<size_t>(straggler.rank)]);
+  }
 }
 
 void Trainer::validate_model(int64_t step) {
@@ -107,8 +174,9 @@ void Trainer::save(int64_t step) {
   checkpoint::CheckpointState state;
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
+  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()])) state.tensors.push_back(std::move(held));
   state.optimizer = checkpoint::optimizer_json(*run.optimizer);
-  state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), mesh_.size(data_axes()));
+  state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
   checkpoint::save(config_.checkpoint.dir, state, world_.group());
   if (world_.rank() == 0 && config_.checkpoint.keep > 0) checkpoint::prune(config_.checkpoint.dir, config_.checkpoint.keep);

@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tessera/comm/world.h"
@@ -13,6 +15,7 @@
 #include "tessera/train/inputs.h"
 #include "tessera/train/observer.h"
 #include "tessera/train/stepper.h"
+#include "tessera/train/stragglers.h"
 
 namespace tessera {
 
@@ -31,14 +34,21 @@ class Trainer {
   /// Hears of the run on rank 0; other ranks drop it.
   void add_observer(std::unique_ptr<Observer> observer);
 
+  /// `signal` is asked after each step whether this rank is to stop: a signal's number, or 0. One rank is enough for all to stop after the same step, save
+  /// (where there is a checkpoint.dir) and return from run(). It need not be set on every rank, nor to the same.
+  void stop_when(std::function<int()> signal) { stop_signal_ = std::move(signal); }
+
   /// Throws what a rank may meet; nothing that was saved is lost then.
   void run();
 
  private:
   RunInfo info() const;
+  void train_to_the_end(RunEnd& end);
   StepResult step();
+  void name_stragglers(const std::vector<RankTimes>& ranks);
   void validate_model(int64_t step);
   void save(int64_t step);
+  std::string stop_reason() const;
   void dump_gradients() const;
   void dump_weights() const;
   bool due(int64_t every, int64_t step) const { return (every > 0 && step % every == 0) || step == config_.run.steps; }
@@ -47,10 +57,14 @@ class Trainer {
   comm::World& world_;
   Inputs inputs_;
   std::optional<DumpRequest> dump_;
+  std::vector<std::string> hosts_;  ///< of all ranks
   Mesh mesh_;
   RankScope scope_;
   Stepper stepper_;
   data::Loader loader_;
+  StragglerWatch stragglers_;
+  std::function<int()> stop_signal_;
+  std::optional<StopRequest> stop_;  ///< what the last step learned
   std::vector<std::unique_ptr<Observer>> observers_;
 };
 

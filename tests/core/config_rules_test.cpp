@@ -140,6 +140,8 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.data.files = {""}; }), StartsWith("data.files"));
   EXPECT_THAT(refusal([](Config& c) { c.run.validate_every = 5; }), AllOf(StartsWith("run.validate_every = 5"), HasSubstr("data.validation_files")));
   EXPECT_THAT(refusal([](Config& c) { c.run.steps = 0; }), StartsWith("run.steps = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.log.straggler_ratio = 0.8; }), AllOf(StartsWith("log.straggler_ratio = 0.8"), HasSubstr("1.2")));
+  EXPECT_EQ(refusal([](Config& c) { c.log.straggler_ratio = 0; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
@@ -153,6 +155,16 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.checkpoint.resume = "latest"; }), HasSubstr("checkpoint.dir"));
 }
 
+TEST(Validate, Compression) {
+  EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_rank = 0; }), StartsWith("comm.powersgd_rank = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_start = -1; }), StartsWith("comm.powersgd_start = -1"));
+  for (const std::string compression : {"bf16", "fp16", "powersgd"}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.comm.compression = compression; }), "(accepted)") << "one rank compresses nothing";
+    EXPECT_THAT(refusal([&](Config& c) { c.comm.compression = compression, c.run.deterministic = true; }, 2),
+                AllOf(StartsWith("comm.compression = " + compression), HasSubstr("run.deterministic = false")));
+  }
+}
+
 TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_EQ(refusal([](Config& c) { c.mesh.tp = 2; }, 2), "mesh.tp = 2: tensor parallelism is not part of this build; set mesh.tp = 1");
   EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "mesh.pp = 2: pipeline parallelism is not part of this build; set mesh.pp = 1");
@@ -163,7 +175,6 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_THAT(refusal([](Config& c) { c.optim.name = "lion"; }), AllOf(StartsWith("optim.name = lion"), HasSubstr("set optim.name = adamw or sgd")));
   EXPECT_THAT(refusal([](Config& c) { c.precision.compute = "fp8"; }), HasSubstr("set precision.compute = fp32 or bf16"));
   EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
-  EXPECT_THAT(refusal([](Config& c) { c.comm.backend = "mpi"; }), StartsWith("comm.backend = mpi"));
   EXPECT_THAT(refusal([](Config& c) { c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }), StartsWith("model.family = mixtral"));
 }
 

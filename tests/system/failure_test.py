@@ -7,25 +7,8 @@ import subprocess
 import time
 import unittest
 
+from processes import children, rank_of
 from support import SystemTest, TESSERA, environment, run
-
-
-def children(pid):
-    """Process ids of the live children."""
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # gone meanwhile
-        if int(after_name[1]) == pid and after_name[0] != "Z":
-            found.append(int(entry.parent.name))
-    return found
-
-
-def rank_of(pid):
-    variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((int(v.split(b"=")[1]) for v in variables if v.startswith(b"RANK=")), None)
 
 
 class Failure(SystemTest):

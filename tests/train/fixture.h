@@ -62,7 +62,7 @@ class TrainFixture : public ::testing::Test {
   Trace train(const Config& config, int world, const std::function<void(Composition&)>& plant = {}, int64_t recorded_step = 2) const {
     Trace trace;
     const auto text = corpus(config);
-    comm::run_ranks(world, [&](comm::World& ranks) {
+    const auto body = [&](comm::World& ranks) {
       validate(config, ranks.size());
       Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
@@ -78,13 +78,13 @@ class TrainFixture : public ::testing::Test {
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {
         scope.memory().reset_peak();
-        const auto outcome = stepper.step(loader.next(), [&] {
-          if (plant) plant(stepper.run());
-          if (!first || step != recorded_step) return;
-          MemoryTracker aside;
-          TrackMemory not_counted(aside);
-          for (const auto& p : stepper.run().parameters) trace.gradients[p.name] = p.tensor.grad().clone();
-        });
+        const auto outcome = stepper.step(loader.next(), {.gradients_ready = [&] {
+                                            if (plant) plant(stepper.run());
+                                            if (!first || step != recorded_step) return;
+                                            MemoryTracker aside;
+                                            TrackMemory not_counted(aside);
+                                            for (const auto& p : stepper.run().parameters) trace.gradients[p.name] = p.tensor.grad().clone();
+                                          }});
         if (!first) continue;
         trace.steps.push_back(outcome);
         if (scope.memory().peak() > peak) {
@@ -94,7 +94,8 @@ class TrainFixture : public ::testing::Test {
       }
       if (first)
         for (const auto& p : stepper.run().parameters) trace.weights[p.name] = p.tensor.detach().clone();
-    });
+    };
+    comm::run_ranks(world, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm});
     return trace;
   }
 

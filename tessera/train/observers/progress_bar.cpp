@@ -27,7 +27,7 @@ double ProgressBar::eta_s(const StepResult& result) const { return smooth_step_s
 std::string ProgressBar::numbers(const StepResult& result) const {
   const double tokens_per_s = smooth_step_s_ > 0 ? static_cast<double>(result.tokens) / smooth_step_s_ : 0;
   std::string out = fmt::format("loss {:.4f}  {} tok/s", result.loss, format_count(tokens_per_s));
-  if (result.step < run_.last_step) out += "  ETA " + format_duration(std::round(eta_s(result)));
+  if (result.step < run_.last_step) out += "  ETA " + format_duration(eta_s(result) < 1 ? eta_s(result) : std::round(eta_s(result)));
   return out;
 }
 
@@ -78,7 +78,8 @@ void ProgressBar::after_validation(const ValidationResult& result) {
 void ProgressBar::on_end(const RunEnd& end) {
   if (bar_on_screen_) fmt::print(options_.out, "\n");
   bar_on_screen_ = false;
-  fmt::print(options_.out, "{} step {} in {}\n", end.finished ? "finished at" : "stopped after", end.step, format_duration(end.seconds));
+  fmt::print(options_.out, "{} step {} in {}{}{}\n", end.finished ? "finished at" : "stopped after", end.step, format_duration(end.seconds),
+             end.reason.empty() ? "" : ": ", end.reason);
   std::fflush(options_.out);
 }
 

@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <c10/util/Logging.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include "cli/commands.h"
+#include "tessera/core/error.h"
+#include "tessera/launch/local.h"
+#include "tessera/launch/run_options.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr int c10_errors_only = 2;
+
+launch::Devices devices() {
+  cpu_set_t allowed;
+  const int cpus = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  return {std::max(1, cpus), at::hasCUDA() ? static_cast<int>(at::detail::getCUDAHooks().deviceCount()) : 0};
+}
+
+std::optional<std::string> variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
+}
+
+/// Flight records of a run without a --log-dir: kept where it fails, for `tessera inspect record`.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "tessera_run_XXXXXX").string();
+    require(mkdtemp(pattern.data()) != nullptr, "TMPDIR = ", std::filesystem::temp_directory_path().string(),
+            ": no folder can be made there; name one that can be written");
+    path_ = pattern;
+  }
+  const std::string& path() const { return path_; }
+  /// Unless something was left there, and is worth a look.
+  void close(bool failed) const {
+    std::error_code error;
+    bool used = false;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(path_, error)) used = used || entry.is_regular_file(error);
+    if (!(failed && used)) std::filesystem::remove_all(path_, error);
+  }
+
+ private:
+  std::string path_;
+};
+
+[[noreturn]] void run(const std::vector<std::string>& arguments) {
+  launch::AgentOptions options = launch::parse_run(arguments, variable, devices());
+  launch::Variables inherited = launch::inherited_variables();
+  for (const auto& [name, value] : options.job.variables) inherited[name] = value;
+  options.job.variables = std::move(inherited);
+  options.job.output.capture_errors = isatty(STDERR_FILENO) == 0;
+
+  // A connection that breaks is what an agent is for; c10d would print a stack trace for each.
+  if (!variable("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = c10_errors_only;
+  std::optional<ScratchFolder> scratch;
+  if (options.job.output.folder.empty()) scratch.emplace();
+  options.record_folder = scratch ? scratch->path() : options.job.output.folder;
+  const int exit_code = launch::run_agent(options);
+  if (scratch) scratch->close(exit_code == 1);
+  std::fflush(nullptr);
+  _exit(exit_code);  // a thread that waits for a host that does not answer must not hold us up
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, int&) {
+  auto* command = app.add_subcommand("run", "Start ranks of any program on this and other machines (torchrun's flags)");
+  command->set_help_flag();
+  command->prefix_command();
+  command->allow_extras();
+  // Read as they were written: what follows the program is the program's, "--" and "--help" included.
+  command->callback([] {
+    std::vector<std::string> arguments = launch::self_command();
+    arguments.erase(arguments.begin(), std::ranges::find(arguments, "run") + 1);
+    const bool help = !arguments.empty() && (arguments.front() == "--help" || arguments.front() == "-h");
+    if (!help) run(arguments);
+    std::printf("%s", launch::describe_run().c_str());
+  });
+}
+
+}  // namespace tessera::cli

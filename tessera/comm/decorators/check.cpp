@@ -1,0 +1,239 @@
+#include "tessera/comm/decorators/check.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/dtype_name.h"
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+
+namespace tessera::comm {
+namespace {
+
+/// What a rank asks for, as it travels: of one size whatever the call, so that different calls meet in the same exchange.
+struct Note {
+  uint64_t hash = 0;             ///< of all that must agree
+  std::array<char, 248> text{};  ///< for people; ends with a zero
+};
+static_assert(sizeof(Note) == 256);
+
+constexpr std::string_view reduction_name(Op op) {
+  switch (op) {
+    case Op::Sum:
+      return "";  // what one expects
+    case Op::Product:
+      return " by product";
+    case Op::Min:
+      return " by min";
+    case Op::Max:
+      return " by max";
+  }
+  return "";
+}
+
+std::string_view towards_root(std::string_view op) { return op == "reduce" || op == "gather" ? " to rank " : " from rank "; }
+
+Note make_note(const std::string& agreed) {
+  const auto site = CallSite::current();
+  Note note{.hash = hash_bytes(agreed.data(), agreed.size())};
+  const auto text = site.empty() ? agreed : fmt::format("{} ({})", agreed, site);
+  std::copy_n(text.data(), std::min(text.size(), note.text.size() - 1), note.text.data());
+  return note;
+}
+
+std::string tensor_text(c10::IntArrayRef shape, c10::ScalarType dtype) { return fmt::format("[{}] {}", fmt::join(shape, ", "), dtype_name(dtype)); }
+
+// What must be the same on every rank, in words: all_reduce of [32] float32, broadcast from rank 2 of [4, 8] bfloat16.
+std::string agreed_of(const Call& call, const GroupInfo& group) {
+  if (call.op == "barrier") return "barrier";
+  std::string text(call.op);
+  if (call.reduction) text += reduction_name(*call.reduction);
+  if (call.peer >= 0) text += fmt::format("{}{}", towards_root(call.op), group.ranks.empty() ? call.peer : group.ranks[call.peer]);
+  const c10::IntArrayRef whole(call.whole);
+  // Ranks give different numbers of rows; the rows themselves are of one shape.
+  if (call.op == "all_to_all") return text + " of rows " + tensor_text(whole.empty() ? whole : whole.slice(1), call.dtype());
+  return text + " of " + tensor_text(whole, call.dtype());
+}
+
+// "rank 1", "ranks 0, 2-4"
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::vector<std::string> runs;
+  for (size_t i = 0; i < ranks.size();) {
+    size_t end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    runs.push_back(end == i + 1 ? fmt::format("{}", ranks[i]) : fmt::format("{}-{}", ranks[i], ranks[end - 1]));
+    i = end;
+  }
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(runs, ", "));
+}
+
+/// Ranks that ask for the same.
+struct Side {
+  uint64_t hash = 0;
+  std::string text;
+  std::vector<int> ranks;
+};
+
+std::string disagreement(const std::vector<Side>& sides) {
+  constexpr size_t kShown = 4;
+  std::vector<std::string> texts;
+  for (const auto& side : sides) {
+    if (texts.size() == kShown) break;
+    texts.push_back(fmt::format("{} {} for {}", ranks_text(side.ranks), side.ranks.size() == 1 ? "asks" : "ask", side.text));
+  }
+  if (sides.size() > kShown) texts.push_back(fmt::format("and {} further ways", sides.size() - kShown));
+  return fmt::format("{}", fmt::join(texts, "; "));
+}
+
+std::vector<int64_t> splits_of(const at::Tensor& tensor, const std::vector<int64_t>& splits, int ranks) {
+  return splits.empty() ? std::vector<int64_t>(ranks, (tensor.dim() == 0 ? 1 : tensor.size(0)) / ranks) : splits;
+}
+
+/// A message's bytes as frames whose sizes depend on their place alone: 1 KiB, 4 KiB, ..., 4 MiB, 4 MiB, ... Both sides agree on each frame's size even
+/// where they disagree on the message's, so that no engine gets a message that is longer than what its receiver waits for: Gloo ends the process then.
+class Frames {
+ public:
+  explicit Frames(const at::Tensor& tensor) : bytes_(tensor.view(-1).view(at::kByte)) {
+    int64_t size = 1024;
+    for (int64_t begin = 0; begin < bytes_.numel(); begin += size, size = std::min(4 * size, kLargest)) {
+      const auto part = bytes_.narrow(0, begin, std::min(size, bytes_.numel() - begin));
+      if (part.numel() < size) tail_ = part;
+      frames_.push_back(part.numel() == size ? part : at::zeros({size}, bytes_.options()));
+    }
+  }
+
+  const std::vector<at::Tensor>& all() const { return frames_; }
+  /// The end of the message into the last frame, which is longer; and back.
+  void pack() const {
+    if (tail_.defined()) frames_.back().narrow(0, 0, tail_.numel()).copy_(tail_);
+  }
+  void unpack() const {
+    if (tail_.defined()) tail_.copy_(frames_.back().narrow(0, 0, tail_.numel()));
+  }
+
+ private:
+  static constexpr int64_t kLargest = int64_t{4} << 20;
+  at::Tensor bytes_, tail_;
+  std::vector<at::Tensor> frames_;
+};
+
+class CheckBackend : public DecoratedBackend {
+ public:
+  CheckBackend(const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner)
+      : DecoratedBackend(group, std::move(inner)), device_(getBackendName() == "nccl" ? at::kCUDA : at::kCPU) {}
+
+ protected:
+  Work call(const Call& call, const Forward& forward) override {
+    if (call.op == "send") return send_message(call);
+    if (call.op == "recv") return receive_message(call);
+    ++calls_;
+    compare_notes(call);
+    if (call.op == "all_to_all") compare_splits(call);
+    return forward();
+  }
+
+ private:
+  int world_rank(int member) const { return group().ranks.empty() ? member : group().ranks[member]; }
+
+  // `ours`, and everybody's.
+  template <class T>
+  std::vector<T> exchange(const std::vector<T>& ours) {
+    const auto bytes = static_cast<int64_t>(ours.size() * sizeof(T));
+    auto in = at::empty({bytes}, at::kByte);
+    std::memcpy(in.mutable_data_ptr(), ours.data(), bytes);
+    in = in.to(device_);
+    auto out = at::empty({bytes * group().size}, in.options());
+    if (!inner()->_allgather_base(out, in, {.asyncOp = false})->wait()) throw std::runtime_error("aborted while comparing what the ranks ask for");
+    out = out.cpu();
+    std::vector<T> all(ours.size() * group().size);
+    std::memcpy(all.data(), out.const_data_ptr(), out.nbytes());
+    return all;
+  }
+
+  void compare_notes(const Call& call) {
+    const auto notes = exchange<Note>({make_note(agreed_of(call, group()))});
+    std::vector<Side> sides;
+    for (int member = 0; member < group().size; ++member) {
+      auto side = std::find_if(sides.begin(), sides.end(), [&](const Side& s) { return s.hash == notes[member].hash; });
+      if (side == sides.end()) side = sides.insert(side, {notes[member].hash, notes[member].text.data(), {}});
+      side->ranks.push_back(world_rank(member));
+    }
+    if (sides.size() > 1) throw CommError(fmt::format("collective #{} of {}: {}", calls_, group().name, disagreement(sides)));
+  }
+
+  void compare_splits(const Call& call) {
+    const int n = group().size;
+    auto ours = splits_of(call.inputs[0], call.in_splits, n);
+    const auto from = splits_of(call.outputs[0], call.out_splits, n);
+    ours.insert(ours.end(), from.begin(), from.end());
+    const auto all = exchange(ours);
+    for (int source = 0; source < n; ++source) {
+      for (int target = 0; target < n; ++target) {
+        const auto sent = all[source * 2 * n + target], expected = all[target * 2 * n + n + source];
+        if (sent == expected) continue;
+        const auto note = make_note(agreed_of(call, group()));
+        throw CommError(fmt::format("collective #{} of {}: {}: rank {} gives rank {} {} rows, which expects {}", calls_, group().name, note.text.data(),
+                                    world_rank(source), world_rank(target), sent, expected));
+      }
+    }
+  }
+
+  at::Tensor note_tensor(const Note& note) const {
+    const auto tensor = at::empty({sizeof(Note)}, at::kByte);
+    std::memcpy(tensor.mutable_data_ptr(), &note, sizeof(Note));
+    return tensor.to(device_);
+  }
+
+  Work send_message(const Call& call) {
+    const Frames frames(call.inputs[0]);
+    frames.pack();
+    std::vector<at::Tensor> parts{note_tensor(make_note(tensor_text(call.whole, call.dtype())))};
+    parts.insert(parts.end(), frames.all().begin(), frames.all().end());
+    std::vector<WorkStage> stages;
+    for (const auto& part : parts) {
+      std::vector<at::Tensor> message{part};
+      stages.push_back({.work = inner()->send(message, call.peer, call.tag), .after = [part] {}});  // alive until sent
+    }
+    return staged_work(std::move(stages));
+  }
+
+  Work receive_message(const Call& call) {
+    const Frames frames(call.outputs[0]);
+    const auto mine = make_note(tensor_text(call.whole, call.dtype()));
+    const auto theirs = note_tensor(Note{});
+    const auto receive = [&](at::Tensor into) {
+      std::vector<at::Tensor> message{std::move(into)};
+      return inner()->recv(message, call.peer, call.tag);
+    };
+    const auto compare = [theirs, mine, source = world_rank(call.peer), target = world_rank(group().rank), name = group().name, tag = call.tag] {
+      Note note;
+      std::memcpy(&note, theirs.cpu().const_data_ptr(), sizeof(Note));
+      if (note.hash == mine.hash) return;
+      throw CommError(
+          fmt::format("message of {} with tag {}: rank {} sends {}; rank {} expects {}", name, tag, source, note.text.data(), target, mine.text.data()));
+    };
+    std::vector<WorkStage> stages{{.work = receive(theirs), .after = compare}};
+    for (const auto& frame : frames.all()) stages.push_back({.work = receive(frame)});
+    stages.push_back({.work = completed_work(), .after = [frames] { frames.unpack(); }});
+    return staged_work(std::move(stages));
+  }
+
+  at::Device device_;  ///< where the engine takes its tensors
+  int64_t calls_ = 0;  ///< collectives so far
+};
+
+}  // namespace
+
+Decorator checking() {
+  return [](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<CheckBackend>(group, std::move(inner));
+  };
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <thread>
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+
+#include "tessera/comm/flight_record/format.h"
+#include "tessera/comm/world.h"
+
+namespace tessera::comm {
+
+/// One rank's last `capacity` collectives and messages in a file that outlives the process, however it ends (format.h, docs/formats.md).
+///
+/// Writing is stores into a shared mapping of the file, whose 256 bytes a call (5 MiB) are reserved when it is made, so that no later store can meet a full
+/// disk. `enter` and `mark` may be called by several threads at once: one atomic addition deals the slots, and nothing locks. Together they take about 0.1 us,
+/// half of it two readings of the clock. A thread of the record's own renews the sign of life, which tells a rank that waits from one that ended or was
+/// stopped.
+class FlightRecord {
+ public:
+  static constexpr uint64_t kCapacity = 20'000;
+  static constexpr std::chrono::milliseconds kSignOfLife{200};
+
+  /// The file of a rank.
+  static std::filesystem::path file_of(const std::filesystem::path& dir, int rank);
+
+  /// Makes the folder and the rank's file anew; rank 0 also removes those that a larger world left. Throws std::system_error where that cannot be done.
+  FlightRecord(const std::filesystem::path& dir, const Environment& environment, uint64_t capacity = kCapacity);
+  /// Closes the record: what follows is no sign of a crash.
+  ~FlightRecord();
+  FlightRecord(const FlightRecord&) = delete;
+  FlightRecord& operator=(const FlightRecord&) = delete;
+
+  /// A group in the file's table.
+  struct GroupSlot {
+    uint32_t number = 0;
+    uint64_t* collectives = nullptr;  ///< that this rank has entered in it
+  };
+  /// Nothing where the table is full (64 KiB and 128 bytes per rank of the world).
+  std::optional<GroupSlot> add_group(const GroupInfo& group);
+
+  /// What a rank enters.
+  struct Entered {
+    std::string_view op;
+    c10::IntArrayRef shape{};  ///< of the whole, as Call::whole
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    std::string_view reduction{};
+    int64_t bytes = 0;
+    int peer = -1;
+    int tag = 0;
+    std::string_view site{};
+    uint64_t message = 0;  ///< for send and recv: its number among those of one direction to one peer under one tag, from 1; 0 for a collective
+  };
+  /// Writes it down and returns its number among all of the rank's calls, from 0.
+  uint64_t enter(const GroupSlot& group, const Entered& call);
+  /// Sets the state of call `number`, with the time where it is an end. Does nothing where its slot has been taken by a later call.
+  void mark(uint64_t number, flight::State state);
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  void show_signs_of_life();
+
+  std::filesystem::path path_;
+  void* mapping_ = nullptr;
+  size_t bytes_ = 0;
+  flight::Header* header_ = nullptr;
+  flight::Entry* entries_ = nullptr;
+
+  std::mutex mutex_;  // of the table of groups, and of the end
+  uint32_t groups_ = 0;
+  bool closing_ = false;
+  std::condition_variable closed_;
+  std::thread watch_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,93 @@
+#include <algorithm>
+#include <array>
+
+#include <fmt/format.h>
+
+#include "tessera/comm/flight_record/text.h"
+#include "tessera/comm/flight_record/verdict.h"
+
+namespace tessera::comm::flight {
+namespace {
+
+const char* state_of(const RecordedCall& call) {
+  switch (call.state) {
+    case State::Entered:
+    case State::Waiting:
+      return "waits";
+    case State::InFlight:
+      return "in flight";
+    case State::Completed:
+      return "outside";
+    case State::Failed:
+      return "failed";
+  }
+  return "unknown";
+}
+
+// What holds the rank up, by the earliest entry; or else its last call.
+Standing standing_of(const Merge& merge, const RankRecord& record) {
+  Standing standing{.rank = record.rank};
+  const Wait* wait = nullptr;
+  for (const auto& other : merge.waits()) {
+    if (other.record == &record && (wait == nullptr || std::pair(!other.blocks, other.call->entered_s) < std::pair(!wait->blocks, wait->call->entered_s)))
+      wait = &other;
+  }
+  const auto* call = wait ? wait->call : record.calls.empty() ? nullptr : &record.calls.back();
+  if (call == nullptr) {
+    standing.state = record.closed ? "left the world" : "outside";
+    standing.for_s = record.seen_s - record.started_s;
+    return standing;
+  }
+  const auto data = data_text(*call);
+  standing.call = call_text(*call, record.groups[call->group]) + (data.empty() ? "" : " ") + data;
+  standing.site = call->site;
+  if (wait) {
+    standing.state = wait->failed ? "failed" : wait->blocks ? "waits" : "in flight";
+    standing.for_s = wait->waited_s();
+  } else {
+    standing.state = record.closed ? "left the world" : state_of(*call);
+    standing.for_s = record.seen_s - (call->ended() ? call->left_s : call->entered_s);
+  }
+  return standing;
+}
+
+}  // namespace
+
+std::vector<Standing> standings(const Merge& merge) {
+  double newest_s = 0;
+  for (const auto& record : merge.records().ranks) newest_s = std::max(newest_s, record.seen_s);
+  std::vector<Standing> all;
+  for (int rank = 0; rank < merge.records().world_size; ++rank) {
+    const auto* record = merge.record_of(rank);
+    all.push_back(record ? standing_of(merge, *record) : Standing{.rank = rank, .state = "no record"});
+    if (record) all.back().silent_s = newest_s - record->seen_s;
+  }
+  return all;
+}
+
+std::string table(const std::vector<Standing>& standings) {
+  using Row = std::array<std::string, 6>;
+  std::vector<Row> rows{{"rank", "last entered", "state", "for", "last seen", "where"}};
+  for (const auto& standing : standings) {
+    const bool known = standing.state != "no record";
+    rows.push_back({std::to_string(standing.rank), standing.call.empty() ? "-" : standing.call, standing.state, known ? seconds_text(standing.for_s) : "-",
+                    !known                  ? "-"
+                    : standing.silent_s < 1 ? "at the end"
+                                            : seconds_text(standing.silent_s) + " before",
+                    standing.site});
+  }
+  std::array<size_t, 6> widths{};
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    auto line = fmt::format("{:>{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}  {}", row[0], widths[0], row[1], widths[1], row[2], widths[2], row[3], widths[3], row[4],
+                            widths[4], row[5]);
+    line.resize(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
+}
+
+}  // namespace tessera::comm::flight

@@ -1,0 +1,275 @@
+#include "tessera/launch/agent.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <utility>
+
+#include <signal.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "tessera/core/error.h"
+#include "tessera/core/log.h"
+#include "tessera/launch/link.h"
+#include "tessera/launch/record_verdict.h"
+#include "tessera/launch/signals.h"
+#include "tessera/launch/stores.h"
+#include "tessera/launch/watch.h"
+
+namespace tessera::launch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Act = Step::Act;
+
+Clock::duration duration(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
+std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(std::lround(seconds * 1000)); }
+
+/// Time that passed while we ran: a pause of ours (SIGSTOP, a suspended machine) is no silence of others.
+class PatientClock {
+ public:
+  void tick() {
+    const Clock::time_point now = Clock::now();
+    elapsed_ += std::min<Clock::duration>(now - std::exchange(last_, now), most_per_tick);
+  }
+  void restart() { elapsed_ = {}; }
+  double elapsed_s() const { return std::chrono::duration<double>(elapsed_).count(); }
+
+ private:
+  static constexpr auto most_per_tick = std::chrono::milliseconds(500);
+  Clock::time_point last_ = Clock::now();
+  Clock::duration elapsed_{};
+};
+
+class Agent {
+ public:
+  explicit Agent(const AgentOptions& options)
+      : options_(options), rules_(options.rendezvous.rules), rendezvous_(std::make_shared<Rendezvous>(options.rendezvous)) {
+    self_.node = rendezvous_->node();
+    rules_.place = rendezvous_->place();
+    connect();
+  }
+
+  int run() {
+    while (true) {
+      const auto signal = signals_.wait(wake_, milliseconds(options_.monitor_s));
+      if (signal && !self_.interrupted) interrupt(*signal);
+      look_after_workers();
+      link_->post(self_.record);
+      look_at_link();
+      const Step step = next_step();
+      if (step.act == Act::Leave) return leave(step);
+      execute(step);
+    }
+  }
+
+ private:
+  void connect() {
+    link_.reset();
+    link_ = std::make_unique<Link>([rendezvous = rendezvous_] { return rendezvous->connect(); }, self_.record, milliseconds(options_.heartbeat_s), wake_);
+    exchanges_ = 0;
+    view_.reset();
+  }
+
+  /// Our own ranks at once; the others hear of it from the next proposal.
+  void interrupt(int signal) {
+    self_.interrupted = signal;
+    if (watch_) watch_->stop(signal, duration(options_.grace_s), Clock::now());
+  }
+
+  void look_after_workers() {
+    if (!watch_) return;
+    const Clock::time_point now = Clock::now();
+    const bool ran = self_.record.running;
+    watch_->poll(now);
+    self_.failed = watch_->failed(now);
+    self_.record.done = watch_->done();
+    self_.record.clean = watch_->clean();
+    self_.record.failures = watch_->failures();
+    self_.record.running = watch_->running();
+    if (ran && !self_.record.running && !self_.record.clean && !asked_to_save()) explain();
+  }
+
+  /// The ranks were healthy, and end because somebody wants them to.
+  bool asked_to_save() const { return self_.interrupted || (view_ && (view_->round.cause == Cause::Interrupt || view_->round.cause == Cause::Join)); }
+
+  void explain() {
+    const RecordVerdict verdict = explain_records(record_folder_);
+    if (verdict.sentence.empty()) return;
+    std::fprintf(stderr, "%s", verdict.table.c_str());
+    if (options_.talkative) std::fprintf(stderr, "flight records: %s\n", record_folder_.c_str());
+    if (verdict.names_cause) self_.record.record_sentence = verdict.sentence;
+  }
+
+  void look_at_link() {
+    silence_.tick();
+    waited_.tick();
+    Link::Seen seen = link_->look();
+    problem_ = std::move(seen.problem);
+    told_ = seen.current;
+    if (seen.exchanges == exchanges_) return;
+    exchanges_ = seen.exchanges;
+    silence_.restart();
+    tries_ = 0;
+    view_ = std::move(seen.view);
+    self_.node = rendezvous_->node();
+    self_.unchanged_s = view_->unchanged_s;
+    self_.took_part = self_.took_part || view_->round.phase != Phase::Finished;
+    rendezvous_->note(view_->round);
+    say_news();
+  }
+
+  void say_news() {
+    const std::string place = rendezvous_->place();
+    if (options_.talkative && rules_.max_nodes > 1 && rendezvous_->serves() && !std::exchange(told_that_we_serve_, true)) {
+      log().info("this node serves the rendezvous at {}", place);
+    } else if (options_.talkative && place != rules_.place) {
+      log().info("the rendezvous is now at {}", place);
+    }
+    rules_.place = place;
+    const Round& round = view_->round;
+    if (round.phase != Phase::Running || round.number == told_number_) return;
+    told_number_ = round.number;
+    if (!options_.talkative) return;
+    if (!round.reason.empty()) tell_why(round);
+    if (round.number > 1 || round.nodes.size() > 1) {
+      log().info("round {}: {} {}, this one has {} of {}", round.number, round.nodes.size(), round.nodes.size() == 1 ? "node" : "nodes",
+                 ranks_of(round, self_.node.id), place_of(round, round.nodes.front().id)->world_size);
+    }
+  }
+
+  void tell_why(const Round& round) const {
+    show_last_lines(round);
+    log().warn("{}", round.reason);
+  }
+
+  static void show_last_lines(const Round& round) {
+    if (!round.last_lines.empty()) std::fprintf(stderr, "%s%s", round.last_lines.c_str(), round.last_lines.ends_with('\n') ? "" : "\n");
+  }
+
+  bool cut_off() const { return !view_ || silence_.elapsed_s() > rules_.dead_after_s; }
+
+  Step next_step() {
+    self_.waited_s = waited_.elapsed_s();
+    return cut_off() ? without_others() : decide(view_->round, view_->peers, self_, rules_);
+  }
+
+  /// Nobody can be asked: our ranks wait in vain for the others, and we try to come back.
+  Step without_others() {
+    if (watch_ && watch_->running()) {
+      if (!self_.interrupted) watch_->stop(SIGTERM, duration(options_.failure_grace_s), Clock::now());
+    } else if (self_.interrupted) {
+      const bool saved = watch_ && watch_->clean();
+      return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : no_rendezvous()};
+    }
+    if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
+    // The line may be stuck in a request that nobody will answer.
+    if (silence_.elapsed_s() > (2 * tries_ + 1) * rules_.dead_after_s) {
+      ++tries_;
+      connect();
+    }
+    return {};
+  }
+
+  std::string no_rendezvous() const {
+    const char* how = told_number_ > 0 ? "lost the rendezvous at " : "no rendezvous at ";
+    return detail::concat(how, rules_.place, ": ", problem_, "; waited ",
+                          std::lround(silence_.elapsed_s() * 10) / 10.0, " s");
+  }
+
+  void execute(const Step& step) {
+    switch (step.act) {
+      case Act::Propose:
+        if (proposed_at_ != exchanges_) link_->propose({view_->round, step.proposal});
+        proposed_at_ = exchanges_;
+        break;
+      case Act::Serve:
+        serve(step.number);
+        break;
+      case Act::Start:
+        start();
+        break;
+      case Act::Stop:
+        stop(step.signal);
+        break;
+      default:
+        break;
+    }
+  }
+
+  void serve(int64_t number) {
+    if (options_.master_is_rendezvous) {
+      self_.serving = {number, *options_.rendezvous.endpoint};
+      wake_.ring();
+      return;
+    }
+    master_ = {};  // the last round's ranks have ended
+    master_ = serve_store({self_.node.address, 0});
+    self_.serving = {number, {self_.node.address, master_->getPort()}};
+    wake_.ring();
+  }
+
+  void start() {
+    const Round& round = view_->round;
+    record_folder_ = options_.record_folder.empty() ? "" : detail::concat(options_.record_folder, "/attempt_", round.number - 1, "/record");
+    const auto plans = plan_workers(options_.job, round, self_.node.id, record_folder_);
+    if (record_folder_.empty() && plans.front().variables.contains("TESSERA_RECORD_DIR")) record_folder_ = plans.front().variables.at("TESSERA_RECORD_DIR");
+    watch_.reset();
+    watch_ = std::make_unique<Watch>(plans);
+    self_.record = {.beat = 0, .round = round.number, .running = true};
+  }
+
+  void stop(int signal) {
+    const double grace_s = signal == SIGKILL ? 0 : asked_to_save() ? options_.grace_s : options_.failure_grace_s;
+    if (watch_) watch_->stop(signal, duration(grace_s), Clock::now());
+  }
+
+  int leave(const Step& step) {
+    watch_.reset();
+    say_goodbye();
+    if (view_ && view_->round.phase == Phase::Finished && options_.talkative) show_last_lines(view_->round);
+    std::fflush(stdout);
+    if (!step.sentence.empty()) std::fprintf(stderr, "%s\n", step.sentence.c_str());
+    return step.exit_code;
+  }
+
+  /// Whoever serves the store stays until the others have read how the job ended.
+  void say_goodbye() {
+    if (!options_.rendezvous.endpoint || cut_off()) return;
+    self_.record.left = true;
+    self_.record.running = false;
+    link_->post(self_.record);
+    for (waited_.restart(); waited_.elapsed_s() < rules_.dead_after_s;) {
+      const bool others_left = std::ranges::all_of(view_->peers, [](const auto& peer) { return peer.second.record.left || peer.second.gone; });
+      if (told_ && (others_left || !rendezvous_->serves() || view_->round.phase != Phase::Finished)) return;
+      signals_.wait(wake_, milliseconds(options_.monitor_s));
+      look_at_link();
+    }
+  }
+
+  const AgentOptions& options_;
+  BlockedSignals signals_;  // before threads start, which must not take them
+  Wake wake_;
+  Rules rules_;
+  std::shared_ptr<Rendezvous> rendezvous_;
+  Self self_{};
+  std::unique_ptr<Link> link_{};
+  std::optional<View> view_{};
+  int64_t exchanges_ = 0, proposed_at_ = -1, told_number_ = 0;
+  bool told_that_we_serve_ = false;
+  bool told_ = false;  ///< the others can read our record
+  int tries_ = 0;
+  std::string problem_{};
+  PatientClock silence_{}, waited_{};
+  c10::intrusive_ptr<c10d::TCPStore> master_{};
+  std::unique_ptr<Watch> watch_{};
+  std::string record_folder_{};
+};
+
+}  // namespace
+
+int run_agent(const AgentOptions& options) { return Agent(options).run(); }
+
+}  // namespace tessera::launch

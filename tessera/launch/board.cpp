@@ -1,0 +1,58 @@
+#include "tessera/launch/board.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace tessera::launch {
+namespace {
+
+/// After which a node's host is asked whether its agent lives.
+constexpr double suspicious_s = 1.5;
+
+double seconds(Board::Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+}  // namespace
+
+Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, IsGone is_gone)
+    : store_(std::move(store)), prefix_(std::move(prefix)), id_(std::move(id)), initial_(write_round(initial)), is_gone_(std::move(is_gone)) {}
+
+View Board::exchange(const Record& mine, const std::optional<Proposal>& proposal, Clock::time_point now) {
+  store_->set(key_of(id_), write_record(mine));
+  View view{.round = read_round(read_state(proposal))};
+  if (!last_ || view.round.nodes != members_) {
+    members_ = view.round.nodes;
+    members_changed_ = now;
+  }
+  view.unchanged_s = seconds(now - members_changed_);
+  read_peers(view, now);
+  last_ = now;
+  return view;
+}
+
+std::string Board::read_state(const std::optional<Proposal>& proposal) {
+  const std::string key = prefix_ + "round";
+  return proposal ? store_->compareSet(key, write_round(proposal->seen), write_round(proposal->wanted)) : store_->compareSet(key, "", initial_);
+}
+
+void Board::read_peers(View& view, Clock::time_point now) {
+  std::vector<const Node*> others;
+  std::vector<std::string> keys;
+  for (const auto* list : {&view.round.nodes, &view.round.waiting}) {
+    for (const Node& node : *list) {
+      if (node.id == id_) continue;
+      others.push_back(&node);
+      keys.push_back(key_of(node.id));
+    }
+  }
+  const bool all_there = keys.empty() || store_->check(keys);  // in a store that took over, some may not have written yet
+  for (size_t i = 0; i < others.size(); ++i) {
+    Peer& peer = view.peers[others[i]->id];
+    Pulse& pulse = pulses_[others[i]->id];
+    if (all_there || store_->check({keys[i]})) peer.record = read_record(store_->get_to_str(keys[i]));
+    if (pulse.beat != peer.record.beat || !last_) pulse = {peer.record.beat, now};
+    peer.silent_s = seconds(now - pulse.changed);
+    if (!pulse.gone && peer.silent_s > suspicious_s && is_gone_) pulse.gone = is_gone_(*others[i]);
+    peer.gone = pulse.gone;
+  }
+}
+
+}  // namespace tessera::launch

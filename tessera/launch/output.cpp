@@ -1,0 +1,164 @@
+#include "tessera/launch/output.h"
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <string_view>
+#include <utility>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::launch {
+namespace {
+
+constexpr size_t kept_bytes = 8192;
+constexpr int kept_lines = 20;
+constexpr int most_chunks = 64;  ///< in a row from one stream, so that a rank that floods it does not silence the others
+
+void write_all(int descriptor, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t size = write(descriptor, text.data(), text.size());
+    if (size < 0 && errno == EINTR) continue;
+    if (size < 0 && errno == EAGAIN) {  // somebody made our terminal or pipe non-blocking
+      pollfd ready{.fd = descriptor, .events = POLLOUT, .revents = 0};
+      poll(&ready, 1, 100);
+      continue;
+    }
+    if (size <= 0) return;  // a closed console or a full disk must not end the run
+    text.remove_prefix(static_cast<size_t>(size));
+  }
+}
+
+int open_log(const std::string& file) {
+  std::error_code error;
+  std::filesystem::create_directories(std::filesystem::path(file).parent_path(), error);
+  const int descriptor = ::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  require(descriptor >= 0, "--log-dir: ", file, " cannot be written (", std::strerror(errno), "); name a folder that can");
+  return descriptor;
+}
+
+std::string last_lines_of(const std::string& text) {
+  size_t begin = text.size();
+  for (int lines = 0; begin > 0; --begin) {
+    if (text[begin - 1] == '\n' && begin != text.size() && ++lines == kept_lines) break;
+  }
+  return text.substr(begin);
+}
+
+}  // namespace
+
+struct Output::Stream {
+  int rank;
+  bool is_error;
+  int pipe;  ///< our end; -1 once it is closed
+  int console;
+  int log;
+  std::string prefix;
+  std::string line{};  ///< what came after the last end of line, where lines are kept whole
+  std::string tail{};
+
+  ~Stream() {
+    if (pipe >= 0) close(pipe);
+    if (log >= 0) close(log);
+  }
+
+  void take(std::string_view text) {
+    if (log >= 0) write_all(log, text);
+    if (console >= 0) show(text);
+    tail.append(text);
+    if (tail.size() > 2 * kept_bytes) tail.erase(0, tail.size() - kept_bytes);
+  }
+
+  void show(std::string_view text) {
+    if (prefix.empty()) return write_all(console, text);
+    line.append(text);
+    std::string whole;
+    size_t begin = 0;
+    for (size_t end; (end = line.find('\n', begin)) != std::string::npos; begin = end + 1) whole += prefix + line.substr(begin, end + 1 - begin);
+    line.erase(0, begin);
+    write_all(console, whole);
+  }
+
+  void finish() {
+    if (!line.empty()) write_all(console, prefix + line + "\n");
+    line.clear();
+    close(std::exchange(pipe, -1));
+  }
+};
+
+Output::Output() : thread_([this] { carry(); }) {}
+
+Output::~Output() {
+  ending_ = true;
+  wake_.ring();
+  thread_.join();
+}
+
+std::array<int, 2> Output::open(int rank, const OutputPlan& plan) {
+  std::array<int, 2> ends{-1, -1};
+  for (const int which : {0, 1}) {
+    const StreamPlan& stream = which == 0 ? plan.out : plan.err;
+    if (!stream.captured) continue;
+    const int log = stream.file.empty() ? -1 : open_log(stream.file);
+    int pipe[2];
+    invariant(pipe2(pipe, O_CLOEXEC) == 0, "pipe: ", std::strerror(errno));
+    fcntl(pipe[0], F_SETFL, O_NONBLOCK);
+    const std::lock_guard lock(mutex_);
+    streams_.push_back(std::unique_ptr<Stream>(
+        new Stream{.rank = rank, .is_error = which == 1, .pipe = pipe[0], .console = stream.console ? which + 1 : -1, .log = log, .prefix = stream.prefix}));
+    ends[which] = pipe[1];
+  }
+  wake_.ring();
+  return ends;
+}
+
+std::string Output::last_lines(int rank) {
+  const std::lock_guard lock(mutex_);
+  std::string lines;
+  for (const auto& stream : streams_) {
+    if (stream->rank == rank && stream->pipe >= 0) drain(*stream);
+    if (stream->rank == rank && !stream->tail.empty() && (stream->is_error || lines.empty())) lines = last_lines_of(stream->tail);
+  }
+  return lines;
+}
+
+void Output::carry() {
+  for (bool last = false; !last;) {
+    last = ending_;
+    std::vector<pollfd> ready{{.fd = wake_.descriptor(), .events = POLLIN, .revents = 0}};
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& stream : streams_) {
+        if (stream->pipe >= 0) ready.push_back({.fd = stream->pipe, .events = POLLIN, .revents = 0});
+      }
+    }
+    if (!last) poll(ready.data(), ready.size(), -1);
+    wake_.silence();
+    const std::lock_guard lock(mutex_);
+    for (const auto& stream : streams_) {
+      if (stream->pipe >= 0 && (drain(*stream) || last)) stream->finish();
+    }
+  }
+}
+
+/// Whether the stream has ended.
+bool Output::drain(Stream& stream) {
+  char buffer[16384];
+  for (int chunk = 0; chunk < most_chunks; ++chunk) {
+    const ssize_t size = read(stream.pipe, buffer, sizeof buffer);
+    if (size > 0) {
+      stream.take({buffer, static_cast<size_t>(size)});
+    } else if (size == 0) {
+      return true;
+    } else if (errno != EINTR) {
+      return errno != EAGAIN;
+    }
+  }
+  return false;
+}
+
+}  // namespace tessera::launch

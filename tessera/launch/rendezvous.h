@@ -1,0 +1,76 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "tessera/comm/endpoint.h"
+#include "tessera/launch/board.h"
+#include "tessera/launch/round.h"
+
+namespace c10d {
+class Store;
+class TCPStore;
+}  // namespace c10d
+
+/// Where agents meet, and where they meet again when that place vanishes. Not part of the public surface.
+namespace tessera::launch {
+
+struct RendezvousOptions {
+  std::optional<comm::Endpoint> endpoint{};  ///< none: alone, without a network
+  std::string run_id = "none";
+  Rules rules{};
+  int nproc = 1;
+  int node_rank = -1;            ///< static rendezvous; the first serves the store
+  std::optional<bool> serves{};  ///< whether this agent serves the store, where that is not to be seen from the address
+  std::string local_address{};   ///< empty: that of the connection
+};
+
+/// The agent whose host has the endpoint's address serves the store there; where several agents are on that host, the first one.
+///
+/// Each agent also keeps a spare store, whose port is part of its Node. When the store no longer answers, the members of the last round meet at the spare of
+/// the first one of them, in the order of their ranks, that is left. It goes on with the job if the old place is proven to be gone (its host refuses the
+/// connection), or if more than half of the last round's nodes, and at least MIN, have come to it. A host that does not answer at all cannot be told from a
+/// cut link, behind which the others may go on; in that case the rest only tries to come back.
+class Rendezvous {
+ public:
+  explicit Rendezvous(RendezvousOptions options);
+
+  /// Meets the others, again after an error. Called from a thread that may be left behind, and then from another one. Throws CommError with the cause.
+  std::unique_ptr<Board> connect();
+
+  /// This agent; its address is known once it has been connected.
+  Node node() const;
+  /// "address 10.0.0.1, port 29400": of the present place.
+  std::string place() const;
+  /// Whether others read from a store of this process.
+  bool serves() const;
+  /// Remembers the job, in case this agent has to go on with it.
+  void note(const Round& round);
+
+ private:
+  using Store = c10::intrusive_ptr<c10d::Store>;
+
+  Store first_meeting();
+  Store meet_again(const comm::Endpoint& lost);
+  Store meet_at_spare(const Round& job, const std::string& server, bool proven);
+  Store take_over(const Round& job, const std::string& server, bool proven);
+  std::unique_ptr<Board> board_on(Store store, const Round& initial);
+  std::string key(const std::string& name) const { return "tessera/" + options_.run_id + "/" + name; }
+
+  const RendezvousOptions options_;
+  mutable std::mutex mutex_;  ///< of what follows; never held while the network is asked
+  Node node_;
+  comm::Endpoint place_;
+  bool met_ = false;
+  std::string server_{};  ///< id of the node that serves the store
+  Round job_{};
+  Store alone_{};
+  c10::intrusive_ptr<c10d::TCPStore> served_{}, spare_{};
+  bool spare_serves_ = false;
+};
+
+}  // namespace tessera::launch

@@ -1,0 +1,335 @@
+#include "tessera/launch/round.h"
+
+#include <algorithm>
+#include <ranges>
+
+#include <signal.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::launch {
+namespace {
+
+using Act = Step::Act;
+
+constexpr int failed = 1;
+constexpr int bad_input = 2;
+
+bool contains(const std::vector<Node>& nodes, const std::string& id) {
+  return std::ranges::any_of(nodes, [&](const Node& node) { return node.id == id; });
+}
+
+std::vector<Node> without(const std::vector<Node>& nodes, const std::string& id) {
+  std::vector<Node> rest = nodes;
+  std::erase_if(rest, [&](const Node& node) { return node.id == id; });
+  return rest;
+}
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
+
+/// One look at a job, by one of its agents.
+class Look {
+ public:
+  Look(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules)
+      : round_(round), peers_(peers), self_(self), rules_(rules), member_(contains(round.nodes, self.node.id)), waits_(contains(round.waiting, self.node.id)) {}
+
+  Step step() const {
+    if (const Step left_over = end_old_workers(); left_over.act != Act::Wait) return left_over;
+    switch (round_.phase) {
+      case Phase::Joining:
+        return joining();
+      case Phase::Running:
+        return member_ ? running() : outside();
+      case Phase::Stopping:
+        return member_ ? stopping() : outside();
+      case Phase::Finished:
+        return finished();
+    }
+    return {};
+  }
+
+ private:
+  static Step wait() { return {}; }
+  static Step stop(int signal) { return {.act = Act::Stop, .signal = signal}; }
+  static Step leave(int code, std::string sentence) { return {.act = Act::Leave, .exit_code = code, .sentence = std::move(sentence)}; }
+  static Step propose(Round proposal) { return {.act = Act::Propose, .proposal = std::move(proposal)}; }
+
+  const Record* record_of(const std::string& id) const {
+    if (id == self_.node.id) return &self_.record;
+    const auto peer = peers_.find(id);
+    return peer == peers_.end() ? nullptr : &peer->second.record;
+  }
+
+  bool alive(const Node& node) const {
+    const auto peer = peers_.find(node.id);
+    return node.id == self_.node.id || peer == peers_.end() || !(peer->second.gone || peer->second.silent_s > rules_.dead_after_s);
+  }
+  std::vector<Node> alive(const std::vector<Node>& nodes) const {
+    std::vector<Node> found;
+    std::ranges::copy_if(nodes, std::back_inserter(found), [&](const Node& node) { return alive(node); });
+    return found;
+  }
+  std::vector<Node> lost() const {
+    std::vector<Node> found;
+    std::ranges::copy_if(round_.nodes, std::back_inserter(found), [&](const Node& node) { return !alive(node); });
+    return found;
+  }
+
+  std::string describe_lost() const {
+    std::vector<std::string> names;
+    for (const Node& node : lost()) {
+      const auto peer = peers_.find(node.id);
+      names.push_back(detail::concat("node ", node.id, " (", node.address, ", ", ranks_of(round_, node.id), ") vanished: ",
+                                     peer->second.gone ? std::string("its agent is gone") : detail::concat("no sign of life for ", rules_.dead_after_s, " s")));
+    }
+    return join(names);
+  }
+
+  /// Workers of a round that went on without us.
+  Step end_old_workers() const {
+    const bool theirs = member_ && round_.phase != Phase::Joining && round_.phase != Phase::Finished && self_.record.round == round_.number;
+    return self_.record.running && !theirs ? stop(SIGKILL) : wait();
+  }
+
+  Step joining() const {
+    Round proposal = round_;
+    if (self_.interrupted) return leave_early();
+    if (round_.nnodes != nnodes()) {
+      return leave(bad_input, detail::concat("--nnodes = ", nnodes(), ": the job at ", rules_.place, " was begun with ", round_.nnodes,
+                                             "; give all its agents the same, or this one another --rdzv-id"));
+    }
+    if (!member_) {
+      const auto taken = std::ranges::find_if(round_.nodes, [&](const Node& node) { return node.order >= 0 && node.order == self_.node.order; });
+      if (taken != round_.nodes.end()) {
+        return leave(bad_input, detail::concat("--node-rank = ", self_.node.order, ": node ", taken->id, " has it already; give each node its own"));
+      }
+      if (waits_) return wait();
+      auto& list = static_cast<int>(round_.nodes.size()) < rules_.max_nodes ? proposal.nodes : proposal.waiting;
+      list.push_back(self_.node);
+      return propose(proposal);
+    }
+    proposal.nodes = alive(round_.nodes);
+    if (proposal.nodes.size() < round_.nodes.size()) return propose(proposal);
+
+    const int size = static_cast<int>(round_.nodes.size());
+    const bool complete = size >= rules_.max_nodes || (size >= rules_.min_nodes && self_.unchanged_s >= rules_.last_call_s);
+    if (!complete) return self_.waited_s > rules_.join_timeout_s ? leave(failed, nobody_came()) : wait();
+    // By address, so that a job that is started anew places its ranks alike.
+    std::ranges::stable_sort(proposal.nodes, {}, [](const Node& node) { return std::pair(node.order, node.address); });
+    return begin(std::move(proposal));
+  }
+
+  std::string nobody_came() const {
+    return detail::concat(count(round_.nodes.size(), "node"), " came to ", rules_.place, " within ", static_cast<int64_t>(self_.waited_s),
+                          " s, --nnodes = ", nnodes(), " asks for at least ", rules_.min_nodes,
+                          "; start the others, or give them more time with --rdzv-conf join_timeout=SECONDS");
+  }
+
+  /// A node that is no member waits until the round stops.
+  Step outside() const {
+    if (self_.interrupted) return leave_early();
+    if (waits_) return wait();
+    Round proposal = round_;
+    proposal.waiting.push_back(self_.node);
+    return propose(proposal);
+  }
+
+  Step leave_early() const {
+    if (!member_ && !waits_) return leave(failed, detail::concat("interrupted by ", describe_signal(*self_.interrupted), " while waiting for other nodes"));
+    Round proposal = round_;
+    proposal.nodes = without(round_.nodes, self_.node.id);
+    proposal.waiting = without(round_.waiting, self_.node.id);
+    return propose(proposal);
+  }
+
+  Step running() const {
+    if (self_.record.round < round_.number && !self_.interrupted) return {.act = Act::Start};
+    Round proposal = round_;
+    proposal.phase = Phase::Stopping;
+    if (self_.interrupted) return propose(interrupted(std::move(proposal)));
+    if (self_.failed) {
+      proposal.cause = Cause::Failure;
+      proposal.reason = judge(self_.record.failures).sentence;
+      return propose(proposal);
+    }
+    if (!lost().empty()) {
+      proposal.cause = Cause::Lost;
+      proposal.reason = describe_lost();
+      return propose(proposal);
+    }
+    if (all_members([](const Record& record) { return record.done; })) return propose(end(std::move(proposal), 0, ""));
+    const std::vector<Node> joiners = alive(round_.waiting);
+    const bool finishing = any_member([](const Record& record) { return record.done; });
+    if (!joiners.empty() && static_cast<int>(round_.nodes.size()) < rules_.max_nodes && !finishing) {
+      proposal.cause = Cause::Join;
+      proposal.reason = detail::concat("node ", joiners.front().id, " (", joiners.front().address, ") joins");
+      return propose(proposal);
+    }
+    if (joiners.size() < round_.waiting.size()) {
+      proposal = round_;
+      proposal.waiting = joiners;
+      return propose(proposal);
+    }
+    return wait();
+  }
+
+  Round interrupted(Round proposal) const {
+    proposal.cause = Cause::Interrupt;
+    proposal.signal = *self_.interrupted;
+    return proposal;
+  }
+
+  bool is_current(const Record* record) const { return record != nullptr && record->round == round_.number; }
+  template <class Predicate>
+  bool all_members(Predicate predicate) const {
+    return std::ranges::all_of(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && predicate(*record_of(node.id)); });
+  }
+  template <class Predicate>
+  bool any_member(Predicate predicate) const {
+    return std::ranges::any_of(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && predicate(*record_of(node.id)); });
+  }
+
+  Step stopping() const {
+    if (self_.interrupted && round_.cause != Cause::Interrupt) return propose(interrupted(round_));
+    if (self_.record.running) return stop(round_.cause == Cause::Interrupt ? round_.signal : SIGTERM);
+    const std::vector<Node> survivors = alive(round_.nodes);
+    const bool ended = std::ranges::none_of(survivors, [&](const Node& node) { return is_current(record_of(node.id)) && record_of(node.id)->running; });
+    return ended && survivors.front().id == self_.node.id ? conclude(survivors) : wait();
+  }
+
+  /// All workers have ended: whether and with whom the job goes on.
+  Step conclude(const std::vector<Node>& survivors) const {
+    const bool some_lost = survivors.size() < round_.nodes.size();
+    const auto [verdict, last_lines] = explain();
+    if (all_members([](const Record& record) { return record.done; })) return propose(end(round_, 0, ""));
+    if (verdict.exit_code == bad_input) return propose(end(round_, bad_input, verdict.sentence));
+    if (round_.cause == Cause::Interrupt) {
+      if (verdict.exit_code != 0) return propose(end(round_, failed, verdict.sentence));
+      if (all_members([](const Record& record) { return record.clean; })) return propose(end(round_, 0, ""));
+      return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
+    }
+
+    Round next = round_;
+    next.last_lines.clear();
+    if (some_lost) next.reason = describe_lost();
+    // Ranks that lose a node fail in all kinds of ways: that is the node's doing, and uses up no restart.
+    if (verdict.exit_code != 0 && !some_lost && round_.cause != Cause::Lost) {
+      next.last_lines = last_lines;
+      const std::string spent = rules_.max_restarts > 0 ? detail::concat("; restarted ", count(round_.restarts, "time"), " before") : "";
+      if (round_.restarts >= rules_.max_restarts) return propose(end(next, failed, verdict.sentence + spent));
+      ++next.restarts;
+      next.reason = detail::concat(verdict.sentence, "; restart ", next.restarts, " of ", rules_.max_restarts);
+    }
+    next.nodes = survivors;
+    next.waiting = alive(round_.waiting);
+    while (static_cast<int>(next.nodes.size()) < rules_.max_nodes && !next.waiting.empty()) {
+      next.nodes.push_back(next.waiting.front());
+      next.waiting.erase(next.waiting.begin());
+    }
+    if (const std::vector<Node> missing = lost(); may_go_on_without_us(missing)) {
+      return propose(end(next, failed,
+                         detail::concat(next.reason, "; ", count(survivors.size(), "node"), " of ", round_.nodes.size(),
+                                        " cannot tell whether the others go on without ", survivors.size() == 1 ? "it" : "them")));
+    }
+    if (static_cast<int>(next.nodes.size()) < rules_.min_nodes) {
+      return propose(
+          end(next, failed,
+              detail::concat(next.reason, "; ", count(next.nodes.size(), "node"), " left, --nnodes = ", nnodes(), " asks for at least ", rules_.min_nodes)));
+    }
+    return begin(std::move(next));
+  }
+
+  /// Behind a cut link, more than half of the nodes, and at least MIN, meet again elsewhere (Rendezvous).
+  bool may_go_on_without_us(const std::vector<Node>& missing) const {
+    const bool proven = std::ranges::all_of(missing, [&](const Node& node) { return peers_.at(node.id).gone; });
+    return !proven && 2 * missing.size() > round_.nodes.size() && static_cast<int>(missing.size()) >= rules_.min_nodes;
+  }
+
+  struct Explanation {
+    Verdict verdict{};
+    std::string last_lines{};
+  };
+  Explanation explain() const {
+    std::vector<Ending> failures;
+    std::string record_sentence;
+    for (const Node& node : round_.nodes) {
+      const Record* record = record_of(node.id);
+      if (!is_current(record)) continue;
+      failures.insert(failures.end(), record->failures.begin(), record->failures.end());
+      if (record_sentence.empty()) record_sentence = record->record_sentence;
+    }
+    Explanation explanation{judge(failures)};
+    if (explanation.verdict.consequence && !record_sentence.empty()) explanation.verdict.sentence = record_sentence;
+    const auto cause = std::ranges::find(failures, explanation.verdict.rank, &Ending::rank);
+    if (cause != failures.end() && !cause->is_consequence() && !cause->last_lines.empty()) {
+      explanation.last_lines = detail::concat("last lines of rank ", cause->rank, ":\n", cause->last_lines);
+    }
+    return explanation;
+  }
+
+  /// The next round, by the agent of its first node, which serves the workers' store.
+  Step begin(Round next) const {
+    if (next.nodes.front().id != self_.node.id) return wait();
+    next.phase = Phase::Running;
+    ++next.number;
+    if (!self_.serving || self_.serving->first != next.number) return {.act = Act::Serve, .number = next.number};
+    next.master = self_.serving->second;
+    next.cause = Cause::None;
+    next.signal = 0;
+    return propose(std::move(next));
+  }
+
+  static Round end(Round round, int exit_code, std::string sentence) {
+    round.phase = Phase::Finished;
+    round.exit_code = exit_code;
+    round.reason = std::move(sentence);
+    return round;
+  }
+
+  Step finished() const {
+    if (self_.took_part) return leave(round_.exit_code, round_.reason);
+    if (self_.interrupted) return leave(failed, detail::concat("interrupted by ", describe_signal(*self_.interrupted), " while waiting for other nodes"));
+    if (self_.waited_s <= rules_.join_timeout_s) return wait();  // an earlier job of that name is about to leave
+    return leave(failed, detail::concat("the job at ", rules_.place, " has ended; waited ", static_cast<int64_t>(self_.waited_s), " s for its store to close"));
+  }
+
+  std::string nnodes() const { return detail::concat(rules_.min_nodes, ':', rules_.max_nodes); }
+
+  const Round& round_;
+  const std::map<std::string, Peer>& peers_;
+  const Self& self_;
+  const Rules& rules_;
+  bool member_, waits_;
+};
+
+}  // namespace
+
+Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules) {
+  return Look(round, peers, self, rules).step();
+}
+
+std::optional<Place> place_of(const Round& round, const std::string& id) {
+  std::optional<Place> place;
+  int first_rank = 0;
+  for (size_t i = 0; i < round.nodes.size(); ++i) {
+    if (round.nodes[i].id == id) place = Place{static_cast<int>(i), first_rank, 0};
+    first_rank += round.nodes[i].nproc;
+  }
+  if (place) place->world_size = first_rank;
+  return place;
+}
+
+std::string ranks_of(const Round& round, const std::string& id) {
+  const auto place = place_of(round, id);
+  if (!place) return "no ranks";
+  const int nproc = round.nodes[place->node_rank].nproc;
+  return nproc == 1 ? detail::concat("rank ", place->first_rank) : detail::concat("ranks ", place->first_rank, '-', place->first_rank + nproc - 1);
+}
+
+}  // namespace tessera::launch

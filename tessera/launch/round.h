@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/endpoint.h"
+#include "tessera/launch/verdict.h"
+
+/// How agents agree. All that they share is one value, the Round, that lives in a store and changes only by compare-and-set, and one Record per node, that
+/// only its own agent writes. What to do next is a pure function of both: `decide`. Any agent may propose a change; what the proposals say does not
+/// depend on who makes them, so it does not matter whose comes first. Not part of the public surface.
+///
+///   Joining --(enough nodes)--> Running --(a reason to end)--> Stopping --(all have ended)--> Running, with the next number
+///                                  |                               '---------------------> Finished
+///                                  '--(all ranks ended with 0)---------------------------> Finished
+namespace tessera::launch {
+
+/// One agent and its workers.
+struct Node {
+  std::string id{};       ///< unique
+  std::string address{};  ///< under which other nodes reach it
+  int nproc = 1;
+  int spare_port = 0;  ///< of the store that it can offer if the rendezvous' own vanishes; 0: none
+  int order = -1;      ///< static rendezvous: its place among the nodes
+
+  bool operator==(const Node&) const = default;
+};
+
+enum class Phase { Joining, Running, Stopping, Finished };
+
+/// Why a round stops. What is further down wins where several are true.
+enum class Cause { None, Join, Lost, Failure, Interrupt };
+
+/// The state of a job.
+struct Round {
+  Phase phase = Phase::Joining;
+  int64_t number = 0;           ///< of the times that workers were started, from 1
+  std::string nnodes{};         ///< "MIN:MAX" of the agent that began it
+  std::vector<Node> nodes{};    ///< members; once it runs, in the order of their ranks
+  std::vector<Node> waiting{};  ///< came later
+  int restarts = 0;             ///< used up by failures
+  comm::Endpoint master{};      ///< the workers' store
+  Cause cause = Cause::None;    ///< Stopping
+  int signal = 0;               ///< Stopping, Interrupt: the signal to hand on
+  std::string reason{};         ///< of the last stop, and of the end: one sentence
+  std::string last_lines{};     ///< of the rank that failed
+  int exit_code = 0;            ///< Finished
+
+  bool operator==(const Round&) const = default;
+};
+
+/// What an agent says of itself and of its workers in round `round`.
+struct Record {
+  int64_t beat = 0;  ///< counts up while the agent lives
+  int64_t round = 0;
+  bool running = false;            ///< workers of that round live
+  bool done = false;               ///< all ended with 0, before they were asked to end
+  bool clean = false;              ///< all ended with 0, asked or not
+  bool left = false;               ///< it knows that the job is finished
+  std::vector<Ending> failures{};  ///< before they were asked to end
+  std::string record_sentence{};   ///< what its ranks' flight records say of the cause, if they name one
+
+  bool operator==(const Record&) const = default;
+};
+
+struct Peer {
+  Record record{};
+  double silent_s = 0;  ///< since its beat was last seen to change
+  bool gone = false;    ///< proven: its host answers that the agent is not there any more
+};
+
+struct Rules {
+  int min_nodes = 1, max_nodes = 1;
+  int max_restarts = 0;
+  double join_timeout_s = 600;  ///< for the first round to begin
+  double last_call_s = 3;       ///< for more than MIN nodes to come
+  double dead_after_s = 5;      ///< of silence
+  std::string place{};          ///< of the rendezvous, for messages
+};
+
+/// What an agent knows of itself.
+struct Self {
+  Node node{};
+  Record record{};
+  bool failed = false;                                          ///< a worker failed, and there was time to see why
+  std::optional<int> interrupted{};                             ///< by this signal
+  std::optional<std::pair<int64_t, comm::Endpoint>> serving{};  ///< the workers' store for that round is up
+  double waited_s = 0;                                          ///< since it first saw the job
+  double unchanged_s = 0;                                       ///< since `nodes` last changed
+  bool took_part = false;                                       ///< in this job, which it saw before it was finished
+};
+
+/// What to do now. One thing at a time: the next look decides again.
+struct Step {
+  enum class Act {
+    Wait,
+    Propose,  ///< `proposal` in place of the round that was looked at
+    Serve,    ///< a store for the workers of round `number`
+    Start,    ///< this node's workers of the round that was looked at
+    Stop,     ///< this node's workers, by `signal`
+    Leave,    ///< with `exit_code` and `sentence`
+  };
+  Act act = Act::Wait;
+  Round proposal{};
+  int64_t number = 0;
+  int signal = 0;
+  int exit_code = 0;
+  std::string sentence{};
+};
+
+Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
+
+/// Where a node's ranks begin, and how many there are in all.
+struct Place {
+  int node_rank = 0, first_rank = 0, world_size = 0;
+};
+/// Nothing where the node is no member.
+std::optional<Place> place_of(const Round& round, const std::string& id);
+
+/// "ranks 2-3", "rank 2".
+std::string ranks_of(const Round& round, const std::string& id);
+
+/// As they are kept in the store.
+std::string write_round(const Round& round);
+Round read_round(const std::string& text);
+std::string write_record(const Record& record);
+Record read_record(const std::string& text);
+
+}  // namespace tessera::launch

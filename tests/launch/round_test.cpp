@@ -1,0 +1,425 @@
+#include "tessera/launch/round.h"
+
+#include <functional>
+#include <memory>
+#include <random>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "tessera/launch/board.h"
+
+namespace tessera::launch {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+int exited(int code) { return code << 8; }
+
+/// Agents of one job around one store, with a clock of the test's and workers that exist on paper only.
+class Job {
+ public:
+  struct Agent {
+    Self self;
+    std::unique_ptr<Board> board;
+    std::optional<View> view;
+    bool alive = true;
+    std::optional<Step> left;
+    std::vector<int64_t> started;  ///< rounds
+  };
+
+  explicit Job(int count, Rules rules = {.min_nodes = 1, .max_nodes = 3}) : rules_(std::move(rules)) {
+    rules_.place = "address h, port 1";
+    for (int i = 0; i < count; ++i) add();
+  }
+
+  Agent& add(int nproc = 2) {
+    auto agent = std::make_unique<Agent>();
+    const std::string id = "n" + std::to_string(agents.size());
+    agent->self.node = {.id = id, .address = "10.0.0." + std::to_string(agents.size()), .nproc = nproc};
+    const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes)};
+    agent->board = std::make_unique<Board>(store_, "job/", id, initial, [this](const Node& node) { return proven_gone && !by_id(node.id).alive; });
+    agents.push_back(std::move(agent));
+    return *agents.back();
+  }
+
+  Agent& by_id(const std::string& id) { return *agents.at(std::stoul(id.substr(1))); }
+  Agent& operator[](size_t i) { return *agents.at(i); }
+
+  /// Every living agent looks and acts once per tenth of a second.
+  void pass(double seconds) {
+    for (int tick = 0; tick < seconds * 10; ++tick) {
+      now_ += 100ms;
+      for (const auto& agent : agents) {
+        if (agent->alive && !agent->left) act(*agent);
+      }
+    }
+  }
+
+  const Round& round() {
+    for (const auto& agent : agents) {
+      if (agent->alive && agent->view) return agent->view->round;
+    }
+    throw std::logic_error("nobody is left");
+  }
+
+  std::vector<std::string> members() {
+    std::vector<std::string> ids;
+    for (const Node& node : round().nodes) ids.push_back(node.id);
+    return ids;
+  }
+
+  static void fail(Agent& agent, Ending ending) {
+    agent.self.record.failures.push_back(std::move(ending));
+    agent.self.failed = true;
+  }
+  static void finish(Agent& agent) {
+    agent.self.record.running = false;
+    agent.self.record.done = agent.self.record.clean = true;
+  }
+
+  std::vector<std::unique_ptr<Agent>> agents;
+  bool proven_gone = false;
+  bool obedient = true;  ///< workers that are asked to end do so with 0
+
+ private:
+  void act(Agent& agent) {
+    std::optional<Proposal> proposal;
+    for (int change = 0; change < 4; ++change) {
+      ++agent.self.record.beat;
+      agent.view = agent.board->exchange(agent.self.record, proposal, now_);
+      proposal.reset();
+      agent.self.unchanged_s = agent.view->unchanged_s;
+      agent.self.took_part = agent.self.took_part || agent.view->round.phase != Phase::Finished;
+      const Step step = decide(agent.view->round, agent.view->peers, agent.self, rules_);
+      switch (step.act) {
+        case Step::Act::Wait:
+          agent.self.waited_s += 0.1;
+          return;
+        case Step::Act::Propose:
+          proposal = Proposal{agent.view->round, step.proposal};
+          break;
+        case Step::Act::Serve:
+          agent.self.serving = {step.number, {agent.self.node.address, 7}};
+          break;
+        case Step::Act::Start:
+          agent.self.record = {.beat = agent.self.record.beat, .round = agent.view->round.number, .running = true};
+          agent.self.failed = false;
+          agent.started.push_back(agent.view->round.number);
+          break;
+        case Step::Act::Stop:
+          agent.self.record.running = false;
+          agent.self.record.clean = obedient && agent.self.record.failures.empty() && step.signal != SIGKILL;
+          break;
+        case Step::Act::Leave:
+          agent.left = step;
+          return;
+      }
+    }
+  }
+
+  Rules rules_;
+  c10::intrusive_ptr<c10d::HashStore> store_ = c10::make_intrusive<c10d::HashStore>();
+  Board::Clock::time_point now_{};
+};
+
+TEST(Round, SurvivesItsText) {
+  Round round{.phase = Phase::Stopping,
+              .number = 3,
+              .nnodes = "1:2",
+              .nodes = {{"a", "::1", 2, 7, 1}},
+              .restarts = 1,
+              .master = {"h", 5},
+              .cause = Cause::Lost,
+              .signal = 15,
+              .reason = "r",
+              .last_lines = "\xff not UTF-8"};
+  EXPECT_EQ(write_round(read_round(write_round(round))), write_round(round));
+  const Record record{.beat = 4, .round = 2, .running = true, .failures = {{1, 9, "comm x", "line"}}, .record_sentence = "s"};
+  EXPECT_EQ(read_record(write_record(record)), record);
+}
+
+TEST(Round, PlacesRanks) {
+  const Round round{.nodes = {{"a", "", 2}, {"b", "", 1}, {"c", "", 3}}};
+  EXPECT_EQ(place_of(round, "c")->first_rank, 3);
+  EXPECT_EQ(place_of(round, "c")->node_rank, 2);
+  EXPECT_EQ(place_of(round, "a")->world_size, 6);
+  EXPECT_FALSE(place_of(round, "d"));
+  EXPECT_EQ(ranks_of(round, "b"), "rank 2");
+  EXPECT_EQ(ranks_of(round, "c"), "ranks 3-5");
+}
+
+TEST(Round, BeginsAtOnceWhenAllHaveCome) {
+  for (const int count : {1, 2, 3, 5, 8}) {
+    Job job(count, {.min_nodes = count, .max_nodes = count});
+    job.pass(1);
+    ASSERT_EQ(job.round().phase, Phase::Running) << count;
+    EXPECT_EQ(static_cast<int>(job.members().size()), count);
+    for (const auto& agent : job.agents) EXPECT_THAT(agent->started, ElementsAre(1));
+  }
+}
+
+TEST(Round, WaitsForALastCall) {
+  Job job(2);
+  job.pass(2.5);
+  EXPECT_EQ(job.round().phase, Phase::Joining);
+  job.pass(1);
+  EXPECT_EQ(job.round().phase, Phase::Running);
+}
+
+TEST(Round, EndsWellWhenAllRanksDo) {
+  Job job(3);
+  job.pass(1);
+  Job::finish(job[0]);
+  Job::finish(job[2]);
+  job.pass(1);
+  EXPECT_EQ(job.round().phase, Phase::Running);
+  Job::finish(job[1]);
+  job.pass(1);
+  for (const auto& agent : job.agents) {
+    ASSERT_TRUE(agent->left);
+    EXPECT_EQ(agent->left->exit_code, 0);
+    EXPECT_EQ(agent->left->sentence, "");
+  }
+}
+
+TEST(Round, RestartsAfterAFailureUntilNoneIsLeft) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1});
+  job.pass(1);
+  Job::fail(job[1], {3, exited(7), "", "last words"});
+  Job::fail(job[0], {0, exited(1), "comm lost a peer"});  // a consequence, though seen by the first node
+  job.pass(1);
+  EXPECT_EQ(job.round().number, 2);
+  EXPECT_EQ(job.round().restarts, 1);
+  EXPECT_EQ(job.round().reason, "rank 3 failed with exit code 7; restart 1 of 1");
+  EXPECT_EQ(job.round().last_lines, "last lines of rank 3:\nlast words");
+  Job::fail(job[0], {1, SIGSEGV, ""});
+  job.pass(1);
+  for (const auto& agent : job.agents) {
+    ASSERT_TRUE(agent->left);
+    EXPECT_EQ(agent->left->exit_code, 1);
+    EXPECT_EQ(agent->left->sentence, "rank 1 was ended by SIGSEGV (segmentation fault); restarted 1 time before");
+  }
+}
+
+TEST(Round, TakesTheRecordsSentenceForALostConnection) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2});
+  job.pass(1);
+  Job::fail(job[0], {0, exited(1), "comm timed out"});
+  job[1].self.record.record_sentence = "rank 2 never entered all_gather #7";
+  job.pass(1);
+  EXPECT_EQ(job[0].left->sentence, "rank 2 never entered all_gather #7");
+}
+
+TEST(Round, DoesNotRestartBadInput) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 5});
+  job.pass(1);
+  Job::fail(job[1], {2, exited(2), "config optim.lr: too much"});
+  job.pass(1);
+  EXPECT_EQ(job[0].left->exit_code, 2);
+  EXPECT_EQ(job[0].left->sentence, "optim.lr: too much");
+}
+
+TEST(Round, GoesOnWithoutANodeThatVanished) {
+  Job job(3);
+  job.pass(1);
+  job[0].alive = false;
+  Job::fail(job[1], {2, exited(1), ""});  // whatever the others' ranks say of it
+  job.pass(7);
+  EXPECT_EQ(job.round().phase, Phase::Running);
+  EXPECT_THAT(job.members(), ElementsAre("n1", "n2"));
+  EXPECT_EQ(job.round().restarts, 0);
+  EXPECT_EQ(job.round().reason, "node n0 (10.0.0.0, ranks 0-1) vanished: no sign of life for 5 s");
+  EXPECT_THAT(job[1].started, ElementsAre(1, 2));
+}
+
+TEST(Round, HearsSoonerOfAnAgentThatIsGone) {
+  Job job(3);
+  job.proven_gone = true;
+  job.pass(1);
+  job[2].alive = false;
+  job.pass(2.5);
+  EXPECT_THAT(job.members(), ElementsAre("n0", "n1"));
+  EXPECT_THAT(job.round().reason, HasSubstr("its agent is gone"));
+}
+
+TEST(Round, EndsWhereTooFewAreLeft) {
+  Job job(3, {.min_nodes = 3, .max_nodes = 3, .max_restarts = 9});
+  job.pass(1);
+  job[2].alive = false;
+  job.pass(7);
+  EXPECT_EQ(job[0].left->exit_code, 1);
+  EXPECT_EQ(job[0].left->sentence, "node n2 (10.0.0.2, ranks 4-5) vanished: no sign of life for 5 s; 2 nodes left, --nnodes = 3:3 asks for at least 3");
+}
+
+TEST(Round, AMinorityEndsUnlessTheOthersAreGone) {
+  for (const bool proven : {false, true}) {
+    Job job(3);
+    job.proven_gone = proven;
+    job.pass(1);
+    job[1].alive = job[2].alive = false;
+    job.pass(7);
+    EXPECT_EQ(job.round().phase, proven ? Phase::Running : Phase::Finished);
+    if (!proven) EXPECT_THAT(job[0].left->sentence, HasSubstr("1 node of 3 cannot tell whether the others go on without it"));
+  }
+}
+
+TEST(Round, TakesANodeInAtARestart) {
+  Job job(2);
+  job.pass(4);
+  ASSERT_THAT(job.members(), ElementsAre("n0", "n1"));
+  job.add();
+  job.pass(2);
+  EXPECT_THAT(job.members(), ElementsAre("n0", "n1", "n2"));
+  EXPECT_EQ(job.round().number, 2);
+  EXPECT_EQ(job.round().restarts, 0);
+  job.add();  // one more than MAX waits for a place
+  job.pass(2);
+  EXPECT_EQ(job.round().number, 2);
+  EXPECT_EQ(job.round().waiting.size(), 1u);
+  job[1].alive = false;
+  job.pass(7);
+  EXPECT_THAT(job.members(), ElementsAre("n0", "n2", "n3"));
+}
+
+TEST(Round, ANodeThatComesWhenRanksAreDoneChangesNothing) {
+  Job job(2);
+  job.pass(4);
+  Job::finish(job[0]);
+  job.pass(0.5);
+  job.add();
+  job.pass(1);
+  EXPECT_EQ(job.round().number, 1);
+  Job::finish(job[1]);
+  job.pass(1);
+  EXPECT_EQ(job[2].left->exit_code, 0);
+}
+
+TEST(Round, AnInterruptEndsAllWithoutARestart) {
+  for (const bool obedient : {true, false}) {
+    Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 5});
+    job.obedient = obedient;
+    job.pass(1);
+    job[1].self.interrupted = SIGTERM;
+    job.pass(1);
+    for (const auto& agent : job.agents) {
+      ASSERT_TRUE(agent->left);
+      EXPECT_EQ(agent->left->exit_code, obedient ? 0 : 1);
+      EXPECT_EQ(agent->left->sentence, obedient ? "" : "interrupted by SIGTERM (terminated); all ranks have ended");
+    }
+  }
+}
+
+TEST(Round, ALeaderThatVanishesWhileNodesJoinIsReplaced) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 3});
+  job.pass(1);
+  job[0].alive = false;
+  job.pass(6);
+  EXPECT_EQ(job.round().phase, Phase::Joining);
+  job.add();
+  job.pass(4);
+  EXPECT_THAT(job.members(), ElementsAre("n1", "n2"));
+}
+
+TEST(Round, SaysHowManyCame) {
+  Job job(1, {.min_nodes = 2, .max_nodes = 2, .join_timeout_s = 4});
+  job.pass(5);
+  EXPECT_EQ(job[0].left->exit_code, 1);
+  EXPECT_THAT(job[0].left->sentence, HasSubstr("1 node came to address h, port 1 within 4 s, --nnodes = 2:2 asks for at least 2"));
+}
+
+TEST(Round, RefusesAgentsThatDisagree) {
+  Round round{.nnodes = "2:2", .nodes = {{.id = "other", .order = 0}}};
+  Self self;
+  self.node.id = "me";
+  EXPECT_EQ(decide(round, {}, self, {.min_nodes = 1, .max_nodes = 2}).exit_code, 2);
+  self.node.order = 0;
+  const Step step = decide(round, {}, self, {.min_nodes = 2, .max_nodes = 2});
+  EXPECT_EQ(step.exit_code, 2);
+  EXPECT_THAT(step.sentence, HasSubstr("--node-rank = 0: node other has it already"));
+}
+
+TEST(Round, StaticNodesKeepTheirOrder) {
+  Job job(0, {.min_nodes = 3, .max_nodes = 3});
+  for (const int order : {2, 0, 1}) job.add().self.node.order = order;
+  job.pass(1);
+  EXPECT_THAT(job.members(), ElementsAre("n1", "n2", "n0"));
+}
+
+TEST(Round, AFinishedJobOfThatNameIsNotOurs) {
+  Round round{.phase = Phase::Finished, .nnodes = "1:1", .exit_code = 0};
+  Self self;
+  EXPECT_EQ(decide(round, {}, self, {}).act, Step::Act::Wait);
+  self.waited_s = 601;
+  EXPECT_EQ(decide(round, {}, self, {}).exit_code, 1);
+}
+
+/// Whatever happens in whatever order: a round's workers are started once by each of its members, and in the end all agents that live agree.
+TEST(Round, HoldsTogetherUnderRandomFaults) {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    std::mt19937 random(seed);
+    Job job(3, {.min_nodes = 1, .max_nodes = 4, .max_restarts = 100});
+    job.proven_gone = true;
+    job.pass(4);
+    for (int event = 0; event < 6; ++event) {
+      auto& agent = job[random() % job.agents.size()];
+      const bool could_die = agent.alive && std::ranges::count_if(job.agents, [](const auto& a) { return a->alive; }) > 1;
+      switch (random() % 3) {
+        case 0:
+          if (could_die) agent.alive = false;
+          break;
+        case 1:
+          job.add(1);
+          break;
+        default:
+          if (agent.self.record.running) Job::fail(agent, {0, exited(3), ""});
+      }
+      job.pass(static_cast<double>(random() % 30) / 10);
+    }
+    job.pass(8);
+    ASSERT_EQ(job.round().phase, Phase::Running) << seed;
+    for (const auto& agent : job.agents) {
+      EXPECT_TRUE(std::ranges::adjacent_find(agent->started, std::greater_equal<>()) == agent->started.end()) << seed;
+      if (!agent->alive) continue;
+      EXPECT_EQ(agent->view->round, job.round()) << seed;
+      const bool member = place_of(job.round(), agent->self.node.id).has_value();
+      EXPECT_EQ(agent->self.record.running && agent->self.record.round == job.round().number, member) << seed;
+    }
+    for (const auto& agent : job.agents) {
+      if (agent->alive && agent->self.record.running) Job::finish(*agent);
+    }
+    job.pass(1);
+    for (const auto& agent : job.agents) {
+      if (agent->alive) EXPECT_TRUE(agent->left && agent->left->exit_code == 0) << seed;
+    }
+  }
+}
+
+TEST(Board, BlamesNobodyForItsOwnPause) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2});
+  job.pass(1);
+  job[1].alive = false;  // stopped
+  job.pass(4);
+  job[1].alive = true;
+  job.pass(2);
+  EXPECT_EQ(job.round().number, 1);
+}
+
+TEST(Board, OnlyOneOfTwoProposalsIsTaken) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Board a(store, "p/", "a", {}), b(store, "p/", "b", {});
+  const Round seen = a.exchange({}, std::nullopt, {}).round;
+  Round first = seen, second = seen;
+  first.number = 1;
+  second.number = 2;
+  EXPECT_EQ(a.exchange({}, Proposal{seen, first}, {}).round.number, 1);
+  EXPECT_EQ(b.exchange({}, Proposal{seen, second}, {}).round.number, 1);
+}
+
+}  // namespace
+}  // namespace tessera::launch

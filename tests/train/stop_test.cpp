@@ -1,0 +1,51 @@
+#include "tessera/train/stop.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+TEST(StopSignals, KeepTheFirst) {
+  EXPECT_EQ(StopSignals().received(), 0);
+  const StopSignals signals{SIGTERM, SIGINT};
+  ::raise(SIGINT);
+  EXPECT_EQ(signals.received(), SIGINT);
+  ::raise(SIGTERM);
+  EXPECT_EQ(signals.received(), SIGINT);
+}
+
+TEST(StopSignals, StartAnewAndRestoreWhatWasThere) {
+  struct sigaction before{}, after{};
+  ::sigaction(SIGTERM, nullptr, &before);
+  {
+    const StopSignals signals;
+    ::raise(SIGTERM);
+    EXPECT_EQ(signals.received(), SIGTERM);
+  }
+  ::sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
+  const StopSignals again;
+  EXPECT_EQ(again.received(), 0);
+  EXPECT_THROW(StopSignals(), InternalError);
+}
+
+TEST(StopSignals, TheSecondEndsTheProcess) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const StopSignals signals;
+    ::raise(SIGTERM);
+    if (signals.received() != SIGTERM) ::_exit(3);
+    ::raise(SIGTERM);
+    ::_exit(4);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM) << status;
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,134 @@
+#include "tessera/train/trainer.h"
+
+#include <gmock/gmock.h>
+#include <signal.h>
+
+#include "tessera/comm/decorators/inject.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::MatchesRegex;
+
+/// What rank 0 is told.
+struct Heard {
+  std::vector<StepResult> steps;
+  RunEnd end;
+};
+
+class Listener : public Observer {
+ public:
+  explicit Listener(Heard& heard) : heard_(heard) {}
+  void after_step(const StepResult& result) override { heard_.steps.push_back(result); }
+  void on_end(const RunEnd& end) override { heard_.end = end; }
+
+ private:
+  Heard& heard_;
+};
+
+class TrainerTest : public testing::TrainFixture {
+ protected:
+  /// Trains ranks as threads. `stop` is asked by each rank after each step, with the number of times it has been asked.
+  Heard run(const Config& config, int world, const std::function<int(int rank, int asked)>& stop = {}, const std::string& faults = "") {
+    Heard heard;
+    std::vector<std::shared_ptr<comm::Decorator>> injected;
+    for (int rank = 0; rank < world; ++rank) injected.push_back(std::make_shared<comm::Decorator>(comm::fault_injection(comm::parse_faults(faults), rank, 0)));
+    const comm::Decorator inject = [injected](c10::intrusive_ptr<c10d::Backend> inner, const comm::GroupInfo& group) {
+      return (*injected[static_cast<size_t>(group.ranks.empty() ? group.rank : group.ranks[static_cast<size_t>(group.rank)])])(std::move(inner), group);
+    };
+    comm::run_ranks(world,
+                    [&](comm::World& ranks) {
+                      validate(config, ranks.size());
+                      Trainer trainer(config, ranks, open_inputs(config));
+                      trainer.add_observer(std::make_unique<Listener>(heard));
+                      if (stop) trainer.stop_when([&, rank = ranks.rank(), asked = 0]() mutable { return stop(rank, ++asked); });
+                      trainer.run();
+                    },
+                    {.decorators = {inject}});
+    return heard;
+  }
+
+  std::vector<std::string> checkpoints() const {
+    std::vector<std::string> names;
+    if (std::filesystem::exists(folder_ / "saved"))
+      for (const auto& entry : std::filesystem::directory_iterator(folder_ / "saved")) names.push_back(entry.path().filename().string());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  std::string saved() const { return "checkpoint.dir=" + (folder_ / "saved").string(); }
+};
+
+TEST_F(TrainerTest, OneRankIsEnoughToStopAllAfterTheSameStep) {
+  for (const int world : {1, 2, 3}) {
+    std::filesystem::remove_all(folder_ / "saved");
+    const int asking = world - 1;
+    const auto whole = run(config("llama"), world);
+    const auto part = run(config("llama", {saved()}), world, [&](int rank, int asked) { return rank == asking && asked >= 3 ? SIGTERM : 0; });
+    EXPECT_EQ(part.steps.size(), 3);
+    EXPECT_EQ(part.end.step, 3);
+    EXPECT_FALSE(part.end.finished);
+    EXPECT_EQ(part.end.reason, "rank " + std::to_string(asking) + " got SIGTERM; saved to " + (folder_ / "saved").string());
+    EXPECT_THAT(checkpoints(), ElementsAre("step-00000003"));
+
+    const auto rest = run(config("llama", {saved(), "checkpoint.resume=latest"}), world);
+    EXPECT_TRUE(rest.end.finished);
+    ASSERT_EQ(rest.steps.size(), 3);
+    for (size_t i = 0; i < 6; ++i) {
+      const auto& step = i < 3 ? part.steps[i] : rest.steps[i - 3];
+      EXPECT_EQ(step.loss, whole.steps[i].loss) << world << " ranks, step " << i + 1;
+      EXPECT_EQ(step.grad_norm, whole.steps[i].grad_norm) << world << " ranks, step " << i + 1;
+    }
+  }
+}
+
+TEST_F(TrainerTest, NamesTheFirstOfTheRanksThatWishToStopAndSaysWhatIsLost) {
+  const auto heard = run(config("mlp"), 3, [](int rank, int asked) { return rank == 0 ? 0 : asked >= 2 ? SIGINT : 0; });
+  EXPECT_EQ(heard.end.reason, "rank 1 got SIGINT; nothing was saved, as there is no checkpoint.dir");
+  EXPECT_EQ(heard.end.step, 2);
+  EXPECT_THAT(checkpoints(), IsEmpty());
+}
+
+TEST_F(TrainerTest, AWishDuringTheLastStepFinishesTheRun) {
+  const auto heard = run(config("mlp", {saved()}), 2, [](int, int asked) { return asked == 6 ? SIGTERM : 0; });
+  EXPECT_TRUE(heard.end.finished);
+  EXPECT_THAT(heard.end.reason, IsEmpty());
+  EXPECT_THAT(checkpoints(), ElementsAre("step-00000006"));
+}
+
+TEST_F(TrainerTest, AStepThatIsDueAnywayIsSavedOnce) {
+  const auto heard = run(config("mlp", {saved(), "checkpoint.every=2"}), 2, [](int, int asked) { return asked == 4 ? SIGTERM : 0; });
+  EXPECT_EQ(heard.end.step, 4);
+  EXPECT_THAT(checkpoints(), ElementsAre("step-00000002", "step-00000004"));
+}
+
+TEST_F(TrainerTest, ARankThatComputesLongerIsNamedOnce) {
+  ::testing::internal::CaptureStderr();
+  const auto heard = run(config("mlp", {"run.steps=15"}), 3, {}, "rank=2,op=all_reduce,count=1+,do=delay:20ms");
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  char host[64] = {};
+  ::gethostname(host, sizeof host - 1);
+  EXPECT_THAT(log, ::testing::ContainsRegex("rank 2 computes [0-9]+% slower than the median of 3 ranks over the last 10 steps \\([0-9.]+ m?s against "));
+  EXPECT_THAT(log, HasSubstr(std::string("; its host is ") + host));
+  EXPECT_EQ(log.find("slower"), log.rfind("slower")) << log;
+  for (size_t i = 2; i < heard.steps.size(); ++i) {
+    const auto& extras = heard.steps[i].extras;
+    EXPECT_EQ(extras.at("slowest_rank"), 2);
+    EXPECT_GT(extras.at("slowest_ratio"), 1.2);
+    EXPECT_LT(extras.at("compute_s"), heard.steps[i].step_s);
+    EXPECT_GE(extras.at("wait_s"), 0.005) << "the others wait for it";
+  }
+}
+
+TEST_F(TrainerTest, NobodyIsNamedWhereItIsOff) {
+  ::testing::internal::CaptureStderr();
+  run(config("mlp", {"run.steps=12", "log.straggler_ratio=0"}), 2, {}, "rank=1,op=all_reduce,count=1+,do=delay:10ms");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr().find("slower"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera
