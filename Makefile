@@ -2,7 +2,7 @@
 PRESET ?= release
 BUILD := build/$(PRESET)
 
-.PHONY: build demo test bench parity asan format clean
+.PHONY: build demo test bench parity soak asan format clean
 
 build/torch_dir: tools/setup
 	@tools/setup
@@ -27,6 +27,10 @@ asan:
 
 parity: build
 	@tools/parity
+
+# Hundreds of kills: about 10 minutes. The tests do ten.
+soak: build
+	@tools/soak
 
 bench: build
 	@tools/bench

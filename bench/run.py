@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+import compression
+from communication import CommunicationReport
 from comparisons import QUICK_SETTINGS, SETTINGS, Setting
 from report import Report, table
 from sides import ROOT, Peer, SideFailed, Tessera, progress
@@ -24,7 +26,12 @@ from sides import ROOT, Peer, SideFailed, Tessera, progress
 sys.path.insert(0, str(ROOT / "bench" / "peers"))
 from recipe import read_recipe  # noqa: E402
 
+COMMUNICATION, COMPRESSION = "communication", "compression"  # what --only calls the sections beside the settings
 TEXT_BYTES = 200_000  # more than the windows of any run here, so that no step sees a text again
+
+
+def wanted(name: str, only: str | None) -> bool:
+    return not only or only in name
 
 
 def write_text(path: Path) -> None:
@@ -106,23 +113,35 @@ def main() -> int:
     if not options.binary.exists():
         print(f"bench: {options.binary} does not exist; run `make build` first", file=sys.stderr)
         return 2
-    settings = [s for s in (QUICK_SETTINGS if options.quick else SETTINGS) if not options.only or options.only in s.name]
-    if not settings:
-        print(f"bench: --only {options.only!r} names no setting; there are: {', '.join(s.name for s in SETTINGS)}", file=sys.stderr)
+    settings = [s for s in (QUICK_SETTINGS if options.quick else SETTINGS) if wanted(s.name, options.only)]
+    names = [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION]
+    if not any(wanted(name, options.only) for name in names):
+        print(f"bench: --only {options.only!r} names no setting; there are: {', '.join(names)}", file=sys.stderr)
         return 2
 
     out = ROOT / "build" / "bench"
     write_text(out / "text.txt")
     start = time.monotonic()
     report = Report(machine())
+    sections = []
     try:
         for setting in settings:
             measure(setting, options.binary, out / setting.name.replace(" ", "_"), report, start)
+        if settings:
+            sections.append(report.markdown())
+        if wanted(COMMUNICATION, options.only):
+            communication = CommunicationReport()
+            communication.run(options.binary, options.quick, start)
+            sections.append(communication.markdown())
+            report.missed += communication.missed
+            report.raw.append({"setting": COMMUNICATION, "times_us": communication.times})
+        if wanted(COMPRESSION, options.only) and not options.quick:
+            sections.append(compression.measure(options.binary, out, steps=2, turns=2, start=start))
         parts = "" if options.no_parts else micro_benchmarks(options.binary)
     except SideFailed as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 1
-    markdown = report.markdown() + ("\n\n" + parts if parts else "") + "\n"
+    markdown = "\n\n".join([report.machine, *sections, *([parts] if parts else [])]) + "\n"
     print(markdown)
     (out / "results.md").write_text(markdown)
     (out / "results.json").write_text(json.dumps({"machine": report.machine, "settings": report.raw}, indent=1))

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from bound import measure_bound
 from llama import LOSSES, LlamaLoss
 from memory import live_bytes, optimizer_tensors, peak_bytes, resident_bytes
+from ranks import free_port
 from recipe import Windows, read_recipe
 
 
@@ -109,12 +109,6 @@ def serve(trainer: Trainer) -> None:
             dist.all_gather_object(answers, mine)
         if trainer.rank == 0:
             print(json.dumps(slowest(answers)), flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main() -> None:

@@ -1,0 +1,62 @@
+// What the flight record adds to a collective: writing the entry and its end, and the decorator around an engine that does nothing.
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
+#include <ATen/ATen.h>
+#include <benchmark/benchmark.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/decorators/flight_record.h"
+#include "tessera/comm/flight_record/flight_record.h"
+
+namespace tessera::comm {
+namespace {
+
+const GroupInfo kWorld{.name = "world", .rank = 0, .size = 2};
+const Environment kRank{.rank = 0, .size = 2};
+
+struct Folder {
+  Folder() : path((std::filesystem::temp_directory_path() / "tessera_flight_XXXXXX").string()) { path = mkdtemp(path.data()); }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::string path;
+};
+
+class Idle : public DecoratedBackend {
+ public:
+  Idle() : DecoratedBackend(kWorld, {}) {}
+
+ protected:
+  Work call(const Call&, const Forward&) override { return done_; }
+
+ private:
+  Work done_ = completed_work();
+};
+
+void enter_and_complete(benchmark::State& state) {
+  const Folder folder;
+  FlightRecord record(folder.path, kRank);
+  const auto group = record.add_group(kWorld).value();
+  const std::vector<int64_t> shape{32, 768};
+  for (auto _ : state) {
+    const auto number =
+        record.enter(group, {.op = "all_reduce", .shape = shape, .dtype = at::kFloat, .reduction = "sum", .bytes = 98304, .site = "layers.17.mlp"});
+    record.mark(number, flight::State::Completed);
+  }
+}
+BENCHMARK(enter_and_complete)->Name("flight_record/enter_and_complete");
+
+void call_engine(benchmark::State& state, bool recorded) {
+  const Folder folder;
+  c10::intrusive_ptr<c10d::Backend> engine = c10::make_intrusive<Idle>();
+  if (recorded) engine = flight_recording(folder.path, kRank)(engine, kWorld);
+  std::vector<at::Tensor> tensors{at::zeros({32, 768})};
+  const CallSite site("layers.17.mlp");
+  for (auto _ : state) benchmark::DoNotOptimize(engine->allreduce(tensors));
+}
+BENCHMARK_CAPTURE(call_engine, without, false)->Name("flight_record/all_reduce/without");
+BENCHMARK_CAPTURE(call_engine, with, true)->Name("flight_record/all_reduce/with");
+
+}  // namespace
+}  // namespace tessera::comm

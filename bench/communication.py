@@ -1,0 +1,130 @@
+"""All-reduce inside this host: ours through shared memory beside Open MPI, Gloo as PyTorch calls it, and the bound of the memory; in turns within one run."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import against_goal, table
+from sides import ROOT, SideFailed, progress
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4 * KIB, MIB, 16 * MIB, 128 * MIB)  # of two ranks
+QUICK_SIZES = (4 * KIB, MIB)
+CROWD_SIZES = (4 * KIB,)  # of more ranks than cores
+OURS, OURS_SHARED, MPI, GLOO, BOUND = "shm", "shm, shared buffers", "Open MPI", "Gloo", "read-add-write"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio of times that has to be kept, or, without a peer, a time in microseconds."""
+
+    side: str
+    peer: str | None
+    ranks_per_core: int  # 1: two ranks; 2: twice as many as cores
+    size: int
+    most: float
+
+    def text(self) -> str:
+        return f"{self.side} {size_name(self.size)}" + (f" / {self.peer}" if self.peer else ", ms")
+
+
+GOALS = (
+    Goal(OURS, MPI, 1, 4 * KIB, 2.0),
+    Goal(OURS, MPI, 1, MIB, 1.0),
+    Goal(OURS, None, 1, 128 * MIB, 20_000),
+    Goal(OURS_SHARED, None, 1, 128 * MIB, 15_000),
+    Goal(OURS, GLOO, 2, 4 * KIB, 0.1),
+)
+
+
+def size_name(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def commands(binary: Path, ranks: int, sizes: tuple[int, ...], seconds: float) -> dict[str, list[str]]:
+    """How each side is asked for its rows. Sides whose program is not built or installed are left out."""
+    bytes_flag, seconds_flag = ["--bytes", ",".join(map(str, sizes))], ["--seconds", str(seconds)]
+    ours = [str(binary), "bench", "comm", "--op", "all_reduce", "--backend", "shm", "--nproc", str(ranks), "--json", *bytes_flag, *seconds_flag]
+    sides = {OURS: ours, OURS_SHARED: [*ours, "--buffer", "shared"]}
+    mpi = binary.parent / "tessera_peer_mpi"
+    if mpi.exists() and shutil.which("mpirun"):
+        sides[MPI] = ["mpirun", "-n", str(ranks), "--oversubscribe", str(mpi), *bytes_flag, *seconds_flag]
+    sides[GLOO] = [str(ROOT / "tools" / "python"), str(ROOT / "bench" / "peers" / "gloo_all_reduce.py"), "--ranks", str(ranks), *bytes_flag, *seconds_flag]
+    bound = binary.parent / "tessera_memory_bound"
+    if bound.exists():
+        sides[BOUND] = [str(bound), "--threads", str(ranks), *bytes_flag, *seconds_flag]
+    return sides
+
+
+def rows_of(command: list[str]) -> dict[int, float]:
+    """Microseconds by size."""
+    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | allow_root, timeout=600)
+    if run.returncode != 0:
+        raise SideFailed(f"{' '.join(command)}\nended with {run.returncode}:\n{run.stderr[-2000:]}")
+    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return {row["bytes"]: row["time_us"] for row in rows}
+
+
+def measure(binary: Path, ranks: int, sizes: tuple[int, ...], seconds: float, turns: int, start: float) -> dict[str, dict[int, float]]:
+    """Side -> size -> microseconds: the median over turns of the sides one after the other."""
+    sides = commands(binary, ranks, sizes, seconds)
+    seen: dict[str, list[dict[int, float]]] = {name: [] for name in sides}
+    for turn in range(turns):
+        progress(f"all-reduce of {ranks} ranks: turn {turn + 1} of {turns}", start)
+        for name, command in sides.items():
+            seen[name].append(rows_of(command))
+    return {name: {size: statistics.median(turn[size] for turn in all_turns) for size in sizes} for name, all_turns in seen.items()}
+
+
+def microseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.{2 if value < 100 else 0}f}"
+
+
+class CommunicationReport:
+    def __init__(self):
+        self.times: dict[int, dict[str, dict[int, float]]] = {}
+        self.missed: list[str] = []
+
+    def run(self, binary: Path, quick: bool, start: float) -> None:
+        turns, seconds = (2, 0.2) if quick else (3, 0.5)
+        self.times[2] = measure(binary, 2, QUICK_SIZES if quick else SIZES, seconds, turns, start)
+        crowd = max(4, 2 * len(os.sched_getaffinity(0)))
+        self.times[crowd] = measure(binary, crowd, CROWD_SIZES, seconds, turns, start)
+
+    def goal_rows(self) -> list[list[str]]:
+        rows = []
+        crowd = max(self.times)
+        for goal in GOALS:
+            times = self.times[2 if goal.ranks_per_core == 1 else crowd]
+            ours, peer = times[goal.side].get(goal.size), times.get(goal.peer, {}).get(goal.size) if goal.peer else 1.0
+            if ours is None or peer is None:
+                continue  # not measured in this run
+            ratio, most = (ours / peer, goal.most) if goal.peer else (ours / 1000, goal.most / 1000)
+            rows.append([goal.text(), str(2 if goal.ranks_per_core == 1 else crowd), against_goal(ratio, most, smaller_is_better=True)])
+            if ratio > most:
+                self.missed.append(f"{goal.text()}: {ratio:.2f}, goal {most:g}")
+        return rows
+
+    def markdown(self) -> str:
+        sides = [OURS, OURS_SHARED, MPI, GLOO, BOUND]
+        rows = []
+        for ranks, times in self.times.items():
+            for size in sorted({size for by_size in times.values() for size in by_size}):
+                found = [times.get(side, {}).get(size) for side in sides]
+                share = f"{100 * found[-1] / found[1]:.0f}%" if found[-1] else "-"
+                rows.append([size_name(size), str(ranks), *map(microseconds, found), share])
+        self.missed.clear()
+        goals = self.goal_rows()
+        return "\n\n".join(
+            [
+                "**All-reduce** in this host, fp32, microseconds: the median of each turn, and of the turns. The bound is a plain parallel read-add-write of "
+                "the same bytes in as many threads; the share is its time over that of shared buffers.",
+                table(["bytes", "ranks", *sides, "of bound"], rows),
+                table(["goal", "ranks", "value (goal)"], goals),
+            ]
+        )

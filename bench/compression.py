@@ -1,0 +1,47 @@
+"""What gradient compression saves and costs: bytes and time per step of data-parallel training, for each comm.compression, in turns."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from report import mebibytes, milliseconds, table
+from sides import ROOT, SideFailed, Tessera, progress
+
+KINDS = ("none", "bf16", "fp16", "powersgd")
+RECIPE = ROOT / "recipes" / "bench_vocab.toml"
+RANKS = 2
+
+
+def settings(kind: str) -> list[str]:
+    """Compressed from the first step on: a warm-up of plain steps would be measured instead."""
+    return [f"comm.compression={kind}"] + (["comm.powersgd_start=0"] if kind == "powersgd" else [])
+
+
+def sent_bytes(binary: Path, kind: str) -> int:
+    """What a rank sends in a step, from a dry run of that step."""
+    flags = [flag for setting in settings(kind) for flag in ("--set", setting)]
+    command = [str(binary), "plan", str(RECIPE), "--world", str(RANKS), "--json", *flags]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise SideFailed(f"{' '.join(command)}\nended with {run.returncode}:\n{run.stderr[-2000:]}")
+    return sum(entry["sent_bytes"] for entry in json.loads(run.stdout)["ranks"][0]["collectives"])
+
+
+def measure(binary: Path, scratch: Path, steps: int, turns: int, start: float) -> str:
+    """The section as markdown."""
+    sides = {kind: Tessera(binary, RECIPE, settings(kind), RANKS, scratch / f"compression_{kind}") for kind in KINDS}
+    for turn in range(turns):
+        progress(f"gradient compression: turn {turn + 1} of {turns}", start)
+        for side in sides.values():
+            side.steps(steps)
+    rows = []
+    for kind, side in sides.items():
+        measured = side.finish()
+        rows.append([kind, mebibytes(sent_bytes(binary, kind)), milliseconds(measured.median_s), milliseconds(measured.exposed_comm_s)])
+    return "\n\n".join(
+        [
+            f"**Gradient compression** (`comm.compression`): vocab fp32 on {RANKS} ranks. Sent by a rank in a step, as its dry run counts it; step and exposed "
+            "communication as measured. Inside one host bytes are cheap, so this shows the cost; between hosts the bytes count.",
+            table(["compression", "sent, MiB", "step, ms", "exposed, ms"], rows),
+        ]
+    )
