@@ -130,6 +130,7 @@ class Soak:
         self.recipe.write_text(RECIPE.format(steps=self.steps))
         self.deadline = time.monotonic() + 120 + 15 * kills
         self.done = 0  # kills
+        self.seen = set()  # process ids of ranks
 
     def check(self, condition, text, job):
         if not condition:
@@ -168,11 +169,12 @@ class Soak:
     def strike(self, victim, job):
         """Returns the process ids that have to be gone before the next attempt."""
         pids = sorted(job.ranks().values())
+        self.seen.update(pids)
         try:
-            os.kill(job.launcher.pid if victim == "launcher" else self.draw.choice(pids), signal.SIGKILL)
+            os.kill(self.draw.choice(pids) if victim == "rank" and pids else job.launcher.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # it has just ended by itself
-        if victim == "launcher":
+        if victim == "launcher" or not pids:
             job.launcher.wait()
             job.start()
         return pids
@@ -215,6 +217,8 @@ class Soak:
         for name, content in want.items():
             self.check(got[name] == content, f"{name} of {final} differs from the undisturbed run's", job)
         self.check(not job.saving(), "a half-written checkpoint is left", job)
+        orphans = [pid for pid in self.seen if rank_of(pid) is not None and alive(pid)]
+        self.check(not orphans, f"processes {orphans} are left", job)
 
     def run(self):
         """The undisturbed job and the other, after all kills and comparisons."""
