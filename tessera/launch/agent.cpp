@@ -27,6 +27,9 @@ using Act = Step::Act;
 Clock::duration duration(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
 std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(std::lround(seconds * 1000)); }
 
+/// Connecting takes a few seconds for each node that does not answer; requests in between may never end.
+constexpr double most_s_to_connect = 30;
+
 /// Time that passed while we ran: a pause of ours (SIGSTOP, a suspended machine) is no silence of others.
 class PatientClock {
  public:
@@ -69,8 +72,9 @@ class Agent {
   void connect() {
     link_.reset();
     link_ = std::make_unique<Link>([rendezvous = rendezvous_] { return rendezvous->connect(); }, self_.record, milliseconds(options_.heartbeat_s), wake_);
-    exchanges_ = 0;
+    exchanges_ = tries_ = 0;
     view_.reset();
+    stuck_.restart();
   }
 
   /// Our own ranks at once; the others hear of it from the next proposal.
@@ -106,13 +110,15 @@ class Agent {
   void look_at_link() {
     silence_.tick();
     waited_.tick();
+    stuck_.tick();
     Link::Seen seen = link_->look();
     problem_ = std::move(seen.problem);
     told_ = seen.current;
+    connecting_ = seen.connecting;
+    if (seen.tries != std::exchange(tries_, seen.tries)) stuck_.restart();
     if (seen.exchanges == exchanges_) return;
     exchanges_ = seen.exchanges;
     silence_.restart();
-    tries_ = 0;
     view_ = std::move(seen.view);
     self_.node = rendezvous_->node();
     self_.unchanged_s = view_->unchanged_s;
@@ -166,17 +172,13 @@ class Agent {
     }
     if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
     // The line may be stuck in a request that nobody will answer.
-    if (silence_.elapsed_s() > (2 * tries_ + 1) * rules_.dead_after_s) {
-      ++tries_;
-      connect();
-    }
+    if (stuck_.elapsed_s() > (connecting_ ? most_s_to_connect : rules_.dead_after_s)) connect();
     return {};
   }
 
   std::string no_rendezvous() const {
     const char* how = told_number_ > 0 ? "lost the rendezvous at " : "no rendezvous at ";
-    return detail::concat(how, rules_.place, ": ", problem_, "; waited ",
-                          std::lround(silence_.elapsed_s() * 10) / 10.0, " s");
+    return detail::concat(how, rules_.place, ": ", problem_, "; waited ", std::lround(silence_.elapsed_s() * 10) / 10.0, " s");
   }
 
   void execute(const Step& step) {
@@ -260,9 +262,10 @@ class Agent {
   int64_t exchanges_ = 0, proposed_at_ = -1, told_number_ = 0;
   bool told_that_we_serve_ = false;
   bool told_ = false;  ///< the others can read our record
-  int tries_ = 0;
+  int64_t tries_ = 0;
+  bool connecting_ = true;
   std::string problem_{};
-  PatientClock silence_{}, waited_{};
+  PatientClock silence_{}, waited_{}, stuck_{};
   c10::intrusive_ptr<c10d::TCPStore> master_{};
   std::unique_ptr<Watch> watch_{};
   std::string record_folder_{};

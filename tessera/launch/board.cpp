@@ -1,5 +1,7 @@
 #include "tessera/launch/board.h"
 
+#include <algorithm>
+
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera::launch {
@@ -7,6 +9,9 @@ namespace {
 
 /// After which a node's host is asked whether its agent lives.
 constexpr double suspicious_s = 1.5;
+
+/// For a node to find its way to a store that took over.
+constexpr double arrival_s = 8;
 
 double seconds(Board::Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -47,10 +52,12 @@ void Board::read_peers(View& view, Clock::time_point now) {
   for (size_t i = 0; i < others.size(); ++i) {
     Peer& peer = view.peers[others[i]->id];
     Pulse& pulse = pulses_[others[i]->id];
-    if (all_there || store_->check({keys[i]})) peer.record = read_record(store_->get_to_str(keys[i]));
+    const bool has_come = all_there || store_->check({keys[i]});
+    if (has_come) peer.record = read_record(store_->get_to_str(keys[i]));
     if (pulse.beat != peer.record.beat || !last_) pulse = {peer.record.beat, now};
-    peer.silent_s = seconds(now - pulse.changed);
-    if (!pulse.gone && peer.silent_s > suspicious_s && is_gone_) pulse.gone = is_gone_(*others[i]);
+    const double silent_s = seconds(now - pulse.changed);
+    peer.silent_s = has_come ? silent_s : std::max(0.0, silent_s - arrival_s);
+    if (!pulse.gone && silent_s > suspicious_s && is_gone_) pulse.gone = is_gone_(*others[i]);
     peer.gone = pulse.gone;
   }
 }

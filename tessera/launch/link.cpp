@@ -70,6 +70,7 @@ void Link::carry(const std::shared_ptr<Shared>& shared) {
   std::unique_lock lock(shared->mutex);
   while (shared->wake != nullptr) {
     shared->urgent = false;
+    shared->seen.connecting = !board;
     ++shared->record.beat;
     const Record record = shared->record;
     const std::optional<Proposal> proposal = std::exchange(shared->proposal, std::nullopt);
@@ -85,6 +86,7 @@ void Link::carry(const std::shared_ptr<Shared>& shared) {
     }
     lock.lock();
     shared->seen.problem = problem;
+    ++shared->seen.tries;
     shared->seen.current = view && !shared->urgent;
     if (view) {
       shared->seen.view = std::move(view);

@@ -23,6 +23,8 @@ class Link {
   struct Seen {
     std::optional<View> view{};  ///< of the last exchange that went through
     int64_t exchanges = 0;       ///< that went through
+    int64_t tries = 0;           ///< that came to an end
+    bool connecting = false;     ///< the present try has no board yet
     bool current = false;        ///< it wrote what was posted last
     std::string problem{};       ///< why the last try did not
   };

@@ -33,13 +33,14 @@ bool is_gone(const Node& node) { return node.spare_port != 0 && comm::probe({nod
 
 }  // namespace
 
-Rendezvous::Rendezvous(RendezvousOptions options) : options_(std::move(options)), place_(options_.endpoint.value_or(comm::Endpoint{"localhost", 0})) {
+Rendezvous::Rendezvous(RendezvousOptions options) : options_(std::move(options)) {
+  known_.place = options_.endpoint.value_or(comm::Endpoint{"localhost", 0});
   node_ = {.id = unique_id(), .address = options_.local_address, .nproc = options_.nproc, .order = options_.node_rank};
   if (!options_.endpoint) {
     node_.address = "127.0.0.1";
     alone_ = c10::make_intrusive<c10d::HashStore>();
   } else if (options_.rules.max_nodes > 1) {
-    spare_ = serve_store({comm::is_loopback(place_.host) ? place_.host : "0.0.0.0", 0});
+    spare_ = serve_store({comm::is_loopback(known_.place.host) ? known_.place.host : "0.0.0.0", 0});
     node_.spare_port = spare_->getPort();
   }
 }
@@ -51,7 +52,7 @@ Node Rendezvous::node() const {
 
 std::string Rendezvous::place() const {
   const std::lock_guard lock(mutex_);
-  return comm::describe(place_);
+  return comm::describe(known_.place);
 }
 
 bool Rendezvous::serves() const {
@@ -61,31 +62,41 @@ bool Rendezvous::serves() const {
 
 void Rendezvous::note(const Round& round) {
   const std::lock_guard lock(mutex_);
-  job_ = round;
+  known_.job = round;
+}
+
+Rendezvous::Known Rendezvous::begin_attempt() {
+  const std::lock_guard lock(mutex_);
+  ++known_.attempt;
+  return known_;
+}
+
+template <class Change>
+void Rendezvous::commit(const Known& known, Change&& change) {
+  const std::lock_guard lock(mutex_);
+  if (known.attempt != known_.attempt) throw CommError("another attempt to connect was faster");
+  change();
 }
 
 std::unique_ptr<Board> Rendezvous::connect() {
   Round initial{.nnodes = detail::concat(options_.rules.min_nodes, ':', options_.rules.max_nodes)};
   if (alone_) return board_on(alone_, initial);
-  std::unique_lock lock(mutex_);
-  const comm::Endpoint place = place_;
-  const bool again = met_ && (job_.phase == Phase::Running || job_.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew
-  if (again) initial = job_;
-  lock.unlock();
-  Store store = again ? meet_again(place) : first_meeting();
+  const Known known = begin_attempt();
+  const bool again = known.met && (known.job.phase == Phase::Running || known.job.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew
+  Store store = again ? meet_again(known) : first_meeting(known);
   const std::string server = store->get_to_str(key("server"));  // waits for it: whoever serves has just begun to
-  lock.lock();
-  met_ = true;
-  server_ = server;
-  lock.unlock();
-  return board_on(std::move(store), initial);
+  commit(known, [&] {
+    known_.met = true;
+    known_.server = server;
+  });
+  return board_on(std::move(store), again ? known.job : initial);
 }
 
 std::unique_ptr<Board> Rendezvous::board_on(Store store, const Round& initial) {
   return std::make_unique<Board>(std::move(store), key(""), node_.id, initial, is_gone);
 }
 
-Rendezvous::Store Rendezvous::first_meeting() {
+Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
   const comm::Endpoint& endpoint = *options_.endpoint;
   std::optional<bool> must_serve = options_.serves;
   if (!must_serve && options_.node_rank >= 0) must_serve = options_.node_rank == 0;
@@ -93,10 +104,11 @@ Rendezvous::Store Rendezvous::first_meeting() {
     if (c10::intrusive_ptr<c10d::TCPStore> store = serve_store(endpoint)) {
       c10d::Store& keys = *store;  // strings as values: its base's
       keys.set(key("server"), node_.id);
-      const std::lock_guard lock(mutex_);
-      served_ = store;
-      place_.port = store->getPort();
-      if (node_.address.empty()) node_.address = endpoint.host;
+      commit(known, [&] {
+        served_ = store;
+        known_.place.port = store->getPort();
+        if (node_.address.empty()) node_.address = endpoint.host;
+      });
       return store->clone();
     }
     if (must_serve) throw CommError("Address already in use");
@@ -104,47 +116,48 @@ Rendezvous::Store Rendezvous::first_meeting() {
   const comm::Probe probe = comm::probe(endpoint, patience);
   if (!probe.problem.empty()) throw CommError(probe.problem);
   Store store = join_store(endpoint, patience);
-  const std::lock_guard lock(mutex_);
-  if (node_.address.empty()) node_.address = probe.local_address;
+  commit(known, [&] {
+    if (node_.address.empty()) node_.address = probe.local_address;
+  });
   return store;
 }
 
-Rendezvous::Store Rendezvous::meet_again(const comm::Endpoint& lost) {
-  const comm::Probe probe = comm::probe(lost, patience);
+Rendezvous::Store Rendezvous::meet_again(const Known& known) {
+  const comm::Probe probe = comm::probe(known.place, patience);
   if (probe.problem.empty()) {
     try {
-      return join_store(lost, patience);
+      return join_store(known.place, patience);
     } catch (const std::exception&) {  // its process is stopped, or another one has the port
     }
   }
-  std::unique_lock lock(mutex_);
-  const Round job = job_;
-  const std::string server = server_;
-  lock.unlock();
-  return meet_at_spare(job, server, probe.refused);
+  return meet_at_spare(known, probe.refused);
 }
 
-Rendezvous::Store Rendezvous::meet_at_spare(const Round& job, const std::string& server, bool proven) {
-  for (const Node& node : job.nodes) {
-    if (node.id == server) continue;
-    if (node.id == node_.id) return take_over(job, server, proven);
+Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
+  for (const Node& node : known.job.nodes) {
+    if (node.id == known.server) continue;
+    if (node.id == node_.id) return take_over(known, proven);
     const comm::Endpoint spare{node.address, node.spare_port};
     const comm::Probe probe = comm::probe(spare, patience);
-    if (!probe.problem.empty()) {
+    Store store;
+    try {
+      if (probe.problem.empty()) store = join_store(spare, patience);
+    } catch (const std::exception&) {
+    }
+    if (!store) {
       proven = proven && probe.refused;  // it may have taken over where we do not reach it
       continue;
     }
-    Store store = join_store(spare, patience);
     store->set(key("came/" + node_.id), "");
     if (!store->check({key("round")})) throw CommError(detail::concat("node ", node.id, " has not taken over"));
-    const std::lock_guard lock(mutex_);
-    place_ = spare;
+    commit(known, [&] { known_.place = spare; });
     return store;
   }
   throw CommError("this node is no member, and no other one is left");
 }
 
-Rendezvous::Store Rendezvous::take_over(const Round& job, const std::string& server, bool proven) {
+Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
+  const Round& job = known.job;
   Store store = spare_->clone();
   const auto came = 1 + std::ranges::count_if(job.nodes, [&](const Node& node) { return node.id != node_.id && store->check({key("came/" + node.id)}); });
   const auto all = static_cast<int64_t>(job.nodes.size());
@@ -152,15 +165,17 @@ Rendezvous::Store Rendezvous::take_over(const Round& job, const std::string& ser
     throw CommError(detail::concat("its host does not answer, and ", came, " of ", all, " nodes cannot tell whether the others go on without them"));
   }
   Round next = job;
-  std::erase_if(next.nodes, [&](const Node& node) { return node.id == server; });
+  std::erase_if(next.nodes, [&](const Node& node) { return node.id == known.server; });
   next.phase = Phase::Stopping;
   next.cause = Cause::Lost;
-  next.reason = detail::concat("node ", server, ", which served the rendezvous, vanished");
+  next.quorum = proven ? 0 : static_cast<int>(all / 2 + 1);  // those who came may have gone back
+  next.reason = detail::concat("node ", known.server, ", which served the rendezvous, vanished");
+  commit(known, [&] {
+    spare_serves_ = true;
+    known_.place = {node_.address, node_.spare_port};
+  });
   store->set(key("server"), node_.id);
-  store->compareSet(key("round"), "", write_round(next));  // another thread of ours, left behind, may have been here before
-  const std::lock_guard lock(mutex_);
-  spare_serves_ = true;
-  place_ = {node_.address, node_.spare_port};
+  store->compareSet(key("round"), "", write_round(next));
   return store;
 }
 

@@ -54,20 +54,30 @@ class Rendezvous {
  private:
   using Store = c10::intrusive_ptr<c10d::Store>;
 
-  Store first_meeting();
-  Store meet_again(const comm::Endpoint& lost);
-  Store meet_at_spare(const Round& job, const std::string& server, bool proven);
-  Store take_over(const Round& job, const std::string& server, bool proven);
+  /// What was known when a try to connect began. Several may be under way, all but the last of them left behind: what those find out is dropped.
+  struct Known {
+    int64_t attempt = 0;
+    bool met = false;
+    comm::Endpoint place{};
+    std::string server{};
+    Round job{};
+  };
+  Known begin_attempt();
+  /// Changes what is known, unless a later attempt has begun.
+  template <class Change>
+  void commit(const Known& known, Change&& change);
+
+  Store first_meeting(const Known& known);
+  Store meet_again(const Known& known);
+  Store meet_at_spare(const Known& known, bool proven);
+  Store take_over(const Known& known, bool proven);
   std::unique_ptr<Board> board_on(Store store, const Round& initial);
   std::string key(const std::string& name) const { return "tessera/" + options_.run_id + "/" + name; }
 
   const RendezvousOptions options_;
   mutable std::mutex mutex_;  ///< of what follows; never held while the network is asked
   Node node_;
-  comm::Endpoint place_;
-  bool met_ = false;
-  std::string server_{};  ///< id of the node that serves the store
-  Round job_{};
+  Known known_{};
   Store alone_{};
   c10::intrusive_ptr<c10d::TCPStore> served_{}, spare_{};
   bool spare_serves_ = false;

@@ -247,6 +247,7 @@ class Look {
 
   /// Behind a cut link, more than half of the nodes, and at least MIN, meet again elsewhere (Rendezvous).
   bool may_go_on_without_us(const std::vector<Node>& missing) const {
+    if (static_cast<int>(round_.nodes.size() - missing.size()) < round_.quorum) return true;
     const bool proven = std::ranges::all_of(missing, [&](const Node& node) { return peers_.at(node.id).gone; });
     return !proven && 2 * missing.size() > round_.nodes.size() && static_cast<int>(missing.size()) >= rules_.min_nodes;
   }
@@ -282,6 +283,7 @@ class Look {
     next.master = self_.serving->second;
     next.cause = Cause::None;
     next.signal = 0;
+    next.quorum = 0;
     return propose(std::move(next));
   }
 

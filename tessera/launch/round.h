@@ -43,6 +43,7 @@ struct Round {
   std::vector<Node> nodes{};    ///< members; once it runs, in the order of their ranks
   std::vector<Node> waiting{};  ///< came later
   int restarts = 0;             ///< used up by failures
+  int quorum = 0;               ///< Stopping: members that must be left, where those that are not may go on elsewhere
   comm::Endpoint master{};      ///< the workers' store
   Cause cause = Cause::None;    ///< Stopping
   int signal = 0;               ///< Stopping, Interrupt: the signal to hand on

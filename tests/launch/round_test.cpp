@@ -269,6 +269,17 @@ TEST(Round, AMinorityEndsUnlessTheOthersAreGone) {
   }
 }
 
+TEST(Round, ATakeoverNeedsThoseWhoMadeItsMajority) {
+  for (const int left : {1, 2}) {
+    Round round{.phase = Phase::Stopping, .number = 1, .nnodes = "1:3", .nodes = {{.id = "me"}, {.id = "other"}}, .quorum = 2, .cause = Cause::Lost};
+    Self self{.node = {.id = "me"}, .record = {.round = 1}, .serving = std::pair<int64_t, comm::Endpoint>{2, {}}, .took_part = true};
+    const std::map<std::string, Peer> peers{{"other", {.record = {.round = 1}, .silent_s = left == 1 ? 9.0 : 0.0}}};
+    const Step step = decide(round, peers, self, {.min_nodes = 1, .max_nodes = 3});
+    EXPECT_EQ(step.proposal.phase, left == 1 ? Phase::Finished : Phase::Running);
+    EXPECT_EQ(step.proposal.quorum, left == 1 ? 2 : 0);
+  }
+}
+
 TEST(Round, TakesANodeInAtARestart) {
   Job job(2);
   job.pass(4);

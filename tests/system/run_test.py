@@ -53,7 +53,7 @@ class Agent:
 
     def __init__(self, folder, name, arguments, **extra):
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        env = environment(OMP_NUM_THREADS="1", PYTHON_EXEC=sys.executable, **extra)
+        env = environment(OMP_NUM_THREADS="1", PYTHON_EXEC=sys.executable, TMPDIR=str(folder), **extra)
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = subprocess.Popen([TESSERA, "run", *map(str, arguments)], stdout=out, stderr=err, env=env, start_new_session=True)
 
