@@ -149,7 +149,7 @@ class Netns(SystemTest):
         self.wait_for("step of two ranks", lambda: self.steps_done() >= 12)
         agents[1].kill_node()
         self.ends(agents[0], 1, 40)
-        self.assertRegex(agents[0].last_line(), r"(?s)nodes? .*(min|at least|needs|2)")
+        self.assertRegex(agents[0].last_line(), r"vanished.*1 node left, --nnodes = 2:2 asks for at least 2")
 
     def test_a_healed_node_is_taken_in_at_the_next_restart_point(self):
         first, second = self.use(2)
@@ -209,7 +209,9 @@ class Netns(SystemTest):
                                       capture_output=True, text=True, timeout=60, env=environment())
                 last = done.stderr.strip().splitlines()[-1]
                 self.assertIn(done.returncode, (1, 2), done.stderr)
-                self.assertIn(str(port), last)
+                for word in (endpoint.rpartition(":")[0].strip("[]"), str(port), "does not answer as a store does"):
+                    self.assertIn(word, last)
+                self.assertRegex(last, r"waited \d+(\.\d)? s")
 
 
 if __name__ == "__main__":

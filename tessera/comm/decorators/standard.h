@@ -17,7 +17,7 @@ struct DecoratorContext {
 
 /// What a world wraps around each group's engine, innermost first; this function alone knows the order:
 ///   algorithm       runs a collective as a plan of messages (comm.algorithm)
-///   check           compares what the ranks ask for (comm.check); its own messages go straight to the engine
+///   check           compares what the ranks ask for (comm.check); its notes take the same way as the calls that they are about
 ///   flight record   writes down what this rank enters and leaves
 ///   inject          faults; outside of the record, so that a rank that hangs has not entered
 ///   the caller's    WorldOptions::decorators
