@@ -121,7 +121,12 @@ struct World::State {
 
 WorldOptions world_options(const CommConfig& config) {
   const std::chrono::milliseconds timeout(std::llround(1000 * config.timeout_s));
-  return {.backend = config.backend, .interface = config.interface, .timeout = timeout, .algorithm = config.algorithm, .table = config.table, .check = config.check};
+  return {.backend = config.backend,
+          .interface = config.interface,
+          .timeout = timeout,
+          .algorithm = config.algorithm,
+          .table = config.table,
+          .check = config.check};
 }
 
 World::World(std::shared_ptr<State> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {

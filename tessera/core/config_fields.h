@@ -121,9 +121,9 @@
   X(std::string, resume, "", path_or("latest"), "Checkpoint to go on from: a path, `latest` (the newest valid one), or empty.") \
   X(bool, verify, true, any(), "Check the hash of every slice that is loaded.")
 
-#define TESSERA_LOG_FIELDS(X)                                                                                                              \
-  X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.")        \
-  X(bool, record, true, any(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")               \
+#define TESSERA_LOG_FIELDS(X)                                                                                                       \
+  X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.") \
+  X(bool, record, true, any(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")        \
   X(double, straggler_ratio, 1.2, any(), "A rank that computes this many times longer than the median of all ranks is named; 0 is off.")
 
 #define TESSERA_RUN_FIELDS(X)                                                                                                           \

@@ -63,8 +63,8 @@ Header read_header(const Bytes& bytes) {
   bytes.check(header.magic == kMagic, 0, "does not begin with ", std::string_view(kMagic.data(), kMagic.size()));
   bytes.check(header.version == kVersion, offsetof(Header, version), "version ", header.version, "; this build reads ", kVersion);
   bytes.check(header.entry_bytes == sizeof(Entry), offsetof(Header, entry_bytes), "entries of ", header.entry_bytes, " bytes");
-  bytes.check(header.world_size >= 1 && header.world_size <= kMostRanks && header.rank >= 0 && header.rank < header.world_size, offsetof(Header, rank), "rank ", header.rank, " of ",
-              header.world_size);
+  bytes.check(header.world_size >= 1 && header.world_size <= kMostRanks && header.rank >= 0 && header.rank < header.world_size, offsetof(Header, rank), "rank ",
+              header.rank, " of ", header.world_size);
   bytes.check(header.groups_used <= header.groups_bytes, offsetof(Header, groups_used), header.groups_used, " bytes used of ", header.groups_bytes);
   bytes.range(header.groups_offset, header.groups_bytes, "the table of groups");
   bytes.check(header.capacity >= 1 && header.capacity <= bytes.size() / sizeof(Entry), offsetof(Header, capacity), "a ring of ", header.capacity,
