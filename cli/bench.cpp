@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -39,11 +40,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32",
                                                                         {"int8", at::kChar},
                                                                         {"uint8", at::kByte}}};
 
-std::string listed(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
-}
+std::string listed(const std::vector<std::string>& names) { return fmt::format("{}", fmt::join(names, ", ")); }
 
 [[noreturn]] void refuse_unknown(const char* knob, const std::string& name, const std::vector<std::string>& known) {
   throw ConfigError(detail::concat(knob, " = ", name, ": there is none of this name; did you mean ", nearest(name, known), "? There are ", listed(known)));

@@ -40,4 +40,19 @@ std::string seconds_since(std::chrono::steady_clock::time_point start) {
   return fmt::format("{:.1f} s", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
+std::string format_ranks(const std::vector<int>& ranks, size_t shortest_run) {
+  std::string text;
+  for (size_t begin = 0, end; begin < ranks.size(); begin = end) {
+    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1;) ++end;
+    if (end - begin < shortest_run) end = begin + 1;
+    text += (text.empty() ? "" : ", ") + std::to_string(ranks[begin]);
+    if (end - begin > 1) text += "-" + std::to_string(ranks[end - 1]);
+  }
+  return text;
+}
+
+std::string name_ranks(const std::vector<int>& ranks, size_t shortest_run) {
+  return (ranks.size() == 1 ? "rank " : "ranks ") + format_ranks(ranks, shortest_run);
+}
+
 }  // namespace tessera::comm

@@ -172,17 +172,6 @@ class Rendezvous {
 
 }  // namespace
 
-std::string format_ranks(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t begin = 0, end; begin < ranks.size(); begin = end) {
-    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1;) ++end;
-    if (end - begin == 2) end = begin + 1;  // a run of two is as short without a dash
-    text += (text.empty() ? "" : ", ") + std::to_string(ranks[begin]);
-    if (end - begin > 1) text += "-" + std::to_string(ranks[end - 1]);
-  }
-  return text;
-}
-
 Meeting rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend) {
   return Rendezvous(environment, timeout, backend).meet();
 }

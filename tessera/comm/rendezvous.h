@@ -25,7 +25,4 @@ struct Meeting {
 /// address is open and this build has no MPI.
 Meeting rendezvous(const Environment& environment, std::chrono::milliseconds timeout, const std::string& backend = "auto");
 
-/// "2, 5-7": the numbers, runs of three and more shortened.
-std::string format_ranks(const std::vector<int>& ranks);
-
 }  // namespace tessera::comm

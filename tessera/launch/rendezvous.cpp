@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_name.h"
 #include "tessera/launch/stores.h"
 
 namespace tessera::launch {
@@ -20,14 +21,8 @@ using namespace std::chrono_literals;
 
 constexpr auto patience = 2s;
 
-std::string host_name() {
-  char name[256] = "node";
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
 /// Process ids repeat across containers of one host name.
-std::string unique_id() { return detail::concat(host_name(), '_', getpid(), '_', std::random_device{}() % 10000); }
+std::string unique_id() { return detail::concat(host_name("node"), '_', getpid(), '_', std::random_device{}() % 10000); }
 
 bool is_gone(const Node& node) { return node.spare_port != 0 && comm::probe({node.address, node.spare_port}, 500ms).refused; }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <ranges>
 
+#include <fmt/ranges.h>
 #include <signal.h>
 
 #include "tessera/core/error.h"
@@ -23,12 +24,6 @@ std::vector<Node> without(const std::vector<Node>& nodes, const std::string& id)
   std::vector<Node> rest = nodes;
   std::erase_if(rest, [&](const Node& node) { return node.id == id; });
   return rest;
-}
-
-std::string join(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
 }
 
 std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
@@ -88,7 +83,7 @@ class Look {
       names.push_back(detail::concat("node ", node.id, " (", node.address, ", ", ranks_of(round_, node.id), ") vanished: ",
                                      peer->second.gone ? std::string("its agent is gone") : detail::concat("no sign of life for ", rules_.dead_after_s, " s")));
     }
-    return join(names);
+    return fmt::format("{}", fmt::join(names, ", "));
   }
 
   /// Workers of a round that went on without us.

@@ -7,6 +7,7 @@
 #include "tessera/comm/backends/engine.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/failure.h"
 #include "tessera/comm/network.h"
 #include "tessera/comm/rendezvous.h"
 #include "tessera/comm/testing.h"

@@ -10,6 +10,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
+#include "tessera/comm/failure.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 
@@ -61,18 +62,6 @@ std::string agreed_of(const Call& call, const GroupInfo& group) {
   return text + " of " + tensor_text(whole, call.dtype());
 }
 
-// "rank 1", "ranks 0, 2-4"
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::vector<std::string> runs;
-  for (size_t i = 0; i < ranks.size();) {
-    size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    runs.push_back(end == i + 1 ? fmt::format("{}", ranks[i]) : fmt::format("{}-{}", ranks[i], ranks[end - 1]));
-    i = end;
-  }
-  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(runs, ", "));
-}
-
 /// Ranks that ask for the same.
 struct Side {
   uint64_t hash = 0;
@@ -85,7 +74,7 @@ std::string disagreement(const std::vector<Side>& sides) {
   std::vector<std::string> texts;
   for (const auto& side : sides) {
     if (texts.size() == kShown) break;
-    texts.push_back(fmt::format("{} {} for {}", ranks_text(side.ranks), side.ranks.size() == 1 ? "asks" : "ask", side.text));
+    texts.push_back(fmt::format("{} {} for {}", name_ranks(side.ranks, 2), side.ranks.size() == 1 ? "asks" : "ask", side.text));
   }
   if (sides.size() > kShown) texts.push_back(fmt::format("and {} further ways", sides.size() - kShown));
   return fmt::format("{}", fmt::join(texts, "; "));

@@ -46,6 +46,14 @@ std::vector<int64_t> stacked(const at::Tensor& part, int ranks) {
 }
 
 Op our_op(const c10d::ReduceOp& op) {
+  const auto ours = op_of(op);
+  invariant(ours.has_value(), "a reduction that Op has no name for");
+  return *ours;
+}
+
+}  // namespace
+
+std::optional<Op> op_of(const c10d::ReduceOp& op) {
   switch (op) {
     case c10d::ReduceOp::SUM:
       return Op::Sum;
@@ -56,11 +64,9 @@ Op our_op(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::MAX:
       return Op::Max;
     default:
-      throw InternalError("internal error: a reduction that Op has no name for");
+      return std::nullopt;
   }
 }
-
-}  // namespace
 
 c10::ScalarType Call::dtype() const {
   const auto& moved = inputs.empty() ? outputs : inputs;

@@ -70,6 +70,9 @@ class DecoratedBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
 };
 
+/// The engine's reduction in our words; nothing for one that Op has no name for.
+std::optional<Op> op_of(const c10d::ReduceOp& op);
+
 /// Work that was done when it was made. Keeps `scratch` alive for as long as its caller keeps it.
 c10::intrusive_ptr<c10d::Work> completed_work(at::Tensor scratch = {});
 

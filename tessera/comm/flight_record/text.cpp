@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/comm/failure.h"
+
 namespace tessera::comm::flight {
 namespace {
 
@@ -17,16 +19,7 @@ std::string message_text(bool sends, uint64_t sequence, int peer, const Recorded
 
 std::string rank_list(std::vector<int> ranks) {
   std::ranges::sort(ranks);
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t begin = 0; begin < ranks.size();) {
-    size_t end = begin + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    if (end - begin < 3) end = begin + 1;  // two in a row read better apart
-    text += begin == 0 ? "" : ", ";
-    text += end - begin == 1 ? fmt::format("{}", ranks[begin]) : fmt::format("{}-{}", ranks[begin], ranks[end - 1]);
-    begin = end;
-  }
-  return text;
+  return name_ranks(ranks);
 }
 
 std::string seconds_text(double seconds) { return seconds < 1 ? fmt::format("{:.0f} ms", 1000 * std::max(seconds, 0.0)) : fmt::format("{:.0f} s", seconds); }

@@ -7,17 +7,13 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_name.h"
 #include "tessera/train/observers/event_record.h"
 
 namespace tessera {
 namespace {
 
 double wall_time() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
-
-std::string host() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 && name[0] ? name.data() : "localhost";
-}
 
 }  // namespace
 
@@ -32,7 +28,7 @@ void TensorBoard::on_start(const RunInfo& run) {
   }
   const double now = wall_time();
   // Readers take files in the order of their names, so the time comes first, in full.
-  const auto file = folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host() + "." + std::to_string(::getpid()));
+  const auto file = folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
   out_.open(file, std::ios::binary | std::ios::trunc);
   require(out_.good(), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
   write(file_version_event(now));

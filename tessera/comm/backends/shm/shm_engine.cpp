@@ -10,6 +10,7 @@
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/shm/shm_backend.h"
 #include "tessera/comm/decorators/decorator.h"
+#include "tessera/core/host_name.h"
 
 namespace tessera::comm {
 namespace {
@@ -23,11 +24,6 @@ class StoreDirectory : public shm::Directory {
  private:
   c10::intrusive_ptr<c10d::Store> store_;
 };
-
-std::string host_name() {
-  char name[256] = {};
-  return ::gethostname(name, sizeof name - 1) == 0 ? name : "a host without a name";
-}
 
 int cores() {
   cpu_set_t allowed;
@@ -49,7 +45,7 @@ class ShmEngine : public Engine {
                                                                                           .size = group.size,
                                                                                           .timeout = group.timeout,
                                                                                           .host = host_,
-                                                                                          .host_name = host_name(),
+                                                                                          .host_name = host_name("a host without a name"),
                                                                                           .folder = folder_,
                                                                                           .alone_on_core = local_ranks_ * at::get_num_threads() <= cores()},
                                                                           directory));

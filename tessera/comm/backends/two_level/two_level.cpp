@@ -5,6 +5,7 @@
 #include "tessera/comm/backends/two_level/collectives.h"
 #include "tessera/comm/backends/two_level/work_queue.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/decorator.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -13,19 +14,10 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-Op op_of(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-      return Op::Sum;
-    case c10d::ReduceOp::PRODUCT:
-      return Op::Product;
-    case c10d::ReduceOp::MIN:
-      return Op::Min;
-    case c10d::ReduceOp::MAX:
-      return Op::Max;
-    default:
-      throw std::runtime_error("a group of two levels can sum, multiply and take the least and the most");
-  }
+Op supported(const c10d::ReduceOp& op) {
+  const auto ours = op_of(op);
+  if (!ours) throw std::runtime_error("a group of two levels can sum, multiply and take the least and the most");
+  return *ours;
 }
 
 class TwoLevelBackend : public c10d::Backend {
@@ -52,12 +44,12 @@ class TwoLevelBackend : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override { return levels_.local.backend()->allocateTensor(size, std::move(options)); }
 
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return queue_.run([this, tensor = tensors[0], op = op_of(options.reduceOp)] { collectives_.all_reduce(tensor, op); }, options.asyncOp);
+    return queue_.run([this, tensor = tensors[0], op = supported(options.reduceOp)] { collectives_.all_reduce(tensor, op); }, options.asyncOp);
   }
 
   Work reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return queue_.run(
-        [this, tensor = tensors[0], root = static_cast<int>(options.rootRank), op = op_of(options.reduceOp)] { collectives_.reduce(tensor, root, op); },
+        [this, tensor = tensors[0], root = static_cast<int>(options.rootRank), op = supported(options.reduceOp)] { collectives_.reduce(tensor, root, op); },
         options.asyncOp);
   }
 
@@ -70,7 +62,7 @@ class TwoLevelBackend : public c10d::Backend {
   }
 
   Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return queue_.run([this, output, input, op = op_of(options.reduceOp)] { collectives_.reduce_scatter(output, input, op); }, options.asyncOp);
+    return queue_.run([this, output, input, op = supported(options.reduceOp)] { collectives_.reduce_scatter(output, input, op); }, options.asyncOp);
   }
 
   Work barrier(const c10d::BarrierOptions& options) override {
