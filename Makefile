@@ -2,7 +2,7 @@
 PRESET ?= release
 BUILD := build/$(PRESET)
 
-.PHONY: build demo test bench parity soak asan format clean
+.PHONY: build demo test bench parity soak fuzz asan format clean
 
 build/torch_dir: tools/setup
 	@tools/setup
@@ -28,9 +28,18 @@ asan:
 parity: build
 	@tools/parity
 
-# Hundreds of kills: about 10 minutes. The tests do ten.
+# Hundreds of kills, at any moment and during saves, and every combination of stage, layout, number format and recomputation against one device. The tests do
+# ten kills of each, and let every stage meet every one of the others.
 soak: build
 	@tools/soak
+	@tools/soak --kills-in-save 200
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_verify_test --gtest_also_run_disabled_tests --gtest_filter='*VerifyMatrix.DISABLED_Everything*'
+
+# Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do 20 s of each.
+FUZZ_SECONDS ?= 600
+fuzz:
+	@$(MAKE) --no-print-directory build PRESET=fuzz
+	@tools/fuzz --seconds $(FUZZ_SECONDS)
 
 bench: build
 	@tools/bench

@@ -9,9 +9,15 @@ MEMORY_GOAL = 0.5  # of the peer that keeps whole logits
 @dataclass(frozen=True)
 class PeerKind:
     name: str
-    arguments: tuple[str, ...]  # of bench/peers/peer.py
+    arguments: tuple[str, ...]  # of bench/peers/peer.py; for ours: settings of the command, in place of those of the setting
     speed_goal: float | None = None  # our tokens/s over theirs
     memory_goal: float | None = None  # our peak bytes over theirs
+    ours: bool = False  # tessera itself, in another way
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether it can leave out what it exchanges."""
+        return not self.ours and "fsdp2" not in self.arguments
 
 
 @dataclass(frozen=True)
@@ -23,21 +29,25 @@ class Setting:
     steps: int  # of one turn
     turns: int
     quick: bool  # part of --quick
+    recompute: bool = False  # every block, on both sides
+    stage: int = 0  # zero.stage of ours
     bound_goal: float | None = None  # share of the matrix products' rate
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.compute}" + (f" x{self.ranks}" if self.ranks > 1 else "")
+        return f"{self.model} {self.compute}" + (f" x{self.ranks}" if self.ranks > 1 else "") + (" recompute" if self.recompute else "") + (f" stage {self.stage}" if self.stage else "")
 
     def recipe(self, root: Path) -> Path:
         return root / "recipes" / f"bench_{self.model}.toml"
 
-    def our_settings(self, global_size: int) -> list[str]:
-        """A rank takes its share of the batch in one forward, as the peer does."""
-        return [f"precision.compute={self.compute}", f"batch.micro_size={global_size // self.ranks}"]
+    def our_settings(self, global_size: int, peer: PeerKind | None = None) -> list[str]:
+        """A rank takes its share of the batch in one forward, as the peer does. With `peer`: of ours in another way."""
+        settings = [f"precision.compute={self.compute}", f"batch.micro_size={global_size // self.ranks}"]
+        settings += ["recompute.mode=full"] if self.recompute else []
+        return settings + (list(peer.arguments) if peer else [f"zero.stage={self.stage}"])
 
     def peer_arguments(self, peer: PeerKind) -> list[str]:
-        return ["--compute", self.compute, "--ranks", str(self.ranks), *peer.arguments]
+        return ["--compute", self.compute, "--ranks", str(self.ranks), *(["--recompute"] if self.recompute else []), *peer.arguments]
 
 
 CHUNKED = ("--loss", "chunked")
@@ -64,8 +74,19 @@ SETTINGS = (
         quick=False,
     ),
     Setting("vocab", "fp32", 2, (PeerKind("DDP", (), 1.1), PeerKind("DDP, chunked loss", CHUNKED)), steps=2, turns=2, quick=True, bound_goal=0.85),
+    Setting(
+        "vocab",
+        "fp32",
+        2,
+        (PeerKind("tessera DDP", ("zero.stage=0",), 0.92, ours=True), PeerKind("FSDP2", ("--sharding", "fsdp2"), 1.3)),
+        steps=2,
+        turns=2,
+        quick=False,
+        stage=3,
+    ),
     Setting("matmul", "fp32", 1, (eager(),), steps=1, turns=2, quick=False),
     Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE)), steps=2, turns=2, quick=False),
+    Setting("matmul", "bf16", 1, (PeerKind("torch.utils.checkpoint", ()),), steps=2, turns=2, quick=False, recompute=True),
 )
 # --quick: without torch.compile, which takes a minute to start, and without the large model.
 QUICK_SETTINGS = tuple(s for s in SETTINGS if s.quick) + (Setting("vocab", "bf16", 1, (eager(1.8, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True),)

@@ -37,13 +37,18 @@ def percent_against_goal(share: float, goal: float | None) -> str:
     return f"{100 * share:.0f}%{verdict}"
 
 
+# Bytes of weight (4), gradient (4) and AdamW's state (8) that each of n ranks holds per parameter.
+STATE_BYTES = {1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
+
+
 class Report:
     def __init__(self, machine: str):
         self.machine = machine
-        self.speed, self.memory, self.bounds, self.raw, self.missed = [], [], [], [], []
+        self.speed, self.memory, self.bounds, self.sharded, self.raw, self.missed = [], [], [], [], [], []
 
-    def add(self, setting, tokens: int, ours: Measurement, theirs: dict, bound: dict, peer_exposed_s: float | None) -> None:
-        """One setting: `theirs` maps each PeerKind to its Measurement; `bound` holds the seconds of the products alone."""
+    def add(self, setting, tokens: int, ours: Measurement, theirs: dict, bound: dict, peer_exposed_s: float | None, planned: dict | None = None) -> None:
+        """One setting: `theirs` maps each PeerKind to its Measurement; `bound` holds the seconds of the products alone, `planned` what `tessera plan` says of
+        a sharded run."""
         name = setting.name
         for peer, measured in theirs.items():
             speed, memory = measured.median_s / ours.median_s, ours.peak_bytes / measured.peak_bytes
@@ -58,6 +63,10 @@ class Report:
                 self.missed.append(f"{name} against {peer.name}: {speed:.2f}x, goal {peer.speed_goal:g}x")
             if peer.memory_goal and memory > peer.memory_goal:
                 self.missed.append(f"{name} against {peer.name}: {memory:.2f}x of the peak bytes, goal {peer.memory_goal:g}x")
+        if planned:
+            state = STATE_BYTES[setting.stage](setting.ranks) * planned["parameters"]
+            held = planned["params"] + planned["gradients"] + planned["optimizer"]
+            self.sharded.append([name, *(mebibytes(b) for b in (state, held, planned["total"] - held, planned["total"], ours.peak_bytes))])
         fastest = min(theirs.values(), key=lambda m: m.median_s)
         products = bound["products_s"]
         share = products / ours.median_s
@@ -73,6 +82,11 @@ class Report:
         )  # fmt: skip
 
     def markdown(self) -> str:
+        sharded = [
+            "**Sharded state** of one rank in MiB, fp32 with AdamW: parameters, gradients and optimizer state by ZeRO's formula; those and the rest at the peak, by "
+            "`tessera plan`; the peak that the run has measured.",
+            table(["setting", "formula", "state, planned", "rest, planned", "peak, planned", "peak, measured"], self.sharded),
+        ]
         return "\n\n".join(
             [
                 "**Speed**, median tokens per second over all ranks; ratio = ours / theirs, taken in turns within one run.",
@@ -85,5 +99,6 @@ class Report:
                 ),
                 "**Memory** of one rank in MiB: peak of the bytes that the allocator hands out in a step, and resident memory.",
                 table(["setting", "peer", "tessera", "peer's", "ratio (goal)", "resident", "peer's"], self.memory),
+                *(sharded if self.sharded else []),
             ]
         )

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import compression
+import recompute
 from communication import CommunicationReport
 from comparisons import QUICK_SETTINGS, SETTINGS, Setting
 from report import Report, table
@@ -26,7 +27,8 @@ from sides import ROOT, Peer, SideFailed, Tessera, progress
 sys.path.insert(0, str(ROOT / "bench" / "peers"))
 from recipe import read_recipe  # noqa: E402
 
-COMMUNICATION, COMPRESSION = "communication", "compression"  # what --only calls the sections beside the settings
+COMMUNICATION, COMPRESSION, RECOMPUTE = "communication", "compression", "recomputation"  # what --only calls the sections beside the settings
+STANDARD_FIELDS = {"real_time", "cpu_time", "bytes_per_second", "items_per_second"}  # of Google Benchmark; other numbers are a benchmark's own
 TEXT_BYTES = 200_000  # more than the windows of any run here, so that no step sees a text again
 
 
@@ -63,20 +65,25 @@ def measure(setting: Setting, binary: Path, scratch: Path, report: Report, start
     peers = {}
     try:
         for index, kind in enumerate(setting.peers):
-            peers[kind] = Peer(recipe_file, setting.peer_arguments(kind), scratch / f"peer_{index}")
-        plain = next(iter(peers.values()))
+            place = scratch / f"peer_{index}"
+            if kind.ours:
+                peers[kind] = Tessera(binary, recipe_file, setting.our_settings(recipe.global_size, kind), setting.ranks, place)
+            else:
+                peers[kind] = Peer(recipe_file, setting.peer_arguments(kind), place)
+        plain_kind, plain = next((kind, peer) for kind, peer in peers.items() if not kind.ours)
         bounds, local_steps = [], []
         for turn in range(setting.turns):
             progress(f"{setting.name}: turn {turn + 1} of {setting.turns}", start)
             for side in (ours, *peers.values()):
                 side.steps(setting.steps)
             bounds.append(plain.bound())
-            if setting.ranks > 1:
+            if setting.ranks > 1 and plain_kind.has_local_steps:
                 local_steps += plain.local_steps(setting.steps)
         theirs = {kind: peer.finish() for kind, peer in peers.items()}
         bound = {key: statistics.median(b[key] for b in bounds) for key in bounds[0]}
         exposed = plain.measured.median_s - statistics.median(local_steps) if local_steps else None
-        report.add(setting, recipe.tokens_per_step, ours.finish(), theirs, bound, exposed)
+        planned = ours.planned() if setting.stage else None
+        report.add(setting, recipe.tokens_per_step, ours.finish(), theirs, bound, exposed, planned)
     finally:
         for peer in peers.values():
             peer.close()
@@ -90,8 +97,10 @@ def micro_benchmarks(binary: Path) -> str:
         if run.returncode != 0:
             raise SideFailed(f"{path.name} ended with {run.returncode}:\n{run.stderr[-2000:]}")
         for result in json.loads(run.stdout)["benchmarks"]:
-            rows.append([path.name.removeprefix("tessera_").removesuffix("_bench"), result["name"], f"{result['real_time']:.1f} {result['time_unit']}"])
-    return "**Parts** (Google Benchmark, one binary per room)\n\n" + table(["room", "what", "time"], rows) if rows else ""
+            counters = ", ".join(f"{key} {value:.3g}" for key, value in result.items() if key not in STANDARD_FIELDS and isinstance(value, float))
+            room = path.name.removeprefix("tessera_").removesuffix("_bench")
+            rows.append([room, result["name"], f"{result['real_time']:.1f} {result['time_unit']}", counters])
+    return "**Parts** (Google Benchmark, one binary per room)\n\n" + table(["room", "what", "time", "counters"], rows) if rows else ""
 
 
 def publish(page: Path, markdown: str) -> None:
@@ -114,7 +123,7 @@ def main() -> int:
         print(f"bench: {options.binary} does not exist; run `make build` first", file=sys.stderr)
         return 2
     settings = [s for s in (QUICK_SETTINGS if options.quick else SETTINGS) if wanted(s.name, options.only)]
-    names = [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION]
+    names = [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION, RECOMPUTE]
     if not any(wanted(name, options.only) for name in names):
         print(f"bench: --only {options.only!r} names no setting; there are: {', '.join(names)}", file=sys.stderr)
         return 2
@@ -137,6 +146,10 @@ def main() -> int:
             report.raw.append({"setting": COMMUNICATION, "times_us": communication.times})
         if wanted(COMPRESSION, options.only) and not options.quick:
             sections.append(compression.measure(options.binary, out, steps=2, turns=2, start=start))
+        if wanted(RECOMPUTE, options.only) and not options.quick:
+            section, missed = recompute.measure(options.binary, start)
+            sections.append(section)
+            report.missed += missed
         parts = "" if options.no_parts else micro_benchmarks(options.binary)
     except SideFailed as failure:
         print(f"bench: {failure}", file=sys.stderr)

@@ -61,6 +61,20 @@ class Tessera:
         self.measured.resident_bytes = max(self.measured.resident_bytes, usage.ru_maxrss * 1024)
         self.exposed += [line["exposed_comm_s"] for line in kept if "exposed_comm_s" in line]
 
+    def planned(self) -> dict:
+        """What `tessera plan` says of the rank that needs most, with the number of the model's parameters."""
+        command = [self.command[0], "plan", *self.command[2:], "--json"]
+        if "--nproc" in command:
+            command[command.index("--nproc")] = "--world"
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SideFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-2000:]}")
+        plan = json.loads(done.stdout)
+        return max((ranks["peak_bytes"] for ranks in plan["ranks"]), key=lambda peak: peak["total"]) | {"parameters": plan["parameters"]}
+
+    def close(self) -> None:
+        """Nothing of ours waits between its turns."""
+
     def finish(self) -> Measurement:
         if self.exposed:
             self.measured.exposed_comm_s = statistics.median(self.exposed)

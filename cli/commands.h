@@ -10,7 +10,9 @@ void add_eval(CLI::App& app, int& exit_code);
 void add_generate(CLI::App& app, int& exit_code);
 void add_tokenize(CLI::App& app, int& exit_code);
 void add_inspect(CLI::App& app, int& exit_code);
+void add_convert(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
+void add_verify(CLI::App& app, int& exit_code);
 void add_run(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 

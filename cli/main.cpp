@@ -36,7 +36,9 @@ int main(int argc, char** argv) {
   tessera::cli::add_generate(app, exit_code);
   tessera::cli::add_tokenize(app, exit_code);
   tessera::cli::add_inspect(app, exit_code);
+  tessera::cli::add_convert(app, exit_code);
   tessera::cli::add_plan(app, exit_code);
+  tessera::cli::add_verify(app, exit_code);
   tessera::cli::add_run(app, exit_code);
   tessera::cli::add_bench(app, exit_code);
   // The flags of `run`, and its program's, are read by the launcher as torchrun reads them: "--" included, which CLI11 would take for its own.

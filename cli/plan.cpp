@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "tessera/core/error.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
 #include "tessera/train/inputs.h"
 
@@ -47,7 +48,8 @@ void add_plan(CLI::App& app, int& exit_code) {
     const Config config = planned(*flags);
     validate(config, flags->world, Purpose::Plan);
     const auto run = plan::dry_run(config, flags->world);
-    const std::string text = flags->json ? plan::to_json(run).dump(2) + "\n" : plan::to_string(run);
+    std::string text = flags->json ? plan::to_json(run).dump(2) + "\n" : plan::to_string(run);
+    if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

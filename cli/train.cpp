@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -8,15 +9,21 @@
 #include <string>
 #include <vector>
 
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
+#include "tessera/core/memory_history.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/plan/out_of_memory.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
+#include "tessera/train/observers/memory_report.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
@@ -35,9 +42,13 @@ struct Flags {
   int64_t dump_step = 0;
   std::string dump_dir;
   std::string inject;
+  bool memory_report = false;
+  std::string memory_report_file;  ///< empty: in log.dir
 };
 
 constexpr const char* kRecordDir = "TESSERA_RECORD_DIR";
+// The checkpoint whose hashes this process's launcher has checked, so that its ranks need not read it whole once more.
+constexpr const char* kHashed = "TESSERA_HASHED_CHECKPOINT";
 
 std::optional<DumpRequest> dump_request(const Flags& flags, const Config& config) {
   require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
@@ -76,39 +87,94 @@ int data_ranks(const Config& config, int world_size) {
   return ranks;
 }
 
+// The collective algorithms are those that the checkpoint recorded: they order the sums.
+comm::WorldOptions options_for(const Config& config, int size, Inputs& inputs) {
+  const auto& resume = inputs.resume;
+  return world_options_of(config, data_ranks(config, size), resume ? resume->manifest.progress : nlohmann::json(), resume ? resume->folder.string() : "",
+                          inputs.remarks);
+}
+
+// Groups exist by now, so a checkpoint that takes a damaged one's place finds the damaged one's algorithms.
+void hash_together(const Config& config, const comm::World& world, Inputs& inputs) {
+  const auto first = inputs.resume ? inputs.resume->manifest.step : 0;
+  check_hashes(inputs, config, world);
+  if (!inputs.resume || inputs.resume->manifest.step == first) return;
+  if (comm::recorded_choice(options_for(config, world.size(), inputs)) == comm::recorded_choice(world.options())) return;
+  inputs.remarks.push_back(
+      detail::concat(inputs.resume->folder.string(),
+                     " recorded other collective algorithms than the damaged one: sums are added in another order from here on, so the run "
+                     "goes on, but not bit for bit"));
+}
+
+int tensor_ranks(const Config& config, int world) {
+  for (const auto& [axis, size] : mesh_shape(config.mesh, config.zero.stage, world)) {
+    if (axis == "tp") return size;
+  }
+  return 1;
+}
+
+// Refused before any rank is started.
+void check_report(const Flags& flags) {
+  if (flags.memory_report_file.empty()) return;
+  const auto folder = std::filesystem::absolute(flags.memory_report_file).parent_path();
+  require(std::filesystem::is_directory(folder), "--memory-report = ", flags.memory_report_file, ": there is no folder ", folder.string(),
+          "; make it, or name a file in one that exists");
+}
+
+// Ends this rank with one sentence that says what would fit. What the first rank that runs out can tell is told once: the others mostly follow in the same
+// step.
+[[noreturn]] void end_out_of_memory(const Config& config, const comm::World& world, const MemoryTracker& memory, const c10::OutOfMemoryError& error) {
+  const auto refusal = memory.refusal();
+  if (!refusal) throw Error(error.what_without_backtrace());  // of a thread whose memory nobody counts
+  world.report_failure("out of memory");
+  Config mine = config;
+  mine.run.threads = at::get_num_threads();
+  const auto report = plan::explain(mine, {.rank = world.rank(), .world = world.size(), .refusal = *refusal});
+  const std::string first = world.reported_failure();
+  if (first.empty() || first.starts_with(detail::concat("rank ", world.rank(), " "))) std::fputs(report.tables.c_str(), stderr);
+  throw Error(report.sentence);
+}
+
 int train(const Flags& flags) {
   const Config config = read_config(flags.file, flags.sets);
   const int size = world_size(flags.nproc);
   validate(config, size);
   const int attempt = comm::read_environment().restart_count;
+  check_modules(config, tensor_ranks(config, size));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
-  Inputs inputs = open_inputs(config, attempt > 0);
+  check_report(flags);
+  const char* hashed = std::getenv(kHashed);
+  const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
+  Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
   if (starts_copies(flags.nproc)) {
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);
     std::vector<std::pair<std::string, std::string>> variables;
     if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
-    return run_copies(flags.nproc, {"--set", "checkpoint.resume=" + (inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "")},
-                      variables);
+    const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
+    if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
+    return run_copies(flags.nproc, {"--set", "checkpoint.resume=" + resume}, variables);
   }
 
-  auto options = world_options_of(config, data_ranks(config, size), inputs.resume ? inputs.resume->manifest.progress : nlohmann::json(),
-                                  inputs.resume ? inputs.resume->folder.string() : std::string(), inputs.remarks);
+  auto options = options_for(config, size, inputs);
   options.record_dir = record_dir(config);
   options.inject = flags.inject;
   auto world = comm::World::from_environment(options);
   std::optional<StopSignals> signals;
-  world.guard([&] {
+  const MemoryTracker memory;
+  const auto run = [&] {
+    hash_together(config, world, inputs);
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
       write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config));
       if (dump) std::filesystem::create_directories(dump->dir);
     }
-    Trainer trainer(config, world, std::move(inputs), dump);
+    Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
     trainer.add_observer(std::make_unique<MetricsFile>());
     trainer.add_observer(std::make_unique<TensorBoard>());
+    if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
     trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
     comm::read_environment().launched ? signals.emplace({SIGTERM}) : signals.emplace({SIGTERM, SIGINT});
@@ -117,6 +183,13 @@ int train(const Flags& flags) {
     // The run is over and saved: other agents of the launcher may still hand on the request to stop while ranks leave.
     signals.reset();
     std::signal(SIGTERM, SIG_IGN);
+  };
+  world.guard([&] {
+    try {
+      run();
+    } catch (const c10::OutOfMemoryError& error) {
+      end_out_of_memory(config, world, memory, error);
+    }
   });
   return 0;
 }
@@ -132,7 +205,13 @@ void add_train(CLI::App& app, int& exit_code) {
   command->add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
   command->add_option("--dump-dir", flags->dump_dir, "Where to write them");
   command->add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
-  command->callback([flags, &exit_code] { exit_code = train(*flags); });
+  auto* report =
+      command->add_flag("--memory-report{}", flags->memory_report_file,
+                        "Draw the memory of the second step and list its largest tensors; =FILE: where the picture goes (memory_report.svg in log.dir)");
+  command->callback([flags, report, &exit_code] {
+    flags->memory_report = report->count() > 0;
+    exit_code = train(*flags);
+  });
 }
 
 }  // namespace tessera::cli

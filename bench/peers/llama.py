@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 from recipe import Recipe
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSSES = ("whole", "chunked")
@@ -32,6 +34,20 @@ class LlamaLoss(torch.nn.Module):
         )
         self.llama = LlamaForCausalLM(config)
         self.chunking = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None, acc_policy="balanced") if loss == "chunked" else None
+
+    def recompute_blocks(self, on: bool = True) -> None:
+        """Puts torch.utils.checkpoint around every block, in its non-reentrant form, or takes it away."""
+        if on:
+            self.llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.llama.gradient_checkpointing_disable()
+
+    def shard(self, ranks: int) -> None:
+        """FSDP2: every block by itself, and the rest in one."""
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in self.llama.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.chunking is None:

@@ -3,6 +3,7 @@
 import resource
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -11,7 +12,7 @@ def live_bytes(*groups) -> int:
     storages = {}
     for group in groups:
         for tensor in group:
-            storage = tensor.untyped_storage()
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

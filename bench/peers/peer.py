@@ -1,4 +1,5 @@
-"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP over Gloo.
+"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP or FSDP2 over Gloo, with or
+without recomputing its blocks in backward.
 
 Commands come on stdin, one a line; each is answered with one line of JSON on stdout:
   step N   train N steps                 {"step_s": [...], "loss": ...}
@@ -41,8 +42,12 @@ class Trainer:
         self.windows = Windows(recipe)
         self.steps = 0
         self.module = LlamaLoss(recipe, options.loss)
+        if options.recompute:
+            self.module.recompute_blocks()
+        if self.ranks > 1 and options.sharding == "fsdp2":
+            self.module.shard(self.ranks)
         self.parameters = list(self.module.parameters())
-        if self.ranks > 1:
+        if self.ranks > 1 and options.sharding == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         self.forward = torch.compile(self.module) if options.compile else self.module
         self.optimizer = torch.optim.AdamW(
@@ -117,7 +122,9 @@ def main() -> None:
     parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model with its loss")
     parser.add_argument("--loss", choices=LOSSES, default="whole")
-    parser.add_argument("--ranks", type=int, default=1, help="DDP processes over Gloo")
+    parser.add_argument("--recompute", action="store_true", help="torch.utils.checkpoint around every block, use_reentrant=False")
+    parser.add_argument("--ranks", type=int, default=1, help="processes over Gloo")
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), default="ddp", help="of several: whole replicas, or fully_shard of each block and of the rest")
     parser.add_argument("--threads", type=int, default=0, help="per rank; default: cores / ranks")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

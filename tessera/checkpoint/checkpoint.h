@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/comm/group.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/parameter.h"
 #include "tessera/optim/optimizer.h"
 
 namespace tessera::checkpoint {
@@ -28,6 +31,9 @@ std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model);
 /// Their gradients; undefined where there is none.
 std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model);
 
+/// The gradients of parameters, or of what a rank holds of each, under the parameters' names.
+std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>& parameters);
+
 /// The tensors of a training state, as views: parameters as "model.<name>" (tied ones once), buffers as "buffer.<name>" and optimizer state as
 /// "optimizer.<state>.<name>". `optimizer` may be null (eval, generate).
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer);
@@ -41,9 +47,17 @@ struct CheckpointState {
   nlohmann::json agreement;           ///< agreement_of(); equal on all ranks
 };
 
-/// Kind and update counts of an optimizer, and back. restore throws ConfigError where kind or parameters differ.
+/// What load() did.
+struct LoadReport {
+  std::set<std::string> fresh;   ///< targets that stay as they were, by stored name; LoadOptions::partial allowed it
+  std::set<std::string> unread;  ///< stored tensors that no target takes, likewise
+  uint64_t read_bytes = 0;       ///< of the stored slices that were mapped: what the disk is asked for at most
+};
+
+/// Kind and update counts of an optimizer, and back. A parameter that load() left fresh counts from 0. restore throws ConfigError where kind or parameters
+/// differ.
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer);
-void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer);
+void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer, const LoadReport& loaded = {});
 
 /// Collective over `group`: writes `dir`/step-00000010 with one file of slices per rank and manifest.json. A slice that several ranks hold is written by one of
 /// them, dealt so that all write about as many bytes. Everything is written to a temporary folder, synced, and renamed last, so `dir` never shows half a
@@ -58,31 +72,41 @@ struct LoadOptions {
   std::vector<std::string> expected = {};
   /// Stored names with one of these prefixes may be left unread ("optimizer." when only weights are wanted).
   std::vector<std::string> ignore_prefixes = {};
+  /// Parameters, by pattern ("head.*"), whose tensors (weights, buffers, optimizer state) may be missing, extra, mis-shaped or of another dtype: then they are
+  /// left as they are. A pattern that matches nothing is refused.
+  std::vector<std::string> partial = {};
 };
 
 /// Fills `targets` from a checkpoint of any layout; not collective. Only the stored slices that overlap a target are mapped, hashed and copied. Throws
 /// ConfigError with the full list of missing, extra, mis-shaped and differently typed tensors before anything is touched, or naming file, tensor and offset
 /// where a hash differs.
-void load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options = {});
+LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options = {});
 
 enum class Thoroughness {
   Sizes,   ///< manifest hash; every file present with the right size
   Hashes,  ///< the hash of every stored slice too
 };
 
-/// Why the checkpoint in `folder` cannot be used, or nothing.
-std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness = Thoroughness::Sizes);
+/// Part `index` of `parts`, of about as many bytes each, in which the slices of a checkpoint are dealt to those who hash them together.
+struct HashShare {
+  int index = 0, parts = 1;
+};
+
+/// Why the checkpoint in `folder` cannot be used, or nothing. With Hashes, `share` of its bytes are read.
+std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness = Thoroughness::Sizes, const HashShare& share = {});
 
 struct Latest {
   std::optional<std::filesystem::path> folder;  ///< the newest valid checkpoint
   std::vector<std::string> skipped;             ///< newer ones that are not valid, each with its reason: to be said aloud
 };
 
-/// Looks through `dir`, newest step first, and stops at the first valid one. A missing `dir` holds none. Not collective: one rank decides for all.
-Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes);
+/// Looks through `dir`, newest step below `before` first, and stops at the first valid one. A missing `dir` holds none. Not collective: one rank decides for
+/// all.
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes, int64_t before = std::numeric_limits<int64_t>::max());
 
-/// Deletes the oldest checkpoints and leaves the newest `keep` (0: all). The newest valid one always stays, and so does anything newer. Also removes what a
-/// killed save left behind. For one rank to call. Returns what it deleted.
+/// Deletes the oldest checkpoints and leaves the newest `keep` (0: all) that are whole by their sizes. Before anything is deleted, the newest is read back and
+/// its hashes are checked, so that the last good one stays whatever its successors turn out to be; so does anything newer. Also removes what a killed save
+/// left behind. For one rank to call. Returns what it deleted.
 std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep);
 
 }  // namespace tessera::checkpoint

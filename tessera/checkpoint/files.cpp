@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/checkpoint/fault_point.h"
 #include "tessera/core/error.h"
 
 namespace tessera::checkpoint {
@@ -37,8 +38,9 @@ class Descriptor {
 
 }  // namespace
 
-OutputFile::OutputFile(std::filesystem::path path)
-    : path_(std::move(path)), descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
+OutputFile::OutputFile(std::filesystem::path path) : path_(std::move(path)) {
+  fault_point("create", path_);
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (descriptor_ < 0) fail(path_, "create", errno);
 }
 
@@ -49,6 +51,7 @@ OutputFile::~OutputFile() {
 void OutputFile::write(std::span<const std::byte> bytes) {
   constexpr size_t kMost = size_t{1} << 30;  // the kernel takes no more than about 2 GiB at once
   while (!bytes.empty()) {
+    fault_point("write", path_);
     const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMost));
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) fail(path_, "write", errno);
@@ -57,6 +60,7 @@ void OutputFile::write(std::span<const std::byte> bytes) {
 }
 
 void OutputFile::sync_and_close() {
+  fault_point("sync", path_);
   if (::fsync(descriptor_) != 0) fail(path_, "sync", errno);
   if (::close(std::exchange(descriptor_, -1)) != 0) fail(path_, "close", errno);
 }
@@ -78,6 +82,26 @@ MappedFile::~MappedFile() {
   if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
+void make_empty_directory(const std::filesystem::path& directory) {
+  remove_tree(directory);
+  fault_point("make folder", directory);
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) fail(directory, "make folder", error.value());
+}
+
+void remove_tree(const std::filesystem::path& path) {
+  fault_point("remove", path);
+  std::error_code error;
+  std::filesystem::remove_all(path, error);
+  if (error) fail(path, "remove", error.value());
+}
+
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to) {
+  fault_point("rename", to);
+  if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "rename to", errno);
+}
+
 void write_file(const std::filesystem::path& path, const std::string& text) {
   OutputFile file(path);
   file.write(std::as_bytes(std::span(text)));
@@ -92,6 +116,7 @@ std::string read_text_file(const std::filesystem::path& path, uint64_t max_bytes
 }
 
 void sync_directory(const std::filesystem::path& directory) {
+  fault_point("sync folder", directory);
   const Descriptor file(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (file.get() < 0) fail(directory, "open", errno);
   if (::fsync(file.get()) != 0 && errno != EINVAL) fail(directory, "sync", errno);  // EINVAL: a file system without it
@@ -99,13 +124,14 @@ void sync_directory(const std::filesystem::path& directory) {
 
 void rename_or_exchange(const std::filesystem::path& from, const std::filesystem::path& to) {
   if (std::filesystem::exists(to)) {
+    fault_point("rename", to);
     if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return;
     if (errno != EINVAL && errno != ENOSYS) fail(to, "replace", errno);
     auto aside = from;
     aside += ".replaced";
-    if (::rename(to.c_str(), aside.c_str()) != 0) fail(to, "move aside", errno);
+    rename_to(to, aside);
   }
-  if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "rename to", errno);
+  rename_to(from, to);
 }
 
 }  // namespace tessera::checkpoint

@@ -25,7 +25,7 @@ class OutputFile {
 
  private:
   std::filesystem::path path_;
-  int descriptor_;
+  int descriptor_ = -1;
 };
 
 /// A file mapped for reading; never more than the file is touched.
@@ -41,6 +41,15 @@ class MappedFile {
  private:
   std::span<const std::byte> bytes_;
 };
+
+/// Makes an empty folder of that name, and those above it; what was there is removed first.
+void make_empty_directory(const std::filesystem::path& directory);
+
+/// Removes a file or a folder with all that it holds; none there is no error.
+void remove_tree(const std::filesystem::path& path);
+
+/// Gives a file or folder another name, which nothing has.
+void rename_to(const std::filesystem::path& from, const std::filesystem::path& to);
 
 /// Writes a small file whole, synced.
 void write_file(const std::filesystem::path& path, const std::string& text);

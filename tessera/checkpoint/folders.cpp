@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -19,11 +20,26 @@ namespace {
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kTemporary = ".tmp-step-";
 
-void check_hashes(const std::filesystem::path& folder, const Manifest& manifest) {
-  std::map<std::string, SafetensorsFile> files;
-  for (const auto& [name, bytes] : manifest.files) files.emplace(name, SafetensorsFile(folder / name));
+uint64_t stored_bytes(const StoredTensor& tensor, const StoredSlice& slice) {
+  return static_cast<uint64_t>(Slice{{}, tensor.shape, slice.boxes, {}}.numel()) * c10::elementSize(dtype_from_name(tensor.dtype));
+}
+
+/// The slices of the share: those whose middle byte, all slices one after the other, lies in it.
+void check_hashes(const std::filesystem::path& folder, const Manifest& manifest, const HashShare& share) {
+  uint64_t whole = 0, before = 0;
   for (const auto& [name, tensor] : manifest.tensors) {
-    for (const auto& slice : tensor.slices) check_stored(files.at(slice.file), name, tensor, slice, /*hash=*/true);
+    for (const auto& slice : tensor.slices) whole += stored_bytes(tensor, slice);
+  }
+  const auto parts = static_cast<uint64_t>(share.parts), index = static_cast<uint64_t>(share.index);
+  std::map<std::string, SafetensorsFile> files;
+  for (const auto& [name, tensor] : manifest.tensors) {
+    for (const auto& slice : tensor.slices) {
+      const uint64_t bytes = stored_bytes(tensor, slice), middle = std::exchange(before, before + bytes) + bytes / 2;
+      if (std::min(middle * parts / std::max<uint64_t>(whole, 1), parts - 1) != index) continue;
+      auto file = files.find(slice.file);
+      if (file == files.end()) file = files.emplace(slice.file, SafetensorsFile(folder / slice.file)).first;
+      check_stored(file->second, name, tensor, slice, /*hash=*/true);
+    }
   }
 }
 
@@ -50,7 +66,7 @@ void remove_leftovers(const std::filesystem::path& dir) {
   for (const auto& entry : std::filesystem::directory_iterator(dir)) {
     if (entry.path().filename().string().starts_with(kTemporary)) found.push_back(entry.path());
   }
-  for (const auto& path : found) std::filesystem::remove_all(path);
+  for (const auto& path : found) remove_tree(path);
 }
 
 void check_stored(const SafetensorsFile& file, const std::string& name, const StoredTensor& tensor, const StoredSlice& slice, bool hash) {
@@ -64,7 +80,7 @@ void check_stored(const SafetensorsFile& file, const std::string& name, const St
           " bytes, is damaged: its hash is not the manifest's");
 }
 
-std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness) {
+std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness, const HashShare& share) {
   try {
     const Manifest manifest = read_manifest(folder);
     for (const auto& [name, bytes] : manifest.files) {
@@ -73,17 +89,18 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
       const auto size = std::filesystem::file_size(file);
       require(size == bytes, file.string(), ": has ", size, " bytes, the manifest says ", bytes);
     }
-    if (thoroughness == Thoroughness::Hashes) check_hashes(folder, manifest);
+    if (thoroughness == Thoroughness::Hashes) check_hashes(folder, manifest, share);
     return std::nullopt;
   } catch (const std::exception& error) {
     return error.what();
   }
 }
 
-Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness) {
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, int64_t before) {
   Latest latest;
   const auto folders = checkpoint_folders(dir);
   for (auto newest = folders.rbegin(); newest != folders.rend(); ++newest) {
+    if (newest->first >= before) continue;
     const auto problem = problem_with(newest->second, thoroughness);
     if (!problem) {
       latest.folder = newest->second;
@@ -98,16 +115,18 @@ std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64
   std::vector<std::filesystem::path> deleted;
   if (!std::filesystem::is_directory(dir)) return deleted;
   const auto folders = checkpoint_folders(dir);
+  const bool too_many = keep > 0 && static_cast<int64_t>(folders.size()) > keep;
   int64_t valid = 0;
-  for (auto folder = folders.rbegin(); keep > 0 && folder != folders.rend(); ++folder) {
+  for (auto folder = folders.rbegin(); too_many && folder != folders.rend(); ++folder) {
     if (valid < keep) {  // what is damaged does not count, and goes only once enough good ones are newer
-      valid += problem_with(folder->second) ? 0 : 1;
+      // Sizes would do for a disk that is full or a save that was killed. One that stays is read back whole: what it replaces is gone for good.
+      valid += problem_with(folder->second, valid == 0 ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;
       continue;
     }
     // Out of sight first: a removal that is killed half way must not leave half a checkpoint under its name.
     const auto aside = dir / temporary_name(folder->first);
-    std::filesystem::remove_all(aside);
-    std::filesystem::rename(folder->second, aside);
+    remove_tree(aside);
+    rename_to(folder->second, aside);
     deleted.push_back(folder->second);
   }
   remove_leftovers(dir);

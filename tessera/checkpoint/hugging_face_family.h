@@ -62,6 +62,7 @@ struct HuggingFaceFamily {
   std::string architecture;  ///< theirs, with a language-model head
   std::string prefix;        ///< of all names but the head's, which files saved without the head lack; empty: none do
   ModelConfig (*read_config)(const HuggingFaceConfig&);
+  nlohmann::json (*write_config)(const ModelConfig&);  ///< what config.json says of the shape
   std::vector<HuggingFaceTensor> (*table)(const ModelConfig&);
   bool (*ignorable)(const std::string& name);  ///< tensors of some files that hold no parameter
 };

@@ -24,6 +24,23 @@ ModelConfig read_config(const HuggingFaceConfig& config) {
   return model;
 }
 
+nlohmann::json write_config(const ModelConfig& model) {
+  return {{"n_embd", model.dim},
+          {"n_layer", model.layers},
+          {"n_head", model.heads},
+          {"n_inner", model.ffn_dim.value()},
+          {"vocab_size", model.vocab_size},
+          {"n_positions", model.max_seq_len.value()},
+          {"tie_word_embeddings", model.tie_embeddings},
+          {"layer_norm_epsilon", model.norm_eps},
+          {"activation_function", "gelu_new"},
+          {"embd_pdrop", model.dropout},
+          {"attn_pdrop", model.dropout},
+          {"resid_pdrop", model.dropout},
+          {"bos_token_id", nullptr},
+          {"eos_token_id", nullptr}};
+}
+
 /// Their Conv1D stores [in, out], and c_attn is q, k and v side by side.
 std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
   const int64_t dim = model.dim, ffn = model.ffn_dim.value();
@@ -67,7 +84,7 @@ bool ignorable(const std::string& name) { return name.ends_with(".attn.bias") ||
 }  // namespace
 
 const HuggingFaceFamily& gpt2_family() {
-  static const HuggingFaceFamily family{"gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_config, make_table, ignorable};
+  static const HuggingFaceFamily family{"gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_config, write_config, make_table, ignorable};
   return family;
 }
 

@@ -48,9 +48,30 @@ ModelConfig read_config(const HuggingFaceConfig& config) {
   model.rope_theta = read_rope_theta(config);
   model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-6);
   const auto head_dim = config.find<int64_t>("head_dim");
-  require(!head_dim || *head_dim * model.heads == model.dim, config.file().string(), ": head_dim = ", head_dim.value_or(0),
-          " is not supported beside hidden_size = ", model.dim, " and ", model.heads, " heads; only hidden_size / num_attention_heads is");
+  const bool usual = !head_dim || (model.dim % model.heads == 0 && *head_dim == model.dim / model.heads);  // not a product, which could overflow
+  require(usual, config.file().string(), ": head_dim = ", head_dim.value_or(0), " is not supported beside hidden_size = ", model.dim, " and ", model.heads,
+          " heads; only hidden_size / num_attention_heads is");
   return model;
+}
+
+nlohmann::json write_config(const ModelConfig& model) {
+  return {{"hidden_size", model.dim},
+          {"num_hidden_layers", model.layers},
+          {"num_attention_heads", model.heads},
+          {"num_key_value_heads", model.kv_heads.value()},
+          {"head_dim", model.dim / model.heads},
+          {"intermediate_size", model.ffn_dim.value()},
+          {"vocab_size", model.vocab_size},
+          {"max_position_embeddings", model.max_seq_len.value()},
+          {"tie_word_embeddings", model.tie_embeddings},
+          {"rope_theta", model.rope_theta},
+          {"rope_parameters", {{"rope_type", "default"}, {"rope_theta", model.rope_theta}}},
+          {"rms_norm_eps", model.norm_eps},
+          {"hidden_act", "silu"},
+          {"attention_bias", false},
+          {"mlp_bias", false},
+          {"bos_token_id", nullptr},
+          {"eos_token_id", nullptr}};
 }
 
 /// Both sides rotate halves of a head and store [out, in], so rows differ in their names alone.
@@ -81,7 +102,7 @@ bool ignorable(const std::string& name) { return name.ends_with(".rotary_emb.inv
 }  // namespace
 
 const HuggingFaceFamily& llama_family() {
-  static const HuggingFaceFamily family{"llama", "llama", "LlamaForCausalLM", "", read_config, make_table, ignorable};
+  static const HuggingFaceFamily family{"llama", "llama", "LlamaForCausalLM", "", read_config, write_config, make_table, ignorable};
   return family;
 }
 

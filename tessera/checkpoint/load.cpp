@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include <c10/core/GradMode.h>
@@ -9,75 +10,143 @@
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/stored_slices.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
 
 namespace tessera::checkpoint {
 namespace {
 
-/// Refuses with everything that does not fit, before anything is touched.
-void check_keys(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
+/// The parameter that a stored tensor belongs to: "head.weight" of "model.head.weight", "buffer.head.weight" and "optimizer.exp_avg.head.weight".
+std::string_view parameter_of(std::string_view stored) {
+  const auto rest = [](std::string_view text) { return text.substr(std::min(text.size(), text.find('.') + 1)); };
+  if (stored.starts_with("optimizer.")) return rest(rest(stored));
+  return stored.starts_with("model.") || stored.starts_with("buffer.") ? rest(stored) : stored;
+}
+
+/// Patterns of LoadOptions::partial, and which of them have matched anything.
+class PartialPatterns {
+ public:
+  explicit PartialPatterns(const std::vector<std::string>& patterns) {
+    for (const auto& pattern : patterns) used_.emplace(pattern, false);
+  }
+
+  bool allow(const std::string& stored) {
+    bool allowed = false;
+    for (auto& [pattern, used] : used_) {
+      if (!nn::matches(pattern, parameter_of(stored))) continue;
+      allowed = used = true;
+    }
+    return allowed;
+  }
+
+  void refuse_unused(Problems& problems) const {
+    for (const auto& [pattern, used] : used_) {
+      if (!used) problems.add("checkpoint.partial = ", pattern, " matches no tensor");
+    }
+  }
+
+ private:
+  std::map<std::string, bool> used_;
+};
+
+/// What keeps a stored tensor from filling a target, or nothing.
+std::string misfit(const SlicedTensor& target, const Manifest& manifest) {
+  const auto& [tensor, slice] = target;
+  const StoredTensor& stored = manifest.tensors.at(slice.name);
+  if (stored.shape != slice.shape) {
+    return detail::concat("shape of ", slice.name, ": ", at::IntArrayRef(stored.shape), " in the checkpoint, ", at::IntArrayRef(slice.shape), " in the model");
+  }
+  const std::string dtype = dtype_name(tensor.scalar_type());
+  if (stored.dtype != dtype) return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model");
+  try {
+    reshard(manifest.slices(slice.name), slice);
+    return {};
+  } catch (const ConfigError& gap) {
+    return gap.what();
+  }
+}
+
+/// Refuses with everything that does not fit, before anything is touched. What `partial` allows not to fit is noted in the report.
+LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
   Problems problems;
+  LoadReport report;
+  PartialPatterns partial(options.partial);
   std::set<std::string> wanted(options.expected.begin(), options.expected.end());
-  for (const auto& [tensor, slice] : targets) {
+  for (const auto& target : targets) {
+    const auto& [tensor, slice] = target;
     wanted.insert(slice.name);
     invariant(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "'", slice.name, "' has shape ", tensor.sizes(), ", its slice ",
               at::IntArrayRef(slice.local_shape()));
     const auto stored = manifest.tensors.find(slice.name);
     if (stored == manifest.tensors.end()) continue;
-    if (stored->second.shape != slice.shape) {
-      problems.add("shape of ", slice.name, ": ", at::IntArrayRef(stored->second.shape), " in the checkpoint, ", at::IntArrayRef(slice.shape), " in the model");
-    } else if (stored->second.dtype != dtype_name(tensor.scalar_type())) {
-      problems.add("dtype of ", slice.name, ": ", stored->second.dtype, " in the checkpoint, ", dtype_name(tensor.scalar_type()), " in the model");
+    const std::string problem = misfit(target, manifest);
+    const bool allowed = partial.allow(slice.name);
+    if (problem.empty()) continue;
+    if (allowed) {
+      report.fresh.insert(slice.name);
+    } else {
+      problems.add(problem);
     }
   }
   for (const auto& name : wanted) {
-    if (!manifest.tensors.contains(name)) problems.add("missing ", name);
+    if (manifest.tensors.contains(name)) continue;
+    if (partial.allow(name)) {
+      report.fresh.insert(name);
+    } else {
+      problems.add("missing ", name);
+    }
   }
   for (const auto& [name, stored] : manifest.tensors) {
     const bool ignored =
         std::any_of(options.ignore_prefixes.begin(), options.ignore_prefixes.end(), [&](const auto& prefix) { return name.starts_with(prefix); });
-    if (!ignored && !wanted.contains(name)) problems.add("extra ", name);
+    if (ignored || wanted.contains(name)) continue;
+    if (partial.allow(name)) {
+      report.unread.insert(name);
+    } else {
+      problems.add("extra ", name);
+    }
   }
-  problems.refuse(folder.string(), ": the checkpoint is of another model: ");
+  partial.refuse_unused(problems);
+  problems.refuse(folder.string(), ": the checkpoint is of another model, or not whole: ");
+  return report;
 }
-
-/// The files of a checkpoint, mapped at first use, and their slices, checked at first use.
-class StoredSlices {
- public:
-  StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify) : folder_(std::move(folder)), manifest_(manifest), verify_(verify) {}
-
-  at::Tensor read(const std::string& name, size_t index) {
-    const StoredTensor& tensor = manifest_.tensors.at(name);
-    const StoredSlice& slice = tensor.slices[index];
-    auto file = files_.find(slice.file);
-    if (file == files_.end()) file = files_.emplace(slice.file, SafetensorsFile(folder_ / slice.file)).first;
-    if (checked_.emplace(name, index).second) check_stored(file->second, name, tensor, slice, verify_);
-    return file->second.tensor(slice.key);
-  }
-
- private:
-  std::filesystem::path folder_;
-  const Manifest& manifest_;
-  bool verify_;
-  std::map<std::string, SafetensorsFile> files_;
-  std::set<std::pair<std::string, size_t>> checked_;
-};
 
 }  // namespace
 
-void load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
-  check_keys(folder, manifest, targets, options);
+StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify)
+    : folder_(std::move(folder)), manifest_(manifest), verify_(verify) {}
+
+at::Tensor StoredSlices::read(const std::string& name, size_t index) {
+  const StoredTensor& tensor = manifest_.tensors.at(name);
+  const StoredSlice& slice = tensor.slices[index];
+  auto file = files_.find(slice.file);
+  if (file == files_.end()) file = files_.emplace(slice.file, SafetensorsFile(folder_ / slice.file)).first;
+  if (checked_.emplace(name, index).second) {
+    check_stored(file->second, name, tensor, slice, verify_);
+    read_bytes_ += file->second.entry(slice.key).bytes;
+  }
+  return file->second.tensor(slice.key);
+}
+
+void StoredSlices::fill(at::Tensor target, const Slice& slice) {
+  std::map<int, at::Tensor> sources;
+  for (const auto& piece : reshard(manifest_.slices(slice.name), slice)) {
+    auto source = sources.find(piece.source);
+    if (source == sources.end()) source = sources.emplace(piece.source, read(slice.name, piece.source)).first;
+    copy_piece(piece, source->second, target);
+  }
+}
+
+LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
+  LoadReport report = check_keys(folder, manifest, targets, options);
   const c10::NoGradGuard no_grad;
   StoredSlices stored(folder, manifest, options.verify);
   for (const auto& [tensor, slice] : targets) {
-    at::Tensor target = tensor;
-    std::map<int, at::Tensor> sources;
-    for (const auto& piece : reshard(manifest.slices(slice.name), slice)) {
-      auto source = sources.find(piece.source);
-      if (source == sources.end()) source = sources.emplace(piece.source, stored.read(slice.name, piece.source)).first;
-      copy_piece(piece, source->second, target);
-    }
+    if (!report.fresh.contains(slice.name)) stored.fill(tensor, slice);
   }
+  report.read_bytes = stored.read_bytes();
+  return report;
 }
 
 }  // namespace tessera::checkpoint

@@ -111,7 +111,8 @@ SafetensorsWriter::SafetensorsWriter(std::filesystem::path path, std::vector<Ten
   const std::string header = make_safetensors_header(tensors_, metadata);
   file_ = std::make_unique<OutputFile>(partial_path(path_));
   file_->write(std::as_bytes(std::span(header)));
-  written_ = header.size();
+  whole_ = written_ = header.size();
+  for (const auto& spec : tensors_) whole_ += tensor_bytes(spec.dtype, spec.shape).value();
 }
 
 SafetensorsWriter::~SafetensorsWriter() {
@@ -127,14 +128,19 @@ void SafetensorsWriter::write(const at::Tensor& tensor) {
   invariant(tensor.scalar_type() == spec.dtype && tensor.sizes() == at::IntArrayRef(spec.shape), path_.string(), ": tensor '", spec.name, "' announced as ",
             c10::toString(spec.dtype), " ", at::IntArrayRef(spec.shape), ", written as ", c10::toString(tensor.scalar_type()), " ", tensor.sizes());
   const auto host = tensor.detach().to(at::kCPU).contiguous();
-  file_->write({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
-  written_ += host.nbytes();
+  write_bytes({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
+}
+
+void SafetensorsWriter::write_bytes(std::span<const std::byte> bytes) {
+  written_ += bytes.size();
+  invariant(written_ <= whole_, path_.string(), ": more bytes written than announced");
+  file_->write(bytes);
 }
 
 uint64_t SafetensorsWriter::finish() {
-  invariant(next_ == tensors_.size(), path_.string(), ": ", next_, " tensors written, ", tensors_.size(), " announced");
+  invariant(written_ == whole_, path_.string(), ": ", written_, " bytes written, ", whole_, " announced");
   file_->sync_and_close();
-  std::filesystem::rename(partial_path(path_), path_);
+  rename_to(partial_path(path_), path_);
   file_.reset();
   sync_directory(path_.parent_path().empty() ? "." : path_.parent_path());
   return written_;

@@ -70,6 +70,9 @@ class SafetensorsWriter {
   /// The next tensor; any device and strides. Throws InternalError where dtype or shape are not those announced.
   void write(const at::Tensor& tensor);
 
+  /// The same in portions: the next bytes of the tensors' elements, which follow each other without gap. Not to be mixed with write().
+  void write_bytes(std::span<const std::byte> bytes);
+
   /// After the last tensor: sync, rename. Returns the size of the file in bytes.
   uint64_t finish();
 
@@ -78,7 +81,7 @@ class SafetensorsWriter {
   std::vector<TensorSpec> tensors_;
   std::unique_ptr<OutputFile> file_;
   size_t next_ = 0;
-  uint64_t written_ = 0;
+  uint64_t written_ = 0, whole_ = 0;  ///< bytes of the file so far, and in the end
 };
 
 /// Bytes of a tensor of this dtype and shape; nothing where a size is negative or the product leaves 64 bits.

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -9,8 +11,8 @@
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -34,9 +36,7 @@ HeldSlice held_from(const nlohmann::json& json) {
 std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std::vector<SlicedTensor>& tensors, const comm::Group& group) {
   const auto answers = together(group, [&] {
     if (group.rank() == 0) {
-      fs::create_directories(temporary.parent_path());
-      fs::remove_all(temporary);
-      fs::create_directory(temporary);
+      make_empty_directory(temporary);
     }
     nlohmann::json mine = nlohmann::json::array();
     for (const auto& held : tensors) {
@@ -54,29 +54,25 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std
   return held;
 }
 
-/// Writes this rank's file. What it returns goes into the manifest: the file's size and the hash of each slice, in the order of `indices`.
-nlohmann::json write_rank(const fs::path& file, const std::vector<SlicedTensor>& tensors, const std::vector<size_t>& indices) {
-  std::vector<TensorSpec> specs;
-  for (const size_t i : indices) specs.push_back({tensors[i].slice.name, tensors[i].tensor.scalar_type(), tensors[i].tensor.sizes().vec()});
-  SafetensorsWriter writer(file, std::move(specs));
-  nlohmann::json hashes = nlohmann::json::array();
-  for (const size_t i : indices) {
-    const auto host = tensors[i].tensor.detach().to(at::kCPU).contiguous();
-    hashes.push_back(hash_hex(host.const_data_ptr(), host.nbytes()));
-    writer.write(host);
-  }
-  return {{"bytes", writer.finish()}, {"hashes", std::move(hashes)}};
-}
-
 std::string rank_file(int rank, int size) { return fmt::format("rank-{:05}-of-{:05}.safetensors", rank, size); }
 
-Manifest make_manifest(const CheckpointState& state, const std::vector<std::vector<HeldSlice>>& held, const std::vector<std::vector<size_t>>& dealt,
-                       const std::vector<nlohmann::json>& written) {
+/// Whose bytes follow each other in a rank's file.
+std::vector<TensorSpec> specs_of(const SavePlan& plan, int rank) {
+  std::vector<TensorSpec> specs;
+  for (const size_t i : plan.dealt[rank]) {
+    const HeldSlice& held = plan.held[rank][i];
+    specs.push_back({held.slice.name, dtype_from_name(held.dtype), held.slice.local_shape()});
+  }
+  return specs;
+}
+
+Manifest make_manifest(const SavePlan& plan, const std::vector<nlohmann::json>& written) {
+  const auto& [held, dealt] = std::tie(plan.held, plan.dealt);
   Manifest manifest;
-  manifest.step = state.step;
-  manifest.optimizer = state.optimizer;
-  manifest.progress = state.progress;
-  manifest.agreement = state.agreement;
+  manifest.step = plan.step;
+  manifest.optimizer = plan.optimizer;
+  manifest.progress = plan.progress;
+  manifest.agreement = plan.agreement;
   const int size = static_cast<int>(held.size());
   for (int rank = 0; rank < size; ++rank) {
     const std::string file = rank_file(rank, size);
@@ -110,25 +106,79 @@ void commit(const fs::path& temporary, const fs::path& folder, const Manifest& m
   fs::remove_all(temporary, ignored);
 }
 
+/// What stays is never read, and the next save or prune() removes it.
+void clean_up(const fs::path& temporary, const comm::Group& group) {
+  std::error_code ignored;
+  if (group.rank() == 0) fs::remove_all(temporary, ignored);
+}
+
 }  // namespace
 
-fs::path save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
-  const fs::path folder = fs::absolute(dir) / folder_name(state.step);
-  const fs::path temporary = folder.parent_path() / temporary_name(state.step);
+SavePlan begin_save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
+  SavePlan plan{.step = state.step, .optimizer = state.optimizer, .progress = state.progress, .agreement = state.agreement};
+  plan.folder = fs::absolute(dir) / folder_name(state.step);
+  plan.temporary = plan.folder.parent_path() / temporary_name(state.step);
   try {
-    const auto held = prepare(temporary, state.tensors, group);
-    const auto dealt = deal(held);
-    const auto written = together(group, [&] { return write_rank(temporary / rank_file(group.rank(), group.size()), state.tensors, dealt[group.rank()]); });
+    plan.held = prepare(plan.temporary, state.tensors, group);
+    plan.dealt = deal(plan.held);
+  } catch (...) {
+    clean_up(plan.temporary, group);
+    throw;
+  }
+  return plan;
+}
+
+RankFile::RankFile(const SavePlan& plan, int rank) : writer_(plan.temporary / rank_file(rank, static_cast<int>(plan.held.size())), specs_of(plan, rank)) {
+  for (const size_t i : plan.dealt[rank]) sizes_.push_back(static_cast<uint64_t>(plan.held[rank][i].bytes));
+}
+
+void RankFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    invariant(written_.hashes.size() < sizes_.size(), "more bytes written than the plan of a save has");
+    const uint64_t size = sizes_[written_.hashes.size()];
+    const auto part = bytes.first(std::min<uint64_t>(bytes.size(), size - hashed_));
+    hasher_.update(part.data(), part.size());
+    writer_.write_bytes(part);
+    hashed_ += part.size();
+    bytes = bytes.subspan(part.size());
+    if (hashed_ < size) continue;
+    written_.hashes.push_back(std::exchange(hasher_, Hasher()).hex());
+    hashed_ = 0;
+  }
+}
+
+WrittenFile RankFile::finish() {
+  written_.bytes = writer_.finish();
+  return std::move(written_);
+}
+
+void finish_save(const SavePlan& plan, const comm::Group& group, const std::function<WrittenFile()>& write) {
+  try {
+    const auto written = together(group, [&] {
+      WrittenFile file = write();
+      return nlohmann::json{{"bytes", file.bytes}, {"hashes", std::move(file.hashes)}};
+    });
     together(group, [&] {
-      if (group.rank() == 0) commit(temporary, folder, make_manifest(state, held, dealt, written));
+      if (group.rank() == 0) commit(plan.temporary, plan.folder, make_manifest(plan, written));
       return nlohmann::json();
     });
   } catch (...) {
-    std::error_code ignored;  // what stays is never read, and the next save or prune() removes it
-    if (group.rank() == 0) fs::remove_all(temporary, ignored);
+    clean_up(plan.temporary, group);
     throw;
   }
-  return folder;
+}
+
+fs::path save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
+  const SavePlan plan = begin_save(dir, state, group);
+  finish_save(plan, group, [&] {
+    RankFile file(plan, group.rank());
+    for (const size_t i : plan.dealt[group.rank()]) {
+      const auto host = state.tensors[i].tensor.detach().to(at::kCPU).contiguous();
+      file.write({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
+    }
+    return file.finish();
+  });
+  return plan.folder;
 }
 
 }  // namespace tessera::checkpoint

@@ -1,3 +1,4 @@
+#include <string_view>
 #include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -14,6 +15,17 @@ Slice renamed(Slice slice, std::string name) {
   return slice;
 }
 
+constexpr std::string_view kModel = "model.";
+
+/// The parameters among tensors, by their own names. No other tensor has an update count.
+std::vector<std::string> parameters_among(const std::set<std::string>& tensors) {
+  std::vector<std::string> names;
+  for (const auto& name : tensors) {
+    if (name.starts_with(kModel)) names.push_back(name.substr(kModel.size()));
+  }
+  return names;
+}
+
 }  // namespace
 
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
@@ -22,9 +34,11 @@ std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
   return tensors;
 }
 
-std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model) {
-  auto tensors = parameter_tensors(model);
-  for (auto& held : tensors) held.tensor = held.tensor.grad();
+std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model) { return gradient_tensors(nn::unique_parameters(model)); }
+
+std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>& parameters) {
+  std::vector<SlicedTensor> tensors;
+  for (const auto& parameter : parameters) tensors.push_back({parameter.tensor.grad(), renamed(nn::slice_of(parameter.tensor), parameter.name)});
   return tensors;
 }
 
@@ -43,12 +57,14 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const
 
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer) { return {{"kind", optimizer.kind()}, {"update_counts", optimizer.update_counts()}}; }
 
-void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer) {
+void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer, const LoadReport& loaded) {
   try {
     const auto kind = saved.at("kind").get<std::string>();
     require(kind == optimizer.kind(), "optim.name = ", optimizer.kind(), ": the checkpoint's optimizer is ", kind);
     std::map<std::string, int64_t> counts;
     for (const auto& [name, count] : saved.at("update_counts").items()) counts[name] = to_integer(count);
+    for (const auto& name : parameters_among(loaded.unread)) counts.erase(name);
+    for (const auto& name : parameters_among(loaded.fresh)) counts[name] = 0;
     optimizer.set_update_counts(counts);
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", error.what()));

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "tessera/comm/call_site.h"
 #include "tessera/comm/caller_waits.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/waiting.h"
@@ -42,6 +43,8 @@ auto guarded(const char* op, const Group& group, Clock::time_point start, Body b
     return body();
   } catch (const Error&) {
     throw;  // ours already: a decorator's verdict
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // of this rank alone, and no fault of the link
   } catch (...) {
     fail(op, group, start, message_of(std::current_exception()));
   }
@@ -328,6 +331,7 @@ Pending barrier_async(const Group& group) {
 
 at::Tensor empty(const Group& group, at::IntArrayRef sizes, const at::TensorOptions& options) {
   const auto engine = group.backend();
+  const MemoryLabel label(MemoryLabel::current().empty() ? CallSite::current() : std::string_view());
   if (!engine || !options.device().is_cpu() || !engine->supportsTensorAlloc(0)) return at::empty(sizes, options);
   return guarded("empty", group, Clock::now(), [&] { return engine->allocateTensor(c10::multiply_integers(sizes), options); }).view(sizes);
 }

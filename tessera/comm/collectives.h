@@ -22,6 +22,7 @@ class Work;
 /// as `sent_bytes`; an engine may take more steps or bytes. Group of one: a copy where there are two tensors, else nothing.
 /// Inputs that are only read may have any strides (they are packed first, which costs a copy); what is written must be contiguous, and shapes and dtypes must
 /// fit: InternalError otherwise, before anything is sent. Every rank must pass the same shapes and dtypes unless said otherwise.
+/// In place: all_gather's `in` may be this rank's part of `out`, and reduce_scatter's `out` this rank's part of `in`; other overlaps are not allowed.
 /// Where a peer or a link fails, or the group's timeout passes: CommError with the op, the group, the rank and the seconds waited.
 /// Data that is moved and not summed may have any dtype; sums are made in the tensor's own dtype.
 /// Each `_async` form returns at once; tensors must be neither written nor (outputs) read until `wait` has returned.

@@ -87,6 +87,8 @@ void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions&
                                  .interface = options.interface,
                                  .timeout = options.timeout,
                                  .algorithm = options.algorithm,
+                                 .table = options.table,
+                                 .check = options.check,
                                  .host = host,
                                  .decorators = options.decorators}));
       world->guard([&] {

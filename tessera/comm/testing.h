@@ -7,7 +7,7 @@
 
 #include "tessera/comm/world.h"
 
-/// Many ranks for tests, on one machine.
+/// Many ranks on one machine, for tests and for `tessera verify`.
 namespace tessera::comm {
 
 struct RunOptions {
@@ -16,6 +16,8 @@ struct RunOptions {
   std::string interface = "127.0.0.1";
   std::string backend = "auto";
   std::string algorithm = "auto";
+  std::string table{};       ///< comm.table
+  bool check = false;        ///< comm.check
   std::vector<int> hosts{};  ///< per rank, the host that it plays; empty: all are here
 };
 

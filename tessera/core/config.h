@@ -88,7 +88,8 @@ std::string to_toml(const Config& config);
 std::string configuration_markdown();
 
 /// Fills what depends on other fields and was not given: model.kv_heads, ffn_dim, max_seq_len, vocab_size of `byte`, data.seed, data.cache_dir, log.dir.
-/// What depends on the machine or the world size (mesh, run.threads) stays unset. Idempotent.
+/// What depends on the machine or the world size (mesh, run.threads) stays unset. Idempotent. Throws ConfigError on a size above 10^9, in [model] or of the
+/// batch.
 void resolve(Config& config);
 
 /// What a configuration is checked for: a plan needs no text, and may be asked for more data ranks than there are micro-batches.

@@ -21,6 +21,9 @@ struct is_optional : std::false_type {};
 template <class T>
 struct is_optional<std::optional<T>> : std::true_type {};
 
+/// The rules of precision.*, alone and beside other sections. Throws ConfigError.
+void validate_precision(const Config& config);
+
 /// A field's type in messages and documentation.
 template <class T>
 constexpr std::string_view type_name() {

@@ -81,8 +81,12 @@
 #define TESSERA_ZERO_FIELDS(X)                                                                                  \
   X(int, stage, 0, any(), "What dp_shard shards: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters.") \
   X(int64_t, bucket_bytes, (int64_t{25} << 20), any(), "Bytes of gradients that are reduced together.")         \
+  X(std::string, accumulate, "sharded", one_of("sharded, whole"),                                               \
+    "Stages 2, 3: what is kept between micro-batches; `whole` reduces once a step, at stage 1's gradients.")    \
   X(std::string, wrap, "layers.*", any(), "Module paths that are gathered as one unit (stage 3).")              \
-  X(int64_t, prefetch, 1, any(), "Units gathered ahead of their use (stage 3).")
+  X(int64_t, prefetch, 1, any(), "Units gathered ahead of their use (stage 3).")                                \
+  X(int64_t, prefetch_bytes, 0, any(), "Bytes of those, together; 0: no limit (stage 3).")                      \
+  X(bool, reshard_after_forward, true, any(), "Free a unit after its forward; false: keep it until its backward (stage 3).")
 
 #define TESSERA_TENSOR_FIELDS(X)                                                                                    \
   X(bool, sequence_parallel, false, any(), "Split the sequence between the layers that tensor parallelism splits.") \
@@ -96,9 +100,13 @@
   X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(), "`auto`, or the module paths that begin the stages after the first.") \
   X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")
 
-#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                  \
-  X(std::string, mode, "none", one_of("none, full, selective"), "Which activations are computed again in backward.") \
-  X(int64_t, every, 1, any(), "Recompute every n-th block.")
+#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
+  X(std::string, mode, "none", one_of("none, full, selective"),                                                                  \
+    "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.") \
+  X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                   \
+  X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                         \
+  X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                          \
+  X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.")
 
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                       \
   X(std::string, params, "device", one_of("device, host, disk"), "Where parameters live between uses.") \
@@ -106,34 +114,41 @@
   X(std::string, optimizer, "device", one_of("device, host, disk"), "Where optimizer state lives.")     \
   X(std::string, activations, "device", one_of("device, host, disk"), "Where saved activations wait for backward.")
 
-#define TESSERA_PRECISION_FIELDS(X)                                                                                     \
-  X(std::string, params, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which parameters are kept.")           \
-  X(std::string, compute, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of matrix products.")                    \
-  X(std::string, reduce, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which gradients cross the network.")   \
-  X(std::string, master, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of the copy that the optimizer updates.") \
-  X(std::string, loss_scale, "none", number_or("none, dynamic"), "Factor on the loss, against underflow of small gradients.")
+#define TESSERA_PRECISION_FIELDS(X)                                                                                                                      \
+  X(std::string, params, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which parameters are kept.")                                            \
+  X(std::string, compute, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of matrix products.")                                                     \
+  X(std::string, reduce, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which gradients cross the network.")                                    \
+  X(std::string, master, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of the copy that the optimizer updates.")                                  \
+  X(std::string, fp8_scales, "tensor", one_of("tensor, row"), "What shares a scale in fp8 products.")                                                    \
+  X(std::string, loss_scale, "none", number_or("none, dynamic"), "Factor on the loss, against underflow of small gradients; `dynamic` begins at 65536.") \
+  X(int64_t, growth_steps, 2000, any(), "Finite steps in a row after which a dynamic loss scale doubles.")                                               \
+  X(int64_t, max_skips, 20, any(), "Steps in a row that may be skipped for gradients that are not finite.")
 
-#define TESSERA_CHECKPOINT_FIELDS(X)                                                                                            \
-  X(std::string, dir, "", path(), "Folder of the checkpoints; empty: none are written.")                                        \
-  X(int64_t, every, 0, any(), "Steps between checkpoints; 0: only after the last step.")                                        \
-  X(int64_t, keep, 0, any(), "How many of the newest checkpoints are kept; 0: all.")                                            \
-  X(bool, async, false, any(), "Write checkpoints while training goes on.")                                                     \
-  X(std::string, resume, "", path_or("latest"), "Checkpoint to go on from: a path, `latest` (the newest valid one), or empty.") \
-  X(bool, verify, true, any(), "Check the hash of every slice that is loaded.")
+#define TESSERA_CHECKPOINT_FIELDS(X)                                                                                                 \
+  X(std::string, dir, "", path(), "Folder of the checkpoints; empty: none are written.")                                             \
+  X(int64_t, every, 0, any(), "Steps between checkpoints; 0: only after the last step.")                                             \
+  X(int64_t, keep, 0, any(), "How many of the newest checkpoints are kept; 0: all.")                                                 \
+  X(bool, async, false, any(), "Write checkpoints while training goes on.")                                                          \
+  X(int64_t, staging_bytes, int64_t{1} << 30, any(), "Host memory per rank for what `async` has yet to write.")                      \
+  X(std::string, resume, "", path_or("latest"), "Checkpoint to go on from: a path, `latest` (the newest valid one), or empty.")      \
+  X(std::vector<std::string>, partial, {}, any(), "Parameters, by pattern, that the checkpoint may lack, or hold beyond the model.") \
+  X(bool, verify, true, any(), "Check the hash of every slice that is loaded, and replay the recorded step before going on.")
 
-#define TESSERA_LOG_FIELDS(X)                                                                                                       \
-  X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.") \
-  X(bool, record, true, any(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")        \
-  X(double, straggler_ratio, 1.2, any(), "A rank that computes this many times longer than the median of all ranks is named; 0 is off.")
+#define TESSERA_LOG_FIELDS(X)                                                                                                            \
+  X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.")      \
+  X(bool, record, true, any(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")             \
+  X(double, straggler_ratio, 1.2, any(), "A rank that computes this many times longer than the median of all ranks is named; 0 is off.") \
+  X(double, peak_tflops, 0, any(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
 
-#define TESSERA_RUN_FIELDS(X)                                                                                                           \
-  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                     \
-  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                    \
-  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.") \
-  X(std::optional<int>, threads, std::nullopt, unset("cores / local ranks"), "Threads per rank.")                                       \
-  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                               \
-  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                           \
-  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                     \
+#define TESSERA_RUN_FIELDS(X)                                                                                                              \
+  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                        \
+  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                       \
+  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")    \
+  X(std::optional<int>, threads, std::nullopt, unset("cores / local ranks"), "Threads per rank.")                                          \
+  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                                  \
+  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                              \
+  X(int64_t, memory_limit_bytes, 0, any(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.") \
+  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                        \
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 
 /// Sections in the order of the documentation: X(struct, member, list of fields, doc).

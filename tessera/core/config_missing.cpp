@@ -25,28 +25,17 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
     return text(std::find_if(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == name; })->second);
   };
   const auto& offload = config.offload;
-  const auto& precision = config.precision;
   const std::vector<Setting> settings = {
       {"mesh.pp", axis("pp"), {"1"}, "pipeline parallelism"},
       {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
-      {"mesh.tp", axis("tp"), {"1"}, "tensor parallelism"},
       {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
       {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},
-      {"zero.stage", text(config.zero.stage), {"0"}, "sharded data parallelism"},
-      {"tensor.sequence_parallel", text(config.tensor.sequence_parallel), {"false"}, "sequence parallelism"},
       {"tensor.overlap", text(config.tensor.overlap), {"false"}, "overlapped tensor parallelism"},
-      {"recompute.mode", config.recompute.mode, {"none"}, "recomputation"},
       {"offload.params", offload.params, {"device"}, "offloading"},
       {"offload.gradients", offload.gradients, {"device"}, "offloading"},
       {"offload.optimizer", offload.optimizer, {"device"}, "offloading"},
       {"offload.activations", offload.activations, {"device"}, "offloading"},
-      {"precision.params", precision.params, {"fp32"}, "parameters in that precision"},
-      {"precision.compute", precision.compute, {"fp32", "bf16"}, "computing in that precision"},
-      {"precision.reduce", precision.reduce, {"fp32"}, "reducing in that precision"},
-      {"precision.master", precision.master, {"fp32"}, "a master copy in that precision"},
-      {"precision.loss_scale", precision.loss_scale, {"none"}, "loss scaling"},
       {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
-      {"checkpoint.async", text(config.checkpoint.async), {"false"}, "asynchronous saving"},
   };
   for (const auto& [key, value, present, technique] : settings) {
     if (std::find(present.begin(), present.end(), value) != present.end()) continue;

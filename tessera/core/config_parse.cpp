@@ -43,6 +43,12 @@ std::string show(const toml::node& node) {
   return std::move(out).str();
 }
 
+/// A key as messages show it: TOML allows any character in a quoted one, a zero too, behind which a message would end.
+std::string show(const std::string& key) {
+  const bool plain = std::all_of(key.begin(), key.end(), [](unsigned char c) { return c >= 0x20 && c != 0x7f; });
+  return plain ? key : detail::quoted(key);
+}
+
 template <class... Rule>
 [[noreturn]] void refuse(const Location& at, const std::string& value, Rule&&... rule) {
   throw ConfigError(detail::concat(at.key, " = ", value, " (", at.origin.place, "): ", std::forward<Rule>(rule)...));
@@ -165,7 +171,7 @@ void set_key(Config& config, const std::string& section, const std::string& key,
       assign(field, node_of(field), Location{detail::concat(section, ".", key), rule, origin});
     });
   });
-  require(found, "unknown key ", section, ".", key, " (", origin.place, "): the nearest known key is ", nearest_key(config, section, key));
+  require(found, "unknown key ", show(section), ".", show(key), " (", origin.place, "): the nearest known key is ", nearest_key(config, section, key));
   config.given.insert(detail::concat(section, ".", key));
 }
 
@@ -182,10 +188,10 @@ void apply_table(Config& config, const toml::table& table, const std::filesystem
     const auto place = [&](const toml::node& node) { return detail::concat(origin, ":", node.source().begin.line); };
     const auto* keys = section_node.as_table();
     if (std::find(sections.begin(), sections.end(), section) == sections.end()) {
-      require(keys != nullptr, "unknown key ", section, " (", place(section_node), "): keys live in sections; the nearest known key is ",
+      require(keys != nullptr, "unknown key ", show(section), " (", place(section_node), "): keys live in sections; the nearest known key is ",
               nearest_key(config, "", section));
       throw ConfigError(
-          detail::concat("unknown section [", section, "] (", place(section_node), "): the nearest known section is [", nearest(section, sections), "]"));
+          detail::concat("unknown section [", show(section), "] (", place(section_node), "): the nearest known section is [", nearest(section, sections), "]"));
     }
     require(keys != nullptr, section, " = ", show(section_node), " (", place(section_node), "): expected a section [", section, "]");
     for (const auto& [key, node] : *keys) {
@@ -215,6 +221,8 @@ void apply_set(Config& config, const std::string& set) {
   require(equals != std::string::npos, "--set ", set, ": expected key=value, such as optim.lr=1e-3");
   const std::string full_key = trimmed(set.substr(0, equals));
   const std::string text = set.substr(equals + 1);
+  require(parse_value(detail::quoted(text)).has_value(), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
+          "write it in UTF-8, or rename the file that it names");
   const auto dot = full_key.find('.');
   require(dot != std::string::npos, "unknown key ", full_key, " (--set): expected section.key; the nearest known key is ", nearest_key(config, "", full_key));
 

@@ -36,6 +36,22 @@ void at_least(const std::string& key, int64_t value, int64_t least) {
   require(value >= least, key, " = ", value, ": expected at least ", least, "; set ", key);
 }
 
+/// Sizes are multiplied, two at a time and with the number of ranks: more than this each could leave 64 bits.
+void check_sizes(const Config& config) {
+  constexpr int64_t most = 1'000'000'000;
+  const auto check = [&](const std::string& key, int64_t size) {
+    require(size >= -most && size <= most, key, " = ", size, ": expected at most ", most, "; set ", key);
+  };
+  ModelConfig::for_each_field(config.model, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
+    using Field = std::decay_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, int64_t>) check(std::string("model.") + name, field);
+    if constexpr (std::is_same_v<Field, std::optional<int64_t>>) check(std::string("model.") + name, field.value_or(0));
+  });
+  check("data.seq_len", config.data.seq_len);
+  check("batch.global_size", config.batch.global_size);
+  check("batch.micro_size", config.batch.micro_size);
+}
+
 void validate_model(const ModelConfig& model) {
   require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mixtral, mlp, or give model.from_hf");
   at_least("model.dim", model.dim, 1);
@@ -110,20 +126,20 @@ void validate_optim(const OptimConfig& optim, int64_t steps) {
 
 void validate_rest(const Config& config) {
   require(config.comm.timeout_s > 0, "comm.timeout_s = ", config.comm.timeout_s, ": expected a positive number of seconds");
-  at_least("zero.bucket_bytes", config.zero.bucket_bytes, 1);
-  at_least("zero.prefetch", config.zero.prefetch, 0);
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
-  at_least("recompute.every", config.recompute.every, 1);
   at_least("checkpoint.every", config.checkpoint.every, 0);
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
+  at_least("checkpoint.staging_bytes", config.checkpoint.staging_bytes, 4096);
   require(config.checkpoint.resume != "latest" || !config.checkpoint.dir.empty(),
           "checkpoint.resume = latest: there is no folder to look in; set checkpoint.dir, or name a checkpoint");
+  require(config.log.peak_tflops >= 0, "log.peak_tflops = ", config.log.peak_tflops, ": a rate is above 0; set 0 where it is not known");
   require(config.log.straggler_ratio == 0 || config.log.straggler_ratio > 1, "log.straggler_ratio = ", config.log.straggler_ratio,
           ": expected a number above 1, such as 1.2, or 0 to name nobody");
   at_least("run.steps", config.run.steps, 1);
   at_least("run.seed", config.run.seed, 0);
   at_least("run.threads", config.run.threads.value_or(1), 1);
   at_least("run.validate_every", config.run.validate_every, 0);
+  at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
 }
 
 void validate_compression(const Config& config) {
@@ -135,11 +151,44 @@ void validate_compression(const Config& config) {
           "false");
 }
 
+void validate_sharding(const Config& config) {
+  const int stage = config.zero.stage;
+  at_least("zero.bucket_bytes", config.zero.bucket_bytes, 1);
+  at_least("zero.prefetch", config.zero.prefetch, 0);
+  at_least("zero.prefetch_bytes", config.zero.prefetch_bytes, 0);
+  if (stage == 0) return;
+  require(!config.run.deterministic, "run.deterministic = true: adds whole gradients in one tree, and with zero.stage = ", stage,
+          " no rank has whole gradients; set zero.stage = 0, or run.deterministic = false");
+  const std::string& compression = config.comm.compression;
+  require(compression == "none", "comm.compression = ", compression, ": compresses the all-reduce of whole gradients, and with zero.stage = ", stage,
+          " they are reduce-scattered; set comm.compression = none, ",
+          compression == "powersgd" ? std::string("or zero.stage = 0") : "and precision.reduce = " + compression + " to let them cross in that");
+}
+
+void validate_recompute(const Config& config) {
+  const auto& recompute = config.recompute;
+  at_least("recompute.every", recompute.every, 1);
+  at_least("recompute.budget_bytes", recompute.budget_bytes, 0);
+  require(recompute.keep.empty() || recompute.mode == "selective", "recompute.keep: recompute.mode = ", recompute.mode,
+          " keeps no operator's output; set recompute.mode = selective");
+  require(recompute.mode != "selective" || !recompute.keep.empty() || has_attention(config.model),
+          "recompute.mode = selective: model.family = ", config.model.family,
+          " has no attention; name operators in recompute.keep, or set recompute.mode = full");
+  require(recompute.budget_bytes == 0 || (recompute.mode == "full" && recompute.every == 1), "recompute.budget_bytes = ", recompute.budget_bytes,
+          ": picks among whole modules itself; set recompute.mode = full and recompute.every = 1");
+}
+
 void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
   int64_t regrouped = 1;
   for (const auto& [axis, size] : axes) {
     if (axis == "dp_shard" || axis == "cp" || axis == "tp") regrouped *= size;
   }
+  const bool tensor = std::any_of(axes.begin(), axes.end(), [](const auto& entry) { return entry.first == "tp" && entry.second > 1; });
+  require(tensor || !config.tensor.sequence_parallel,
+          "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; "
+          "set mesh.tp to more, or tensor.sequence_parallel = false");
+  require(!tensor || !config.run.deterministic,
+          "run.deterministic = true: adds the norm up in one tree over whole rows, which mesh.tp cuts; set mesh.tp = 1, or run.deterministic = false");
   at_least("mesh.ep", config.mesh.ep, 1);
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");
@@ -149,6 +198,7 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
 }  // namespace
 
 void resolve(Config& config) {
+  check_sizes(config);
   auto& model = config.model;
   // With from_hf the shape comes from its config.json, which another room reads; until then there is nothing to derive from.
   if (model.from_hf.empty() || model.dim > 0) {
@@ -171,6 +221,9 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_model(config.model);
   validate_rest(config);
   validate_compression(config);
+  validate_recompute(config);
+  validate_sharding(config);
+  detail::validate_precision(config);
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
   validate_optim(config.optim, config.run.steps);

@@ -55,11 +55,14 @@ std::string toml_value(const List& values) {
   return out += "]";
 }
 
-/// Nothing where an optional is not set.
+/// Nothing where an optional is not set, or a string is none of its choices yet (model.family, before from_hf is read).
 template <class T>
-std::optional<std::string> toml_of(const T& field) {
+std::optional<std::string> toml_of(const T& field, const FieldRule& rule) {
   if constexpr (detail::is_optional<T>::value) {
     return field ? std::optional(toml_value(*field)) : std::nullopt;
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    const bool chosen = !field.empty() || rule.choices.empty() || rule.path;
+    return chosen ? std::optional(toml_value(field)) : std::nullopt;
   } else {
     return toml_value(field);
   }
@@ -80,10 +83,10 @@ std::string to_toml(const Config& config) {
   Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
     out << (out.tellp() > 0 ? "\n" : "") << "[" << section << "]\n";
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view) {
-      if (const auto value = toml_of(field)) {
+      if (const auto value = toml_of(field, rule)) {
         out << name << " = " << *value << "\n";
       } else {
-        out << "# " << name << ": " << rule.unset << "\n";
+        out << "# " << name << ": " << (rule.unset.empty() ? "not set" : rule.unset) << "\n";
       }
     });
   });
@@ -105,7 +108,7 @@ std::string configuration_markdown() {
   Config::for_each_section(defaults, [&](const char* section, const auto& fields, std::string_view section_doc) {
     out << "\n## [" << section << "]\n\n" << section_doc << "\n\n| key | default | values | meaning |\n|---|---|---|---|\n";
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view doc) {
-      const auto value = toml_of(field);
+      const auto value = toml_of(field, FieldRule{});
       out << "| " << name << " | " << (value ? "`" + *value + "`" : std::string(rule.unset)) << " | "
           << values_column(detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << " |\n";
     });

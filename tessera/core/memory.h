@@ -3,11 +3,19 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 
 namespace tessera {
+
+struct MemoryBlock;  // tessera/core/memory_history.h
+struct MemoryHistory;
+struct MemoryRefusal;
 
 /// What a tensor's bytes are spent on. The names are the fields of `tessera plan --json`.
 enum class MemoryCategory : uint8_t { Parameters, Gradients, Optimizer, Activations, Outputs, Comm, Other };
@@ -25,7 +33,10 @@ struct MemoryLedger;
 ///
 /// Counted are storages (bytes asked for), not what an operator's library allocates by malloc or, as oneDNN does for scratch space, by raw_allocate(). On meta,
 /// resize_() to a larger size passes by the allocator and is not counted: what has to be counted is allocated at its size. Cost while tracking: one small
-/// allocation and two short locks per storage; while not tracking: one thread-local read per allocation.
+/// allocation and two short locks per storage; while not tracking: one thread-local read per allocation. Details and timelines are kept only where asked for,
+/// and cost one pointer test until then.
+///
+/// A tracker is a handle: copies speak of the same counts.
 class MemoryTracker {
  public:
   MemoryTracker();
@@ -41,6 +52,26 @@ class MemoryTracker {
 
   /// Counts the tensor's storage under another category from now on. A storage that this tracker does not count is left alone.
   void retag(const at::Tensor& tensor, MemoryCategory category);
+
+  /// Refuses, from now on, every allocation that would bring current() above `bytes`: it throws c10::OutOfMemoryError, as a device does that has no more.
+  /// 0: no limit. Memory of a device that has a limit of its own (track_device) is counted but refused by the device alone.
+  void set_limit(int64_t bytes);
+  /// The last allocation that the limit, or the device, refused.
+  std::optional<MemoryRefusal> refusal() const;
+
+  /// Keeps, of every storage counted from now on, where it was allocated and what it is: some 200 bytes and 0.2 us each. false: no more.
+  void keep_details(bool keep = true);
+  /// Says what lies on the tensor's storage: its shape and dtype, where nobody has said so before, and its name, if there is one. Without details, nothing.
+  void describe(const at::Tensor& tensor, const std::string& name = {});
+
+  /// The ten largest storages that were alive at the peak, the largest first; none without details.
+  std::vector<MemoryBlock> largest_at_peak() const;
+
+  /// Takes down every allocation and release from now on, and what is alive after it; restarts the peak. Memory: some 100 bytes an event, of which at most
+  /// `most_events` are kept: when they are too many, half of them are dropped, never the peak (MemoryHistory::events_per_point says so).
+  void start_timeline(size_t most_events = 16384);
+  /// Ends it. With details, the ten largest storages at the peak come along. Throws InternalError where none was started.
+  MemoryHistory end_timeline();
 
  private:
   friend class MemoryContext;
@@ -73,7 +104,29 @@ class MemoryScope {
   MemoryCategory before_;
 };
 
-/// Tracker and category of a thread, to be carried to another one that works for it (backward on a device's thread, a copy engine):
+/// While alive, what this thread allocates is known to belong to `label`: the path of a module. The text is not copied and must outlive the scope. An empty
+/// label leaves the outer one. Nests.
+class MemoryLabel {
+ public:
+  explicit MemoryLabel(std::string_view label);
+  ~MemoryLabel();
+  MemoryLabel(const MemoryLabel&) = delete;
+  MemoryLabel& operator=(const MemoryLabel&) = delete;
+
+  static std::string_view current();
+
+ private:
+  std::string_view before_;
+};
+
+/// Says to this thread's tracker, if it has one, that a phase of the step begins: "forward". `phase` is a literal.
+void mark_memory(std::string_view phase);
+
+/// Makes trackers count memory of that type of device, too; nothing to do for the CPU and for meta, which they always count. Call it before the first tensor
+/// there that is to be counted. Bytes are those that were asked for. Throws ConfigError where this build cannot count it.
+void track_device(at::DeviceType type);
+
+/// Tracker, category and label of a thread, to be carried to another one that works for it (backward on a device's thread, a copy engine):
 ///   auto context = MemoryContext::current();  ...on the other thread:  MemoryContext::Guard guard(context);
 class MemoryContext {
  public:
@@ -90,15 +143,18 @@ class MemoryContext {
     std::shared_ptr<detail::MemoryLedger> ledger_;
     detail::MemoryLedger* ledger_before_;
     MemoryCategory category_before_;
+    std::string_view label_before_;
   };
 
  private:
   std::shared_ptr<detail::MemoryLedger> ledger_;
   MemoryCategory category_ = MemoryCategory::Other;
+  std::string_view label_;  ///< of whoever is alive as long as the context is in use
 };
 
 /// Counts memory that comes from none of libtorch's allocators (shared with other processes, say) as if it did: `bytes` under this thread's tracker and
 /// category, if it has one. `context` is that of the storage's DataPtr, and has to be its own; the DataPtr's deleter calls `uncount_memory` with it.
+/// Throws c10::OutOfMemoryError, counting nothing, where that would pass the tracker's limit.
 void count_memory(void* context, int64_t bytes);
 void uncount_memory(void* context);
 

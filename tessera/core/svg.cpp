@@ -41,6 +41,12 @@ std::string number(double value) {
   return text == "-0" ? "0" : text;
 }
 
+std::string points_attribute(const std::vector<std::pair<double, double>>& points) {
+  std::string out = " points=\"";
+  for (size_t i = 0; i < points.size(); ++i) out += (i ? " " : "") + number(points[i].first) + "," + number(points[i].second);
+  return out + "\"";
+}
+
 }  // namespace
 
 Svg::Svg(double width, double height) : width_(width), height_(height) {}
@@ -48,10 +54,14 @@ Svg::Svg(double width, double height) : width_(width), height_(height) {}
 Svg& Svg::rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip) {
   body_ << "<rect x=\"" << number(x) << "\" y=\"" << number(y) << "\" width=\"" << number(width) << "\" height=\"" << number(height) << "\" fill=\""
         << escaped(fill) << "\"";
+  return end("rect", tooltip);
+}
+
+Svg& Svg::end(std::string_view element, std::string_view tooltip) {
   if (tooltip.empty()) {
     body_ << "/>\n";
   } else {
-    body_ << "><title>" << escaped(tooltip) << "</title></rect>\n";
+    body_ << "><title>" << escaped(tooltip) << "</title></" << element << ">\n";
   }
   return *this;
 }
@@ -63,10 +73,13 @@ Svg& Svg::line(double x1, double y1, double x2, double y2, std::string_view stro
 }
 
 Svg& Svg::polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width) {
-  body_ << "<polyline fill=\"none\" stroke=\"" << escaped(stroke) << "\" stroke-width=\"" << number(width) << "\" points=\"";
-  for (size_t i = 0; i < points.size(); ++i) body_ << (i ? " " : "") << number(points[i].first) << "," << number(points[i].second);
-  body_ << "\"/>\n";
-  return *this;
+  body_ << "<polyline fill=\"none\" stroke=\"" << escaped(stroke) << "\" stroke-width=\"" << number(width) << "\"" << points_attribute(points);
+  return end("polyline", {});
+}
+
+Svg& Svg::polygon(const std::vector<std::pair<double, double>>& points, std::string_view fill, std::string_view tooltip) {
+  body_ << "<polygon fill=\"" << escaped(fill) << "\"" << points_attribute(points);
+  return end("polygon", tooltip);
 }
 
 Svg& Svg::text(double x, double y, std::string_view text, TextStyle style) {

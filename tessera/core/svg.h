@@ -23,6 +23,7 @@ class Svg {
   Svg& rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip = {});
   Svg& line(double x1, double y1, double x2, double y2, std::string_view stroke = "#222222", double width = 1);
   Svg& polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width = 1.5);
+  Svg& polygon(const std::vector<std::pair<double, double>>& points, std::string_view fill, std::string_view tooltip = {});
   Svg& text(double x, double y, std::string_view text, TextStyle style);
   Svg& text(double x, double y, std::string_view text);
 
@@ -33,6 +34,8 @@ class Svg {
   static std::string_view color(size_t index);
 
  private:
+  Svg& end(std::string_view element, std::string_view tooltip);
+
   double width_, height_;
   std::ostringstream body_;
 };

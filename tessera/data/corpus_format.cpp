@@ -3,10 +3,26 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include "tessera/core/error.h"
 
 namespace tessera::data {
+
+namespace {
+
+/// The first id from `begin` to `end` (offsets behind the header) that the vocabulary does not hold, as an offset; `end` where there is none.
+template <class Id>
+uint64_t find_outside(const std::byte* payload, uint64_t begin, uint64_t end, uint64_t vocab_size) {
+  const Id* const ids = reinterpret_cast<const Id*>(payload + begin);
+  const uint64_t count = (end - begin) / sizeof(Id);
+  Id largest = 0;
+  for (uint64_t i = 0; i < count; ++i) largest = std::max(largest, ids[i]);  // a loop without a way out becomes vector code
+  if (count == 0 || largest < vocab_size) return end;
+  return begin + sizeof(Id) * static_cast<uint64_t>(std::find_if(ids, ids + count, [&](Id id) { return id >= vocab_size; }) - ids);
+}
+
+}  // namespace
 
 CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std::byte> data) {
   const std::string name = file.string();
@@ -19,6 +35,12 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
   require(std::memcmp(header.magic, fresh.magic, sizeof fresh.magic) == 0, name, ": is no packed corpus: offset 0 does not hold its mark", way_out);
   require(header.version == fresh.version, name, ": is a packed corpus of version ", header.version, "; this program reads version ", fresh.version, way_out);
   require(header.hash() == header.header_hash && (header.id_bytes == 2 || header.id_bytes == 4), name, ": damaged header at offset 0", way_out);
+  // A right hash proves that nothing was damaged, not that it was ever right: without these bounds the products below could leave 64 bits.
+  constexpr uint64_t most = std::numeric_limits<int64_t>::max();
+  const bool ends = header.tokenizer[sizeof header.tokenizer - 1] == 0 && header.content[sizeof header.content - 1] == 0;
+  require(ends && header.text_bytes <= most && header.piece_bytes <= most, name, ": impossible header at offset 0", way_out);
+  require(header.vocab_size <= data.size() / sizeof(uint32_t) && header.tokens <= data.size() / header.id_bytes, name, ": truncated at offset ", data.size(),
+          ": its header says ", header.tokens, " ids of a vocabulary of ", header.vocab_size, way_out);
   require(data.size() == header.file_bytes(), name, data.size() < header.file_bytes() ? ": truncated at offset " : ": holds more than it should from offset ",
           std::min<uint64_t>(data.size(), header.file_bytes()), ": its header says ", header.file_bytes(), " bytes", way_out);
 
@@ -32,6 +54,11 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
     std::memcpy(&expected, hashes + b * sizeof expected, sizeof expected);
     require(hash_bytes(payload + begin, size) == expected, name, ": damaged between offsets ", sizeof header + begin, " and ", sizeof header + begin + size,
             way_out);
+    // While the block is in the cache. Ids are looked up in tables of vocab_size rows.
+    const uint64_t first_id = std::max(begin, header.vocab_size * sizeof(uint32_t)), end = std::max(begin + size, first_id);
+    const uint64_t outside = header.id_bytes == 2 ? find_outside<uint16_t>(payload, first_id, end, header.vocab_size)
+                                                  : find_outside<uint32_t>(payload, first_id, end, header.vocab_size);
+    require(outside == end, name, ": the id at offset ", sizeof header + outside, " is outside of the vocabulary of ", header.vocab_size, way_out);
   }
   return header;
 }

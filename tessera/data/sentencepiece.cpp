@@ -12,6 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/data/sentencepiece_rules.h"
 #include "tessera/data/utf8.h"
 
 namespace tessera::data {
@@ -28,6 +29,7 @@ std::string replace_all(std::string text, std::string_view from, std::string_vie
 
 /// Facts of a model, found by asking it rather than by reading its settings.
 struct Model {
+  std::string file;  // for messages
   SentencePieceProcessor processor;
   std::vector<std::string> text;      // of each id
   std::vector<uint32_t> token_bytes;  // text[id].size()
@@ -43,7 +45,7 @@ struct Model {
   std::vector<int32_t> ids(std::string_view part) const {
     std::vector<int> out;
     const auto status = processor.Encode(part, &out);
-    require(status.ok(), "tokenizer: SentencePiece cannot encode the text: ", status.ToString());
+    require(status.ok(), "data.tokenizer = ", file, ": SentencePiece cannot encode the text with it: ", status.ToString());
     return {out.begin(), out.end()};
   }
 
@@ -199,10 +201,20 @@ class SentencePieceTokenizer : public Tokenizer {
     std::ifstream in(file, std::ios::binary);
     require(in.good(), "data.tokenizer = ", file.string(), ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
     const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-    const auto status = model_.processor.LoadFromSerializedProto(bytes);
-    require(!bytes.empty() && status.ok(), "data.tokenizer = ", file.string(), ": is no SentencePiece model (", bytes.size(),
-            " bytes); give `byte` or a .model that SentencePiece wrote");
-    model_.read_pieces();
+    model_.file = file.string();
+    const auto refuse = [&](const std::string& why) {
+      throw ConfigError(detail::concat("data.tokenizer = ", file.string(), ": is no SentencePiece model (", bytes.size(), " bytes", why,
+                                       "); give `byte` or a .model that SentencePiece wrote"));
+    };
+    if (const std::string problem = problem_of_rules(bytes); !problem.empty()) refuse("; " + problem);
+    try {
+      if (bytes.empty() || !model_.processor.LoadFromSerializedProto(bytes).ok()) refuse("");
+      model_.read_pieces();
+    } catch (const ConfigError&) {
+      throw;
+    } catch (const std::exception& error) {  // the library's own, of pieces that no model can have
+      refuse(detail::concat("; ", error.what()));
+    }
     fingerprint_ = "sentencepiece-" + hash_hex(bytes.data(), bytes.size());
   }
 

@@ -3,6 +3,7 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/sync_batch_norm.h"
 
 namespace tessera {
 namespace {
@@ -13,24 +14,34 @@ bool normalizes_by_batch(const torch::nn::Module& module) {
   return norm != nullptr && (norm->is_training() || !norm->options.track_running_stats());
 }
 
-void collect(const torch::nn::Module& module, const std::string& path, std::vector<BatchCoupledModule>& found) {
+/// A SyncBatchNorm has the statistics of every rank of its group, but of one micro-batch.
+void collect_synchronized(const torch::nn::Module& module, const std::string& path, int ranks, int64_t accumulation, std::vector<BatchCoupledModule>& found) {
+  const auto* norm = dynamic_cast<const nn::SyncBatchNormImpl*>(&module);
+  if (norm == nullptr || !(norm->is_training() || !norm->options.track_running_stats())) return;
+  if (norm->group().size() < ranks || accumulation > 1) found.push_back({path, "SyncBatchNorm"});
+}
+
+void collect(const torch::nn::Module& module, const std::string& path, int ranks, int64_t accumulation, std::vector<BatchCoupledModule>& found) {
   if (normalizes_by_batch<torch::nn::BatchNorm1dImpl>(module)) found.push_back({path, "BatchNorm1d"});
   if (normalizes_by_batch<torch::nn::BatchNorm2dImpl>(module)) found.push_back({path, "BatchNorm2d"});
   if (normalizes_by_batch<torch::nn::BatchNorm3dImpl>(module)) found.push_back({path, "BatchNorm3d"});
-  for (const auto& child : module.named_children()) collect(*child.value(), path.empty() ? child.key() : path + "." + child.key(), found);
+  collect_synchronized(module, path, ranks, accumulation, found);
+  for (const auto& child : module.named_children()) {
+    collect(*child.value(), path.empty() ? child.key() : path + "." + child.key(), ranks, accumulation, found);
+  }
 }
 
 }  // namespace
 
-std::vector<BatchCoupledModule> find_batch_coupled(const torch::nn::Module& root) {
+std::vector<BatchCoupledModule> find_batch_coupled(const torch::nn::Module& root, int ranks, int64_t accumulation) {
   std::vector<BatchCoupledModule> found;
-  collect(root, "", found);
+  collect(root, "", ranks, accumulation, found);
   return found;
 }
 
 std::string batch_coupling_report(const torch::nn::Module& root, int ranks, int64_t accumulation) {
   if (ranks <= 1 && accumulation <= 1) return {};
-  const std::vector<BatchCoupledModule> found = find_batch_coupled(root);
+  const std::vector<BatchCoupledModule> found = find_batch_coupled(root, ranks, accumulation);
   if (found.empty()) return {};
   constexpr size_t max_named = 8;
   std::string names;
@@ -41,9 +52,9 @@ std::string batch_coupling_report(const torch::nn::Module& root, int ranks, int6
   return detail::concat(
       names, found.size() == 1 ? " normalizes" : " normalize", " by the statistics of one micro-batch on one rank, not of the global batch (", ranks,
       " data-parallel ranks x ", accumulation,
-      " micro-batches), so training differs from one device with the whole batch; SyncBatchNorm, which shares them between ranks, is not available yet: "
-      "use LayerNorm or GroupNorm, freeze the running statistics with eval(), train on one rank with batch.micro_size = batch.global_size, or accept it with "
-      "run.batch_coupled = \"report\"");
+      " micro-batches), so training differs from one device with the whole batch: share them between ranks with SyncBatchNorm and synchronize_batch_norms, "
+      "with one micro-batch per rank (accumulation is no bigger batch to it), use LayerNorm or GroupNorm, freeze the running statistics "
+      "with eval(), train on one rank with batch.micro_size = batch.global_size, or accept it with run.batch_coupled = \"report\"");
 }
 
 }  // namespace tessera

@@ -14,8 +14,9 @@ struct BatchCoupledModule {
   std::string type;  ///< for example "BatchNorm2d"
 };
 
-/// BatchNorm modules of `root` that normalise by the statistics of the batch: in training mode, or without running statistics.
-std::vector<BatchCoupledModule> find_batch_coupled(const torch::nn::Module& root);
+/// BatchNorm modules of `root` that normalise by the statistics of the batch: in training mode, or without running statistics. SyncBatchNorm is among them
+/// where its group does not cover the `ranks`, or `accumulation` makes a step of several batches.
+std::vector<BatchCoupledModule> find_batch_coupled(const torch::nn::Module& root, int ranks = 1, int64_t accumulation = 1);
 
 /// One line that names them by path and says what it means and what can be done, for `ranks` data-parallel ranks and `accumulation` micro-batches per rank and
 /// step. Empty where nothing is coupled, or there is one rank and one micro-batch.

@@ -2,8 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "tessera/core/memory.h"
-#include "tessera/data_parallel/flat_gradients.h"
+#include "tessera/nn/narrow_sum.h"
 
 namespace tessera {
 namespace {
@@ -21,34 +20,27 @@ class InPlace final : public BucketReduction {
   comm::Pending pending_;
 };
 
-/// Reduces flat / divisor in `dtype`, and multiplies what comes back.
 class Cast final : public BucketReduction {
  public:
-  Cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype, double divisor) : bucket_(bucket), divisor_(divisor) {
-    const MemoryScope scratch(MemoryCategory::Comm);
-    if (divisor_ != 1) bucket_.flat.div_(divisor_);
-    cast_ = bucket_.flat.to(dtype);
-    pending_ = channel.all_reduce(cast_);
-  }
+  Cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype)
+      : bucket_(bucket), sum_(bucket.flat, dtype, channel.group().size()), pending_(channel.all_reduce(sum_.crossing())) {}
 
   bool advance() override {
     pending_.wait();
-    bucket_.flat.copy_(cast_);
-    if (divisor_ != 1) bucket_.flat.mul_(divisor_);
-    release_scratch(cast_);  // before the other buckets are done
+    sum_.store(sum_.crossing(), bucket_.flat, /*add=*/false);
+    sum_.release();  // before the other buckets are done
     return true;
   }
 
  private:
   GradientBucket& bucket_;
-  double divisor_;
-  at::Tensor cast_;
+  NarrowSum sum_;
   comm::Pending pending_;
 };
 
-std::unique_ptr<BucketReduction> start_cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype, double divisor) {
+std::unique_ptr<BucketReduction> start_cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype) {
   if (bucket.flat.element_size() <= c10::elementSize(dtype)) return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
-  return std::make_unique<Cast>(bucket, channel, dtype, divisor);
+  return std::make_unique<Cast>(bucket, channel, dtype);
 }
 
 }  // namespace
@@ -69,10 +61,8 @@ std::unique_ptr<BucketReduction> AllReduceHook::start(GradientBucket& bucket, Gr
   return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
 }
 
-std::unique_ptr<BucketReduction> Bf16Hook::start(GradientBucket& bucket, GradientChannel& channel) { return start_cast(bucket, channel, at::kBFloat16, 1); }
+std::unique_ptr<BucketReduction> Bf16Hook::start(GradientBucket& bucket, GradientChannel& channel) { return start_cast(bucket, channel, at::kBFloat16); }
 
-std::unique_ptr<BucketReduction> Fp16Hook::start(GradientBucket& bucket, GradientChannel& channel) {
-  return start_cast(bucket, channel, at::kHalf, channel.group().size());
-}
+std::unique_ptr<BucketReduction> Fp16Hook::start(GradientBucket& bucket, GradientChannel& channel) { return start_cast(bucket, channel, at::kHalf); }
 
 }  // namespace tessera

@@ -9,8 +9,8 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
-#include "tessera/data_parallel/gradient_synchronizer.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {

@@ -12,7 +12,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
-#include "tessera/data_parallel/flat_gradients.h"
+#include "tessera/nn/flat_gradients.h"
 
 namespace tessera {
 namespace {
@@ -96,6 +96,7 @@ class DistributedDataParallel::Impl {
       buckets_ = allocate(plan_, parameters_, group_);
       stale_ = false;
     }
+    offer_places();
     missing_.clear();
     for (const BucketPlan::Bucket& bucket : plan_.buckets) missing_.push_back(bucket.slots.size());
     reductions_.clear();
@@ -114,6 +115,7 @@ class DistributedDataParallel::Impl {
     if (!active()) return;
     invariant(in_step_, "DistributedDataParallel::finish without begin_step");
     in_step_ = false;
+    withdraw_places();
     const at::NoGradGuard no_grad;
     const auto start = std::chrono::steady_clock::now();
     statistics_.num_early = statistics_.num_collectives;
@@ -142,6 +144,20 @@ class DistributedDataParallel::Impl {
     for (const nn::NamedParameter& parameter : parameters_) set_gradient(parameter.tensor, {});
   }
 
+  /// Lets gradients be computed where they are reduced.
+  void offer_places() {
+    overtaken_.assign(parameters_.size(), false);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& parameter = parameters_[i].tensor;
+      const at::Tensor& view = buckets_->views[i];
+      if (view.scalar_type() == parameter.scalar_type()) nn::GradientDispatcher::of(parameter).offer_place(view);
+    }
+  }
+
+  void withdraw_places() {
+    for (const nn::NamedParameter& parameter : parameters_) nn::GradientDispatcher::of(parameter.tensor).withdraw_place();
+  }
+
   void listen() {
     std::shared_ptr<const nn::StepPhase> phase = options_.phase;
     if (!phase) phase = own_phase_ = std::make_shared<nn::StepPhase>();
@@ -157,14 +173,15 @@ class DistributedDataParallel::Impl {
   void accumulated(size_t index) {
     require(in_step_, "data parallelism: '", parameters_[index].name,
             "' got a gradient outside a step; call begin_step before the first backward pass of each step");
-    require(reductions_.size() <= buckets_->bucket_of[index], "data parallelism: '", parameters_[index].name,
+    require(reductions_.size() <= buckets_->bucket_of[index] && !overtaken_[index], "data parallelism: '", parameters_[index].name,
             "' got another gradient after its bucket was reduced; call set_last_micro_batch(false) before each backward pass of a step but the last, and "
             "begin_step before each step");
-    recover_gradient(parameters_[index].tensor, buckets_->views[index]);
+    if (!is_place_awaited(parameters_[index].tensor, buckets_->views[index])) recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     used_.mark(index);
   }
 
   void final(size_t index) {
+    overtaken_[index] = is_place_awaited(parameters_[index].tensor, buckets_->views[index]);
     recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     arrivals_.push_back(static_cast<int64_t>(index));
     --missing_[buckets_->bucket_of[index]];
@@ -244,6 +261,7 @@ class DistributedDataParallel::Impl {
   bool in_step_ = false;
   int64_t steps_ = 0;
   UsedParameters used_;
+  std::vector<bool> overtaken_;    ///< gradients that went without the one that was to be computed in place, which must not come any more
   std::vector<size_t> missing_;    ///< per bucket: gradients that are not final
   std::vector<int64_t> arrivals_;  ///< parameters in the order in which their gradients became final
   SynchronizationStatistics statistics_;

@@ -7,11 +7,11 @@
 #include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
-#include "tessera/data_parallel/bucket_plan.h"
 #include "tessera/data_parallel/communication_hook.h"
-#include "tessera/data_parallel/gradient_synchronizer.h"
-#include "tessera/data_parallel/replicas.h"
+#include "tessera/nn/bucket_plan.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/replicas.h"
 
 namespace tessera {
 
@@ -38,10 +38,11 @@ struct DdpOptions {
 ///     optimizer.step();
 ///   }
 ///
-/// The first gradient of a step is copied into its bucket (a pass less over memory than to clear the bucket and add), and `grad()` of the parameter is a view
-/// of it from then on, so that further passes accumulate in place. The hook of the last gradient of a bucket starts its all-reduce, while backward goes on;
-/// buckets start in the order of the plan on every rank, so that collectives match. After the first step the plan is made anew from the order that rank 0 saw.
-/// Accumulation passes but the last communicate nothing.
+/// The first gradient of a step is copied into its bucket (a pass less over memory than to clear the bucket and add), unless who computes it takes that place
+/// on offer (nn/gradient_dispatcher.h; the embedding and the head do). `grad()` of the parameter is a view of the bucket from then on, so that further passes
+/// accumulate in place. The hook of the last gradient of a bucket starts its all-reduce, while backward goes on; buckets start in the order of the plan on
+/// every rank, so that collectives match. After the first step the plan is made anew from the order that rank 0 saw. Accumulation passes but the last
+/// communicate nothing.
 ///
 ///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation; a hook
 ///                      (communication_hook.h) may compress it

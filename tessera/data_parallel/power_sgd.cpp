@@ -11,7 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 #include "tessera/core/rng.h"
-#include "tessera/data_parallel/flat_gradients.h"
+#include "tessera/nn/flat_gradients.h"
 
 namespace tessera {
 namespace {

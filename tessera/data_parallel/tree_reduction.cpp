@@ -11,7 +11,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
-#include "tessera/data_parallel/flat_gradients.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 namespace tessera {

@@ -6,9 +6,9 @@
 #include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
-#include "tessera/data_parallel/gradient_synchronizer.h"
-#include "tessera/data_parallel/replicas.h"
 #include "tessera/data_parallel/tree_schedule.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/replicas.h"
 
 namespace tessera {
 

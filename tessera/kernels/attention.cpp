@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/reference.h"
 
 namespace tessera::kernels {
@@ -24,6 +25,7 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
+  if (is_emulated_half(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::attention(q, k, v, causal, scale);
   if (q.is_cuda()) return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
   // By name: on meta the public operator decomposes into the unfused form, whose memory is another.

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
@@ -63,6 +64,7 @@ TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels) {
   require(logits.dim() == 2 && labels.dim() == 1 && labels.size(0) == logits.size(0) && labels.scalar_type() == at::kLong && logits.size(1) > 0,
           "cross_entropy_sum: logits ", logits.sizes(), " must be [tokens, vocabulary] and labels ", labels.sizes(), " int64 [tokens]");
+  if (is_emulated_half(logits)) return cross_entropy_sum(logits.to(at::kFloat), labels);
   if (kernel_choice() == KernelChoice::Reference) return reference::cross_entropy_sum(logits, labels);
   require_supported("cross_entropy_sum", logits);
   return CrossEntropyFunction::apply(logits, labels.contiguous());

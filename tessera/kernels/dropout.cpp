@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
@@ -71,6 +72,7 @@ at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor
   const FeatureBlock block{features.offset, features.total == 0 ? dim : features.total};
   require(block.offset >= 0 && block.offset + dim <= block.total, "dropout: features ", block.offset, " .. ", block.offset + dim,
           " do not lie in the whole tensor's ", block.total);
+  if (is_emulated_half(x)) return dropout(x.to(at::kFloat), p, key, rows, block).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::dropout(x, p, key, rows, block);
   require_supported("dropout", x);
   return DropoutFunction::apply(x, p, static_cast<int64_t>(key), rows, block.offset, block.total);

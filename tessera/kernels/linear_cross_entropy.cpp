@@ -1,19 +1,23 @@
 #include "tessera/kernels/linear_cross_entropy.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sub.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "tessera/core/host_read.h"
 #include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
@@ -24,17 +28,21 @@ namespace {
 
 constexpr int64_t kSmallestChunk = 128;
 
+using Parts = std::optional<c10::intrusive_ptr<VocabularyParts>>;
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
-                                                               bool);
+                                                               bool, const std::optional<at::Tensor>&, const Parts&);
 
 /// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products add into the result themselves; others are rounded to their dtype, so their sum
 /// needs fp32.
 class WeightGradient {
  public:
-  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk)
+  /// `place`: where the sum is to lie, if anywhere.
+  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk, const std::optional<at::Tensor>& place)
       : weight_dtype_(weight.scalar_type()),
         product_(compute == at::kFloat ? at::Tensor() : at::empty(weight.sizes(), weight.options().dtype(compute))),
-        sum_(product_.defined() && single_chunk && compute == weight_dtype_ ? product_ : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
+        sum_(place                                                            ? *place
+             : product_.defined() && single_chunk && compute == weight_dtype_ ? product_
+                                                                              : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
 
   void add(const at::Tensor& d_logits, const at::Tensor& hidden) {
     if (!product_.defined()) {
@@ -59,12 +67,25 @@ class WeightGradient {
   bool first_ = true;
 };
 
+/// Losses of rows of which others hold columns as well, and, with `gradient`, logits <- (softmax - one hot) * scale.
+void meet_parts(VocabularyParts& parts, const CrossEntropyRoutines& routines, const at::Tensor& logits, const at::Tensor& losses, const at::Tensor& labels,
+                double scale, bool gradient) {
+  const at::Tensor most = at::empty_like(losses), sum = at::empty_like(losses), target = at::empty_like(losses);
+  routines.part(most, sum, target, logits, labels, parts.first);
+  parts.meet(most, sum, target);
+  const at::Tensor ignored = labels < 0, lse = sum.log_().add_(most);
+  at::Tensor loss = losses;
+  at::sub_out(loss, lse, target).masked_fill_(ignored, 0);
+  if (gradient) routines.part_gradient(logits, labels, parts.first, lse.masked_fill_(ignored, std::numeric_limits<double>::infinity()), scale);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, at::ScalarType compute,
-                                                       int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight) {
+                                                       int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
+                                                       const std::optional<at::Tensor>& place, const Parts& parts) {
   const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
-  const int64_t chunk = linear_cross_entropy_chunk(tokens, vocabulary, compute, chunk_tokens);
+  const int64_t chunk = linear_cross_entropy_chunk(tokens, vocabulary, compute, chunk_tokens, place ? kLogitsBytesInPlace : kLogitsBytes);
   const auto& routines = routines_for(hidden);
-  routines.cross_entropy.check_labels(labels, vocabulary);
+  routines.cross_entropy.check_labels(labels, parts ? (*parts)->total : vocabulary);
 
   const auto floats = hidden.options().dtype(at::kFloat);
   const at::Tensor total = at::empty({}, floats), losses = at::empty({tokens}, floats);
@@ -76,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     if (compute != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
   }
   std::optional<WeightGradient> d_weight;
-  if (needs_weight) d_weight.emplace(weight, compute, chunk >= tokens);
+  if (needs_weight) d_weight.emplace(weight, compute, chunk >= tokens, place);
   const at::Tensor logits_buffer = [&] {
     const MemoryScope outputs(MemoryCategory::Outputs);
     return at::empty({chunk, vocabulary}, x.options());
@@ -87,7 +108,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     const at::Tensor x_chunk = x.narrow(0, begin, size), label_chunk = labels.narrow(0, begin, size), loss_chunk = losses.narrow(0, begin, size);
     at::Tensor logits = logits_buffer.narrow(0, 0, size);
     at::mm_out(logits, x_chunk, w.t());
-    if (needs_hidden || needs_weight) {
+    if (parts) {
+      meet_parts(**parts, routines.cross_entropy, logits, loss_chunk, label_chunk, expected_gradient, needs_hidden || needs_weight);
+    } else if (needs_hidden || needs_weight) {
       routines.cross_entropy.in_place(logits, loss_chunk, label_chunk, expected_gradient);
     } else {
       routines.cross_entropy.forward(loss_chunk, lse.narrow(0, 0, size), logits, label_chunk);
@@ -101,7 +124,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     if (needs_weight) d_weight->add(logits, x_chunk);
   }
   routines.cross_entropy.sum(total, losses);
-  return {total, d_hidden, needs_weight ? d_weight->finish() : at::Tensor()};
+  const at::Tensor weight_gradient = needs_weight ? d_weight->finish() : at::Tensor();
+  return {total, d_hidden, place ? at::Tensor() : weight_gradient};
 }
 
 /// Whether the loss's gradient is the number that was folded in. A device would have to be waited for, so there the answer is no, and costs one pass over the
@@ -114,10 +138,12 @@ bool is_planned(const at::Tensor& grad, double planned) {
 /// Holds the gradients between the two passes and gives them away, so that autograd can keep them as they are instead of copying.
 struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
-                            at::ScalarType compute, int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight) {
+                            at::ScalarType compute, int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
+                            const std::optional<at::Tensor>& place, const Parts& parts) {
     static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [loss, d_hidden, d_weight] = op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight);
+    auto [loss, d_hidden, d_weight] = op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight, place, parts);
+    if (place) d_weight = place->alias();  // a handle that autograd finds to be the only one
     auto& data = context->saved_data;
     data["expected"] = expected_gradient;
     if (d_hidden.defined()) data["hidden"] = std::move(d_hidden);
@@ -140,24 +166,25 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
       return as_planned ? gradient : gradient.mul_(grads[0].div(planned));
     };
     const at::Tensor none;
-    return {take("hidden"), take("weight"), none, none, none, none, none, none};
+    return {take("hidden"), take("weight"), none, none, none, none, none, none, none, none};
   }
 };
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.class_<VocabularyParts>("VocabularyParts");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType compute_dtype, int chunk_tokens, float expected_gradient, bool "
-      "needs_hidden, bool "
-      "needs_weight) -> (Tensor loss, Tensor d_hidden, Tensor d_weight)");
+      "needs_hidden, bool needs_weight, Tensor(a!)? weight_gradient, __torch__.torch.classes.tessera.VocabularyParts? parts) -> (Tensor loss, Tensor d_hidden, "
+      "Tensor d_weight)");
 }
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
 
-int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens) {
+int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens, int64_t logits_bytes) {
   const int64_t row_bytes = std::max<int64_t>(1, vocabulary) * static_cast<int64_t>(c10::elementSize(compute_dtype));
   if (chunk_tokens > 0) return std::max<int64_t>(1, std::min(tokens, chunk_tokens));
-  const int64_t most = std::max(kSmallestChunk, kLogitsBytes / row_bytes);
+  const int64_t most = std::max(kSmallestChunk, logits_bytes / row_bytes);
   const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
   return std::max<int64_t>(1, (tokens + chunks - 1) / chunks);  // chunks of one size, so that the last is no leftover
 }
@@ -170,13 +197,22 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   require(options.chunk_tokens >= 0, "linear_cross_entropy: chunk_tokens = ", options.chunk_tokens, " must be positive, or 0 for the default");
   require(options.expected_gradient != 0, "linear_cross_entropy: expected_gradient must not be 0");
   const at::ScalarType compute = options.compute_dtype.value_or(hidden.scalar_type());
-  if (kernel_choice() == KernelChoice::Reference) return reference::linear_cross_entropy(hidden, weight, labels, compute);
+  if (compute == at::kHalf && !hidden.is_cuda()) {
+    auto wide = options;
+    wide.compute_dtype = at::kFloat;
+    return linear_cross_entropy(rounded_to_half(hidden), rounded_to_half(weight), labels, wide);
+  }
+  if (kernel_choice() == KernelChoice::Reference && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute);
   require_supported("linear_cross_entropy: hidden", hidden);
   require_supported("linear_cross_entropy: weight", weight);
   require(is_supported(compute), "linear_cross_entropy: compute_dtype ", c10::toString(compute), " is not supported; use Float or BFloat16");
-  const bool differentiate = at::GradMode::is_enabled();
+  const bool differentiate = at::GradMode::is_enabled(), needs_weight = differentiate && weight.requires_grad();
+  const auto place = options.weight_gradient.defined() ? std::optional(options.weight_gradient) : std::nullopt;
+  require(!place || (needs_weight && place->sizes() == weight.sizes() && place->scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
+                     place->is_contiguous() && !place->requires_grad()),
+          "linear_cross_entropy: weight_gradient must be contiguous fp32 ", weight.sizes(), " for a weight that is fp32 and wants a gradient");
   return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), compute, options.chunk_tokens, options.expected_gradient,
-                                           differentiate && hidden.requires_grad(), differentiate && weight.requires_grad());
+                                           differentiate && hidden.requires_grad(), needs_weight, place, options.parts ? Parts(options.parts) : std::nullopt);
 }
 
 }  // namespace tessera::kernels

@@ -64,10 +64,14 @@ TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype) {
   require(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1) && weight.size(0) > 0, "rms_norm: weight ", weight.sizes(),
           " must hold one entry per feature of x ", x.sizes());
+  const at::ScalarType result = out_dtype.value_or(x.scalar_type());
+  if (!x.is_cuda() && (x.scalar_type() == at::kHalf || weight.scalar_type() == at::kHalf || result == at::kHalf)) {
+    const at::Tensor normalized = rms_norm(x.to(at::kFloat), weight.to(at::kFloat), eps, at::kFloat);
+    return normalized.to(result);
+  }
   if (kernel_choice() == KernelChoice::Reference) return reference::rms_norm(x, weight, eps, out_dtype);
   require_supported("rms_norm: x", x);
   require_supported("rms_norm: weight", weight);
-  const at::ScalarType result = out_dtype.value_or(x.scalar_type());
   require(is_supported(result), "rms_norm: out_dtype ", c10::toString(result), " is not supported; use Float or BFloat16");
   return RmsNormFunction::apply(x, weight, eps, result);
 }

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
@@ -50,6 +51,7 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
               cos.size(-1) == x.size(3) / 2 && cos.scalar_type() == at::kFloat && sin.scalar_type() == at::kFloat,
           "rope: tables ", cos.sizes(), " and ", sin.sizes(), " must be fp32 [", x.size(1), ", ", x.size(3) / 2, "], or one such table per sample, for x ",
           x.sizes());
+  if (is_emulated_half(x)) return rope(x.to(at::kFloat), cos, sin).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::rope(x, cos, sin);
   require_supported("rope", x);
   return RopeFunction::apply(x, cos, sin);

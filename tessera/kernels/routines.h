@@ -36,6 +36,10 @@ struct CrossEntropyRoutines {
   void (*backward)(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse);
   /// loss [T]; logits <- (softmax - one hot) * scale
   void (*in_place)(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale);
+  /// most, sum, target [T] <- logits [T, V], the columns `first` .. `first + V` of the whole (VocabularyParts)
+  void (*part)(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first);
+  /// logits <- (softmax over all columns - one hot) * scale; lse [T], infinite: the row is ignored
+  void (*part_gradient)(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale);
   /// total [] <- sum of rows [T], in one order
   void (*sum)(const at::Tensor& total, const at::Tensor& rows);
   /// refuses labels that are neither in [0, vocabulary) nor -100, where the device can tell without waiting

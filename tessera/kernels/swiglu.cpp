@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
@@ -58,6 +59,7 @@ TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   require(gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(), "swiglu: gate ", gate.sizes(), " ", gate.scalar_type(),
           " and up ", up.sizes(), " ", up.scalar_type(), " must have one shape and dtype");
+  if (is_emulated_half(gate)) return swiglu(gate.to(at::kFloat), up.to(at::kFloat)).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::swiglu(gate, up);
   require_supported("swiglu", gate);
   return SwiGluFunction::apply(gate, up);

@@ -17,6 +17,29 @@ std::string to_string(const std::vector<int64_t>& shape) {
   return "[" + text + "]";
 }
 
+/// Elements `begin` .. `end` of `box`, row-major, as boxes in that order; dimensions before `dim` have size 1 already.
+void cut_run(const Box& box, size_t dim, int64_t begin, int64_t end, std::vector<Box>& out) {
+  if (begin >= end) return;
+  const int64_t all = box.numel();
+  if (begin == 0 && end == all) {
+    out.push_back(box);
+    return;
+  }
+  const int64_t row = all / box.size[dim];
+  const auto rows = [&](int64_t first, int64_t count) {
+    Box part = box;
+    part.offset[dim] += first;
+    part.size[dim] = count;
+    return part;
+  };
+  const int64_t first = begin / row, last = end / row;  // rows that are cut: the first one inside, the last one at its end
+  if (first == last) return cut_run(rows(first, 1), dim + 1, begin - first * row, end - first * row, out);
+  const int64_t first_whole = (begin + row - 1) / row;
+  if (first < first_whole) cut_run(rows(first, 1), dim + 1, begin - first * row, row, out);
+  if (first_whole < last) out.push_back(rows(first_whole, last - first_whole));
+  if (last * row < end) cut_run(rows(last, 1), dim + 1, 0, end - last * row, out);
+}
+
 }  // namespace
 
 Box Box::whole(const std::vector<int64_t>& shape) { return {std::vector<int64_t>(shape.size(), 0), shape}; }
@@ -119,6 +142,19 @@ void Slice::check() const {
       invariant(intersect(box, boxes[other]).empty(), name, ": ", to_string(box), " and ", to_string(boxes[other]), " overlap");
     }
   }
+}
+
+Slice elements(const Slice& held, int64_t begin, int64_t size) {
+  invariant(held.concat_dim() <= 0, held.name, ": its boxes lie side by side, so a run of its elements is no union of few boxes");
+  invariant(begin >= 0 && size >= 0 && begin + size <= held.numel(), held.name, ": elements ", begin, " .. ", begin + size, " of ", held.numel());
+  Slice part{held.name, held.shape, {}, held.replicated_over};
+  int64_t at = 0;
+  for (const Box& box : held.boxes) {
+    const int64_t count = box.numel();
+    cut_run(box, 0, std::clamp<int64_t>(begin - at, 0, count), std::clamp<int64_t>(begin + size - at, 0, count), part.boxes);
+    at += count;
+  }
+  return part;
 }
 
 std::pair<int64_t, int64_t> chunk(int64_t total, int parts, int index) {

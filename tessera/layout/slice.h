@@ -53,6 +53,11 @@ struct Slice {
   bool operator==(const Slice&) const = default;
 };
 
+/// The part of `held` that is the elements `begin` .. `begin + size` of its local tensor, row-major: a shard of a shard. A run needs up to 2d - 1 boxes of d
+/// dimensions, and its local tensor is the run. Throws InternalError for a run that leaves the tensor, and where boxes lie side by side (concat_dim() > 0),
+/// so that a run is no union of few boxes.
+Slice elements(const Slice& held, int64_t begin, int64_t size);
+
 /// A rectangle that travels whole: `box` in logical indices, and where it lies in the local tensor of source number `source` and of the target. Where a local
 /// tensor is flattened (concat_dim() = -1), its local rectangle is rank 1 and the piece is one contiguous run of it.
 struct Piece {

@@ -57,20 +57,23 @@ bool is_list(const torch::nn::Module& module) {
 }
 }  // namespace
 
-Attachment attach(torch::nn::Module& root, const std::string& pattern, const InterceptorFactory& make) {
-  auto matched = modules_matching(root, pattern);
-  // Lists hold modules and are never called themselves: a pattern as wide as "**" means what is in them.
-  const auto called = std::stable_partition(matched.begin(), matched.end(), [](const auto& found) { return !is_list(*found.second); });
-  if (called != matched.begin()) matched.erase(called, matched.end());
-  for (const auto& [path, module] : matched) {
-    require(dynamic_cast<Module*>(module.get()) != nullptr, "'", path, "' (", module->name(),
+std::vector<std::pair<std::string, std::shared_ptr<Module>>> interceptable_modules(torch::nn::Module& root, const std::string& pattern) {
+  std::vector<std::pair<std::string, std::shared_ptr<Module>>> called;
+  for (const auto& [path, module] : modules_matching(root, pattern)) {
+    // Lists hold modules and are never called themselves: a pattern as wide as "**" means what is in them.
+    const auto ours = std::dynamic_pointer_cast<Module>(module);
+    require(ours != nullptr || is_list(*module), "'", path, "' (", module->name(),
             ") cannot be intercepted: it is a plain torch::nn::Module; derive it from tessera::nn::Module and declare it with TESSERA_MODULE");
+    if (ours) called.emplace_back(path, ours);
   }
+  require(!called.empty(), "'", pattern, "' cannot be intercepted: it names a list of modules, which is never called itself; name what is in it, '", pattern,
+          ".*'");
+  return called;
+}
+
+Attachment attach(torch::nn::Module& root, const std::string& pattern, const InterceptorFactory& make) {
   Attachment attached;
-  for (const auto& [path, module] : matched) {
-    auto& ours = static_cast<Module&>(*module);
-    attached.add(attach(ours, make(ours)));
-  }
+  for (const auto& found : interceptable_modules(root, pattern)) attached.add(attach(*found.second, make(*found.second)));
   return attached;
 }
 

@@ -31,6 +31,10 @@ bool matches(std::string_view pattern, std::string_view path);
 /// naming the nearest path where there are none.
 std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_matching(torch::nn::Module& root, const std::string& pattern);
 
+/// The same, of those that can be intercepted: lists of modules, which are never called, are passed over. Throws ConfigError, besides, for a match that is a
+/// plain torch::nn::Module.
+std::vector<std::pair<std::string, std::shared_ptr<Module>>> interceptable_modules(torch::nn::Module& root, const std::string& pattern);
+
 /// Tells every nn::Module under `root` its path, and every parameter its logical name (see slice_of). Names that are set already stay: a
 /// part of a model keeps the names it has in the whole.
 void assign_paths(torch::nn::Module& root, const std::string& prefix = "");

@@ -1,12 +1,50 @@
 #include "tessera/nn/embedding.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
+
+namespace {
+
+/// at::embedding whose gradient is added up where it is to end up, if such a place is on offer when backward comes.
+struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row) {
+    context->save_for_backward({ids});
+    context->saved_data["weight"] = weight;  // for its place and shape: what it holds may change
+    context->saved_data["padding_row"] = padding_row;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return at::embedding(weight, ids, padding_row);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const at::Tensor ids = context->get_saved_variables()[0], weight = context->saved_data["weight"].toTensor();
+    const int64_t padding_row = context->saved_data["padding_row"].toInt();
+    at::Tensor gradient = weight.is_cuda() ? at::Tensor() : GradientDispatcher::take_place(weight);  // there, adding rows up at once has no fixed order
+    if (!gradient.defined()) {
+      gradient = at::embedding_dense_backward(grads[0], ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);
+    } else {
+      gradient.zero_().index_add_(0, ids.reshape({-1}), grads[0].reshape({-1, weight.size(1)}));
+      if (padding_row >= 0) gradient.select(0, padding_row).zero_();
+    }
+    return {gradient, at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor look_up(const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row) {
+  if (!at::GradMode::is_enabled() || !weight.requires_grad() || !weight.is_leaf()) return at::embedding(weight, ids, padding_row);
+  return EmbeddingFunction::apply(weight, ids, padding_row);
+}
+
+}  // namespace
 
 EmbeddingImpl::EmbeddingImpl(EmbeddingOptions given) : options(std::move(given)) {
   const int64_t rows = options.num_embeddings();
@@ -28,7 +66,10 @@ void EmbeddingImpl::reset_parameters() {
   if (options.padding_idx()) weight.select(0, *options.padding_idx()).zero_();
 }
 
-at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) { return at::embedding(weight, ids, options.padding_idx().value_or(-1)); }
+at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
+  const at::Tensor rows = look_up(weight, ids, options.padding_idx().value_or(-1));
+  return compute_dtype() ? cast(rows, at::kFloat) : rows;
+}
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const {
   stream << "tessera::nn::Embedding(num_embeddings=" << options.num_embeddings() << ", embedding_dim=" << options.embedding_dim() << ")";

@@ -11,7 +11,7 @@ using EmbeddingOptions = torch::nn::EmbeddingOptions;
 /// Row look-up, as torch::nn::Embedding (padding_idx included; max_norm and sparse gradients are refused).
 ///   ids [...] int64
 ///   y   [..., D]  in the weight's dtype: the residual stream begins here, in fp32
-/// Backward allocates a dense gradient, V * D.
+/// Backward allocates a dense gradient, V * D, unless it is offered a place for it (GradientDispatcher::offer_place).
 class EmbeddingImpl : public Module {
  public:
   EmbeddingImpl(int64_t num_embeddings, int64_t dim) : EmbeddingImpl(EmbeddingOptions(num_embeddings, dim)) {}

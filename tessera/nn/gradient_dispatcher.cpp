@@ -41,7 +41,9 @@ struct GradientDispatcher::State {
   std::shared_ptr<const StepPhase> phase;
   int outstanding = 0;          ///< deliveries promised and not made
   int64_t announced_step = -1;  ///< of the phase; the last step whose gradient was called final
-  bool arrived = false;         ///< without a phase: something accumulated since the last announcement
+  PlaceMaker place;             ///< on offer
+  bool is_place_taken = false;
+  bool arrived = false;  ///< without a phase: something accumulated since the last announcement
 };
 
 /// What sits in libtorch's slot. A hook that was there before ours goes on being called, first.
@@ -110,6 +112,27 @@ void GradientDispatcher::deliver(const at::Tensor& gradient) {
   if (state_->outstanding > 0) --state_->outstanding;
   accumulated(parameter);
 }
+
+void GradientDispatcher::offer_place(at::Tensor place) {
+  offer_place([place = std::move(place)] { return place; });
+}
+
+void GradientDispatcher::offer_place(PlaceMaker make) {
+  state_->place = std::move(make);
+  state_->is_place_taken = false;
+}
+
+void GradientDispatcher::withdraw_place() { offer_place(PlaceMaker()); }
+
+at::Tensor GradientDispatcher::take_place(const at::Tensor& parameter) {
+  if (!parameter.is_leaf() || !parameter.requires_grad() || parameter.grad().defined()) return {};
+  const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  if (hook == nullptr || !hook->dispatcher.state_->place) return {};
+  hook->dispatcher.state_->is_place_taken = true;
+  return std::exchange(hook->dispatcher.state_->place, {})().alias();
+}
+
+bool GradientDispatcher::is_place_taken() const { return state_->is_place_taken; }
 
 void GradientDispatcher::accumulated(const at::Tensor& parameter) {
   const auto state = state_;  // a listener may let the tensor die

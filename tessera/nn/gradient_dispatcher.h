@@ -28,6 +28,7 @@ struct StepPhase {
 class GradientDispatcher {
  public:
   using Listener = std::function<void(const at::Tensor& parameter)>;
+  using PlaceMaker = std::function<at::Tensor()>;
 
   /// The dispatcher of `parameter`, made at the first use. Throws InternalError for a tensor that is no leaf or takes no gradient.
   static GradientDispatcher& of(const at::Tensor& parameter);
@@ -47,6 +48,22 @@ class GradientDispatcher {
 
   /// Adds `gradient` to the parameter's as autograd would, and tells the listeners. Throws InternalError where shapes differ.
   void deliver(const at::Tensor& gradient);
+
+  /// Offers `place`, of the parameter's shape, strides and dtype, where the step's gradient is to end up. A place is offered to the first who takes
+  /// it, and anew with every call.
+  void offer_place(at::Tensor place);
+
+  /// The same of a place that has no memory yet: `make` gives it some when it is taken.
+  void offer_place(PlaceMaker make);
+
+  void withdraw_place();
+
+  /// The place on offer (an alias of it) to who computes a gradient of `parameter`, if it has none so far; else undefined. Who takes it overwrites it and hands
+  /// it to autograd, keeping no handle: then it becomes `grad` as it is, without a copy.
+  static at::Tensor take_place(const at::Tensor& parameter);
+
+  /// Whether the place of the last offer was taken: before its gradient has come, nothing else may be written there.
+  bool is_place_taken() const;
 
   /// Says that the gradient is final although nothing arrived in the last micro-batch. No effect where it was said already in this step.
   void announce_final();

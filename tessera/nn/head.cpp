@@ -2,18 +2,31 @@
 
 #include <cmath>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <torch/nn/init.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
+
+namespace {
+
+/// Where the fused loss may compute the weight's gradient; undefined where it has to make a tensor.
+at::Tensor place_of_gradient(const at::Tensor& weight, at::ScalarType dtype) {
+  const bool fused = kernels::kernel_choice() == kernels::KernelChoice::Auto && dtype != at::kHalf;
+  if (!fused || !at::GradMode::is_enabled() || weight.scalar_type() != at::kFloat || !weight.is_contiguous()) return {};
+  return GradientDispatcher::take_place(weight);
+}
+
+}  // namespace
 
 LanguageModelHeadImpl::LanguageModelHeadImpl(int64_t dim, int64_t vocab_size) {
   weight = register_parameter("weight", at::empty({vocab_size, dim}));
@@ -31,11 +44,14 @@ LanguageModelHeadImpl::LanguageModelHeadImpl(at::Tensor tied) {
 at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::optional<at::Tensor>& labels) {
   const MemoryScope scope(MemoryCategory::Outputs);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
-  if (!labels) return at::linear(cast(hidden, dtype), cast(weight, dtype));
+  if (!labels) return project(cast(hidden, dtype), cast(weight, dtype));
   require(labels->sizes() == hidden.sizes().slice(0, hidden.dim() - 1), "LanguageModelHead: labels of shape ", labels->sizes(),
           " do not fit hidden states of shape ", hidden.sizes());
   return kernels::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, labels->reshape({-1}),
-                                       {.compute_dtype = dtype, .expected_gradient = SampleScope::current().expected_gradient});
+                                       {.compute_dtype = dtype,
+                                        .expected_gradient = SampleScope::current().expected_gradient,
+                                        .weight_gradient = place_of_gradient(weight, dtype),
+                                        .parts = parts_});
 }
 
 void LanguageModelHeadImpl::pretty_print(std::ostream& stream) const {

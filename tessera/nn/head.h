@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "tessera/kernels/vocabulary_parts.h"
 #include "tessera/nn/module.h"
 
 namespace tessera::nn {
@@ -22,7 +23,14 @@ class LanguageModelHeadImpl : public Module {
   at::Tensor loss_sum(const at::Tensor& hidden, const at::Tensor& labels) { return call(*this, hidden, labels); }  ///< through the chain
   void pretty_print(std::ostream& stream) const override;
 
+  /// From here on `weight` holds some rows of the vocabulary, and `parts` knows those who hold the others: the loss is that of the whole, the gradient of
+  /// hidden a term of the sum, and logits are those of the rows that are here.
+  void set_parts(c10::intrusive_ptr<kernels::VocabularyParts> parts) noexcept { parts_ = std::move(parts); }
+
   at::Tensor weight;
+
+ private:
+  c10::intrusive_ptr<kernels::VocabularyParts> parts_;
 };
 TESSERA_MODULE(LanguageModelHead);
 

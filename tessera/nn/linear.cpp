@@ -7,11 +7,17 @@
 #include <torch/nn/init.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/half.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
 
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) { return !dtype || tensor.scalar_type() == *dtype ? tensor : tensor.to(*dtype); }
+
+at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  if (!kernels::is_emulated_half(x)) return at::linear(x, weight, bias);
+  return at::linear(x.to(at::kFloat), weight.to(at::kFloat), bias.defined() ? bias.to(at::kFloat) : bias).to(at::kHalf);
+}
 
 LinearImpl::LinearImpl(const LinearOptions& options) : options(options) {
   require(options.in_features() >= 0 && options.out_features() >= 0, "Linear: in_features ", options.in_features(), " and out_features ",
@@ -30,7 +36,9 @@ void LinearImpl::reset_parameters() {
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
-  return at::linear(cast(x, dtype), cast(weight, dtype), bias.defined() ? cast(bias, dtype) : bias);
+  const at::Tensor added = bias_left_out_ ? at::Tensor() : bias;
+  if (fp8_) return kernels::fp8_linear(x, weight, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);
+  return project(cast(x, dtype), cast(weight, dtype), added.defined() ? cast(added, dtype) : added);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -2,6 +2,7 @@
 
 #include <torch/nn/options/linear.h>
 
+#include "tessera/kernels/fp8.h"
 #include "tessera/nn/module.h"
 
 namespace tessera::nn {
@@ -9,10 +10,10 @@ namespace tessera::nn {
 using LinearOptions = torch::nn::LinearOptions;
 
 /// y = x weight^T + bias, as torch::nn::Linear: same options, parameter names, shapes and initial distribution.
-///   x [..., I]   any dtype; cast to the compute dtype where it has another
+///   x [..., I]   any dtype; cast to the compute dtype where it has another; with set_fp8, rounded to fp8 with a scale instead
 ///   y [..., O]   in the compute dtype
 /// `weight` [O, I] and `bias` [O] stay in their own dtype: they are cast once per call, and autograd casts their gradients back.
-/// Kept for backward: x and the cast weight.
+/// Kept for backward: x and the cast weight (fp8: both as they are; fp16 on a CPU: both in fp32).
 class LinearImpl : public Module {
  public:
   LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
@@ -22,10 +23,23 @@ class LinearImpl : public Module {
   void reset_parameters();  ///< draws again from libtorch's generator, as a plain torch::nn::Linear does
   void pretty_print(std::ostream& stream) const override;
 
+  /// Lets the matrix products of forward and backward run in fp8 (kernels::fp8_linear); nothing: in the compute dtype.
+  void set_fp8(std::optional<kernels::Fp8Scaling> scaling) noexcept { fp8_ = scaling; }
+
+  /// Leaves the bias to whoever adds the ranks' products up, so that it is added once.
+  void leave_bias_out(bool left_out) noexcept { bias_left_out_ = left_out; }
+
   LinearOptions options;
   at::Tensor weight, bias;
+
+ private:
+  std::optional<kernels::Fp8Scaling> fp8_;
+  bool bias_left_out_ = false;
 };
 TESSERA_MODULE(Linear);
+
+/// x weight^T + bias of one dtype, as at::linear; fp16 on a CPU has fp32 arithmetic (kernels/half.h). `bias` may be undefined.
+at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 /// `tensor` in `dtype`, differentiable; itself where it has that dtype or no dtype is asked for.
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);

@@ -126,7 +126,12 @@ void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
   for (const auto& parameter : nn::unique_parameters(root)) {
     const at::Tensor& tensor = parameter.tensor;
     const bool fits = tensor.sizes() == at::IntArrayRef(nn::slice_of(tensor).local_shape());
-    if (tensor.is_meta() || tensor.device() != device || !fits) nn::materialize_storage(tensor, device);
+    if (nn::keeps_memory(tensor)) {
+      require(tensor.device() == device, "materialize: the memory of '", parameter.name, "' was put on ", tensor.device(),
+              " when it was sharded, and cannot be given on ", device, "; name that device to fully_shard");
+    } else if (tensor.is_meta() || tensor.device() != device || !fits) {
+      nn::materialize_storage(tensor, device);
+    }
     nn::draw(tensor, seed);
   }
   for (const auto& module : root.named_modules()) materialize_buffers(*module.value(), module.key(), device);

@@ -15,6 +15,7 @@ namespace {
 struct ParameterData : c10::BackendMeta {
   std::optional<Slice> slice;
   std::optional<InitRule> init;
+  bool keeps_memory = false;
 };
 
 c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
@@ -29,6 +30,7 @@ void change(const at::Tensor& tensor, Change&& how) {
   if (const auto before = data_of(tensor)) {
     data->slice = before->slice;
     data->init = before->init;
+    data->keeps_memory = before->keeps_memory;
   }
   how(*data);
   tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(data));
@@ -58,6 +60,15 @@ const Slice& slice_of(const at::Tensor& tensor) {
 void set_slice(const at::Tensor& tensor, Slice slice) {
   slice.check();
   change(tensor, [&](ParameterData& data) { data.slice = std::move(slice); });
+}
+
+void keep_memory(const at::Tensor& parameter) {
+  change(parameter, [](ParameterData& data) { data.keeps_memory = true; });
+}
+
+bool keeps_memory(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data && data->keeps_memory;
 }
 
 std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {

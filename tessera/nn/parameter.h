@@ -40,6 +40,10 @@ const Slice& slice_of(const at::Tensor& tensor);
 bool has_slice(const at::Tensor& tensor);
 void set_slice(const at::Tensor& tensor, Slice slice);
 
+/// Says that someone else gives this parameter its memory (a flat buffer of slices): `materialize` draws into it and never puts another in its place.
+void keep_memory(const at::Tensor& parameter);
+bool keeps_memory(const at::Tensor& parameter);
+
 /// A parameter with the name of its first use, and the names of its further uses where it is tied.
 struct NamedParameter {
   std::string name;

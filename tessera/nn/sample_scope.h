@@ -15,6 +15,8 @@ struct SampleContext {
   int64_t first_position = 0;    ///< position of the first column in the sequence (sequence and context parallelism)
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
   double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
+
+  bool operator==(const SampleContext&) const = default;
 };
 
 /// Sets this thread's context while alive; scopes nest. Ranks are threads, so the context is per rank. Whoever computes later, or on another thread,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "tessera/comm/backends/record.h"
@@ -9,10 +10,11 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
-#include "tessera/data_parallel/tree_schedule.h"
-#include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
+#include "tessera/nn/operators.h"
+#include "tessera/plan/rank_classes.h"
+#include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
 
 namespace tessera::plan {
@@ -38,17 +40,22 @@ std::vector<CollectiveSum> sum_up(const std::vector<comm::Record>& records) {
 
 // Three steps must show what a long run does: PowerSGD, if it begins at all, begins after the first of them.
 Config shortened(Config config) {
+  config.run.memory_limit_bytes = 0;
   auto& start = config.comm.powersgd_start;
   if (start < config.run.steps) start = std::min<int64_t>(start, 1);
   return config;
 }
 
-RankClass run_rank(const Config& config, int world_size, int rank) {
+RankClass run_rank(const Config& config, int world_size, int rank, const DryRunOptions& options) {
   auto recorder = std::make_shared<comm::Recorder>();
   auto world = comm::World::dry(world_size, rank, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
-  RankScope scope(config, 1);
+  MemoryTracker memory;
+  memory.keep_details(options.largest);
+  RankScope scope(config, 1, memory);
   Stepper stepper(config, mesh, at::kMeta, scope);
+  std::optional<MemoryWatch> watch;
+  if (options.largest) watch.emplace(memory, stepper.run());
   const data::LoaderOptions loader = loader_options(config, mesh);
   RankClass result;
   result.examples = {rank};
@@ -57,49 +64,23 @@ RankClass run_rank(const Config& config, int world_size, int rank) {
     recorder->clear();
     scope.memory().reset_peak();
     const auto batch = data::dry_batch(loader, step, at::kMeta);
-    stepper.step(batch);
+    const auto counter = std::make_shared<nn::FlopCounter>();
+    {
+      const nn::OperatorScope counted(counter);
+      stepper.step(batch);
+    }
+    result.hardware_flops = counter->flops();
+    result.recomputed_flops = counter->recomputed_flops();
     result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
     if (scope.memory().peak() <= peak) continue;
     peak = scope.memory().peak();
     result.peak_bytes = scope.memory().peak_by_category();
+    result.largest = memory.largest_at_peak();
   }
   result.collectives = sum_up(recorder->records());
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
   result.flops =
       model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(result.micro_batches * config.batch.micro_size * config.data.seq_len);
-  return result;
-}
-
-// What a rank does in the deterministic tree, peers left out: the levels it keeps, and in which order it adds, sends and receives.
-std::vector<int64_t> tree_role(const TreeSchedule& schedule, int rank) {
-  std::vector<int64_t> role;
-  for (const auto& node : schedule.kept[static_cast<size_t>(rank)]) role.push_back(node.level);
-  for (const auto& merge : schedule.merges)
-    if (merge.owner == rank || merge.right_owner == rank) role.push_back(merge.owner == merge.right_owner ? -1 : merge.owner == rank ? -2 : -3);
-  role.push_back(schedule.root_owner == rank ? -4 : -5);
-  return role;
-}
-
-// Ranks differ in what they do only where they hold another number of micro-batches, or another role in the deterministic tree.
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size) {
-  auto recorder = std::make_shared<comm::Recorder>();
-  const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
-  const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
-  const int data_ranks = mesh.size(data_axes());
-  const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  const TreeSchedule schedule = config.run.deterministic ? make_tree_schedule(micro_batches, data_ranks) : TreeSchedule{};
-  std::map<std::vector<int64_t>, std::vector<int>> classes;
-  for (int rank = 0; rank < world_size; ++rank) {
-    std::vector<int64_t> key{chunk(micro_batches, data_ranks, rank).second};
-    if (config.run.deterministic) {
-      const auto role = tree_role(schedule, rank);
-      key.insert(key.end(), role.begin(), role.end());
-    }
-    classes[key].push_back(rank);
-  }
-  std::vector<std::vector<int>> result;
-  for (auto& [key, ranks] : classes) result.push_back(std::move(ranks));
-  std::sort(result.begin(), result.end());
   return result;
 }
 
@@ -123,21 +104,31 @@ nlohmann::json to_json(const RankClass& ranks) {
           {"parameters", ranks.parameters},
           {"peak_bytes", peak},
           {"collectives", collectives},
-          {"flops", ranks.flops}};
+          {"flops", ranks.flops},
+          {"hardware_flops", ranks.hardware_flops},
+          {"recomputed_flops", ranks.recomputed_flops}};
 }
 
 }  // namespace
 
-DryRun dry_run(const Config& config, int world) {
+bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
+
+const RankClass& largest_class(const DryRun& run) {
+  return *std::max_element(run.ranks.begin(), run.ranks.end(),
+                           [](const RankClass& a, const RankClass& b) { return total_of(a.peak_bytes) < total_of(b.peak_bytes); });
+}
+
+DryRun dry_run(const Config& config, int world, const DryRunOptions& options) {
   DryRun run;
   run.world = world;
+  run.memory_limit = config.run.memory_limit_bytes;
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
+  run.parameters = num_parameters(config.model);
   for (auto& members : rank_classes(config, world)) {
-    RankClass ranks = run_rank(shortened(config), world, members.front());
+    RankClass ranks = run_rank(shortened(config), world, members.front(), options);
     ranks.count = static_cast<int64_t>(members.size());
     members.resize(std::min<size_t>(members.size(), 8));
     ranks.examples = std::move(members);
-    run.parameters = std::max(run.parameters, ranks.parameters);
     run.ranks.push_back(std::move(ranks));
   }
   try {
@@ -151,16 +142,21 @@ DryRun dry_run(const Config& config, int world) {
 nlohmann::json to_json(const DryRun& run) {
   nlohmann::json ranks = nlohmann::json::array();
   for (const auto& r : run.ranks) ranks.push_back(to_json(r));
-  return {{"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}, {"remarks", run.remarks}};
+  nlohmann::json json = {
+      {"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}, {"remarks", run.remarks}};
+  if (run.memory_limit > 0) json["fits"] = run.fits();
+  return json;
 }
 
 std::string to_string(const DryRun& run) {
   std::string out = fmt::format("{} rank{}, {} parameters, {} tokens a step\n", run.world, run.world == 1 ? "" : "s",
                                 format_count(static_cast<double>(run.parameters)), format_count(static_cast<double>(run.tokens_per_step)));
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
+  if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
   for (const auto& ranks : run.ranks) {
-    out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step\n", ranks.count, ranks.count == 1 ? "" : "s", ranks.examples.front(),
-                       ranks.micro_batches, format_count(ranks.flops));
+    out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step, {}FLOP run ({}FLOP of them again)\n", ranks.count,
+                       ranks.count == 1 ? "" : "s", ranks.examples.front(), ranks.micro_batches, format_count(ranks.flops), format_count(ranks.hardware_flops),
+                       format_count(ranks.recomputed_flops));
     int64_t total = 0;
     for (int c = 0; c < num_memory_categories; ++c) {
       total += ranks.peak_bytes[c];

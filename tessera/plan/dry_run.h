@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/config.h"
-#include "tessera/core/memory.h"
+#include "tessera/core/memory_history.h"
 
 namespace tessera::plan {
 
@@ -28,8 +28,11 @@ struct RankClass {
   int64_t micro_batches = 0;               ///< per step, padding included
   int64_t parameters = 0;                  ///< elements held
   MemoryByCategory peak_bytes{};           ///< at the moment of the largest total over the dry steps
+  std::vector<MemoryBlock> largest;        ///< alive then, the largest first (DryRunOptions::largest)
   std::vector<CollectiveSum> collectives;  ///< of one step, in the order of their first call
   double flops = 0;                        ///< model FLOPs of one step (see docs/planning.md)
+  double hardware_flops = 0;               ///< of the matrix products that a step runs, what is computed again included
+  double recomputed_flops = 0;             ///< of those, what recompute runs again
 };
 
 /// What `tessera plan` knows of a run before a device is touched.
@@ -39,13 +42,25 @@ struct DryRun {
   int64_t parameters = 0;  ///< of the whole model, tied ones once
   std::vector<RankClass> ranks;
   std::vector<std::string> remarks;  ///< what `train` would refuse, and why
+  int64_t memory_limit = 0;          ///< run.memory_limit_bytes; 0: none
+
+  /// Whether no rank needs more than the limit.
+  bool fits() const;
+};
+
+struct DryRunOptions {
+  bool largest = false;  ///< the largest tensors at the peak, too, for some 2 us an operator
 };
 
 /// Runs the very step of `train` on meta tensors with groups that record, for one rank of each class, at any world size, on no device and without data.
 /// Three steps are run: the first, in which buckets follow the order of registration; the second, in which they are made anew; and one as all others are.
 /// Peaks are over all three, collectives are those of the third. `config` must be validated for `world`.
 /// Cost: milliseconds a layer and class; no memory to speak of.
-DryRun dry_run(const Config& config, int world);
+/// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
+DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
+
+/// The class whose ranks need most.
+const RankClass& largest_class(const DryRun& run);
 
 /// The fields of `tessera plan --json`.
 nlohmann::json to_json(const DryRun& run);

@@ -1,20 +1,111 @@
 #include "tessera/precision/policy.h"
 
+#include <exception>
+#include <map>
+#include <set>
+#include <string>
+
+#include <ATen/Context.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/GradMode.h>
+
 #include "tessera/core/error.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/module.h"
 
 namespace tessera::precision {
 
+namespace {
+
+at::ScalarType dtype_of(const std::string& key, const std::string& name) {
+  if (name == "fp32") return at::kFloat;
+  if (name == "bf16") return at::kBFloat16;
+  require(name == "fp16", key, " = ", name, ": expected fp32, bf16 or fp16");
+  return at::kHalf;
+}
+
+/// What the modules hand to each other: fp8 holds operands of one product, and bf16 all else.
+at::ScalarType compute_dtype_of(const std::string& name) {
+  if (name == "fp8") return at::kBFloat16;
+  return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
+}
+
+/// set_data replaces what is known of a parameter along with its memory.
+void convert(const at::Tensor& parameter, at::ScalarType dtype) {
+  if (!at::isFloatingType(parameter.scalar_type()) || parameter.scalar_type() == dtype) return;
+  const auto rule = nn::init_of(parameter);
+  const auto slice = nn::has_slice(parameter) ? std::optional(nn::slice_of(parameter)) : std::nullopt;
+  parameter.set_data(parameter.detach().to(dtype));
+  if (rule) nn::set_init(parameter, *rule);
+  if (slice) nn::set_slice(parameter, *slice);
+}
+
+}  // namespace
+
+std::optional<at::ScalarType> Policy::gradient_dtype() const {
+  if (params == at::kFloat || (params == at::kBFloat16 && reduce == at::kBFloat16)) return std::nullopt;
+  return at::kFloat;
+}
+
+void require_support(const Policy& policy, at::Device device) {
+  if (device.is_meta()) return;
+  constexpr int64_t kSize = 16;  // what tensor cores want, at least
+  const c10::NoGradGuard no_grad;
+  const auto options = at::TensorOptions(device);
+  const char* const wanted = policy.fp8 ? "fp8" : c10::toString(policy.compute);
+  try {
+    if (policy.fp8) {
+      const at::Tensor x = at::ones({kSize, kSize}, options);
+      kernels::fp8_linear(x, x, std::nullopt, policy.compute, *policy.fp8);
+    } else {
+      const at::Tensor x = at::ones({kSize, kSize}, options).to(policy.compute);
+      at::mm(x, x);
+    }
+  } catch (const std::exception& error) {
+    const std::string reason = error.what();
+    throw ConfigError(detail::concat("precision.compute = ", wanted, ": ", device, " has no such products (", reason.substr(0, reason.find('\n')),
+                                     "); set precision.compute = fp32, or another format that it has"));
+  }
+}
+
 Policy policy_from(const PrecisionConfig& config) {
-  require(config.params == "fp32", "precision.params = ", config.params, ": not built yet; available: fp32");
-  require(config.compute == "fp32" || config.compute == "bf16", "precision.compute = ", config.compute, ": not built yet; available: fp32, bf16");
-  return {.params = at::kFloat, .compute = config.compute == "bf16" ? at::kBFloat16 : at::kFloat};
+  Policy policy{.params = dtype_of("precision.params", config.params),
+                .compute = compute_dtype_of(config.compute),
+                .reduce = dtype_of("precision.reduce", config.reduce),
+                .master = dtype_of("precision.master", config.master),
+                .tf32 = config.compute == "tf32"};
+  if (config.compute == "fp8") policy.fp8 = config.fp8_scales == "row" ? kernels::Fp8Scaling::Row : kernels::Fp8Scaling::Tensor;
+  return policy;
 }
 
 void apply(torch::nn::Module& root, const Policy& policy) {
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) ours->set_compute_dtype(policy.compute);
+    if (auto* linear = dynamic_cast<nn::LinearImpl*>(&module)) linear->set_fp8(policy.fp8);
   });
+  for (const auto& parameter : nn::unique_parameters(root)) convert(parameter.tensor, policy.params);
+}
+
+std::function<bool(const nn::NamedParameter&)> cast_at_use(const torch::nn::Module& root, const Policy& policy) {
+  const bool narrows = !policy.fp8 && c10::elementSize(policy.compute) < c10::elementSize(policy.params);
+  std::map<const c10::TensorImpl*, int> users;
+  std::set<const c10::TensorImpl*> cast;
+  root.apply([&](const torch::nn::Module& module) {
+    const bool casts = narrows && dynamic_cast<const nn::LinearImpl*>(&module) != nullptr;
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
+      ++users[parameter.unsafeGetTensorImpl()];
+      if (casts) cast.insert(parameter.unsafeGetTensorImpl());
+    }
+  });
+  std::erase_if(cast, [&](const c10::TensorImpl* parameter) { return users.at(parameter) > 1; });
+  return [cast = std::move(cast)](const nn::NamedParameter& parameter) { return cast.contains(parameter.tensor.unsafeGetTensorImpl()); };
+}
+
+bool use_tf32(bool allowed, at::Device device) {
+  at::globalContext().setAllowTF32CuBLAS(allowed);
+  at::globalContext().setAllowTF32CuDNN(allowed);
+  return allowed && device.is_cuda();
 }
 
 }  // namespace tessera::precision

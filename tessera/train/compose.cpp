@@ -1,5 +1,7 @@
 #include "tessera/train/compose.h"
 
+#include <ATen/ops/empty.h>
+
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
@@ -7,25 +9,32 @@
 #include "tessera/data_parallel/batch_coupling.h"
 #include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
+#include "tessera/fsdp/fully_shard.h"
 #include "tessera/layout/slice.h"
+#include "tessera/models/parallel_plans.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/replicas.h"
+#include "tessera/precision/gradient_dtype.h"
+#include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/recompute_blocks.h"
+#include "tessera/zero/sharded_data_parallel.h"
 
 namespace tessera {
 
 namespace {
 
-void load_weights(const Config& config, const std::optional<ResumePoint>& resume, Composition& run) {
-  if (resume) {
-    checkpoint::load(resume->folder, resume->manifest, checkpoint::training_tensors(*run.model, run.optimizer.get()),
-                     {.verify = config.checkpoint.verify, .ignore_prefixes = {hook_prefix}});
-    checkpoint::restore_optimizer(resume->manifest.optimizer, *run.optimizer);
-    return;
-  }
-  if (config.model.from_hf.empty()) return;
-  checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_tensors(*run.model));
+bool verify_hashes(const Config& config, const ResumePoint& resume) { return config.checkpoint.verify && !resume.hashed; }
+
+void load_state(const Config& config, const ResumePoint& resume, Composition& run) {
+  const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, run.optimizer.get()),
+                                       {.verify = verify_hashes(config, resume), .ignore_prefixes = {hook_prefix}, .partial = config.checkpoint.partial});
+  checkpoint::restore_optimizer(resume.manifest.optimizer, *run.optimizer, loaded);
+  const auto& progress = resume.manifest.progress;
+  if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
 }
 
 void refuse_coupled_batches(const Config& config, const torch::nn::Module& model, int ranks) {
@@ -38,8 +47,9 @@ void refuse_coupled_batches(const Config& config, const torch::nn::Module& model
 
 std::shared_ptr<CommunicationHook> make_hook(const Config& config, const std::optional<ResumePoint>& resume) {
   const CommConfig& comm = config.comm;
-  if (comm.compression == "bf16") return std::make_shared<Bf16Hook>();
-  if (comm.compression == "fp16") return std::make_shared<Fp16Hook>();
+  const std::string& cast = comm.compression == "none" ? config.precision.reduce : comm.compression;  // where both are set, they say the same
+  if (cast == "bf16") return std::make_shared<Bf16Hook>();
+  if (cast == "fp16") return std::make_shared<Fp16Hook>();
   if (comm.compression != "powersgd") return nullptr;
   PowerSgdOptions options{.rank = comm.powersgd_rank, .start = comm.powersgd_start, .seed = static_cast<uint64_t>(config.run.seed)};
   if (resume) options.steps_done = resume->manifest.step;
@@ -53,10 +63,97 @@ void resume_compression(const Config& config, const comm::Group& data, const std
     remarks.push_back("comm.compression = " + config.comm.compression + ": one data rank reduces nothing, so nothing is compressed");
   }
   if (resume) {
-    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, config.checkpoint.verify)) remarks.push_back(std::move(remark));
+    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, verify_hashes(config, *resume))) remarks.push_back(std::move(remark));
   }
   if (data.rank() > 0) return;
   for (const auto& remark : remarks) log().warn("{}", remark);
+}
+
+FullyShardOptions stage_3_options(const Config& config, const precision::Policy& policy, LanguageModel& model) {
+  const ZeroConfig& zero = config.zero;
+  try {
+    nn::modules_matching(model, zero.wrap);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat("zero.wrap = '", zero.wrap, "': ", error.what()));
+  }
+  FullyShardOptions options;
+  options.wrap = zero.wrap;
+  options.prefetch.units = zero.prefetch;
+  if (zero.prefetch_bytes > 0) options.prefetch.bytes = zero.prefetch_bytes;
+  options.reshard_after_forward = zero.reshard_after_forward;
+  options.reduce_each_micro_batch = zero.accumulate == "sharded";
+  options.unit_bytes_limit = config.run.memory_limit_bytes;
+  // What linear layers cast at each use is gathered in that type: the same bits, half the traffic, and no copies that backward would keep of all units.
+  options.param_dtype = policy.compute;
+  options.cast = precision::cast_at_use(model, policy);
+  options.reduce_dtype = policy.reduce == at::kFloat ? policy.gradient_dtype() : policy.reduce;
+  options.gradient_dtype = policy.gradient_dtype();
+  return options;
+}
+
+/// One forward pass on meta, whose layouts are followed from layer to layer.
+void check_tensor_parallel(const Config& config, int ranks) {
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const auto tokens = at::empty({1, config.data.seq_len}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
+  check_parallel_plan(*model, ranks, parallel_plan(*model, config.tensor.sequence_parallel), [&] { model->loss_sum(tokens, tokens); });
+}
+
+/// Stage 3, of a model on meta, so that no rank ever holds the whole of it: outside of a step each parameter is this rank's slice.
+void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
+  FullyShardOptions options = stage_3_options(config, policy, *run.model);
+  options.device = device;
+  options.replicate = mesh["dp_replicate"];
+  run.shard = mesh["dp_shard"];
+  run.synchronizer = fully_shard(*run.model, run.shard, std::move(options));
+}
+
+/// Stages 1 and 2: parameters stay whole, and what the optimizer updates is one part of them on each rank of dp_shard.
+void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, Composition& run) {
+  ZeroOptions options;
+  options.stage = config.zero.stage;
+  options.sizes.bucket_bytes = config.zero.bucket_bytes;
+  options.accumulation = config.zero.accumulate == "whole" ? Accumulation::Whole : Accumulation::Sharded;
+  options.buffers = BufferBroadcast::AtStart;
+  options.reduce_dtype = policy.gradient_dtype();
+  if (policy.reduce != at::kFloat) options.network_dtype = policy.reduce;
+  run.shard = mesh["dp_shard"];
+  auto zero = std::make_unique<ShardedDataParallel>(*run.model, ShardGroups{.shard = run.shard, .replicate = mesh["dp_replicate"]}, options);
+  run.updated = zero->shards();
+  run.synchronizer = std::move(zero);
+}
+
+/// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
+void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
+  if (config.zero.stage > 0) equalize_replicas(*run.model, config.zero.stage == 3 ? mesh["dp_replicate"] : mesh[data_axes()], ReplicaStart::Check);
+}
+
+/// Stage 0: whole gradients meet on every rank.
+void synchronize_replicas(const Config& config, const comm::Group& data, const std::optional<ResumePoint>& resume, Composition& run) {
+  if (config.run.deterministic) {
+    TreeReductionOptions options;
+    options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
+    options.buffers = BufferBroadcast::AtStart;
+    run.synchronizer = std::make_unique<TreeReduction>(*run.model, data, options);
+    return;
+  }
+  DdpOptions options;
+  options.sizes.bucket_bytes = config.zero.bucket_bytes;
+  options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
+  // The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
+  if (resume && config.checkpoint.partial.empty()) {  // a partial load is there for other models, whose plan would not fit
+    options.plan = bucket_plan_of(resume->manifest.progress, data.size(), resume->folder.string());
+  }
+  options.hook = run.hook = make_hook(config, resume);
+  options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
+  auto ddp = std::make_unique<DistributedDataParallel>(*run.model, data, options);
+  run.buckets = ddp.get();
+  run.synchronizer = std::move(ddp);
+}
+
+/// What holds for the process, once a rank.
+void allow_tf32(const precision::Policy& policy, at::Device device, bool first) {
+  const bool used = precision::use_tf32(policy.tf32, device);
+  if (policy.tf32 && !used && first && device.is_cpu()) log().warn("precision.compute = tf32: a CPU has no such products, and computes in fp32");
 }
 
 }  // namespace
@@ -66,33 +163,41 @@ const std::vector<std::string>& data_axes() {
   return axes;
 }
 
+void check_modules(const Config& config, int tensor_ranks) {
+  if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks);
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const precision::Policy policy = precision::policy_from(config.precision);
+  precision::apply(*model, policy);
+  const Attachment recomputed = recompute_blocks(config, *model);
+  if (config.zero.stage == 3) fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
+}
+
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
   Composition run;
   run.model = on_meta([&] { return make_model(config.model); });
-  precision::apply(*run.model, precision::policy_from(config.precision));
-  materialize(*run.model, static_cast<uint64_t>(config.run.seed), device);
-  run.parameters = nn::unique_parameters(*run.model);
-  run.optimizer = optim::make_optimizer(config.optim, run.parameters);
-  if (device != at::kMeta) load_weights(config, resume, run);
-
+  const precision::Policy policy = precision::policy_from(config.precision);
+  precision::require_support(policy, device);
+  const auto seed = static_cast<uint64_t>(config.run.seed);
+  precision::apply(*run.model, policy);
+  if (mesh.size("tp") > 1) run.tensor = parallelize_module(*run.model, mesh["tp"], parallel_plan(*run.model, config.tensor.sequence_parallel));
+  run.norm = config.zero.stage > 0 ? mesh[{"dp_shard", "tp"}] : mesh["tp"];
+  run.recomputed = recompute_blocks(config, *run.model);
+  if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
+  materialize(*run.model, seed, device);
+  run.parameters = run.updated = nn::unique_parameters(*run.model);
   const comm::Group data = mesh[data_axes()];
+  allow_tf32(policy, device, data.rank() == 0);
+  if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
+  // Before there is an optimizer: master weights begin as the weights are.
+  const bool from_hf = device != at::kMeta && !resume && !config.model.from_hf.empty();
+  if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_tensors(*run.model));
+  run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
+  run.loss_scale = precision::LossScale(config.precision);
+  if (device != at::kMeta && resume) load_state(config, *resume, run);
+  if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
+
   refuse_coupled_batches(config, *run.model, data.size());
-  if (config.run.deterministic) {
-    TreeReductionOptions options;
-    options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
-    options.buffers = BufferBroadcast::AtStart;
-    run.synchronizer = std::make_unique<TreeReduction>(*run.model, data, options);
-  } else {
-    DdpOptions options;
-    options.sizes.bucket_bytes = config.zero.bucket_bytes;
-    options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
-    // The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
-    if (resume) options.plan = bucket_plan_of(resume->manifest.progress, data.size(), resume->folder.string());
-    options.hook = run.hook = make_hook(config, resume);
-    auto ddp = std::make_unique<DistributedDataParallel>(*run.model, data, options);
-    run.buckets = ddp.get();
-    run.synchronizer = std::move(ddp);
-  }
+  if (config.zero.stage == 0) synchronize_replicas(config, data, resume, run);
   if (device != at::kMeta) resume_compression(config, data, resume, run);
   return run;
 }

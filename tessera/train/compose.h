@@ -6,16 +6,19 @@
 #include <string>
 #include <vector>
 
+#include "tessera/core/attachment.h"
 #include "tessera/core/config.h"
-#include "tessera/data_parallel/bucket_plan.h"
 #include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
-#include "tessera/data_parallel/gradient_synchronizer.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/models/model.h"
+#include "tessera/nn/bucket_plan.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/precision/loss_scale.h"
+#include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/train/inputs.h"
 
 namespace tessera {
@@ -27,8 +30,14 @@ const std::vector<std::string>& data_axes();
 /// model it is attached to.
 struct Composition {
   std::shared_ptr<LanguageModel> model;
+  std::unique_ptr<TensorParallel> tensor;      ///< null where layers are whole
+  Attachment recomputed;                       ///< what of it is computed again in backward
   std::vector<nn::NamedParameter> parameters;  ///< tied ones once
+  std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
+  comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
+  comm::Group norm;                            ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
+  precision::LossScale loss_scale;          ///< what the loss is multiplied by before backward
   std::shared_ptr<CommunicationHook> hook;  ///< what compresses gradients; null where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
   const DistributedDataParallel* buckets = nullptr;  ///< the synchronizer, where it has a bucket plan that a checkpoint keeps
@@ -37,9 +46,14 @@ struct Composition {
   BucketPlan bucket_plan() const { return buckets ? buckets->plan() : BucketPlan{}; }
 };
 
+/// Refuses what only the model's modules can tell, before any process group exists: a pattern of recompute.modules or zero.wrap that matches nothing, a unit of
+/// stage 3 that alone takes more than run.memory_limit_bytes, a model that cannot be cut over `tensor_ranks`. Builds the model on meta: a millisecond a layer.
+/// Throws ConfigError.
+void check_modules(const Config& config, int tensor_ranks = 1);
+
 /// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
-/// one order that works: precision, then data parallelism (later techniques enter before them, see the order in docs/architecture.md). Collective over the
-/// mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
+/// one order that works: precision, tensor parallelism, recompute, then data parallelism, plain or sharded (later techniques enter before them, see the order
+/// in docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt);
 
 }  // namespace tessera

@@ -9,7 +9,7 @@ namespace tessera {
 
 at::Tensor PlainEngine::forward_backward(const data::StepBatch& batch) {
   // The loss is normalized once, by what the loader knows of the whole batch; sums of gradients over micro-batches and ranks are then final.
-  const double scale = 1.0 / static_cast<double>(batch.global_valid_tokens);
+  const double scale = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
   std::vector<at::Tensor> losses;
   run_.synchronizer->begin_step();
   for (size_t i = 0; i < batch.micro_batches.size(); ++i) {
@@ -19,8 +19,10 @@ at::Tensor PlainEngine::forward_backward(const data::StepBatch& batch) {
     {
       MemoryScope activations(MemoryCategory::Activations);
       nn::SampleScope sample({.seed = seed_, .step = batch.step, .first_sample = micro.first_sample, .expected_gradient = scale});
+      mark_memory("forward");
       at::Tensor loss = run_.model->loss_sum(micro.tokens, micro.labels);
       losses.push_back(loss.detach());
+      mark_memory("backward");
       loss.mul(scale).backward();
     }
     run_.synchronizer->after_micro_batch(position);

@@ -6,22 +6,9 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/host_read.h"
 #include "tessera/data/sequential_loader.h"
+#include "tessera/train/evaluation_mode.h"
 
 namespace tessera {
-
-namespace {
-
-class EvaluationMode {
- public:
-  explicit EvaluationMode(torch::nn::Module& model) : model_(model), was_training_(model.is_training()) { model_.eval(); }
-  ~EvaluationMode() { model_.train(was_training_); }
-
- private:
-  torch::nn::Module& model_;
-  bool was_training_;
-};
-
-}  // namespace
 
 Evaluation evaluate(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group) {
   EvaluationMode mode(model);

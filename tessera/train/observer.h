@@ -3,7 +3,10 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <string>
+
+#include "tessera/core/memory_history.h"
 
 namespace tessera {
 
@@ -26,8 +29,10 @@ struct StepResult {
   int64_t tokens = 0;    ///< of this step
   double step_s = 0;     ///< wall time with data and optimizer
   double tokens_per_s = 0;
-  int64_t peak_bytes = 0;                ///< maximum over ranks since the step began
-  std::map<std::string, double> extras;  ///< further numbers by name, written after the fixed ones
+  int64_t peak_bytes = 0;                                 ///< maximum over ranks since the step began
+  MemoryUse memory{};                                     ///< of that rank, by category
+  std::map<std::string, double> extras{};                 ///< further numbers by name, written after the fixed ones
+  std::shared_ptr<const MemoryHistory> memory_history{};  ///< of this very rank in this step, where it was asked for and this is the step; else null
 };
 
 struct ValidationResult {

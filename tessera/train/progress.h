@@ -9,7 +9,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/data/loader.h"
-#include "tessera/data_parallel/bucket_plan.h"
+#include "tessera/nn/bucket_plan.h"
 
 namespace tessera {
 

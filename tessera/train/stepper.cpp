@@ -1,6 +1,7 @@
 #include "tessera/train/stepper.h"
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
 
 #include <ATen/Parallel.h>
@@ -11,8 +12,15 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/waiting.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
+#include "tessera/core/log.h"
+#include "tessera/nn/operators.h"
 #include "tessera/optim/clip.h"
+#include "tessera/precision/gradient_dtype.h"
+#include "tessera/precision/non_finite.h"
+#include "tessera/precision/policy.h"
 
 namespace tessera {
 
@@ -29,9 +37,47 @@ kernels::KernelChoice choice_of(const Config& config) {
   return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
 }
 
-at::Tensor norm_of(const Config& config, const std::vector<nn::NamedParameter>& parameters) {
+at::Tensor norm_of(const Config& config, const Composition& run) {
   const auto order = config.run.deterministic ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
-  return optim::global_norm(std::vector<optim::NormGroup>{{.parameters = parameters, .reduce = {}}}, order);
+  optim::NormGroup group{.parameters = run.tensor ? run.tensor->counted_in_norm(run.updated) : run.updated, .reduce = {}};
+  if (run.norm.size() > 1) {
+    group.reduce = [&](at::Tensor& sums) {
+      const comm::CallSite site("norm");
+      comm::all_reduce(run.norm, sums);
+    };
+  }
+  return optim::global_norm(std::vector{std::move(group)}, order);
+}
+
+std::vector<std::string> all_axes(const Mesh& mesh) {
+  std::vector<std::string> axes;
+  for (const auto& [axis, size] : mesh.shape()) axes.push_back(axis);
+  return axes;
+}
+
+std::vector<bool> first_of_their_data_rank(const Mesh& mesh, const comm::Group& group) {
+  std::vector<bool> first;
+  for (int member = 0; member < group.size(); ++member) {
+    const auto coordinates = mesh.coordinates(group.world_rank(member));
+    bool zero = true;
+    for (size_t axis = 0; axis < coordinates.size(); ++axis) {
+      const bool data = std::ranges::find(data_axes(), mesh.shape()[axis].first) != data_axes().end();
+      zero = zero && (data || coordinates[axis] == 0);
+    }
+    first.push_back(zero);
+  }
+  return first;
+}
+
+MemoryByCategory bytes_at(const double* numbers) {
+  MemoryByCategory bytes{};
+  for (size_t c = 0; c < bytes.size(); ++c) bytes[c] = static_cast<int64_t>(numbers[c]);
+  return bytes;
+}
+
+RankScope& counting(RankScope& scope, at::Device device) {
+  track_device(device.type());
+  return scope;
 }
 
 }  // namespace
@@ -46,15 +92,24 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .ranks = mesh.size(data_axes())};
 }
 
-RankScope::RankScope(const Config& config, int local_ranks) : kernels_(choice_of(config)) { at::set_num_threads(threads_per_rank(config, local_ranks)); }
+RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
+  at::set_num_threads(threads_per_rank(config, local_ranks));
+  if (config.run.memory_limit_bytes == 0) return;
+  memory_.set_limit(config.run.memory_limit_bytes);
+  memory_.keep_details();
+}
 
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)
     : config_(config),
       data_group_(mesh[data_axes()]),
-      scope_(scope),
+      all_ranks_(mesh[all_axes(mesh)]),
+      brings_losses_(first_of_their_data_rank(mesh, all_ranks_)),
+      scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),
       engine_(make_engine(config_, run_)),
       learning_rate_(config.optim, config.run.steps) {
+  const auto dtype = precision::policy_from(config.precision).gradient_dtype();
+  if (dtype && !config.run.deterministic && config.zero.stage < 3) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
   if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
   for (const auto& p : run_.parameters) {
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(
@@ -64,20 +119,69 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
   const double waited_before = comm::waited_seconds();
-  const at::Tensor losses = engine_->forward_backward(batch);
+  const at::Tensor losses = forward_backward(batch);
+  if (run_.tensor) run_.tensor->sum_shared_gradients(run_.updated);
+  run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
-  const at::Tensor norm = norm_of(config_, run_.parameters);
-  if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.parameters, norm, config_.optim.max_grad_norm);
-  const double lr = learning_rate_.at(batch.step);
-  run_.optimizer->step(lr);
+  const at::Tensor norm = norm_of(config_, run_);
+  mark_memory("update");
+  const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
+  const bool updating = may_update(batch, norm);
+  if (updating) {
+    if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
+    run_.optimizer->step(lr);
+    run_.synchronizer->after_update();
+  }
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
-                               {.peak_bytes = static_cast<double>(scope_.memory().peak()),
+                               {.memory = {.peak = scope_.memory().peak_by_category(), .current = scope_.memory().current_by_category()},
                                 .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
-                                .times = {.compute_s = passed.count() - waited, .wait_s = waited}});
+                                .times = {.compute_s = passed.count() - waited, .wait_s = waited},
+                                .flops = *flops_});
+  if (updating && outcome.not_finite) {  // a loss may be lost where its gradient is not
+    throw Error(detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite,
+                               " is not finite, though the gradient is; resume from the last checkpoint with a lower optim.lr"));
+  }
   outcome.lr = lr;
+  outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
   return outcome;
+}
+
+at::Tensor Stepper::forward_backward(const data::StepBatch& batch) {
+  if (flops_) return engine_->forward_backward(batch);
+  const auto counter = std::make_shared<nn::FlopCounter>();
+  at::Tensor losses;
+  {
+    const nn::OperatorScope counted(counter);
+    losses = engine_->forward_backward(batch);
+  }
+  flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
+  return losses;
+}
+
+bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
+  using Verdict = precision::LossScale::Verdict;
+  auto& scale = run_.loss_scale;
+  const double used = scale.value();
+  const Verdict verdict = scale.after_backward(std::isfinite(host_read(norm, 0)));
+  if (verdict == Verdict::Update) return true;
+  if (verdict == Verdict::Stop) {
+    // The weights are still those that the step began with, so the passes may run again, this time under watch.
+    const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
+    engine_->forward_backward(batch);
+    const std::string where = precision::describe_non_finite(watch, data_group_);
+    const std::string tried =
+        scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))
+                        : "";
+    throw Error(detail::concat("step ", batch.step, ": the gradient's norm is not finite", tried, ": ", where,
+                               "; the step was not applied: resume from the last checkpoint with a lower optim.lr, or with optim.max_grad_norm"));
+  }
+  if (data_group_.rank() == 0) {
+    log().warn("step {}: the gradient's norm is not finite at a loss scale of {}: the step is skipped, and the next one scales by {}", batch.step,
+               format_float(used), format_float(scale.value()));
+  }
+  return false;
 }
 
 StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const {
@@ -87,24 +191,32 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
   // bits in any layout. That a rank wishes to stop travels here, too, so that all ranks stop after the same step, at the cost of no further message.
   const auto options = losses.options().dtype(at::kDouble);
   std::vector<at::Tensor> parts{losses.to(at::kDouble), norm.reshape({1}).to(options.device())};
-  for (const double number : {own.peak_bytes, own.stop_signal, own.times.compute_s, own.times.wait_s}) parts.push_back(at::full({1}, number, options));
+  std::vector<double> numbers{own.stop_signal, own.times.compute_s, own.times.wait_s, own.flops.run, own.flops.recomputed};
+  for (const auto* bytes : {&own.memory.peak, &own.memory.current}) numbers.insert(numbers.end(), bytes->begin(), bytes->end());
+  for (const double number : numbers) parts.push_back(at::full({1}, number, options));
   const at::Tensor mine = at::cat(parts);
   const int64_t columns = mine.numel(), num_losses = losses.numel();
-  const int64_t ranks = data_group_.size();
+  const int64_t ranks = all_ranks_.size();
   const at::Tensor all = at::empty({ranks * columns}, options);
-  comm::all_gather(data_group_, all, mine);
+  comm::all_gather(all_ranks_, all, mine);
   const auto rows = host_read_all(all, 0.0);
 
   StepOutcome outcome;
   double sum = 0;
   for (int64_t r = 0; r < ranks; ++r) {
     const double* row = rows.data() + r * columns;
-    for (int64_t i = 0; i < num_losses; ++i) sum += row[i];
-    const double* known = row + num_losses + 1;  // behind the norm, as Own has them
-    outcome.peak_bytes = std::max(outcome.peak_bytes, static_cast<int64_t>(known[0]));
-    const int rank = data_group_.world_rank(static_cast<int>(r));
-    if (known[1] != 0 && !outcome.stop) outcome.stop = {.rank = rank, .signal = static_cast<int>(known[1])};
-    outcome.ranks.push_back({.rank = rank, .compute_s = known[2], .wait_s = known[3]});
+    for (int64_t i = 0; i < num_losses; ++i) {
+      if (brings_losses_[static_cast<size_t>(r)]) sum += row[i];
+      if (!std::isfinite(row[i]) && !outcome.not_finite) outcome.not_finite = all_ranks_.world_rank(static_cast<int>(r));
+    }
+    const double* known = row + num_losses + 1;  // behind the norm, as `numbers` has them
+    const int rank = all_ranks_.world_rank(static_cast<int>(r));
+    if (known[0] != 0 && !outcome.stop) outcome.stop = {.rank = rank, .signal = static_cast<int>(known[0])};
+    outcome.ranks.push_back({.rank = rank, .compute_s = known[1], .wait_s = known[2]});
+    outcome.flops.run += known[3];
+    outcome.flops.recomputed += known[4];
+    const MemoryUse memory{.peak = bytes_at(known + 5), .current = bytes_at(known + 5 + num_memory_categories)};
+    if (r == 0 || total_of(memory.peak) > total_of(outcome.memory.peak)) outcome.memory = memory;
   }
   outcome.loss = sum / static_cast<double>(batch.global_valid_tokens);
   outcome.grad_norm = rows[static_cast<size_t>(num_losses)];

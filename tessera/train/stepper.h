@@ -9,7 +9,7 @@
 
 #include "tessera/core/attachment.h"
 #include "tessera/core/host_cache.h"
-#include "tessera/core/memory.h"
+#include "tessera/core/memory_history.h"
 #include "tessera/data/loader.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/mesh/mesh.h"
@@ -29,12 +29,27 @@ struct StopRequest {
   int signal = 0;  ///< that it got
 };
 
+/// How the loss is scaled after a step.
+struct LossScaling {
+  double value = 1;     ///< 1: not at all
+  int64_t skipped = 0;  ///< steps of the whole run that were not applied, as their gradients were not finite
+};
+
+/// FLOPs of the matrix products in the passes of a step (nn::product_flops), as the first step of this process showed them: all steps have the same shapes.
+struct StepFlops {
+  double run = 0;
+  double recomputed = 0;  ///< of those, what recompute ran again
+};
+
 /// What one optimizer step yields; equal on every rank.
 struct StepOutcome {
   double loss = 0;       ///< mean over all valid tokens of the global batch, before the update
   double grad_norm = 0;  ///< before clipping
   double lr = 0;
-  int64_t peak_bytes = 0;           ///< maximum over ranks since the step began
+  LossScaling loss_scale;
+  std::optional<int> not_finite;    ///< the first rank with a loss that is not
+  MemoryUse memory;                 ///< of the data rank with the largest peak
+  StepFlops flops;                  ///< of all ranks together
   double exposed_s = 0;             ///< seconds this rank waited for gradients that backward did not hide (not equal)
   std::vector<RankTimes> ranks;     ///< of every data rank
   std::optional<StopRequest> stop;  ///< some rank wishes to stop: all may, after this very step
@@ -53,7 +68,8 @@ struct StepRequest {
 /// Settings that hold for the thread that runs a rank: number of threads, kernels, memory accounting. They end with this object.
 class RankScope {
  public:
-  RankScope(const Config& config, int local_ranks);
+  /// `memory` counts what the rank allocates, and refuses what would pass run.memory_limit_bytes (then with details of what is alive).
+  RankScope(const Config& config, int local_ranks, MemoryTracker memory = {});
 
   MemoryTracker& memory() { return memory_; }
 
@@ -78,18 +94,24 @@ class Stepper {
  private:
   /// What this rank alone knows of a step, as numbers.
   struct Own {
-    double peak_bytes = 0;
+    MemoryUse memory;
     double stop_signal = 0;
     RankTimes times;
+    StepFlops flops;
   };
+  at::Tensor forward_backward(const data::StepBatch& batch);
+  /// Whether the optimizer may step: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
+  bool may_update(const data::StepBatch& batch, const at::Tensor& norm);
   StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;
 
   const Config& config_;
-  comm::Group data_group_;
+  comm::Group data_group_, all_ranks_;
+  std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: false for those that computed the same losses as another (the same data rank)
   RankScope& scope_;
   Composition run_;
   std::unique_ptr<Engine> engine_;
   optim::LearningRate learning_rate_;
+  std::optional<StepFlops> flops_;  ///< of this rank
   Attachment attached_;
 };
 

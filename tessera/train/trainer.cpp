@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <numeric>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -21,6 +23,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 
@@ -73,20 +76,46 @@ std::vector<std::string> hosts_of(const comm::World& world) {
   return hosts;
 }
 
+checkpoint::SaverOptions saver_options(const CheckpointConfig& config) {
+  return {.dir = config.dir, .keep = config.keep, .async = config.async, .staging_bytes = config.staging_bytes};
+}
+
+// What is written while training goes on needs a group that no step uses.
+comm::Group saver_group(const Config& config, const comm::World& world) {
+  if (!config.checkpoint.async) return world.group();
+  std::vector<int> ranks(static_cast<size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return world.subgroup(ranks, "checkpoint");
+}
+
+// What is alive when the reported step begins has to be known then, so details begin with the first parameter.
+MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
+  MemoryTracker tracker = wishes.tracker;
+  if (wishes.report && world.rank() == 0) tracker.keep_details();
+  return tracker;
+}
+
 }  // namespace
 
-Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump)
+Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
     : config_(std::move(config)),
       world_(world),
       inputs_(agreed(std::move(inputs), world)),
       dump_(std::move(dump)),
       hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
-      scope_(config_, world.local_size()),
+      scope_(config_, world.local_size(), prepared(memory, world)),
       stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
       loader_(inputs_.corpus, loader_options(config_, mesh_)),
-      stragglers_(config_.log.straggler_ratio) {
-  if (inputs_.resume) loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
+      stragglers_(config_.log.straggler_ratio),
+      replay_(config_, mesh_, inputs_.corpus) {
+  if (!config_.checkpoint.dir.empty()) saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint), saver_group(config_, world_));
+  if (inputs_.resume) {
+    loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
+    if (config_.checkpoint.verify) replay(*inputs_.resume);
+  }
+  // The first step differs from all others: buckets are not yet in the order of their use.
+  if (memory.report && world.rank() == 0) reported_step_ = std::min(loader_.cursor().step + 2, config_.run.steps);
 }
 
 void Trainer::add_observer(std::unique_ptr<Observer> observer) {
@@ -100,6 +129,7 @@ void Trainer::run() {
   try {
     train_to_the_end(end);
   } catch (...) {
+    release_peers(std::current_exception());
     end.seconds = seconds_since(start);
     for (auto& o : observers_) o->on_end(end);
     throw;
@@ -119,11 +149,25 @@ void Trainer::train_to_the_end(RunEnd& end) {
     if (inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, end.step)) validate_model(end.step);
     if (saving && !stopping) save(end.step);
     if (stopping) {
+      finish_saving();
       end.reason = stop_reason();
       return;
     }
   }
+  finish_saving();
   end.finished = true;
+}
+
+// A save under way may wait for the very rank that is lost: it must learn of it, or this rank would wait for the save.
+void Trainer::release_peers(const std::exception_ptr& failure) const {
+  if (!saver_ || !saver_->pending()) return;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const CommError& error) {
+    world_.report_failure(error.what());
+    world_.abort();
+  } catch (...) {  // a failure of our own: the save is of what was trained before it
+  }
 }
 
 std::string Trainer::stop_reason() const {
@@ -135,16 +179,27 @@ std::string Trainer::stop_reason() const {
 
 StepResult Trainer::step() {
   const auto start = Clock::now();
-  scope_.memory().reset_peak();
+  const bool reporting = reported_step_ > 0 && loader_.cursor().step + 1 == reported_step_;
+  watch_memory(reporting);
+  mark_memory("load");
   const data::StepBatch batch = loader_.next();
   const bool dumping = dump_ && dump_->step == batch.step;
   StepRequest request{.stop_signal = [this] { return stop_signal_ ? stop_signal_() : 0; }, .start = start};
   if (dumping) request.gradients_ready = [this] { dump_gradients(); };
   const StepOutcome outcome = stepper_.step(batch, request);
+  const auto history = reporting ? end_watch() : nullptr;
   if (dumping) dump_weights();
   stop_ = outcome.stop;
   if (world_.rank() == 0) name_stragglers(outcome.ranks);
   const double step_s = seconds_since(start);
+  report_saves();
+  auto extras = extras_of(outcome);
+  if (stepper_.run().loss_scale.enabled()) {
+    extras["loss_scale"] = outcome.loss_scale.value;
+    extras["skipped_steps"] = static_cast<double>(outcome.loss_scale.skipped);
+  }
+  extras.merge(flop_rates(config_, outcome.flops, batch.global_valid_tokens, step_s, world_.size()));
+  if (save_blocked_s_ > 0) extras["save_blocked_s"] = std::exchange(save_blocked_s_, 0);
   return {.step = batch.step,
           .loss = outcome.loss,
           .grad_norm = outcome.grad_norm,
@@ -152,8 +207,28 @@ StepResult Trainer::step() {
           .tokens = batch.global_valid_tokens,
           .step_s = step_s,
           .tokens_per_s = static_cast<double>(batch.global_valid_tokens) / step_s,
-          .peak_bytes = outcome.peak_bytes,
-          .extras = extras_of(outcome)};
+          .peak_bytes = total_of(outcome.memory.peak),
+          .memory = outcome.memory,
+          .extras = std::move(extras),
+          .memory_history = history};
+}
+
+void Trainer::watch_memory(bool reporting) {
+  if ((reporting || config_.run.memory_limit_bytes > 0) && !watch_) watch_ = std::make_unique<MemoryWatch>(scope_.memory(), stepper_.run());
+  if (reporting) {
+    scope_.memory().start_timeline();
+  } else {
+    scope_.memory().reset_peak();
+  }
+}
+
+std::shared_ptr<const MemoryHistory> Trainer::end_watch() {
+  auto history = std::make_shared<const MemoryHistory>(scope_.memory().end_timeline());
+  if (config_.run.memory_limit_bytes == 0) {
+    watch_.reset();
+    scope_.memory().keep_details(false);
+  }
+  return history;
 }
 
 void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
@@ -165,25 +240,63 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
 }
 
 void Trainer::validate_model(int64_t step) {
+  mark_memory("validation");
   const auto found = evaluate(*stepper_.run().model, inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[data_axes()]);
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 
+void Trainer::replay(const ResumePoint& resume) const {
+  const std::string source = resume.folder.string();
+  if (!config_.checkpoint.partial.empty()) {
+    if (world_.rank() == 0) log().warn("{}: not replayed, as checkpoint.partial leaves some of it out", source);
+    return;
+  }
+  const auto result = replay_.check(*stepper_.run().model, loader_.cursor(), resume.manifest.progress, source);
+  if (world_.rank() > 0) return;
+  if (result.micro_batches == 0) {
+    log().warn("{}: records no step to replay; only its hashes say that it is what was trained", source);
+  } else {
+    log().info("{}: replays {}, on {} micro-batches", source, result.bits ? "bit for bit" : "within bounds (the arithmetic is another)", result.micro_batches);
+  }
+}
+
 void Trainer::save(int64_t step) {
-  const auto& run = stepper_.run();
+  const auto start = Clock::now();
+  mark_memory("save");
+  auto& run = stepper_.run();
   checkpoint::CheckpointState state;
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
   for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()])) state.tensors.push_back(std::move(held));
   state.optimizer = checkpoint::optimizer_json(*run.optimizer);
   state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
+  state.progress["loss_scale"] = run.loss_scale.state();
+  if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(*run.model, loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
-  checkpoint::save(config_.checkpoint.dir, state, world_.group());
-  if (world_.rank() == 0 && config_.checkpoint.keep > 0) checkpoint::prune(config_.checkpoint.dir, config_.checkpoint.keep);
+  saver_->save(state);
+  save_blocked_s_ += seconds_since(start);
+  report_saves();
+}
+
+void Trainer::finish_saving() {
+  if (!saver_) return;
+  saver_->wait();
+  report_saves();
+  if (!last_save_.error.empty()) throw Error(detail::concat("step ", last_save_.step, " could not be saved: ", last_save_.error));
+}
+
+void Trainer::report_saves() {
+  if (!saver_) return;
+  for (auto& outcome : saver_->outcomes()) {
+    last_save_ = std::move(outcome);
+    if (world_.rank() > 0) continue;
+    if (!last_save_.error.empty()) log().warn("step {} was not saved; checkpoints that were there before still are: {}", last_save_.step, last_save_.error);
+    if (!last_save_.remark.empty()) log().warn("step {} is saved, but no older checkpoint was removed: {}", last_save_.step, last_save_.remark);
+  }
 }
 
 void Trainer::dump_gradients() const {
-  checkpoint::dump(dump_->dir / "grad.safetensors", config_.model, checkpoint::gradient_tensors(*stepper_.run().model), world_.group());
+  checkpoint::dump(dump_->dir / "grad.safetensors", config_.model, checkpoint::gradient_tensors(stepper_.run().updated), world_.group());
 }
 
 void Trainer::dump_weights() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -8,12 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/saver.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/train/inputs.h"
+#include "tessera/train/memory_watch.h"
 #include "tessera/train/observer.h"
+#include "tessera/train/replay.h"
 #include "tessera/train/stepper.h"
 #include "tessera/train/stragglers.h"
 
@@ -25,11 +29,17 @@ struct DumpRequest {
   std::filesystem::path dir;
 };
 
+/// How closely a run's memory is looked at.
+struct MemoryWishes {
+  MemoryTracker tracker{};  ///< that counts it: after a failure, whoever kept a copy can ask it what was refused
+  bool report = false;      ///< the timeline of one step of rank 0 for observers: the second that is run, or the only one
+};
+
 /// Trains one rank from its first step (or the resumed one) to run.steps. Collective over the world.
 class Trainer {
  public:
   /// `config` must be validated for this world, `inputs` opened from it.
-  Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump = std::nullopt);
+  Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump = std::nullopt, MemoryWishes memory = {});
 
   /// Hears of the run on rank 0; other ranks drop it.
   void add_observer(std::unique_ptr<Observer> observer);
@@ -38,16 +48,26 @@ class Trainer {
   /// (where there is a checkpoint.dir) and return from run(). It need not be set on every rank, nor to the same.
   void stop_when(std::function<int()> signal) { stop_signal_ = std::move(signal); }
 
-  /// Throws what a rank may meet; nothing that was saved is lost then.
+  /// Throws what a rank may meet; nothing that was saved is lost then. A checkpoint that cannot be written is said aloud and training goes on: the next may
+  /// fit. Throws Error where the last one, of a run that ends or is asked to stop, is not there.
   void run();
 
  private:
   RunInfo info() const;
   void train_to_the_end(RunEnd& end);
   StepResult step();
+  /// Looks at what the steps from now on allocate; a step that is to be reported is taken down.
+  void watch_memory(bool reporting);
+  std::shared_ptr<const MemoryHistory> end_watch();
   void name_stragglers(const std::vector<RankTimes>& ranks);
   void validate_model(int64_t step);
+  /// Compares what a checkpoint recorded with what it gives now that it is loaded.
+  void replay(const ResumePoint& resume) const;
   void save(int64_t step);
+  /// Waits for a save that is under way and throws where the run's last one failed.
+  void finish_saving();
+  void report_saves();
+  void release_peers(const std::exception_ptr& failure) const;
   std::string stop_reason() const;
   void dump_gradients() const;
   void dump_weights() const;
@@ -60,9 +80,15 @@ class Trainer {
   std::vector<std::string> hosts_;  ///< of all ranks
   Mesh mesh_;
   RankScope scope_;
+  std::unique_ptr<MemoryWatch> watch_;  ///< before the stepper, whose scopes may still be open when a step fails
   Stepper stepper_;
   data::Loader loader_;
   StragglerWatch stragglers_;
+  Replay replay_;
+  int64_t reported_step_ = 0;                 ///< whose memory observers hear of; 0: none
+  std::unique_ptr<checkpoint::Saver> saver_;  ///< null without checkpoint.dir
+  double save_blocked_s_ = 0;                 ///< since the last step's report
+  checkpoint::SaveOutcome last_save_;
   std::function<int()> stop_signal_;
   std::optional<StopRequest> stop_;  ///< what the last step learned
   std::vector<std::unique_ptr<Observer>> observers_;

@@ -7,9 +7,11 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/checkpoint/files.h"
+#include "tests/checkpoint/layouts.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -20,77 +22,6 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
 using testing::ThrowsMessage;
-
-/// A whole model's tensors: every element differs from every other.
-const std::map<std::string, at::Tensor>& logical_tensors() {
-  static const auto tensors = [] {
-    std::map<std::string, at::Tensor> all;
-    float first = 1;
-    for (const auto& [name, shape] : std::map<std::string, std::vector<int64_t>>{
-             {"big", {17, 6}}, {"bias", {5}}, {"scalar", {}}, {"empty", {0, 3}}, {"one", {1}}, {"cube", {4, 3, 2}}, {"long row", {1, 40}}}) {
-      const auto numel = Box::whole(shape).numel();
-      all[name] = at::arange(numel, at::kFloat).add(first).view(shape);
-      first += static_cast<float>(numel);
-    }
-    all["half"] = at::arange(9).to(at::kBFloat16).view({3, 3});
-    return all;
-  }();
-  return tensors;
-}
-
-enum class Layout { Replicated, Rows, Columns, ZigZag };
-
-/// What `rank` of `ranks` holds of one tensor.
-Slice slice_in(Layout layout, const std::string& name, const std::vector<int64_t>& shape, int ranks, int rank) {
-  if (layout == Layout::Replicated || shape.empty()) return Slice::whole(name, shape);
-  if (layout == Layout::ZigZag) {  // the rank's chunk from the front and its mirror image from the back
-    Slice slice{name, shape, {}, {}};
-    for (const int part : {rank, 2 * ranks - 1 - rank}) {
-      const auto [begin, size] = chunk(shape[0], 2 * ranks, part);
-      if (size > 0) slice.boxes.push_back(Slice::along(name, shape, 0, begin, size).boxes.at(0));
-    }
-    return slice;
-  }
-  const int64_t dim = layout == Layout::Rows ? 0 : static_cast<int64_t>(shape.size()) - 1;
-  const auto [begin, size] = chunk(shape[dim], ranks, rank);
-  return Slice::along(name, shape, dim, begin, size);
-}
-
-std::vector<SlicedTensor> local_tensors(Layout layout, int ranks, int rank, bool fill) {
-  std::vector<SlicedTensor> local;
-  for (const auto& [name, whole] : logical_tensors()) {
-    const auto slice = slice_in(layout, name, whole.sizes().vec(), ranks, rank);
-    const auto values = take(whole, slice).reshape(slice.local_shape()).clone();
-    local.push_back({fill ? values : at::full_like(values, -1), slice});
-  }
-  return local;
-}
-
-CheckpointState state_of(Layout layout, int ranks, int rank, int64_t step = 10) {
-  return {.step = step,
-          .tensors = local_tensors(layout, ranks, rank, true),
-          .optimizer = {{"kind", "adamw"}},
-          .progress = {{"cursor", 42}, {"lr", 0.1}},
-          .agreement = {{"model.dim", 8}}};
-}
-
-fs::path save_with(Layout layout, int ranks, const fs::path& dir, int64_t step = 10) {
-  fs::path folder;
-  comm::run_ranks(ranks, [&](comm::World& world) {
-    const auto made = save(dir, state_of(layout, ranks, world.rank(), step), world.group());
-    if (world.rank() == 0) folder = made;
-  });
-  return folder;
-}
-
-void expect_loads(const fs::path& folder, Layout layout, int ranks) {
-  const Manifest manifest = read_manifest(folder);
-  for (int rank = 0; rank < ranks; ++rank) {
-    const auto targets = local_tensors(layout, ranks, rank, false), expected = local_tensors(layout, ranks, rank, true);
-    load(folder, manifest, targets);
-    for (size_t i = 0; i < targets.size(); ++i) EXPECT_TRUE(at::equal(targets[i].tensor, expected[i].tensor)) << targets[i].slice.name << " on rank " << rank;
-  }
-}
 
 TEST(Checkpoint, LoadsInEveryLayoutFromEveryLayout) {
   const TemporaryFolder folder;
@@ -256,6 +187,21 @@ TEST(Load, RefusesAnotherModelWithTheFullListBeforeTouchingAnything) {
   for (const auto& target : targets) EXPECT_TRUE(target.tensor.eq(-1).all().item<bool>());
 }
 
+TEST(Load, RefusesMissingSlicesWithTheFullListBeforeTouchingAnything) {
+  const TemporaryFolder folder;
+  const auto checkpoint = save_with(Layout::Rows, 3, folder.path());
+  Manifest manifest = read_manifest(checkpoint);
+  std::erase_if(manifest.tensors.at("big").slices, [](const StoredSlice& slice) { return slice.file.starts_with("rank-00001"); });
+  std::erase_if(manifest.tensors.at("cube").slices, [](const StoredSlice& slice) { return slice.file.starts_with("rank-00002"); });
+  const auto targets = local_tensors(Layout::Replicated, 1, 0, false);
+  EXPECT_THAT([&] { load(checkpoint, manifest, targets); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor big: no source holds [6:12, 0:6] of [0:17, 0:6]"),
+                                               HasSubstr("tensor cube: no source holds [3:4, "), Not(HasSubstr("half")))));
+  for (const auto& target : targets) EXPECT_TRUE(target.tensor.eq(-1).all().item<bool>());
+  auto held = local_tensors(Layout::Rows, 3, 0, false);
+  load(checkpoint, manifest, held);  // whoever needs only what is there gets it
+}
+
 TEST(Load, LeavesOutWhatIsIgnored) {
   const TemporaryFolder folder;
   CheckpointState state;
@@ -292,6 +238,40 @@ TEST(FindLatest, TakesTheNewestValidOneAndSaysWhatItSkipped) {
   EXPECT_EQ(find_latest(folder.path(), Thoroughness::Hashes).folder->filename(), "step-00000002");
 }
 
+TEST(FindLatest, LooksBelowAStep) {
+  const TemporaryFolder folder;
+  for (const int64_t step : {3, 7}) save_with(Layout::Rows, 1, folder.path(), step);
+  EXPECT_EQ(find_latest(folder.path(), Thoroughness::Sizes, 8).folder->filename(), "step-00000007");
+  EXPECT_EQ(find_latest(folder.path(), Thoroughness::Sizes, 7).folder->filename(), "step-00000003");
+  EXPECT_FALSE(find_latest(folder.path(), Thoroughness::Sizes, 3).folder);
+}
+
+TEST(HashShare, EveryByteIsReadByExactlyOneOfThoseWhoShare) {
+  const TemporaryFolder folder;
+  const auto checkpoint = save_with(Layout::Rows, 3, folder.path());
+  const Manifest manifest = read_manifest(checkpoint);
+  for (const int parts : {1, 2, 3, 5, 8}) {
+    std::map<int, uint64_t> bytes;
+    uint64_t whole = 0;
+    for (const auto& [name, tensor] : manifest.tensors) {
+      for (const auto& slice : tensor.slices) {
+        const TensorEntry entry = SafetensorsFile(checkpoint / slice.file).entry(slice.key);
+        flip_byte(checkpoint / slice.file, entry.offset);
+        std::vector<int> found;
+        for (int index = 0; index < parts; ++index) {
+          if (problem_with(checkpoint, Thoroughness::Hashes, {index, parts})) found.push_back(index);
+        }
+        flip_byte(checkpoint / slice.file, entry.offset);
+        ASSERT_EQ(found.size(), 1) << name << " of " << parts;
+        bytes[found.front()] += entry.bytes;
+        whole += entry.bytes;
+      }
+    }
+    const uint64_t largest = 9 * 6 * 4;  // a rank's rows of "big"
+    for (const auto& [index, read] : bytes) EXPECT_LE(read, whole / static_cast<uint64_t>(parts) + largest) << index << " of " << parts;
+  }
+}
+
 TEST(FindLatest, OverlooksWhatAKilledSaveLeft) {
   const TemporaryFolder folder;
   save_with(Layout::Rows, 2, folder.path(), 5);
@@ -322,6 +302,10 @@ TEST(Prune, KeepsTheNewestAndNeverLosesTheLastGoodOne) {
   EXPECT_EQ(names(), (std::set<std::string>{"step-00000003", "step-00000004"}));
   fs::remove(folder / "step-00000004/manifest.json");
   EXPECT_THAT(prune(folder.path(), 1), IsEmpty()) << "3 is the last good one";
+  save_with(Layout::Rows, 1, folder.path(), 4);
+  const auto written = folder / "step-00000004" / "rank-00000-of-00001.safetensors";
+  flip_byte(written, fs::file_size(written) - 1);
+  EXPECT_THAT(prune(folder.path(), 1), IsEmpty()) << "4 has its size, but not its bytes";
   save_with(Layout::Rows, 1, folder.path(), 5);
   prune(folder.path(), 1);
   EXPECT_EQ(names(), (std::set<std::string>{"step-00000005"}));

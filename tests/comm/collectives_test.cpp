@@ -123,6 +123,22 @@ TEST_P(Collectives, ReduceScatterLeavesEachItsPart) {
   });
 }
 
+TEST_P(Collectives, GatherAndScatterInPlace) {
+  const int n = size();
+  run([n](World& world) {
+    for (const int64_t part : {1, 7, 1024, 40000}) {  // shm: in one slot, staged in several
+      const auto own = [&](const at::Tensor& whole) { return whole.narrow(0, world.rank() * part, part); };
+      auto summed = values(world.rank(), {n * part});
+      reduce_scatter(world.group(), own(summed), summed);
+      expect_equal(own(summed), own(sum_over_ranks(n, {n * part})));
+      auto gathered = at::zeros({n * part});
+      own(gathered).copy_(own(sum_over_ranks(n, {n * part})));
+      all_gather(world.group(), gathered, own(gathered));
+      expect_equal(gathered, sum_over_ranks(n, {n * part}));
+    }
+  });
+}
+
 TEST_P(Collectives, ReduceScatterUnevenLeavesEachItsPart) {
   const int n = size();
   run([n](World& world) {

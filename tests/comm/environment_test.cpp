@@ -186,9 +186,16 @@ TEST(Slurm, ExpandsListsOfNodes) {
   EXPECT_THAT(nodes("n[098-101]-ib"), ElementsAre("n098-ib", "n099-ib", "n100-ib", "n101-ib"));
   EXPECT_THAT(nodes("r[1-2]n[3,5]"), ElementsAre("r1n3", "r1n5", "r2n3", "r2n5"));
   EXPECT_THAT(nodes("a-b,c.d"), ElementsAre("a-b", "c.d"));
-  for (const std::string bad : {"", "n[", "n[3-1]", "n[a]", "n1,,n2", "n]", "n[1-]", "n[1"}) {
+  for (const std::string bad : {"", "n[", "n[3-1]", "n[a]", "n1,,n2", "n]", "n[1-]", "n[1", "n)[1]"}) {
     EXPECT_THAT(refusal([&] { nodes(bad); }), HasSubstr("LIST = \"" + bad + "\" is not a list of nodes")) << bad;
   }
+  // Lists that would grow without bound: of brackets, of their product, of ranges in one, of a name.
+  std::string brackets = "n";
+  for (int i = 0; i < 1000; ++i) brackets += "[1]";
+  for (const std::string& bad : {brackets, std::string("r[1-10000]n[1-10000]"), std::string("n[1-200000,1-200000]"), std::string(256, 'n')}) {
+    EXPECT_THAT(refusal([&] { nodes(bad); }), HasSubstr("is not a list of nodes")) << bad;
+  }
+  EXPECT_THAT(refusal([&] { nodes("n[1-200000],m[1-200000]"); }), HasSubstr("is of more than 262144 nodes"));
 }
 
 TEST(Slurm, ExpandsTasksPerNode) {
@@ -199,6 +206,7 @@ TEST(Slurm, ExpandsTasksPerNode) {
   for (const std::string bad : {"", "2(x3", "2(x0)", "0", "2,,1", "-1", "2 (x3)"}) {
     EXPECT_THAT(refusal([&] { counts(bad); }), HasSubstr("LIST = \"" + bad + "\" is not a list of tasks per node")) << bad;
   }
+  EXPECT_THAT(refusal([&] { counts("1(x9999999)"); }), HasSubstr("is of more than 262144 nodes"));
 }
 
 }  // namespace

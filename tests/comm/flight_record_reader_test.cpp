@@ -53,6 +53,19 @@ TEST_F(FlightRecords, ThatAreDamagedAreRefusedByOffset) {
   EXPECT_TRUE(read(0).calls.empty());
 }
 
+/// A group of all ranks takes 32 bytes in the file, whatever the size of the world: many of them must not fill the memory.
+TEST_F(FlightRecords, WithMoreMembersThanAnyRunHasAreRefused) {
+  const int world_size = 1 << 20;
+  FlightRecord record(dir, rank_of(0, world_size), 10);
+  for (int i = 0; i < 17; ++i) record.add_group({.name = "g" + std::to_string(i), .rank = 0, .size = world_size});
+  EXPECT_THAT(refusal(dir), HasSubstr("more than 16777216 members of groups"));
+}
+
+TEST_F(FlightRecords, OfAFolderAreRefused) {
+  std::filesystem::create_directory(FlightRecord::file_of(dir, 0));
+  EXPECT_THAT(refusal(dir), HasSubstr("rank_0.bin: cannot be read"));
+}
+
 TEST_F(FlightRecords, ThatAreCutShortOrAbsentAreRefused) {
   const auto path = FlightRecord::file_of(dir, 0);
   for (const size_t bytes : {0, 100, 319, 320, 5000, 70000}) {

@@ -141,6 +141,16 @@ TEST(ConfigParse, SetTakesBareStrings) {
   EXPECT_EQ(parse("", {"checkpoint.dir="}).checkpoint.dir, "");
 }
 
+/// What is saved in log.dir/config.toml can be read again, and messages do not end at a zero.
+TEST(ConfigParse, TakesOnlyWhatCanBeSaved) {
+  EXPECT_THAT(refusal("", {"data.files=caf\xe9.txt"}), AllOf(HasSubstr("--set data.files"), HasSubstr("not UTF-8")));
+  EXPECT_EQ(parse("", {"comm.interface=caf\xc3\xa9"}).comm.interface, "caf\xc3\xa9");
+  const Config unset;  // model.family is none of its choices yet
+  EXPECT_EQ(parse(to_toml(unset)), unset);
+  EXPECT_THAT(refusal("[model]\n\"di\\u0000m\" = 1"), AllOf(HasSubstr("\"di\\u0000m\""), HasSubstr(":2")));
+  EXPECT_THAT(refusal("[\"mod\\u0000el\"]"), HasSubstr("\"mod\\u0000el\""));
+}
+
 TEST(ConfigParse, PathsAreRelativeToWhereTheyStand) {
   const auto config =
       parse("[data]\ntokenizer = \"t.model\"\n[checkpoint]\nresume = \"latest\"\ndir = \"../ckpt\"\n[pipeline]\nschedule = \"mine.csv\"", {"log.dir=out"});

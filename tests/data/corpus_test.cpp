@@ -1,5 +1,6 @@
 #include "tessera/data/corpus.h"
 
+#include <cstring>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -208,6 +209,35 @@ TEST(Corpus, NamesTheDamagedBlock) {
   bad[at] ^= 1;
   EXPECT_THAT(refusal([&] { Corpus::open(folder.write("bad.bin", bad)); }),
               HasSubstr("damaged between offsets " + std::to_string(sizeof(CorpusHeader) + 2 * corpus_block_bytes)));
+}
+
+/// A file whose hashes are right and whose header or ids are not: nothing in it was damaged, yet it must not be believed.
+TEST(Corpus, RefusesWhatItsHashesCannotProve) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const std::string good = slurp(Corpus::build({folder.write("a.txt", words(3))}, *byte, folder / "a.bin")->path());
+  const auto forge = [&](const auto& change) {
+    std::string bytes = good;
+    CorpusHeader header;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    const uint64_t payload_bytes = header.payload_bytes();  // of the file, whatever the header will say
+    change(header, bytes.data() + sizeof header);
+    const uint64_t block = hash_bytes(bytes.data() + sizeof header, payload_bytes);
+    std::memcpy(bytes.data() + sizeof header + payload_bytes, &block, sizeof block);
+    header.blocks_hash = hash_bytes(&block, sizeof block);
+    header.header_hash = header.hash();
+    std::memcpy(bytes.data(), &header, sizeof header);
+    return folder.write("forged.bin", bytes);
+  };
+  const auto forged = [&](const auto& change) { return refusal([&] { Corpus::open(forge(change)); }); };
+  const size_t ids = sizeof(CorpusHeader) + 256 * sizeof(uint32_t);
+  EXPECT_NO_THROW(Corpus::open(forge([](CorpusHeader&, char*) {})));
+  EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.vocab_size += uint64_t{1} << 62; }), HasSubstr("forged.bin: truncated at offset"));
+  EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.tokens += uint64_t{1} << 63; }), HasSubstr("forged.bin: truncated at offset"));
+  EXPECT_THAT(forged([](CorpusHeader& header, char*) { std::memset(header.tokenizer, 't', sizeof header.tokenizer); }), HasSubstr("impossible header"));
+  EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.text_bytes = uint64_t{1} << 63; }), HasSubstr("impossible header"));
+  EXPECT_THAT(forged([](CorpusHeader&, char* payload) { payload[256 * sizeof(uint32_t) + 5] = 1; }),
+              HasSubstr(detail::concat("the id at offset ", ids + 4, " is outside of the vocabulary of 256")));
 }
 
 TEST(BitsPerByte, IsWhatCompressorsAreComparedBy) { EXPECT_DOUBLE_EQ(bits_per_byte(8 * std::log(2.0), 4), 2.0); }

@@ -1,5 +1,7 @@
 #include "tessera/kernels/cross_entropy.h"
 
+#include <torch/csrc/autograd/autograd.h>
+
 #include "tessera/core/error.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/reference.h"
@@ -128,6 +130,33 @@ TEST(LinearCrossEntropy, DefaultChunkKeepsTheLogitsUnderTheirBudget) {
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 1 << 20, at::kFloat), 128);
   EXPECT_EQ(linear_cross_entropy_chunk(3, 7, at::kFloat), 3);
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat, 100), 100);
+  EXPECT_EQ(linear_cross_entropy_chunk(1024, 32000, at::kFloat, 0, kLogitsBytesInPlace), 512);
+}
+
+TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
+  const at::Tensor hidden = random({75, 24}).requires_grad_(), labels = labels_of(75, 300, 4);
+  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+    for (const int64_t chunk : {32, 75}) {
+      const at::Tensor weight = random({300, 24}, at::kFloat, 2).requires_grad_(), place = at::full({300, 24}, NAN);
+      const LinearCrossEntropyOptions plain{.chunk_tokens = chunk, .compute_dtype = compute};
+      auto in_place = plain;
+      in_place.weight_gradient = place;
+      const at::Tensor expected = torch::autograd::grad({linear_cross_entropy(hidden, weight, labels, plain)}, {weight})[0];
+      linear_cross_entropy(hidden, weight, labels, in_place).backward();
+      EXPECT_TRUE(at::equal(place, expected));
+      EXPECT_EQ(weight.grad().const_data_ptr(), place.const_data_ptr()) << "autograd copied it";
+      weight.mutable_grad().reset();
+      linear_cross_entropy(hidden, weight, labels, in_place).mul(2).backward();  // not what expected_gradient said
+      EXPECT_TRUE(at::equal(place, expected * 2));
+    }
+  }
+  const at::Tensor weight = random({300, 24}).requires_grad_();
+  const auto refusal = [&](const at::Tensor& place) {
+    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.weight_gradient = place}); });
+  };
+  EXPECT_THAT(refusal(at::empty({300, 23})), ::testing::HasSubstr("weight_gradient must be contiguous fp32 [300, 24]"));
+  EXPECT_THAT(refusal(at::empty({300, 24}, at::kBFloat16)), ::testing::HasSubstr("weight_gradient"));
+  EXPECT_THAT(refusal(at::empty({24, 300}).t()), ::testing::HasSubstr("weight_gradient"));
 }
 
 TEST(LinearCrossEntropy, Refusals) {
@@ -136,8 +165,8 @@ TEST(LinearCrossEntropy, Refusals) {
   EXPECT_THAT(message_of<ConfigError>([&] { cross_entropy_sum(random({3, 5}), at::tensor({0, -1, 1}, at::kLong)); }), ::testing::HasSubstr("entry 1 is -1"));
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, random({5, 3}), labels); }), ::testing::HasSubstr("[vocabulary, features]"));
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.chunk_tokens = -1}); }), ::testing::HasSubstr("chunk_tokens = -1"));
-  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.compute_dtype = at::kHalf}); }),
-              ::testing::HasSubstr("compute_dtype Half"));
+  EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.compute_dtype = at::kDouble}); }),
+              ::testing::HasSubstr("compute_dtype Double is not supported; use Float or BFloat16"));
 }
 
 }  // namespace

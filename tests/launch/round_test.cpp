@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "tessera/core/error.h"
 #include "tessera/launch/board.h"
 
 namespace tessera::launch {
@@ -142,6 +143,40 @@ TEST(Round, SurvivesItsText) {
   EXPECT_EQ(write_round(read_round(write_round(round))), write_round(round));
   const Record record{.beat = 4, .round = 2, .running = true, .failures = {{1, 9, "comm x", "line"}}, .record_sentence = "s"};
   EXPECT_EQ(read_record(write_record(record)), record);
+}
+
+TEST(Round, RefusesWhatNoAgentWrote) {
+  const Round good{.phase = Phase::Running, .number = 1, .nodes = {{"a", "::1", 2, 7, 1}, {"b", "::1", 1, 0, 0}}, .master = {"h", 5}};
+  const auto refusal = [](const auto& read, const std::string& text) -> std::string {
+    try {
+      read(text);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto refused = [&](const auto& change) {
+    Round round = good;
+    change(round);
+    return refusal(read_round, write_round(round));
+  };
+  EXPECT_EQ(refused([](Round&) {}), "accepted");
+  EXPECT_THAT(refused([](Round& round) { round.phase = static_cast<Phase>(7); }), HasSubstr("the round in the store cannot be read: phase 7; another program"));
+  EXPECT_THAT(refused([](Round& round) { round.cause = static_cast<Cause>(-1); }), HasSubstr("cause -1"));
+  EXPECT_THAT(refused([](Round& round) { round.nodes[1].id = "a"; }), HasSubstr("node 'a' is there twice"));
+  EXPECT_THAT(refused([](Round& round) { round.nodes[0].nproc = 0; }), HasSubstr("node 'a' has 0 ranks"));
+  EXPECT_THAT(refused([](Round& round) { round.nodes[0].nproc = round.nodes[1].nproc = 1 << 20; }), HasSubstr("2097152 ranks"));
+  EXPECT_THAT(refused([](Round& round) { round.master.port = 65536; }), HasSubstr("port 65536"));
+  EXPECT_THAT(refused([](Round& round) { round.restarts = 2; }), HasSubstr("2 restarts in round 1"));
+
+  const std::string record = write_record({.beat = 4, .failures = {{1, 9, "", ""}}});
+  EXPECT_EQ(refusal(read_record, record), "accepted");
+  for (const auto& [part, other] :
+       {std::pair{"\"beat\":4", "\"beat\":18446744073709551615"}, {"\"rank\":1", "\"rank\":4294967297"}, {"\"rank\":1", "\"rank\":1.5"}, {"4", ""}}) {
+    std::string damaged = record;
+    damaged.replace(damaged.find(part), std::string(part).size(), other);
+    EXPECT_THAT(refusal(read_record, damaged), HasSubstr("the record in the store cannot be read")) << damaged;
+  }
 }
 
 TEST(Round, PlacesRanks) {

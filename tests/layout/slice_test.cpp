@@ -136,5 +136,44 @@ TEST(Reshard, RowsToColumnsIsOnePieceEach) {
   EXPECT_EQ(pieces[1].target_local, (Box{{3, 0}, {2, 2}}));
 }
 
+TEST(Elements, OfEveryRunAreTheRunItself) {
+  for (const std::vector<int64_t>& shape :
+       std::vector<std::vector<int64_t>>{{}, {0}, {1}, {7}, {3, 4}, {1, 5}, {5, 1}, {2, 3, 4}, {2, 1, 3}, {2, 0, 3}, {1, 1, 1}, {2, 2, 2, 3}}) {
+    const Slice whole = Slice::whole("w", shape);
+    const int64_t n = whole.numel();
+    const at::Tensor values = at::arange(n, at::kLong).view(shape);
+    for (int64_t begin = 0; begin <= n; ++begin) {
+      for (int64_t size = 0; begin + size <= n; ++size) {
+        const Slice run = elements(whole, begin, size);
+        run.check();
+        ASSERT_EQ(run.numel(), size);
+        EXPECT_LE(run.boxes.size(), std::max<size_t>(1, 2 * shape.size()));
+        const at::Tensor local = values.reshape({n}).narrow(0, begin, size).view(run.local_shape());
+        for (size_t box = 0; box < run.boxes.size(); ++box) {
+          const Slice target{"w", shape, {run.boxes[box]}, {}};
+          at::Tensor part = at::empty(target.local_shape(), at::kLong);
+          copy_slices({run}, {local}, target, part);
+          EXPECT_TRUE(at::equal(part, take(values, target))) << to_string(run.boxes[box]) << " of " << begin << " + " << size;
+        }
+      }
+    }
+  }
+}
+
+TEST(Elements, OfASliceAreASliceOfTheWhole) {
+  const Slice rows = Slice::along("w", {6, 3}, 0, 2, 3);
+  EXPECT_EQ(elements(rows, 0, 9), rows);
+  EXPECT_EQ(elements(rows, 3, 3).boxes, (std::vector<Box>{{{3, 0}, {1, 3}}}));
+  EXPECT_EQ(elements(rows, 1, 4).boxes, (std::vector<Box>{{{2, 1}, {1, 2}}, {{3, 0}, {1, 2}}}));
+  EXPECT_TRUE(elements(rows, 4, 0).boxes.empty());
+  const Slice zigzag{"w", {8, 2}, {{{0, 0}, {2, 2}}, {{6, 0}, {2, 2}}}, {"tp"}};
+  EXPECT_EQ(elements(zigzag, 2, 4).boxes, (std::vector<Box>{{{1, 0}, {1, 2}}, {{6, 0}, {1, 2}}}));
+  EXPECT_EQ(elements(zigzag, 2, 4).replicated_over, zigzag.replicated_over);
+  const Slice side_by_side{"w", {2, 8}, {{{0, 0}, {2, 2}}, {{0, 6}, {2, 2}}}, {}};
+  EXPECT_THROW(elements(side_by_side, 0, 2), InternalError);
+  EXPECT_THROW(elements(rows, 8, 2), InternalError);
+  EXPECT_THROW(elements(rows, -1, 2), InternalError);
+}
+
 }  // namespace
 }  // namespace tessera

@@ -145,5 +145,25 @@ TEST(GradientDispatcher, OnlyLeavesThatTakeGradients) {
   EXPECT_THROW(GradientDispatcher::of(weight * 2), InternalError);
 }
 
+TEST(GradientDispatcher, PlaceIsOfferedOnceAndOnlyForAFirstGradient) {
+  at::Tensor weight = at::ones({2, 3}).requires_grad_();
+  EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "nobody offers one";
+  auto& dispatcher = GradientDispatcher::of(weight);
+  const at::Tensor place = at::zeros({2, 3});
+  dispatcher.offer_place(place);
+  EXPECT_FALSE(dispatcher.is_place_taken());
+  EXPECT_EQ(GradientDispatcher::take_place(weight).const_data_ptr(), place.const_data_ptr());
+  EXPECT_TRUE(dispatcher.is_place_taken());
+  EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "taken";
+  dispatcher.offer_place(place);
+  EXPECT_FALSE(dispatcher.is_place_taken());
+  weight.sum().backward();
+  EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "there is a gradient that it would have to be added to";
+  weight.mutable_grad().reset();
+  dispatcher.withdraw_place();
+  EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "withdrawn";
+  EXPECT_FALSE(GradientDispatcher::take_place(weight.detach()).defined());
+}
+
 }  // namespace
 }  // namespace tessera::nn

@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
@@ -77,6 +78,12 @@ TEST(Layers, EmbeddingAndLayerNormAreTorchs) {
   ours(ids).sum().backward();
   theirs(ids).sum().backward();
   EXPECT_TRUE(at::equal(ours->weight.grad(), theirs->weight.grad()));
+  const at::Tensor place = at::full({9, 4}, NAN);
+  GradientDispatcher::of(ours->weight).offer_place(place);
+  ours->weight.mutable_grad().reset();
+  ours(ids).sum().backward();
+  EXPECT_TRUE(at::equal(place, theirs->weight.grad()));
+  EXPECT_EQ(ours->weight.grad().const_data_ptr(), place.const_data_ptr()) << "autograd copied it";
   EXPECT_THROW(Embedding(EmbeddingOptions(9, 4).sparse(true)), ConfigError);
   EXPECT_THROW(Embedding(EmbeddingOptions(9, 4).padding_idx(9)), ConfigError);
 

@@ -73,8 +73,9 @@ class BadInput(SystemTest):
         self.assertEqual(run("train", self.recipe, "--nprocs", 2).returncode, 2)
 
     def test_techniques_of_later_builds_are_refused_by_name(self):
-        self.refused("mesh.tp=2", nproc=2, expect=["mesh.tp"])
-        self.refused("zero.stage=3", expect=["zero.stage"])
+        self.refused("mesh.cp=2", nproc=2, expect=["mesh.cp"])
+        self.refused("mesh.tp=2", "model.heads=1", "model.kv_heads=1", nproc=2, expect=["mesh.tp = 2", "model.heads = 1"])
+        self.refused("tensor.sequence_parallel=true", nproc=2, expect=["tensor.sequence_parallel", "mesh.tp"])
 
     def test_hugging_face_folder_that_is_none(self):
         self.refused(f"model.from_hf={self.folder}", expect=["config.json"])

@@ -11,6 +11,9 @@ from support import SOURCE, SystemTest, TESSERA, environment, metrics
 
 BUILD = pathlib.Path(os.environ.get("TESSERA_BUILD", SOURCE / "build/release"))
 TOY = BUILD / "examples/toy_ddp"
+TOY_FSDP = BUILD / "examples/toy_fsdp"
+FEED_FORWARD = BUILD / "examples/feed_forward_tp"
+ROW_COLUMN = BUILD / "examples/row_column"
 
 
 class Examples(SystemTest):
@@ -35,6 +38,26 @@ class Examples(SystemTest):
         out = self.torchrun(TOY)
         self.assertRegex(out, r"loss")
         self.assertTrue(re.search(r"2 replicas, checksum [0-9a-f]+: equal", out), out)
+
+    def test_toy_fsdp_holds_one_model_together(self):
+        alone, two = self.command(TOY_FSDP), self.torchrun(TOY_FSDP)
+        self.assertIn("1 rank, 165 of 165 elements: one model", alone)
+        self.assertIn("2 ranks, 165 of 165 elements: one model", two)
+
+    def test_a_feed_forward_layer_on_a_mesh_of_eight(self):
+        out = self.command(TESSERA, "run", "--nproc_per_node", 8, FEED_FORWARD)
+        self.assertIn("rank 0 of 8 holds [0:22, 0:64] of w1.weight", out)
+        differences = re.findall(r"(\d\.\de[+-]\d+)", out)
+        self.assertEqual(len(differences), 3, out)
+        self.assertLess(max(map(float, differences)), 1e-5)
+
+    def test_rows_and_columns_alone(self):
+        out = self.command(TESSERA, "run", "--nproc_per_node", 3, ROW_COLUMN)
+        differences = dict(re.findall(r"(.+?) +differs from one device by (\S+)", out))
+        wrong = float(differences.pop("row-wise, relu before the sum (wrong)"))
+        self.assertGreater(wrong, 0.1)
+        self.assertEqual(len(differences), 4)
+        self.assertLess(max(map(float, differences.values())), 1e-5)
 
 
 if __name__ == "__main__":

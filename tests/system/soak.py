@@ -8,6 +8,7 @@ The job is `tessera run --max-restarts ... -- tessera train` with a checkpoint e
   - nothing is left: no process, no half-written checkpoint.
 
   tools/soak [--kills 200] [--ranks 2] [--seed N]
+  tools/soak --kills-in-save 200           every kill while a checkpoint is being written: half of them in the foreground, half in the background
 """
 
 import argparse
@@ -27,6 +28,7 @@ from support import TESSERA, english, environment, metrics
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens")
 SAVE_EVERY = 4
 LONGEST_STRETCH = 30  # steps between two kills at most, so that the job outlives all of them
+LONGEST_WAIT = 0.005  # s between the moment that is waited for and the kill, at most: about as long as a save takes
 RECIPE = """
 [model]
 family = "llama"
@@ -57,6 +59,9 @@ class SoakFailed(AssertionError):
     """What was found to be wrong; the message says with which seed, and after which kill."""
 
 
+MOMENTS = {"start": 2, "train": 5, "save": 3}  # how often each is drawn
+
+
 @dataclasses.dataclass
 class Kill:
     """What is killed, and when: "start" within a second after the ranks were started, "train" so many steps later, "save" while a checkpoint is being written."""
@@ -65,16 +70,16 @@ class Kill:
     victim: str  # "rank" or "launcher"
 
 
-def draw_kill(draw):
-    return Kill(draw.choices(("start", "train", "save"), (2, 5, 3))[0], draw.choices(("rank", "launcher"), (5, 1))[0])
+def draw_kill(draw, moments):
+    return Kill(draw.choices(*zip(*moments.items()))[0], draw.choices(("rank", "launcher"), (5, 1))[0])
 
 
 class Job:
     """A launcher, its ranks, and what they leave in a folder."""
 
-    def __init__(self, folder, recipe, ranks, restarts):
+    def __init__(self, folder, recipe, ranks, restarts, more=()):
         self.folder, self.log_dir, self.checkpoints, self.output = folder, folder / "log", folder / "checkpoints", folder / "output.txt"
-        sets = (f"log.dir={self.log_dir}", f"checkpoint.dir={self.checkpoints}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=3", "checkpoint.resume=latest")
+        sets = (f"log.dir={self.log_dir}", f"checkpoint.dir={self.checkpoints}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=3", "checkpoint.resume=latest", *more)
         self.flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
         self.program = [TESSERA, "train", str(recipe), *(flag for setting in sets for flag in ("--set", setting))]
         folder.mkdir()
@@ -121,14 +126,18 @@ class Job:
 
 
 class Soak:
-    def __init__(self, folder, kills, ranks, seed, say):
+    """`kills` of each of the disturbed jobs, of which there is one for each entry of `background`: whether it saves while it trains on."""
+
+    def __init__(self, folder, kills, ranks, seed, say, moments=MOMENTS, background=(True,)):
         self.folder, self.kills, self.ranks, self.seed, self.say = pathlib.Path(folder), kills, ranks, seed, say
+        self.moments, self.background = moments, background
+        self.torn = 0  # kills that left half a checkpoint behind
         self.draw = random.Random(seed)
         english(self.folder / "text.txt")
         self.steps = kills * (LONGEST_STRETCH + SAVE_EVERY) + 20
         self.recipe = self.folder / "soak.toml"
         self.recipe.write_text(RECIPE.format(steps=self.steps))
-        self.deadline = time.monotonic() + 120 + 15 * kills
+        self.deadline = time.monotonic() + 120 + 15 * kills * len(background)
         self.done = 0  # kills
         self.seen = set()  # process ids of ranks
 
@@ -164,7 +173,7 @@ class Soak:
         self.wait_for("steps", lambda: job.steps_done() >= steps, job)
         if kill.moment == "save":
             self.wait_for("a checkpoint", job.saving, job)
-        time.sleep(self.draw.uniform(0, 0.005))
+        time.sleep(self.draw.uniform(0, LONGEST_WAIT))
 
     def strike(self, victim, job):
         """Returns the process ids that have to be gone before the next attempt."""
@@ -179,20 +188,23 @@ class Soak:
             job.start()
         return pids
 
-    def disturbed(self, jobs):
-        job = Job(self.folder / "disturbed", self.recipe, self.ranks, self.kills + 1)
+    def disturbed(self, jobs, background):
+        # The undisturbed run saves in the foreground: the other's checkpoints must be the same bytes.
+        name, setting = ("background", "true") if background else ("foreground", "false")
+        job = Job(self.folder / name, self.recipe, self.ranks, self.kills + 1, [f"checkpoint.async={setting}"])
         jobs.append(job)
         job.start()
         gone, attempt, newest = [], 0, 0
         for self.done in range(1, self.kills + 1):
-            kill = draw_kill(self.draw)
+            kill = draw_kill(self.draw, self.moments)
             self.wait_for("ranks to start", lambda: len(set(job.ranks().values()) - set(gone)) == self.ranks, job)
             self.wait_for_moment(kill, job, attempt)
             self.check(not job.ended(), f"the job ended early, with {job.launcher.poll()}", job)
             self.check_attempts(job, attempt, newest)
             newest = job.newest_checkpoint()
-            self.say(f"kill {self.done} of {self.kills}: {kill.victim}, {kill.moment}, {job.steps_done()} steps done, newest checkpoint {newest}")
+            self.say(f"{name}, kill {self.done} of {self.kills}: {kill.victim}, {kill.moment}, {job.steps_done()} steps done, newest checkpoint {newest}")
             gone = self.strike(kill.victim, job)
+            self.torn += job.saving()
             self.wait_for("the killed attempt to end", lambda: not any(map(alive, gone)), job)
             attempt = len(job.first_steps())
         self.wait_for("the end", job.ended, job)
@@ -221,42 +233,50 @@ class Soak:
         self.check(not orphans, f"processes {orphans} are left", job)
 
     def run(self):
-        """The undisturbed job and the other, after all kills and comparisons."""
+        """The undisturbed job and the last of the others, after all kills and comparisons."""
         jobs = []
         try:
-            for make in (self.undisturbed, self.disturbed):
-                make(jobs)
+            self.undisturbed(jobs)
+            for background in self.background:
+                self.disturbed(jobs, background)
+                self.compare(jobs[-1], jobs[0])
         finally:
             for job in jobs:
                 job.end()  # its ranks go with it
-        reference, job = jobs
-        self.compare(job, reference)
-        return reference, job
+        self.attempts = sum(len(job.first_steps()) for job in jobs[1:])
+        return jobs[0], jobs[-1]
 
 
-def soak(kills, ranks=2, seed=None, say=lambda text: None):
-    """Runs it in a folder of its own. Returns the number of attempts; throws SoakFailed."""
+def soak(kills, ranks=2, seed=None, say=lambda text: None, in_save=False):
+    """Runs it in a folder of its own. Returns the finished Soak; throws SoakFailed."""
     seed = random.randrange(2**32) if seed is None else seed
     with tempfile.TemporaryDirectory(prefix="tessera-soak-") as folder:
-        _, job = Soak(folder, kills, ranks, seed, say).run()
-        return len(job.first_steps())
+        run = Soak(folder, -(-kills // 2), ranks, seed, say, {"save": 1}, (False, True)) if in_save else Soak(folder, kills, ranks, seed, say)
+        run.run()
+        return run
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills-in-save", type=int, default=0, help="so many instead, all while a checkpoint is being written")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, help="of the moments and victims; a random one otherwise")
     options = parser.parse_args()
     seed = random.randrange(2**32) if options.seed is None else options.seed
-    print(f"soak: {options.kills} kills of {options.ranks} ranks, --seed {seed}", flush=True)
+    kills, in_save = (options.kills_in_save, True) if options.kills_in_save else (options.kills, False)
+    what = f"{kills} kills" + (" during saves" if in_save else "")
+    print(f"soak: {what} of {options.ranks} ranks, --seed {seed}", flush=True)
     start = time.monotonic()
     try:
-        attempts = soak(options.kills, options.ranks, seed, lambda text: print(f"soak: {text}", flush=True))
+        run = soak(kills, options.ranks, seed, lambda text: print(f"soak: {text}", flush=True), in_save)
     except SoakFailed as failure:
         print(f"soak: {failure}", file=sys.stderr)
         return 1
-    print(f"soak: {options.kills} kills, {attempts} attempts that trained, {time.monotonic() - start:.0f} s: equal to the undisturbed run, bit for bit")
+    print(
+        f"soak: {what}, of which {run.torn} left half a checkpoint behind; {run.attempts} attempts that trained, {time.monotonic() - start:.0f} s: "
+        "equal to the undisturbed run, bit for bit"
+    )
     return 0
 
 

@@ -13,6 +13,12 @@ class SoakShort(SystemTest):
         except SoakFailed as failure:
             self.fail(str(failure))
 
+    def test_ten_random_kills_during_saves_lose_nothing(self):
+        try:
+            soak(kills=10, in_save=True)
+        except SoakFailed as failure:
+            self.fail(str(failure))
+
     def test_the_comparison_finds_what_is_planted(self):
         comparison = Soak(self.folder, kills=0, ranks=1, seed=0, say=lambda text: None)
         reference, job = comparison.run()

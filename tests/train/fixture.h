@@ -16,6 +16,7 @@
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/train/stepper.h"
+#include "tests/nn/collect.h"
 
 namespace tessera::testing {
 
@@ -56,11 +57,15 @@ class TrainFixture : public ::testing::Test {
     std::map<std::string, at::Tensor> gradients;  ///< of the recorded step, before clipping
     std::map<std::string, at::Tensor> weights;    ///< after the last step
     MemoryByCategory peak{};                      ///< at the largest total of all steps
+    std::vector<int64_t> peak_of_rank;            ///< the largest total of all steps, for every rank
   };
 
   /// Trains `world` ranks as threads; returns what rank 0 saw. `plant` may spoil gradients before they are recorded.
   Trace train(const Config& config, int world, const std::function<void(Composition&)>& plant = {}, int64_t recorded_step = 2) const {
     Trace trace;
+    trace.peak_of_rank.resize(world);
+    const bool sharded = config.zero.stage > 0 || config.mesh.tp != 1;
+    testing_support::SliceCollector gradients, weights;
     const auto text = corpus(config);
     const auto body = [&](comm::World& ranks) {
       validate(config, ranks.size());
@@ -72,30 +77,27 @@ class TrainFixture : public ::testing::Test {
                                  .micro_size = config.batch.micro_size,
                                  .shuffle = true,
                                  .seed = static_cast<uint64_t>(*config.data.seed),
-                                 .rank = ranks.rank(),
-                                 .ranks = ranks.size()});
+                                 .rank = mesh.rank(data_axes()),
+                                 .ranks = mesh.size(data_axes())});
       const bool first = ranks.rank() == 0;
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {
         scope.memory().reset_peak();
         const auto outcome = stepper.step(loader.next(), {.gradients_ready = [&] {
                                             if (plant) plant(stepper.run());
-                                            if (!first || step != recorded_step) return;
-                                            MemoryTracker aside;
-                                            TrackMemory not_counted(aside);
-                                            for (const auto& p : stepper.run().parameters) trace.gradients[p.name] = p.tensor.grad().clone();
+                                            if (step == recorded_step && (first || sharded)) gradients.add_gradients(stepper.run().updated);
                                           }});
+        const bool more = scope.memory().peak() > peak;
+        if (more) trace.peak_of_rank[ranks.rank()] = peak = scope.memory().peak();
         if (!first) continue;
         trace.steps.push_back(outcome);
-        if (scope.memory().peak() > peak) {
-          peak = scope.memory().peak();
-          trace.peak = scope.memory().peak_by_category();
-        }
+        if (more) trace.peak = scope.memory().peak_by_category();
       }
-      if (first)
-        for (const auto& p : stepper.run().parameters) trace.weights[p.name] = p.tensor.detach().clone();
+      if (first || sharded) weights.add_values(stepper.run().updated);
     };
     comm::run_ranks(world, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm});
+    trace.gradients = gradients.whole();
+    trace.weights = weights.whole();
     return trace;
   }
 

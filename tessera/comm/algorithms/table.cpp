@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <tuple>
 
@@ -17,13 +18,26 @@ void to_json(nlohmann::json& json, const TableRow& row) {
   json = {{"op", row.op}, {"backend", row.backend}, {"algorithm", row.algorithm}, {"bytes", row.bytes}, {"ranks", row.ranks}, {"time_us", row.time_us}};
 }
 
+namespace {
+
+/// A whole number up to `most`; the library's own conversion cuts fractions off, and wraps.
+int64_t whole_number(const nlohmann::json& json, const char* key, int64_t most) {
+  const auto& value = json.at(key);
+  const bool fits =
+      value.is_number_integer() && (value.is_number_unsigned() ? value.get<uint64_t>() <= static_cast<uint64_t>(most) : value.get<int64_t>() <= most);
+  require(fits, key, " = ", value.dump(), ": expected a whole number of at most ", most);
+  return value.get<int64_t>();
+}
+
+}  // namespace
+
 void from_json(const nlohmann::json& json, TableRow& row) {
   try {
     row = {.op = json.at("op").get<std::string>(),
            .backend = json.at("backend").get<std::string>(),
            .algorithm = json.at("algorithm").get<std::string>(),
-           .bytes = json.at("bytes").get<int64_t>(),
-           .ranks = json.at("ranks").get<int>(),
+           .bytes = whole_number(json, "bytes", std::numeric_limits<int64_t>::max()),
+           .ranks = static_cast<int>(whole_number(json, "ranks", std::numeric_limits<int>::max())),
            .time_us = json.at("time_us").get<double>()};
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(detail::concat("expected op, backend, algorithm, bytes, ranks and time_us (", error.what(), ")"));

@@ -35,8 +35,7 @@ int64_t now_ns() { return nanoseconds(std::chrono::steady_clock::now().time_sinc
 // Texts end with a zero, also where they were cut.
 template <size_t N>
 void write_text(std::array<char, N>& to, std::string_view text) {
-  const auto size = std::min(text.size(), N - 1);
-  std::memcpy(to.data(), text.data(), size);
+  const auto size = text.copy(to.data(), N - 1);
   to[size] = '\0';
 }
 

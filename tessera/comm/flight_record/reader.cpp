@@ -14,14 +14,16 @@ namespace tessera::comm::flight {
 namespace {
 
 constexpr uint64_t kMostCalls = 2'000'000;
-constexpr int32_t kMostRanks = 1 << 20;  // more is damage
+constexpr int32_t kMostRanks = 1 << 20;     // more is damage
+constexpr uint64_t kMostMembers = 1 << 24;  // of all groups of a record together
 
 /// The bytes of a file, which is refused by offset.
 class Bytes {
  public:
   explicit Bytes(const std::filesystem::path& file) : name_(file.string()) {
+    std::error_code ignored;  // a folder opens like a file, and has a length
     std::ifstream in(file, std::ios::binary);
-    require(in.good(), name_, ": cannot be read; give a folder of flight records");
+    require(in.good() && std::filesystem::is_regular_file(file, ignored), name_, ": cannot be read; give a folder of flight records");
     in.seekg(0, std::ios::end);
     data_.resize(static_cast<size_t>(in.tellg()));
     in.seekg(0);
@@ -95,11 +97,14 @@ RecordedGroup read_group(const Bytes& bytes, uint64_t offset, const GroupHeader&
 
 std::vector<RecordedGroup> read_groups(const Bytes& bytes, const Header& header) {
   std::vector<RecordedGroup> groups;
+  uint64_t members = 0;
   const uint64_t end = header.groups_offset + header.groups_used;
   for (uint64_t offset = header.groups_offset; offset < end;) {
     const auto group = bytes.read<GroupHeader>(offset, "a group");
     bytes.check(group.bytes >= sizeof group && group.bytes <= end - offset, offset, "a group of ", group.bytes, " bytes");
     groups.push_back(read_group(bytes, offset, group, header.world_size));
+    members += groups.back().members.size();  // a group that holds everyone is 32 bytes in the file
+    bytes.check(members <= kMostMembers, offset, "more than ", kMostMembers, " members of groups");
     offset += group.bytes;
   }
   return groups;
@@ -153,7 +158,10 @@ void keep_newest_world(std::vector<RankRecord>& ranks) {
 RankRecord read_record(const std::filesystem::path& file, uint64_t most_calls) {
   const Bytes bytes(file);
   const auto header = read_header(bytes);
-  const auto seconds = [&](int64_t ns) { return 1e-9 * static_cast<double>(ns - header.started_ns) + 1e-9 * static_cast<double>(header.started_wall_ns); };
+  // Subtracted as doubles, since damaged times may be further apart than 64 bits tell; right ones stay exact to some ns.
+  const auto seconds = [&](int64_t ns) {
+    return 1e-9 * (static_cast<double>(ns) - static_cast<double>(header.started_ns)) + 1e-9 * static_cast<double>(header.started_wall_ns);
+  };
   RankRecord record{.rank = header.rank, .world_size = header.world_size, .pid = header.pid, .restart_count = header.restart_count};
   record.host = text(header.host);
   record.started_s = seconds(header.started_ns);

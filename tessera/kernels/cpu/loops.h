@@ -83,6 +83,23 @@ struct CrossEntropyInPlace {
   float scale;
 };
 
+/// What is known of rows of which this part holds the columns `first` .. `first + vocabulary`.
+struct CrossEntropyPart {
+  Input logits;           ///< [rows, vocabulary]
+  const int64_t* labels;  ///< [rows], of the whole vocabulary
+  int64_t vocabulary, first;
+  float *most, *sum, *target;  ///< [rows]: largest logit; sum of exp(logit - most); the label's logit, or 0
+};
+
+/// logits <- exp(logits - lse) * scale, minus scale at the label where this part holds it.
+struct CrossEntropyPartGradient {
+  Output logits;
+  const int64_t* labels;
+  int64_t vocabulary, first;
+  const float* lse;  ///< [rows], of all columns; infinite: zeros
+  float scale;
+};
+
 struct Dropout {
   Input x;
   Output out;
@@ -102,6 +119,8 @@ struct Loops {
   void (*cross_entropy)(const CrossEntropy&, int64_t begin, int64_t end);                                      ///< rows
   void (*cross_entropy_gradient)(const CrossEntropyGradient&, int64_t begin, int64_t end);                     ///< rows
   void (*cross_entropy_in_place)(const CrossEntropyInPlace&, int64_t begin, int64_t end);                      ///< rows
+  void (*cross_entropy_part)(const CrossEntropyPart&, int64_t begin, int64_t end);                             ///< rows
+  void (*cross_entropy_part_gradient)(const CrossEntropyPartGradient&, int64_t begin, int64_t end);            ///< rows
   void (*dropout)(const Dropout&, int64_t begin, int64_t end);                                                 ///< rows
   void (*sum_rows)(const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end);  ///< columns begin..end, rows in order
   void (*accumulate)(float* sum, Input term, bool first, int64_t begin, int64_t end);                          ///< elements: sum = term, or sum += term

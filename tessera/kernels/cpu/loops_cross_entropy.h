@@ -34,11 +34,16 @@ double row_sum_of_exp(const T* x, int64_t n, float shift) {
   return (sum(total[0]) + sum(total[1])) + (sum(total[2]) + sum(total[3]));
 }
 
+template <class T>
+void row_softmax(const T* x, T* out, int64_t n, float shift, float factor) {
+  for_vectors(n, [&](int64_t i, auto lanes) { store(out + i, exp(load(x + i, lanes) - shift) * factor, lanes); });
+}
+
 /// out = exp(x - shift) * factor, minus `scale` at the label.
 template <class T>
 void row_gradient(const T* x, T* out, int64_t n, float shift, float factor, int64_t label, float scale) {
   const float at_label = load_one(x + label);  // x may be out
-  for_vectors(n, [&](int64_t i, auto lanes) { store(out + i, exp(load(x + i, lanes) - shift) * factor, lanes); });
+  row_softmax(x, out, n, shift, factor);
   store_one(out + label, exp(set(at_label - shift))[0] * factor - scale);
 }
 
@@ -67,6 +72,30 @@ void cross_entropy_gradient_rows(const CrossEntropyGradient& args, int64_t begin
       std::memset(out, 0, sizeof(T) * args.vocabulary);
     } else {
       row_gradient(x, out, args.vocabulary, args.lse[row], args.scale, args.labels[row], args.scale);
+    }
+  }
+}
+
+template <class T>
+void cross_entropy_part_rows(const CrossEntropyPart& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(args.logits.data) + row * args.vocabulary;
+    const int64_t label = args.labels[row] - args.first;
+    args.most[row] = row_maximum(x, args.vocabulary);
+    args.sum[row] = static_cast<float>(row_sum_of_exp(x, args.vocabulary, args.most[row]));
+    args.target[row] = label >= 0 && label < args.vocabulary ? load_one(x + label) : 0.0f;
+  }
+}
+
+template <class T>
+void cross_entropy_part_gradient_rows(const CrossEntropyPartGradient& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    T* x = static_cast<T*>(args.logits.data) + row * args.vocabulary;
+    const int64_t label = args.labels[row] - args.first;
+    if (label >= 0 && label < args.vocabulary) {
+      row_gradient(x, x, args.vocabulary, args.lse[row], args.scale, label, args.scale);
+    } else {
+      row_softmax(x, x, args.vocabulary, args.lse[row], args.scale);
     }
   }
 }

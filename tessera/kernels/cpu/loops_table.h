@@ -62,6 +62,12 @@ constexpr Loops make_loops(const char* name) {
   loops.cross_entropy_in_place = [](const CrossEntropyInPlace& args, int64_t begin, int64_t end) {
     with_type(args.logits.type, [&](auto t) { cross_entropy_in_place_rows<typename decltype(t)::type>(args, begin, end); });
   };
+  loops.cross_entropy_part = [](const CrossEntropyPart& args, int64_t begin, int64_t end) {
+    with_type(args.logits.type, [&](auto t) { cross_entropy_part_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.cross_entropy_part_gradient = [](const CrossEntropyPartGradient& args, int64_t begin, int64_t end) {
+    with_type(args.logits.type, [&](auto t) { cross_entropy_part_gradient_rows<typename decltype(t)::type>(args, begin, end); });
+  };
   loops.dropout = [](const Dropout& args, int64_t begin, int64_t end) {
     with_type(args.x.type, [&](auto t) { dropout_rows<typename decltype(t)::type>(args, begin, end); });
   };

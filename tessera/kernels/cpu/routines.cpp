@@ -99,6 +99,18 @@ void cross_entropy_in_place(const at::Tensor& logits, const at::Tensor& loss, co
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_in_place(args, begin, end); });
 }
 
+void cross_entropy_part(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels,
+                        int64_t first) {
+  const cpu::CrossEntropyPart args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), first, floats(most), floats(sum), floats(target)};
+  parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_part(args, begin, end); });
+}
+
+void cross_entropy_part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale) {
+  const cpu::CrossEntropyPartGradient args{output(logits), labels.const_data_ptr<int64_t>(), logits.size(1),
+                                           first,          lse.const_data_ptr<float>(),      static_cast<float>(scale)};
+  parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_part_gradient(args, begin, end); });
+}
+
 void sum_losses(const at::Tensor& total, const at::Tensor& rows) {
   const float* losses = rows.const_data_ptr<float>();
   double sum = 0;
@@ -117,8 +129,13 @@ void check_labels(const at::Tensor& labels, int64_t vocabulary) {
 const Routines cpu_routines{
     .rms_norm = {.forward = rms_norm, .backward = rms_norm_backward},
     .pointwise = {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate},
-    .cross_entropy =
-        {.forward = cross_entropy, .backward = cross_entropy_backward, .in_place = cross_entropy_in_place, .sum = sum_losses, .check_labels = check_labels},
+    .cross_entropy = {.forward = cross_entropy,
+                      .backward = cross_entropy_backward,
+                      .in_place = cross_entropy_in_place,
+                      .part = cross_entropy_part,
+                      .part_gradient = cross_entropy_part_gradient,
+                      .sum = sum_losses,
+                      .check_labels = check_labels},
 };
 
 [[maybe_unused]] const bool registered = (register_routines(c10::kCPU, cpu_routines), true);

@@ -76,6 +76,24 @@ __global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, i
   write_gradient(x, x, vocabulary, sums.most, static_cast<float>(scale / sums.total), label, scale);
 }
 
+template <class T>
+__global__ void part_kernel(float* most, float* sum, float* target, const T* logits, const int64_t* labels, int64_t vocabulary, int64_t first) {
+  const int64_t row = blockIdx.x, label = labels[row] - first;
+  const T* x = logits + row * vocabulary;
+  const RowSums sums = sums_of(x, vocabulary);
+  if (threadIdx.x != 0) return;
+  most[row] = sums.most;
+  sum[row] = static_cast<float>(sums.total);
+  target[row] = label >= 0 && label < vocabulary ? load(x, label) : 0.0f;
+}
+
+template <class T>
+__global__ void part_gradient_kernel(T* logits, const int64_t* labels, const float* lse, int64_t vocabulary, int64_t first, float scale) {
+  const int64_t row = blockIdx.x;
+  T* x = logits + row * vocabulary;
+  write_gradient(x, x, vocabulary, lse[row], scale, labels[row] - first, scale);
+}
+
 __global__ void sum_kernel(float* total, const float* rows, int64_t n) {
   double sum = 0;
   for (int64_t i = threadIdx.x; i < n; i += kThreads) sum += rows[i];
@@ -114,6 +132,27 @@ void in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor
   });
 }
 
+void part(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first) {
+  if (logits.size(0) == 0) return;
+  with_type(logits.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    part_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(most.data_ptr<float>(), sum.data_ptr<float>(), target.data_ptr<float>(),
+                                                                                    logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(),
+                                                                                    logits.size(1), first);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale) {
+  if (logits.size(0) == 0) return;
+  with_type(logits.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    part_gradient_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        logits.data_ptr<T>(), labels.const_data_ptr<int64_t>(), lse.const_data_ptr<float>(), logits.size(1), first, static_cast<float>(scale));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
 void sum(const at::Tensor& total, const at::Tensor& rows) {
   sum_kernel<<<1, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(total.data_ptr<float>(), rows.const_data_ptr<float>(), rows.numel());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -125,7 +164,8 @@ void check_labels(const at::Tensor&, int64_t) {}
 }  // namespace
 
 CrossEntropyRoutines cross_entropy_routines() {
-  return {.forward = forward, .backward = backward, .in_place = in_place, .sum = sum, .check_labels = check_labels};
+  return {
+      .forward = forward, .backward = backward, .in_place = in_place, .part = part, .part_gradient = part_gradient, .sum = sum, .check_labels = check_labels};
 }
 
 }  // namespace tessera::kernels::cuda

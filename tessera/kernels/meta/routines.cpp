@@ -11,7 +11,8 @@ void nothing(Arguments...) {}
 const Routines meta_routines{
     .rms_norm = {.forward = nothing, .backward = nothing},
     .pointwise = {.swiglu = nothing, .swiglu_backward = nothing, .rope = nothing, .dropout = nothing, .accumulate = nothing},
-    .cross_entropy = {.forward = nothing, .backward = nothing, .in_place = nothing, .sum = nothing, .check_labels = nothing},
+    .cross_entropy =
+        {.forward = nothing, .backward = nothing, .in_place = nothing, .part = nothing, .part_gradient = nothing, .sum = nothing, .check_labels = nothing},
 };
 
 [[maybe_unused]] const bool registered = (register_routines(c10::kMeta, meta_routines), true);

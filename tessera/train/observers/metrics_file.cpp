@@ -23,6 +23,12 @@ std::string kept_lines(const std::filesystem::path& file, int64_t first_step) {
   return kept;
 }
 
+Json by_name(const MemoryByCategory& bytes) {
+  Json object;
+  for (int c = 0; c < num_memory_categories; ++c) object[std::string(to_string(static_cast<MemoryCategory>(c)))] = bytes[static_cast<size_t>(c)];
+  return object;
+}
+
 /// Opens `file` for appending behind the lines it keeps. They are replaced by a rename, so that no crash loses them.
 std::ofstream continue_file(const std::filesystem::path& file, int64_t first_step) {
   const std::string kept = kept_lines(file, first_step);
@@ -45,6 +51,8 @@ void MetricsFile::on_start(const RunInfo& run) {
 void MetricsFile::after_step(const StepResult& r) {
   Json line = {{"step", r.step},     {"loss", r.loss},     {"grad_norm", r.grad_norm},       {"lr", r.lr},
                {"tokens", r.tokens}, {"step_s", r.step_s}, {"tokens_per_s", r.tokens_per_s}, {"peak_bytes", r.peak_bytes}};
+  line["peak_by_category"] = by_name(r.memory.peak);
+  line["current_by_category"] = by_name(r.memory.current);
   for (const auto& [name, value] : r.extras) line[name] = value;
   metrics_ << line.dump() << '\n' << std::flush;
 }

@@ -7,7 +7,8 @@
 
 namespace tessera {
 
-/// `log_dir/metrics.jsonl`: one JSON object per optimizer step, flushed at once: step loss grad_norm lr tokens step_s tokens_per_s peak_bytes, then extras;
+/// `log_dir/metrics.jsonl`: one JSON object per optimizer step, flushed at once: step loss grad_norm lr tokens step_s tokens_per_s peak_bytes
+/// peak_by_category current_by_category, then extras;
 /// floats as shortest round trip (a value that is not finite is null, as JSON has no word for it). Validations go to `log_dir/validation.jsonl` (step loss
 /// bits_per_byte), so that metrics.jsonl keeps one line per step.
 ///

@@ -28,7 +28,8 @@ void TensorBoard::on_start(const RunInfo& run) {
   }
   const double now = wall_time();
   // Readers take files in the order of their names, so the time comes first, in full.
-  const auto file = folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
+  const auto file =
+      folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
   out_.open(file, std::ios::binary | std::ios::trunc);
   require(out_.good(), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
   write(file_version_event(now));
@@ -39,6 +40,12 @@ void TensorBoard::after_step(const StepResult& result) {
   std::vector<std::pair<std::string, double>> scalars = {
       {"train/loss", result.loss},     {"train/grad_norm", result.grad_norm},       {"train/lr", result.lr},
       {"train/step_s", result.step_s}, {"train/tokens_per_s", result.tokens_per_s}, {"train/peak_bytes", static_cast<double>(result.peak_bytes)}};
+  for (int c = 0; c < num_memory_categories; ++c) {
+    const auto at = static_cast<size_t>(c);
+    const std::string name(to_string(static_cast<MemoryCategory>(c)));
+    scalars.emplace_back("memory/peak_" + name, static_cast<double>(result.memory.peak[at]));
+    scalars.emplace_back("memory/current_" + name, static_cast<double>(result.memory.current[at]));
+  }
   for (const auto& [name, value] : result.extras) scalars.emplace_back("train/" + name, value);
   write(scalars_event(wall_time(), result.step, scalars));
 }

@@ -9,8 +9,9 @@
 namespace tessera {
 
 /// Scalars for TensorBoard: `log_dir/tensorboard/events.out.tfevents.<time>.<host>.<pid>` with train/loss, train/grad_norm, train/lr, train/tokens_per_s,
-/// train/step_s, train/peak_bytes, train/<extra>, validation/loss and validation/bits_per_byte. A run from step 1 removes older event files; a resumed one adds
-/// a file whose restart mark makes TensorBoard drop what the older ones say of its first step and later. Throws ConfigError where log_dir cannot be written.
+/// train/step_s, train/peak_bytes, memory/peak_<category>, memory/current_<category>, train/<extra>, validation/loss and validation/bits_per_byte. A run from
+/// step 1 removes older event files; a resumed one adds a file whose restart mark makes TensorBoard drop what the older ones say of its first step and later.
+/// Throws ConfigError where log_dir cannot be written.
 class TensorBoard : public Observer {
  public:
   void on_start(const RunInfo& run) override;

@@ -66,9 +66,12 @@ std::string mpi_missing(const Environment& environment) {
 
 std::unique_ptr<Engine> make_mpi_engine(const EngineOptions& options) { return mpi_library().make_engine(options); }
 
-// What is summed in fp32 is a copy.
+// What is summed in fp32 is a copy; so is what would be scattered in place.
 int64_t mpi_scratch_bytes(const Call& call) {
-  if (call.inputs.empty() || call.inputs[0].element_size() != 2) return 0;
+  if (call.inputs.empty()) return 0;
+  if (call.inputs[0].element_size() != 2) {
+    return call.op == "reduce_scatter" && call.outputs[0].is_alias_of(call.inputs[0]) ? static_cast<int64_t>(call.outputs[0].nbytes()) : 0;
+  }
   if (call.op == "all_reduce" || call.op == "reduce") return 2 * static_cast<int64_t>(call.inputs[0].nbytes());
   if (call.op == "reduce_scatter") return 2 * static_cast<int64_t>(call.inputs[0].nbytes() + call.outputs[0].nbytes());
   return 0;

@@ -234,8 +234,13 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   auto block = std::make_unique<Block>(arena_, bytes == 0 ? nullptr : arena_->allocate(bytes));
   if (bytes == 0) return at::empty({size}, options);
   auto* const data = block->data;
+  try {
+    count_memory(block.get(), static_cast<int64_t>(bytes));
+  } catch (...) {
+    arena_->free(data);
+    throw;
+  }
   auto* const context = block.release();
-  count_memory(context, static_cast<int64_t>(bytes));
   return at::for_blob(data, {size}).context(context, free_block).options(options).make_tensor();
 }
 

@@ -152,14 +152,16 @@ MpiBackend::Work MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& inp
   const int count = count_of(input.numel());
   const auto type = moved_type(input.element_size());
   Order order{.tensors = {output, input}};
-  ask("MPI_Iallgather", order,
-      [&](MPI_Request* request) { return MPI_Iallgather(input.data_ptr(), count, type, output.data_ptr(), count, type, collectives_, request); });
+  const auto* const own = static_cast<std::byte*>(output.data_ptr()) + static_cast<size_t>(getRank()) * input.nbytes();
+  const void* const from = input.data_ptr() == own ? MPI_IN_PLACE : input.data_ptr();
+  ask("MPI_Iallgather", order, [&](MPI_Request* request) { return MPI_Iallgather(from, count, type, output.data_ptr(), count, type, collectives_, request); });
   return start(std::move(order), options);
 }
 
 MpiBackend::Work MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   const auto from = summed(input);
-  const auto to = from.is_same(input) ? output : at::empty(output.sizes(), from.options());
+  const bool direct = from.is_same(input) && !output.is_alias_of(input);  // MPI's buffers may not overlap
+  const auto to = direct ? output : at::empty(output.sizes(), from.options());
   const auto type = reduced_type(from.scalar_type());
   const auto op = op_of(options.reduceOp);
   Order order{.tensors = {output, to, input, from}, .unpack = copy_back(output, to)};

@@ -1,0 +1,52 @@
+#include "tessera/checkpoint/convert.h"
+
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "tessera/core/error.h"
+#include "tessera/train/load_model.h"
+
+namespace tessera::cli {
+
+namespace {
+
+struct Flags {
+  std::string checkpoint, out, to, dtype;
+  int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
+};
+
+std::optional<at::ScalarType> dtype_of(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "fp32") return at::kFloat;
+  return name == "fp16" ? at::kHalf : at::kBFloat16;
+}
+
+int convert(const Flags& flags) {
+  require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
+  const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
+  const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out,
+                                                        {.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes});
+  std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
+              static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
+              source.folder.string().c_str());
+  return 0;
+}
+
+}  // namespace
+
+void add_convert(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("convert", "Write a checkpoint's weights in another format");
+  command->add_option("checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)")->required();
+  command->add_option("out", flags->out, "Folder to write; it must not exist")->required();
+  command->add_option("--to", flags->to, "hf: a Hugging Face model, safetensors and config.json")->required()->check(CLI::IsMember({"hf"}));
+  command->add_option("--dtype", flags->dtype, "Of the tensors; default: as stored")->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
+  command->add_option("--max-shard-bytes", flags->max_shard_bytes, "Of one file; beyond it, several with an index")->capture_default_str();
+  command->callback([flags, &exit_code] { exit_code = convert(*flags); });
+}
+
+}  // namespace tessera::cli

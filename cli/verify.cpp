@@ -1,0 +1,44 @@
+#include "tessera/verify/verify.h"
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "tessera/train/inputs.h"
+
+namespace tessera::cli {
+
+namespace {
+
+struct Flags {
+  std::string file;
+  std::string mesh;
+  std::vector<std::string> sets;
+  int64_t steps = VerifyOptions{}.steps;
+  bool json = false;
+};
+
+int run_verify(const Flags& flags) {
+  const Config config = read_config(flags.file, flags.sets);
+  const VerifyReport report = verify(config, parse_mesh(flags.mesh, config.mesh), {.steps = flags.steps});
+  const std::string text = flags.json ? to_json(report).dump() + "\n" : to_string(report);
+  std::fputs(text.c_str(), stdout);
+  return report.passed() ? 0 : 1;
+}
+
+}  // namespace
+
+void add_verify(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("verify", "Whether a layout trains as one device does: the same steps in both, compared");
+  command->add_option("file", flags->file, "Configuration (TOML)")->required();
+  command->add_option("--mesh", flags->mesh, "Axes of the layout, such as dp_replicate=3 or dp_shard=2,tp=2; the others are 1")->required();
+  command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
+  command->add_option("--steps", flags->steps, "Optimizer steps to compare")->capture_default_str();
+  command->add_flag("--json", flags->json, "Print JSON");
+  command->callback([flags, &exit_code] { exit_code = run_verify(*flags); });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,154 @@
+#include "tessera/checkpoint/convert.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/checkpoint/problems.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/stored_slices.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A tensor of their files, and how it is written.
+struct Planned {
+  FileTensor tensor;
+  at::ScalarType dtype = at::kFloat;
+
+  int64_t bytes() const { return static_cast<int64_t>(tensor_bytes(dtype, tensor.shape).value()); }
+};
+
+std::string stored_name(const HuggingFaceTensor& row) { return "model." + row.ours; }
+
+/// Refuses a checkpoint that does not hold the model, with all that is wrong.
+std::vector<Planned> plan_tensors(const std::vector<FileTensor>& tensors, const Manifest& manifest, const fs::path& checkpoint, const ExportOptions& options) {
+  Problems problems;
+  std::vector<Planned> plan;
+  for (const auto& tensor : tensors) {
+    at::ScalarType dtype = at::kFloat;
+    for (const auto& row : tensor.parts) {
+      const auto stored = manifest.tensors.find(stored_name(row));
+      if (stored == manifest.tensors.end()) {
+        problems.add("missing ", stored_name(row));
+        continue;
+      }
+      if (stored->second.shape != row.shape) {
+        problems.add("shape of ", row.ours, ": ", at::IntArrayRef(stored->second.shape), " in the checkpoint, ", at::IntArrayRef(row.shape), " in the model");
+      }
+      dtype = dtype_from_name(stored->second.dtype);
+    }
+    plan.push_back({tensor, options.dtype.value_or(dtype)});
+  }
+  problems.refuse(checkpoint.string(), ": the checkpoint does not hold the model of its configuration: ");
+  return plan;
+}
+
+/// Tensors dealt to files in their order; no file exceeds `most` bytes unless one tensor alone does.
+std::vector<std::vector<Planned>> deal_files(std::vector<Planned> tensors, int64_t most) {
+  std::vector<std::vector<Planned>> files(1);
+  int64_t bytes = 0;
+  for (auto& tensor : tensors) {
+    if (!files.back().empty() && bytes + tensor.bytes() > most) {
+      files.emplace_back();
+      bytes = 0;
+    }
+    bytes += tensor.bytes();
+    files.back().push_back(std::move(tensor));
+  }
+  return files;
+}
+
+std::string file_name(size_t index, size_t count) {
+  return count == 1 ? "model.safetensors" : fmt::format("model-{:05}-of-{:05}.safetensors", index + 1, count);
+}
+
+void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, StoredSlices& stored) {
+  std::vector<TensorSpec> specs;
+  for (const auto& planned : tensors) specs.push_back({planned.tensor.name, planned.dtype, planned.tensor.shape});
+  SafetensorsWriter writer(path, std::move(specs), {{"format", "pt"}});
+  for (const auto& planned : tensors) {
+    const at::Tensor theirs = at::empty(planned.tensor.shape, planned.dtype);
+    for (const auto& row : planned.tensor.parts) stored.fill(view_of(row, theirs), Slice::whole(stored_name(row), row.shape));
+    writer.write(theirs);
+  }
+  writer.finish();
+}
+
+Exported write_files(const fs::path& folder, const std::vector<std::vector<Planned>>& files, StoredSlices& stored) {
+  Exported exported{.files = static_cast<int64_t>(files.size())};
+  nlohmann::json weight_map = nlohmann::json::object();
+  for (size_t i = 0; i < files.size(); ++i) {
+    const std::string name = file_name(i, files.size());
+    write_tensors(folder / name, files[i], stored);
+    for (const auto& planned : files[i]) {
+      weight_map[planned.tensor.name] = name;
+      exported.bytes += planned.bytes();
+      ++exported.tensors;
+    }
+  }
+  if (files.size() > 1) {
+    const nlohmann::json index{{"metadata", {{"total_size", exported.bytes}}}, {"weight_map", weight_map}};
+    write_file(folder / "model.safetensors.index.json", index.dump(2) + "\n");
+  }
+  return exported;
+}
+
+std::string dtype_text(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kFloat:
+      return "float32";
+    default:
+      throw ConfigError(detail::concat("Hugging Face files of dtype ", c10::toString(dtype), " are not written; choose fp32, fp16 or bf16"));
+  }
+}
+
+}  // namespace
+
+Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& model, const fs::path& out, const ExportOptions& options) {
+  const auto families = hugging_face_families();
+  const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) { return each.family == model.family; });
+  require(family != families.end(), "model.family = ", model.family, ": Hugging Face has no such model, so ", checkpoint.string(), " cannot be converted");
+  require(!fs::exists(out), out.string(), ": exists already; name a folder that does not");
+  const Manifest manifest = read_manifest(checkpoint);
+  const auto plan = plan_tensors(file_tensors(family->table(model)), manifest, checkpoint, options);
+  nlohmann::json config = family->write_config(model);
+  config["architectures"] = {family->architecture};
+  config["model_type"] = family->model_type;
+  config["dtype"] = config["torch_dtype"] = dtype_text(plan.front().dtype);  // the key of transformers 5, and that of 4
+
+  const c10::NoGradGuard no_grad;
+  StoredSlices stored(checkpoint, manifest, /*verify=*/true);
+  const fs::path whole = fs::absolute(out).lexically_normal();
+  const fs::path folder = whole.parent_path() / (".tmp-" + whole.filename().string());
+  make_empty_directory(folder);
+  try {
+    const Exported exported = write_files(folder, deal_files(plan, options.max_shard_bytes), stored);
+    write_file(folder / "config.json", config.dump(2) + "\n");
+    sync_directory(folder);
+    rename_to(folder, whole);
+    sync_directory(whole.parent_path());
+    return exported;
+  } catch (...) {
+    std::error_code ignored;  // what matters is what went wrong before
+    fs::remove_all(folder, ignored);
+    throw;
+  }
+}
+
+}  // namespace tessera::checkpoint

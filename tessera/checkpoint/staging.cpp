@@ -1,0 +1,71 @@
+#include "tessera/checkpoint/staging.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include "tessera/core/memory.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+// Small enough that writing begins early, large enough that a write costs more than its call.
+constexpr int64_t kMostChunk = int64_t{8} << 20;
+
+}  // namespace
+
+Staging::Staging(int64_t limit) : limit_(limit), chunk_bytes_(std::clamp<int64_t>(limit / 2, 1, kMostChunk)) {}
+
+bool Staging::put(const at::Tensor& tensor) {
+  const auto bytes = tensor.detach().contiguous().view({-1}).view(at::kByte);
+  for (int64_t begin = 0; begin < bytes.numel(); begin += chunk_bytes_) {
+    if (!put_chunk(bytes.narrow(0, begin, std::min(chunk_bytes_, bytes.numel() - begin)))) return false;
+  }
+  return true;
+}
+
+bool Staging::put_chunk(const at::Tensor& bytes) {
+  if (!reserve(bytes.numel())) return false;
+  const MemoryScope category(MemoryCategory::Other);
+  at::Tensor copy = at::empty({bytes.numel()}, at::kByte);
+  copy.copy_(bytes);
+  const std::lock_guard lock(mutex_);
+  queue_.emplace_back(std::move(copy));
+  changed_.notify_all();
+  return !stopped_;
+}
+
+bool Staging::reserve(int64_t size) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return stopped_ || held_ + size <= limit_; });
+  held_ += size;
+  return !stopped_;
+}
+
+void Staging::finish() {
+  const std::lock_guard lock(mutex_);
+  finished_ = true;
+  changed_.notify_all();
+}
+
+std::optional<Staging::Chunk> Staging::take() {
+  std::unique_lock lock(mutex_);
+  held_ -= std::exchange(taken_, 0);  // whoever asks for more has written the last
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return finished_ || stopped_ || !queue_.empty(); });
+  if (stopped_ || queue_.empty()) return std::nullopt;
+  Chunk chunk = std::move(queue_.front());
+  queue_.pop_front();
+  taken_ = static_cast<int64_t>(chunk.bytes().size());
+  return chunk;
+}
+
+void Staging::stop() {
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+  queue_.clear();
+  changed_.notify_all();
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::checkpoint {
+
+/// The slices of a checkpoint as tensors over the mapped files. Files are mapped, and slices checked, when they are first asked for. `manifest` must outlive
+/// it.
+class StoredSlices {
+ public:
+  StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify);
+
+  /// Copies `slice` of a logical tensor that the manifest has, in the same shape, into `target`, converting the dtype. Only slices that overlap it are read.
+  /// Throws ConfigError naming file, tensor and offset of what is damaged.
+  void fill(at::Tensor target, const Slice& slice);
+
+  /// Of the slices that were read, each counted once.
+  uint64_t read_bytes() const { return read_bytes_; }
+
+ private:
+  at::Tensor read(const std::string& name, size_t index);
+
+  std::filesystem::path folder_;
+  const Manifest& manifest_;
+  bool verify_;
+  std::map<std::string, SafetensorsFile> files_;
+  std::set<std::pair<std::string, size_t>> checked_;
+  uint64_t read_bytes_ = 0;
+};
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,286 @@
+#include "tessera/fsdp/flat_parameters.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/meta.h"
+
+namespace tessera {
+namespace {
+
+at::Tensor allocate_flat(int64_t size, at::TensorOptions options, MemoryCategory category) {
+  const MemoryScope scope(category);
+  return at::empty({size}, options.requires_grad(false));
+}
+
+/// Slices stay for the run and are gathered again and again: in memory that the engine need not stage, where it has such memory.
+at::Tensor allocate_slices(const comm::Group& group, int64_t size, at::TensorOptions options) {
+  const MemoryScope scope(MemoryCategory::Parameters);
+  return comm::empty(group, {size}, options.requires_grad(false));
+}
+
+/// A flat tensor whose storage has its size and no memory yet.
+at::Tensor flat_without_memory(int64_t size, at::TensorOptions options) {
+  at::Tensor flat = at::empty({0}, options.requires_grad(false));
+  const size_t bytes = static_cast<size_t>(size) * c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
+  auto* impl = flat.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(
+      at::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, flat.device()),
+                                                        /*allocator=*/nullptr, /*resizable=*/false)));
+  impl->set_sizes_and_strides(at::IntArrayRef{size}, at::IntArrayRef{1});
+  return flat;
+}
+
+/// Points `tensor` at `view`'s memory, shape and dtype, in place: handles, hooks and optimizers that hold it keep working, and no version counter moves.
+void point_at(const at::Tensor& tensor, const at::Tensor& view) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_and_dtype(view.storage(), view.dtype());
+  impl->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+}
+
+at::Tensor entry_view(const at::Tensor& flat, const UnitLayout::Entry& entry) { return flat.narrow(0, entry.offset, entry.numel).view(entry.shape); }
+
+}  // namespace
+
+FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device)
+    : parameters_(std::move(parameters)), group_(std::move(group)), dtypes_(dtypes), trained_(parameters_.front().tensor.requires_grad()) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (const auto& parameter : parameters_) shapes.push_back(parameter.tensor.sizes().vec());
+  layout_ = make_unit_layout(shapes, group_.size());
+  arrivals_.assign(parameters_.size(), Arrival::None);
+  const at::Tensor& first = parameters_.front().tensor;
+  const auto options = first.options().device(first.is_meta() ? device : first.device());
+  slices_ = allocate_slices(group_, layout_.part, options);
+  whole_ = flat_without_memory(layout_.size, options.dtype(dtypes_.gathered));
+  cut();
+}
+
+void FlatParameters::cut() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i].tensor;
+    const auto [first, count] = rows_of(layout_, i, group_.rank());
+    Slice slice = cut_rows(nn::slice_of(parameter), first, count);
+    slice.name = parameters_[i].name;
+    at::Tensor rows = local_rows(slices_, i);
+    if (!parameter.is_meta()) {
+      const at::Tensor whole = parameter.detach();
+      rows.copy_(whole.dim() == 0 ? whole.reshape({1}).narrow(0, 0, count).view(rows.sizes()) : whole.narrow(0, first, count));
+    }
+    parameter.unsafeGetTensorImpl()->_change_backend_component_keys(slices_.device());
+    nn::set_slice(parameter, std::move(slice));
+    nn::keep_memory(parameter);
+  }
+  show_slices();
+}
+
+int64_t FlatParameters::gathered_bytes() const { return layout_.size * static_cast<int64_t>(c10::elementSize(dtypes_.gathered)); }
+int64_t FlatParameters::reduced_bytes() const { return layout_.size * static_cast<int64_t>(c10::elementSize(dtypes_.reduced)); }
+int64_t FlatParameters::local_bytes() const { return static_cast<int64_t>(slices_.nbytes()); }
+
+at::Tensor FlatParameters::local_rows(const at::Tensor& flat, size_t index) const {
+  const UnitLayout::Entry& entry = layout_.parameters[index];
+  const int64_t own = layout_.begin[group_.rank()];
+  const auto [first, count] = rows_of(layout_, index, group_.rank());
+  if (entry.shape.empty()) return count > 0 ? flat.narrow(0, entry.offset - own, 1).view(at::IntArrayRef()) : flat.narrow(0, 0, 0);
+  std::vector<int64_t> shape = entry.shape;
+  const int64_t row = shape[0] > 0 ? entry.numel / shape[0] : 0;
+  shape[0] = count;
+  return flat.narrow(0, count > 0 ? entry.offset + first * row - own : 0, count * row).view(shape);
+}
+
+void FlatParameters::show_slices() {
+  for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, local_rows(slices_, i));
+}
+
+void FlatParameters::show_whole() {
+  for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, entry_view(whole_, layout_.parameters[i]));
+}
+
+void FlatParameters::allocate() {
+  const at::Tensor memory = allocate_flat(layout_.size, whole_.options(), MemoryCategory::Comm);
+  whole_.storage().unsafeGetStorageImpl()->set_data_ptr(memory.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())));
+}
+
+void FlatParameters::release() { whole_.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())); }
+
+void FlatParameters::start_gather() {
+  allocate();
+  const MemoryScope scope(MemoryCategory::Comm);
+  sent_ = dtypes_.gathered == slices_.scalar_type() ? slices_ : slices_.to(dtypes_.gathered);
+  if (!layout_.even) received_ = at::empty({layout_.ranks * layout_.part}, whole_.options());
+  gather_ = comm::all_gather_async(group_, layout_.even ? whole_ : received_, sent_);
+}
+
+void FlatParameters::finish_gather() {
+  gather_.wait();
+  gather_ = {};
+  if (received_.defined()) {
+    unpad(received_);
+    release_scratch(received_);
+  }
+  if (!sent_.is_same(slices_)) release_scratch(sent_);
+  sent_.reset();
+}
+
+void FlatParameters::unpad(const at::Tensor& parts) const {
+  for (int rank = 0; rank < layout_.ranks; ++rank) {
+    const int64_t size = layout_.begin[rank + 1] - layout_.begin[rank];
+    whole_.narrow(0, layout_.begin[rank], size).copy_(parts.narrow(0, rank * layout_.part, size));
+  }
+}
+
+at::Tensor FlatParameters::padded(const at::Tensor& whole) const {
+  at::Tensor parts = at::zeros({layout_.ranks * layout_.part}, whole.options());
+  for (int rank = 0; rank < layout_.ranks; ++rank) {
+    const int64_t size = layout_.begin[rank + 1] - layout_.begin[rank];
+    parts.narrow(0, rank * layout_.part, size).copy_(whole.narrow(0, layout_.begin[rank], size));
+  }
+  return parts;
+}
+
+void FlatParameters::keep_slices() {
+  const at::NoGradGuard no_grad;
+  const int64_t own = layout_.begin[group_.rank()], size = layout_.begin[group_.rank() + 1] - own;
+  slices_.narrow(0, 0, size).copy_(whole_.narrow(0, own, size));
+}
+
+void FlatParameters::hold_gradients() {
+  if (whole_gradients_.defined()) return;
+  whole_gradients_ = allocate_flat(layout_.size, slices_.options().dtype(dtypes_.reduced), MemoryCategory::Comm);
+  std::ranges::fill(arrivals_, Arrival::None);
+}
+
+bool FlatParameters::offers_place(size_t index) const {
+  return dtypes_.gathered == dtypes_.reduced && (!whole_gradients_.defined() || arrivals_[index] == Arrival::None);
+}
+
+at::Tensor FlatParameters::place(size_t index) {
+  hold_gradients();
+  arrivals_[index] = Arrival::InPlace;
+  return entry_view(whole_gradients_, layout_.parameters[index]);
+}
+
+/// Whether somebody has a place in the buffer, and still holds it: its gradient may come, and nothing else may be written there.
+bool FlatParameters::is_place_awaited() const {
+  return std::ranges::find(arrivals_, Arrival::InPlace) != arrivals_.end() && whole_gradients_.storage().use_count() > 1;
+}
+
+/// Whoever computes in the buffer keeps that memory; what has come moves.
+void FlatParameters::leave_places() {
+  const at::Tensor left = std::exchange(whole_gradients_, {});
+  const std::vector<Arrival> before = arrivals_;
+  hold_gradients();
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (before[i] != Arrival::Taken) continue;
+    entry_view(whole_gradients_, layout_.parameters[i]).copy_(entry_view(left, layout_.parameters[i]));
+    arrivals_[i] = Arrival::Taken;
+  }
+}
+
+void FlatParameters::take_up(size_t index, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  hold_gradients();
+  if (arrivals_[index] == Arrival::InPlace) {
+    const bool is_there = occupies(gradient, entry_view(whole_gradients_, layout_.parameters[index]));
+    if (!is_there && is_place_awaited()) leave_places();  // another gradient came first
+    arrivals_[index] = is_there ? Arrival::Taken : Arrival::None;
+    if (is_there) return;
+  }
+  const at::Tensor target = entry_view(whole_gradients_, layout_.parameters[index]);
+  if (std::exchange(arrivals_[index], Arrival::Taken) == Arrival::Taken) {
+    target.add_(gradient);
+  } else {
+    target.copy_(gradient);
+  }
+}
+
+/// Gaps, and gradients that nobody brought.
+void FlatParameters::zero_untouched() {
+  std::vector<std::pair<int64_t, int64_t>> touched{{layout_.size, layout_.size}};  // [begin, end)
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const UnitLayout::Entry& entry = layout_.parameters[i];
+    if (arrivals_[i] == Arrival::Taken) touched.emplace_back(entry.offset, entry.offset + entry.numel);
+  }
+  std::ranges::sort(touched);
+  int64_t end = 0;
+  for (const auto& [begin, next] : touched) {
+    if (begin > end) whole_gradients_.narrow(0, end, begin - end).zero_();
+    end = std::max(end, next);
+  }
+}
+
+void FlatParameters::start_reduction() {
+  const at::NoGradGuard no_grad;
+  hold_gradients();
+  if (is_place_awaited()) leave_places();
+  zero_untouched();
+  sent_gradients_ = std::exchange(whole_gradients_, {});
+  if (!layout_.even) {
+    const MemoryScope scope(MemoryCategory::Comm);
+    at::Tensor whole = std::exchange(sent_gradients_, padded(sent_gradients_));
+    release_scratch(whole);
+  }
+  summed_ = allocate_flat(layout_.part, sent_gradients_.options(), MemoryCategory::Gradients);
+  reduction_ = comm::reduce_scatter_async(group_, summed_, sent_gradients_);
+}
+
+void FlatParameters::finish_reduction() {
+  if (!summed_.defined()) return;
+  const at::NoGradGuard no_grad;
+  reduction_.wait();
+  reduction_ = {};
+  release_scratch(sent_gradients_);
+  add_to_slices();
+}
+
+void FlatParameters::add_to_slices() {
+  if (summed_.scalar_type() != dtypes_.kept) {
+    const MemoryScope scope(MemoryCategory::Gradients);
+    at::Tensor narrow = std::exchange(summed_, summed_.to(dtypes_.kept));
+    release_scratch(narrow);
+  }
+  if (local_gradients_.defined()) {
+    local_gradients_.add_(summed_);
+    release_scratch(summed_);
+  } else {
+    local_gradients_ = std::exchange(summed_, {});
+  }
+}
+
+void FlatParameters::start_replica_sum(const comm::Group& replicas) {
+  if (dtypes_.reduced != dtypes_.kept) {
+    const MemoryScope scope(MemoryCategory::Comm);
+    crossing_ = local_gradients_.to(dtypes_.reduced);
+  }
+  reduction_ = comm::all_reduce_async(replicas, crossing_.defined() ? crossing_ : local_gradients_);
+}
+
+void FlatParameters::finish_step(double scale) {
+  reduction_.wait();
+  reduction_ = {};
+  if (crossing_.defined()) {
+    local_gradients_.copy_(crossing_);
+    release_scratch(crossing_);
+  }
+  if (scale != 1) local_gradients_.mul_(scale);
+}
+
+at::Tensor FlatParameters::local_gradient(size_t index) const { return local_gradients_.defined() ? local_rows(local_gradients_, index) : at::Tensor(); }
+
+void FlatParameters::clear_gradients() {
+  reduction_.wait();
+  reduction_ = {};
+  for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
+  whole_gradients_.reset();
+  local_gradients_.reset();
+}
+
+}  // namespace tessera

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/group.h"
+#include "tessera/fsdp/unit_layout.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera {
+
+/// Parameters of one unit that travel together: of one dtype, all trained or all frozen. Owns the memory of this rank's slices, of the gathered whole, and of
+/// gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
+class FlatParameters {
+ public:
+  struct Dtypes {
+    at::ScalarType gathered;  ///< of the whole parameters, while in use
+    at::ScalarType reduced;   ///< of gradients on their way
+    at::ScalarType kept;      ///< of this rank's slices of the reduced gradients
+  };
+
+  /// Parameters on meta get memory on `device`, undefined in content; others keep their device and their values' rows. From here on each is this rank's
+  /// slice, and carries it (nn::slice_of). Not collective.
+  FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device);
+
+  const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
+  const UnitLayout& layout() const { return layout_; }
+  bool trained() const { return trained_; }
+  /// What parameters, and views of them, that are whole lie in.
+  const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
+  int64_t gathered_bytes() const;
+  int64_t reduced_bytes() const;  ///< of whole gradients
+  int64_t local_bytes() const;
+
+  void show_slices();  ///< each parameter is this rank's rows
+  void show_whole();   ///< each parameter has its whole shape; with memory between start_gather or allocate, and release
+
+  void start_gather();  ///< [part] of every rank -> the whole; in flight until finish_gather
+  void finish_gather();
+  void allocate();     ///< memory for the whole, undefined in content
+  void release();      ///< the whole gives its memory back; the tensors, and views that autograd keeps, stay
+  void keep_slices();  ///< this rank's rows <- the whole
+
+  /// Adds a whole gradient of parameter `index` (any floating-point dtype) to what waits for the reduction; nothing to do where it was computed in its place.
+  void take_up(size_t index, const at::Tensor& gradient);
+
+  /// Whether a gradient of parameter `index` may be computed where it is reduced; not where another one lies, or is being computed, there.
+  bool offers_place(size_t index) const;
+  /// That place, of the parameter's whole shape, undefined in content.
+  at::Tensor place(size_t index);
+
+  /// Sum over the group of what was taken up (zeros where nothing was) -> this rank's slices, added to those of earlier reductions of the step. What is taken
+  /// up from here on waits for the next one.
+  void start_reduction();
+  void finish_reduction();
+  /// Sum of the slices over `replicas`, in place, scaled by `scale`: once a step, after the last reduction.
+  void start_replica_sum(const comm::Group& replicas);
+  void finish_step(double scale);
+
+  /// The reduced gradient of parameter `index`, in the shape of its slice; undefined before the first reduction of a step.
+  at::Tensor local_gradient(size_t index) const;
+  void clear_gradients();
+
+ private:
+  void cut();
+  at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
+  at::Tensor padded(const at::Tensor& whole) const;
+  void unpad(const at::Tensor& parts) const;
+  void hold_gradients();
+  bool is_place_awaited() const;
+  void leave_places();
+  void zero_untouched();
+  void add_to_slices();
+
+  std::vector<nn::NamedParameter> parameters_;
+  comm::Group group_;
+  Dtypes dtypes_;
+  UnitLayout layout_;
+  bool trained_;
+  at::Tensor slices_;  ///< [part], this rank's rows one behind the other
+  at::Tensor whole_;   ///< [size], without memory unless gathered
+
+  comm::Pending gather_;
+  at::Tensor sent_, received_;  ///< of the gather: the slices in the gathered dtype; [ranks * part] where the parts are uneven
+
+  /// Where a whole gradient is.
+  enum class Arrival : char { None, InPlace, Taken };
+  std::vector<Arrival> arrivals_;       ///< per parameter; InPlace: somebody has the place and it has not come
+  at::Tensor whole_gradients_;          ///< [size], what waits for the next reduction
+  at::Tensor sent_gradients_, summed_;  ///< of the reduction under way: [ranks * part], [part]
+  at::Tensor local_gradients_;          ///< [part]
+  at::Tensor crossing_;                 ///< [part], the same on its way between replicas, where it crosses in another dtype
+  comm::Pending reduction_;
+};
+
+}  // namespace tessera

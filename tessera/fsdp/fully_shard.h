@@ -1,0 +1,155 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/replicas.h"
+
+namespace tessera {
+
+/// What makes a module a unit of its own: asked for every module below the root.
+using WrapPolicy = std::function<bool(const std::string& path, const torch::nn::Module& module)>;
+
+/// Modules whose own parameters and those below them have at least `parameters` elements; inside such a module, smaller ones only if they do too.
+WrapPolicy wrap_by_size(int64_t parameters);
+
+/// Modules of type M: `wrap_by_type<LlamaBlockImpl>()`.
+template <class M>
+WrapPolicy wrap_by_type() {
+  return [](const std::string&, const torch::nn::Module& module) { return dynamic_cast<const M*>(&module) != nullptr; };
+}
+
+/// Gives whole parameters their values: called for each module that owns some, one unit at a time, on every rank; each rank keeps its slices and the rest is
+/// freed. Every element has to be written.
+using ParameterInit = std::function<void(torch::nn::Module& module, const std::string& path)>;
+
+/// How far gathers run ahead of their use, in the order seen in the pass before.
+struct PrefetchLimits {
+  int64_t units = 1;                                    ///< gathered ahead of the one in use; 0: each unit is waited for
+  int64_t bytes = std::numeric_limits<int64_t>::max();  ///< of those, together
+};
+
+/// What notices that a unit is needed.
+enum class ShardTrigger {
+  Automatic,  ///< calls, where every module that owns parameters is a tessera::nn::Module; else operators
+  Calls,      ///< interceptors around the modules: costs a step nothing per operator
+  Operators,  ///< a dispatcher fallback that looks at the arguments of each operator of a step: any torch::nn::Module, unmodified
+};
+
+struct FullyShardOptions {
+  std::string wrap = {};         ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
+  WrapPolicy policy = {};        ///< in place of a pattern; neither: the whole module is one unit
+  ParameterInit init = {};       ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only
+  at::Device device = at::kCPU;  ///< where `init` gets its memory
+  PrefetchLimits prefetch = {};
+  bool reshard_after_forward = true;                ///< false: a unit stays gathered until its backward, and is gathered once per micro-batch
+  bool reduce_each_micro_batch = true;              ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
+  bool average = false;                             ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
+  bool find_unused_parameters = false;              ///< parameters that no rank used have no gradient after finish(); otherwise finish() refuses them by name
+  std::optional<at::ScalarType> param_dtype = {};   ///< gather (and compute with) floating-point parameters in this dtype; the slices keep theirs
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< sum gradients of the ranks in this dtype; unset: the slices'
+  /// Keep reduced gradients, over micro-batches and for the optimizer, in this dtype; unset: the wider of the slices' and reduce_dtype.
+  std::optional<at::ScalarType> gradient_dtype = {};
+  /// Where param_dtype applies; unset: to every floating-point parameter.
+  std::function<bool(const nn::NamedParameter&)> cast = {};
+  comm::Group replicate = {};                   ///< ranks that hold the same slices (hybrid sharding): their reduced gradients are summed once a step
+  ReplicaStart replicas = ReplicaStart::Check;  ///< of a module that has values already: what makes those of the ranks equal
+  int64_t unit_bytes_limit = 0;                 ///< a gathered unit may not take more than that; 0: no limit
+  ShardTrigger trigger = ShardTrigger::Automatic;
+};
+
+/// A unit as a plan sees it.
+struct ShardUnit {
+  std::string name;                     ///< path of its module; for what no unit wraps, the path of the first module that owns some of it
+  std::vector<std::string> parameters;  ///< in the order in which they lie in the unit
+  int64_t numel = 0;                    ///< of all its parameters
+  int64_t gathered_bytes = 0;           ///< while in use, padding included
+  int64_t local_bytes = 0;              ///< of this rank's slices, padding included
+};
+
+/// Sharded parameters, gradients and optimizer state (ZeRO stage 3, arXiv:1910.02054; FSDP, arXiv:2304.11277) over the ranks of a group, n of them; made by
+/// fully_shard. Parameters are cut along dimension 0. While a step runs (from begin_step to finish) each parameter of the module has its whole shape, with
+/// memory only while its unit is in use; outside of it the very same tensor is this rank's slice, as slice_of says, so optimizers, clipping, checkpoints and
+/// hashes see slices and need to know nothing.
+///
+///   auto model = on_meta([&] { return Llama(options); });
+///   auto sharded = fully_shard(*model, group, {.wrap = "layers.*"});
+///   materialize(*model, seed);                            // this rank's slices only
+///   for (...) {
+///     sharded->begin_step();
+///     loss(model(x), y).backward();                       // with accumulation: several, set_last_micro_batch(false) before all but the last
+///     sharded->finish();                                  // grad() of each parameter is this rank's slice of the sum over ranks
+///     optimizer.step();
+///   }
+///
+/// A unit is gathered before the calls that use it, freed after the last of them, gathered again when backward reaches it, and its gradients are
+/// reduce-scattered and freed as soon as backward has left it, in an order that depends on the order of calls alone, so that collectives match on
+/// ranks that use different parameters. Tied parameters belong to the first unit that has them; it is gathered for all of their users. What no unit wraps is
+/// dealt into units between the wrapped modules, in the order of registration (embedding | blocks | norm and head).
+///
+///   traffic per micro-batch   two all-gathers (one without reshard_after_forward) and one reduce-scatter of each unit: (n-1)/n P elements each
+///   per step                  with `replicate`, r ranks: an all-reduce of each reduced slice, 2 (r-1)/r P/n elements
+///   memory                    (w + g + k) / n bytes per element for parameters, gradients and optimizer state, and besides, counted as Comm:
+///                             the unit in use and those prefetched; in backward, whole gradients of at most two units
+///   padding                   at the end of a unit, at most a few rows; where no cut between rows fits equal parts, the parts are padded to the largest and
+///                             copied once (unit_layout.h)
+///
+/// A group of one (with `replicate` of one) is the identity: nothing is attached and nothing moves. Buffers are not sharded. One rank, one thread.
+/// The module must outlive this object.
+class FullyShardedDataParallel final : public GradientSynchronizer {
+ public:
+  FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options);
+  ~FullyShardedDataParallel() override;
+  FullyShardedDataParallel(const FullyShardedDataParallel&) = delete;
+  FullyShardedDataParallel& operator=(const FullyShardedDataParallel&) = delete;
+
+  void begin_step() override;
+  void before_micro_batch(const MicroBatchPosition& position) override;
+  void after_micro_batch(const MicroBatchPosition& position) override;
+  void finish() override;
+  const SynchronizationStatistics& statistics() const override;
+  std::vector<int64_t> held_elements(int rank) const override;
+
+  /// Whether the passes that follow are the step's last; true after begin_step.
+  void set_last_micro_batch(bool last);
+
+  /// Evaluation and generation need nothing where calls trigger the gathers. Where operators do, they run between these two; no gradients.
+  void begin_evaluation();
+  void end_evaluation();
+
+  /// What is sharded, in the order of registration. Empty in a group of one.
+  std::vector<ShardUnit> units() const;
+
+  /// Ranks over which the slices are cut: what a norm over slices sums over.
+  const comm::Group& group() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Shards `module` over `group`, in place. On meta the parameters get their slices, to be given memory by `init` or materialize; a module with values is made
+/// equal over the ranks (options.replicas) and cut. Throws ConfigError for a pattern that matches nothing (naming the nearest path), a unit above
+/// unit_bytes_limit (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, an `init` that leaves a parameter
+/// untouched or changes its shape.
+std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options = {});
+
+/// The same for every holder.
+template <class Contained>
+std::unique_ptr<FullyShardedDataParallel> fully_shard(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, FullyShardOptions options = {}) {
+  return fully_shard(*module.ptr(), std::move(group), std::move(options));
+}
+
+}  // namespace tessera

@@ -1,0 +1,186 @@
+#include "tessera/fsdp/sharded_units.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include <c10/core/ScalarType.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+/// Adds the seconds that it lives to `total`.
+class Exposed {
+ public:
+  explicit Exposed(double& total) : total_(total) {}
+  ~Exposed() { total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Exposed(const Exposed&) = delete;
+  Exposed& operator=(const Exposed&) = delete;
+
+ private:
+  double& total_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+at::ScalarType gathered_dtype(const nn::NamedParameter& parameter, const FullyShardOptions& options) {
+  const at::ScalarType own = parameter.tensor.scalar_type();
+  if (!options.param_dtype || !at::isFloatingType(own) || (options.cast && !options.cast(parameter))) return own;
+  return *options.param_dtype;
+}
+
+/// A collective moves elements of one dtype, and frozen parameters have no gradients to reduce: so a unit is as many flats as it has kinds of parameters.
+std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Group& group, const FullyShardOptions& options) {
+  using Kind = std::tuple<bool, at::ScalarType, at::ScalarType>;
+  std::map<Kind, std::vector<nn::NamedParameter>> kinds;
+  for (const auto& parameter : unit.parameters) {
+    kinds[{parameter.tensor.requires_grad(), parameter.tensor.scalar_type(), gathered_dtype(parameter, options)}].push_back(parameter);
+  }
+  std::vector<FlatParameters> flats;
+  for (auto& [kind, parameters] : kinds) {
+    const auto& [trained, own, gathered] = kind;
+    const at::ScalarType reduced = options.reduce_dtype.value_or(own);
+    const FlatParameters::Dtypes dtypes{.gathered = gathered, .reduced = reduced, .kept = options.gradient_dtype.value_or(at::promote_types(own, reduced))};
+    flats.emplace_back(std::move(parameters), group, dtypes, options.device);
+  }
+  return flats;
+}
+
+}  // namespace
+
+int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& options) {
+  int64_t bytes = 0;
+  for (const auto& parameter : unit.parameters) bytes += parameter.tensor.numel() * static_cast<int64_t>(c10::elementSize(gathered_dtype(parameter, options)));
+  return bytes;
+}
+
+ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options)
+    : group_(group),
+      replicas_(options.replicate),
+      limits_(options.prefetch),
+      scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0) {
+  require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
+  for (const auto& unit : plan.units) units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options)});
+}
+
+int64_t ShardedUnits::gathered_bytes(size_t unit) const {
+  int64_t bytes = 0;
+  for (const auto& flat : units_[unit].flats) bytes += flat.gathered_bytes();
+  return bytes;
+}
+
+bool ShardedUnits::trained(size_t unit) const {
+  return std::ranges::any_of(units_[unit].flats, [](const FlatParameters& flat) { return flat.trained(); });
+}
+
+void ShardedUnits::show_whole(size_t unit) {
+  if (std::exchange(units_[unit].whole, true)) return;
+  for (auto& flat : units_[unit].flats) flat.show_whole();
+}
+
+void ShardedUnits::show_slices(size_t unit) {
+  if (!std::exchange(units_[unit].whole, false)) return;
+  for (auto& flat : units_[unit].flats) flat.show_slices();
+}
+
+void ShardedUnits::count(int64_t bytes) {
+  statistics_.bytes += bytes;
+  ++statistics_.num_collectives;
+}
+
+void ShardedUnits::start_gather(Unit& unit) {
+  const comm::CallSite site(unit.name);
+  for (auto& flat : unit.flats) {
+    flat.start_gather();
+    count(flat.gathered_bytes());
+  }
+  unit.memory = Memory::Arriving;
+}
+
+void ShardedUnits::finish_gather(Unit& unit) {
+  const comm::CallSite site(unit.name);
+  const Exposed exposed(statistics_.exposed_s);
+  for (auto& flat : unit.flats) flat.finish_gather();
+  unit.memory = Memory::Ready;
+}
+
+void ShardedUnits::acquire(size_t index) {
+  Unit& unit = units_[index];
+  show_whole(index);
+  if (unit.memory == Memory::None) start_gather(unit);
+  if (unit.memory == Memory::Arriving) finish_gather(unit);
+}
+
+void ShardedUnits::prefetch(const UseOrder& order) {
+  std::vector<size_t> ahead;  // each once, however often it comes
+  int64_t bytes = 0;
+  for (size_t i = 0; const size_t* next = order.next(i); ++i) {
+    Unit& unit = units_[*next];
+    if (unit.memory == Memory::Ready || std::ranges::find(ahead, *next) != ahead.end()) continue;
+    ahead.push_back(*next);
+    bytes += gathered_bytes(*next);
+    if (static_cast<int64_t>(ahead.size()) > limits_.units || bytes > limits_.bytes) return;
+    if (unit.memory == Memory::None) start_gather(unit);
+  }
+}
+
+void ShardedUnits::release(size_t index) {
+  Unit& unit = units_[index];
+  if (unit.memory == Memory::Arriving) finish_gather(unit);
+  if (unit.memory == Memory::None) return;
+  for (auto& flat : unit.flats) flat.release();
+  unit.memory = Memory::None;
+}
+
+void ShardedUnits::release_all() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) release(unit);
+}
+
+void ShardedUnits::reduce(size_t index, bool last) {
+  finish_reduction();
+  const comm::CallSite site(units_[index].name);
+  for (auto& flat : units_[index].flats) {
+    if (!flat.trained()) continue;
+    flat.start_reduction();
+    count(flat.reduced_bytes());
+  }
+  reducing_ = index;
+  reducing_last_ = last;
+}
+
+void ShardedUnits::finish_reduction() {
+  if (!reducing_) return;
+  Unit& unit = units_[*std::exchange(reducing_, std::nullopt)];
+  const comm::CallSite site(unit.name);
+  const Exposed exposed(statistics_.exposed_s);
+  for (auto& flat : unit.flats) {
+    if (!flat.trained()) continue;
+    flat.finish_reduction();
+    if (!reducing_last_ || replicas_.size() == 1) continue;
+    flat.start_replica_sum(replicas_);
+    count(flat.reduced_bytes() / group_.size());
+  }
+}
+
+void ShardedUnits::clear_gradients() {
+  finish_reduction();  // of a step that did not end
+  for (auto& unit : units_) {
+    for (auto& flat : unit.flats) flat.clear_gradients();
+  }
+}
+
+void ShardedUnits::finish_reductions() {
+  finish_reduction();
+  const Exposed exposed(statistics_.exposed_s);
+  for (auto& unit : units_) {
+    for (auto& flat : unit.flats) {
+      if (flat.trained()) flat.finish_step(scale_);
+    }
+  }
+}
+
+}  // namespace tessera

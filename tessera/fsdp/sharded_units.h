@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/fsdp/flat_parameters.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/fsdp/unit_plan.h"
+#include "tessera/fsdp/use_order.h"
+#include "tessera/nn/gradient_synchronizer.h"
+
+namespace tessera {
+
+/// Of a unit's parameters while they are whole, without padding.
+int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& options);
+
+/// The memory and the traffic of all units of a module: prefetch, acquire, release, reduce. Knows nothing of what makes them due. Whoever calls it does so in
+/// the same order on every rank.
+class ShardedUnits {
+ public:
+  ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options);
+
+  size_t size() const { return units_.size(); }
+  const std::string& name(size_t unit) const { return units_[unit].name; }
+  std::vector<FlatParameters>& flats(size_t unit) { return units_[unit].flats; }
+  const std::vector<FlatParameters>& flats(size_t unit) const { return units_[unit].flats; }
+  int64_t gathered_bytes(size_t unit) const;
+  bool trained(size_t unit) const;
+
+  void show_whole(size_t unit);
+  void show_slices(size_t unit);
+
+  /// The unit's parameters may be used from here on, until release. Gathers and waits where that has not been done ahead of time.
+  void acquire(size_t unit);
+  /// Starts gathers of what `order` says comes next, within the limits.
+  void prefetch(const UseOrder& order);
+  bool held(size_t unit) const { return units_[unit].memory == Memory::Ready; }
+  void release(size_t unit);
+  /// Also those that were gathered ahead of time and never used.
+  void release_all();
+
+  /// Starts the reduction of what was taken up for the unit; waits for the one before, so gradients of at most two units are whole at a time.
+  /// The `last` of a step also sums over the replicas.
+  void reduce(size_t unit, bool last);
+  void clear_gradients();
+  /// Waits for everything; afterwards local gradients are those of the step.
+  void finish_reductions();
+
+  SynchronizationStatistics& statistics() { return statistics_; }
+  const SynchronizationStatistics& statistics() const { return statistics_; }
+
+ private:
+  enum class Memory { None, Arriving, Ready };
+  struct Unit {
+    std::string name;
+    std::vector<FlatParameters> flats;
+    Memory memory = Memory::None;
+    bool whole = false;  ///< its parameters have their whole shapes
+  };
+
+  void start_gather(Unit& unit);
+  void finish_gather(Unit& unit);
+  void finish_reduction();
+  void count(int64_t bytes);
+
+  comm::Group group_, replicas_;
+  PrefetchLimits limits_;
+  double scale_;
+  std::vector<Unit> units_;
+  std::optional<size_t> reducing_;
+  bool reducing_last_ = false;
+  SynchronizationStatistics statistics_;
+};
+
+}  // namespace tessera

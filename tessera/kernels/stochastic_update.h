@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/core/rng.h"
+
+/// Optimizer steps on bf16 tensors: each element is read, updated in fp32, and rounded stochastically: up with the probability of the part that bf16 cannot
+/// hold, so that the expected value is exact and small updates are not lost, in expectation (arXiv:2010.06192). The randomness of an element is a function of
+/// the generator and of the element's index in the logical tensor, so neither threads nor the way a tensor is cut over ranks show in the bits.
+namespace tessera::kernels {
+
+/// Consecutive elements of the logical tensor that lie one after the other in memory, too.
+struct ElementRun {
+  int64_t offset = 0;  ///< of the first, in the local tensors' memory
+  int64_t count = 0;
+  uint64_t first_index = 0;  ///< of the first, in the logical tensor
+};
+
+struct StochasticAdamW {
+  double lr = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  int64_t step = 1;  ///< updates of this parameter, this one included
+};
+
+struct StochasticSgd {
+  double lr = 0, momentum = 0, weight_decay = 0;
+};
+
+/// `value` in bf16, rounded up or down by the low 16 bits of `random`. Infinities and NaN stay what they are.
+uint16_t stochastic_bf16(float value, uint32_t random);
+
+/// Updates `parameter` and its averages, bf16 and contiguous, from `gradient`, bf16 or fp32. Traffic: 14 bytes an element (16 from fp32 gradients).
+/// CPU; nothing on meta; ConfigError elsewhere.
+void stochastic_adamw_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const ElementRun& run,
+                       const StochasticAdamW& options, const CounterRng& rng);
+
+/// The same for SGD; `momentum_buffer` is undefined without momentum.
+void stochastic_sgd_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& momentum_buffer, const ElementRun& run,
+                     const StochasticSgd& options, const CounterRng& rng);
+
+}  // namespace tessera::kernels

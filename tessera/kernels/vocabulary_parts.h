@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+namespace tessera::kernels {
+
+/// Where this process holds some columns of the logits and others hold the rest (a vocabulary cut over ranks): which they are, and how what is known of
+/// rows meets. Kept by the operator for the length of a forward pass.
+class VocabularyParts : public torch::CustomClassHolder {
+ public:
+  VocabularyParts(int64_t first, int64_t total) : first(first), total(total) {}
+
+  const int64_t first;  ///< the column of the whole that is column 0 here
+  const int64_t total;  ///< columns of the whole
+
+  /// Makes the statistics of some rows, fp32 [T] each, those of all columns, in place:
+  ///   most    largest logit
+  ///   sum     of exp(logit - most)
+  ///   target  logit of the row's label, 0 where another part holds it
+  virtual void meet(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target) = 0;
+};
+
+}  // namespace tessera::kernels

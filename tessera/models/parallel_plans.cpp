@@ -1,0 +1,107 @@
+#include "tessera/models/parallel_plans.h"
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+/// Writes plans for one layout of the residual stream.
+class Planner {
+ public:
+  Planner(const ModelConfig& config, bool sequence_parallel)
+      : config_(config), stream_(sequence_parallel ? TensorLayout::Sequence : TensorLayout::Replicated) {}
+
+  void embedding() { add("embed_tokens", VocabParallelEmbedding{.output = stream_}); }
+  void head() { add("head", VocabParallelHead{.input = stream_}); }
+
+  /// Learned positions: each rank looks up those of its part.
+  void positions(const std::string& path) {
+    on_stream(path);
+    if (stream_ == TensorLayout::Sequence) add(path, PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Sequence});
+  }
+
+  /// What works on the residual stream, position by position.
+  void on_stream(const std::string& pattern) {
+    if (stream_ == TensorLayout::Sequence) add(pattern, SequenceParallel{});
+  }
+
+  void attention(const std::string& path) {
+    const int64_t heads = config_.heads, kv_heads = config_.kv_heads.value_or(config_.heads);
+    const FeatureCut queries = FeatureCut::query_heads(heads, kv_heads), keys = FeatureCut::key_value_heads(heads, kv_heads);
+    add(path, PrepareInput{.from = stream_, .to = TensorLayout::Copied});
+    add(path + ".wq", ColumnParallel{.input = TensorLayout::Copied, .cut = queries});
+    add(path + ".wk", ColumnParallel{.input = TensorLayout::Copied, .cut = keys});
+    add(path + ".wv", ColumnParallel{.input = TensorLayout::Copied, .cut = keys});
+    add(path + ".wo", RowParallel{.output = stream_, .cut = queries});
+  }
+
+  void feed_forward(const std::string& path, bool gated) {
+    add(path, PrepareInput{.from = stream_, .to = TensorLayout::Copied});
+    add(path + ".w1", ColumnParallel{.input = TensorLayout::Copied});
+    if (gated) add(path + ".w3", ColumnParallel{.input = TensorLayout::Copied});
+    add(path + ".w2", RowParallel{.output = stream_});
+  }
+
+  ParallelPlan take() { return std::move(plan_); }
+
+ private:
+  void add(std::string pattern, ParallelStyle style) { plan_.emplace_back(std::move(pattern), std::move(style)); }
+
+  const ModelConfig& config_;
+  TensorLayout stream_;
+  ParallelPlan plan_;
+};
+
+void llama(Planner& plan) {
+  plan.embedding();
+  plan.on_stream("dropout");
+  plan.on_stream("layers.*.attention_norm");
+  plan.attention("layers.*.attention");
+  plan.on_stream("layers.*.attention_dropout");
+  plan.on_stream("layers.*.ffn_norm");
+  plan.feed_forward("layers.*.feed_forward", /*gated=*/true);
+  plan.on_stream("layers.*.ffn_dropout");
+  plan.on_stream("norm");
+  plan.head();
+}
+
+void gpt2(Planner& plan) {
+  plan.embedding();
+  plan.positions("embed_positions");
+  plan.on_stream("dropout");
+  plan.on_stream("layers.*.attention_norm");
+  plan.attention("layers.*.attention");
+  plan.on_stream("layers.*.attention_dropout");
+  plan.on_stream("layers.*.ffn_norm");
+  plan.feed_forward("layers.*.feed_forward", /*gated=*/false);
+  plan.on_stream("layers.*.ffn_dropout");
+  plan.on_stream("norm");
+  plan.head();
+}
+
+void mlp(Planner& plan) {
+  plan.embedding();
+  plan.on_stream("layers.*.ffn_norm");
+  plan.feed_forward("layers.*.feed_forward", /*gated=*/false);
+  plan.on_stream("layers.*.ffn_dropout");
+  plan.on_stream("norm");
+  plan.head();
+}
+
+}  // namespace
+
+ParallelPlan parallel_plan(const LanguageModel& model, bool sequence_parallel) {
+  Planner plan(model.config(), sequence_parallel);
+  const std::string& family = model.config().family;
+  if (family == "llama") {
+    llama(plan);
+  } else if (family == "gpt2") {
+    gpt2(plan);
+  } else {
+    require(family == "mlp", "mesh.tp: model.family = ", family, " has no tensor-parallel plan; give parallelize_module one of your own");
+    mlp(plan);
+  }
+  return plan.take();
+}
+
+}  // namespace tessera

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "tessera/models/model.h"
+#include "tessera/nn/parallel_plan.h"
+
+namespace tessera {
+
+/// How the model is cut over a tensor-parallel group (parallelize_module). The residual stream is whole on every rank, or, with `sequence_parallel`, cut along
+/// the sequence, and with it norms and dropout. Attention is cut by whole heads, its keys and values shared where there are more ranks than key-value heads;
+/// the vocabulary over embedding and head.
+ParallelPlan parallel_plan(const LanguageModel& model, bool sequence_parallel);
+
+}  // namespace tessera

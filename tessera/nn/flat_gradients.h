@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/nn/parameter.h"
+
+/// What data-parallel techniques share. Not part of the public surface.
+namespace tessera {
+
+/// Parameters of `module` that want a gradient, each once. Throws ConfigError where there are none.
+std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module);
+
+/// A view of `flat` from element `offset` on, in the shape of `parameter` and, where those leave no gaps, with its strides: the layout that autograd keeps
+/// when it accumulates in place.
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+
+/// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
+void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
+
+/// Whether `gradient` is the very memory of `view`, seen in the same way.
+bool occupies(const at::Tensor& gradient, const at::Tensor& view);
+
+/// Whether somebody has taken `view` as the place of the parameter's gradient (nn::GradientDispatcher::offer_place) and another gradient came first: it then is
+/// not to be touched.
+bool is_place_awaited(const at::Tensor& parameter, const at::Tensor& view);
+
+/// Brings the parameter's gradient into `view` and makes that the gradient, unless it lies there already: the first of a step, or one that took the view's
+/// place (zero_grad, create_graph). Zeros where there is none.
+void recover_gradient(const at::Tensor& parameter, const at::Tensor& view);
+
+/// Gives up `scratch` with its memory now, whoever else still holds the tensor: an engine's worker lets go of a collective that is done when it gets to it, and
+/// until then a bucket's worth would be held. What held a view must not use it again.
+void release_scratch(at::Tensor& scratch);
+
+/// Where small host-made messages of a group live: on the parameters' device, or on the CPU for parameters on meta, whose messages are real.
+at::Device message_device(const at::Tensor& parameter);
+
+/// Which parameters got a gradient in this step.
+class UsedParameters {
+ public:
+  explicit UsedParameters(const std::vector<nn::NamedParameter>& parameters);
+
+  void clear();
+  void mark(size_t index) { used_[index] = 1; }
+  bool all() const;
+
+  /// Throws ConfigError naming those without a gradient on this rank, and the way out.
+  void refuse_unused(const comm::Group& group) const;
+
+  /// Which were used on any rank: one all-reduce of a word each.
+  std::vector<bool> anywhere(const comm::Group& group) const;
+
+ private:
+  const std::vector<nn::NamedParameter>& parameters_;
+  std::vector<int32_t> used_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,102 @@
+#include "tessera/nn/replicas.h"
+
+#include <map>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera {
+namespace {
+
+/// Each rank's `words`, one row per rank, on the host.
+at::Tensor gather_words(const std::vector<int64_t>& words, const comm::Group& group, at::Device device) {
+  const at::Tensor mine = at::tensor(words, at::kLong).unsqueeze(0).to(device);
+  at::Tensor all = at::zeros({group.size(), mine.size(1)}, mine.options());
+  comm::all_gather(group, all, mine);
+  return all.cpu();
+}
+
+int64_t hash_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.detach().cpu().contiguous();
+  return static_cast<int64_t>(hash_bytes(values.const_data_ptr(), values.nbytes()));
+}
+
+std::string ranks_that_differ(const at::Tensor& words, int64_t column) {
+  std::string ranks;
+  for (int64_t rank = 1; rank < words.size(0); ++rank) {
+    if (words[rank][column].item<int64_t>() != words[0][column].item<int64_t>()) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return ranks;
+}
+
+void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
+  const at::Device device = message_device(parameters.front().tensor);
+  const bool has_values = !parameters.front().tensor.is_meta();
+  Hasher structure, values;
+  std::vector<int64_t> hashes;
+  for (const auto& [name, tensor, aliases] : parameters) {
+    const std::string description = detail::concat(name, ' ', tensor.sizes(), ' ', tensor.scalar_type(), ' ', tensor.requires_grad(), ';');
+    structure.update(description.data(), description.size());
+    hashes.push_back(has_values ? hash_of(tensor) : 0);
+    values.update(&hashes.back(), sizeof(int64_t));
+  }
+  const at::Tensor summaries =
+      gather_words({static_cast<int64_t>(parameters.size()), static_cast<int64_t>(structure.value()), static_cast<int64_t>(values.value())}, group, device);
+  if (!has_values) return;  // a dry run: the message was counted, its contents mean nothing
+
+  const std::string other_structure = ranks_that_differ(summaries, 1);
+  require(other_structure.empty(), "data parallelism: the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
+          " parameters) differs in names, shapes, dtypes or requires_grad on rank ", other_structure, "; every rank has to build the same model");
+  if (ranks_that_differ(summaries, 2).empty()) return;
+  const at::Tensor all = gather_words(hashes, group, device);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
+    require(ranks.empty(), "data parallelism: the replicas differ: parameter '", parameters[i].name, "' of rank 0 of ", group.name(),
+            " is another one on rank ", ranks, "; build the model from the same seed on every rank, or start from rank 0's with ReplicaStart::Broadcast");
+  }
+}
+
+/// One message per dtype and device: small tensors are packed, for a broadcast costs a round trip whatever its size.
+void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group& group) {
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>> packs;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) packs[{tensor.scalar_type(), tensor.device().str()}].push_back(tensor);
+  }
+  for (const auto& [kind, members] : packs) {
+    std::vector<at::Tensor> rows;
+    for (const at::Tensor& tensor : members) rows.push_back(tensor.reshape({-1}));
+    const at::Tensor packed = at::cat(rows);
+    comm::broadcast(group, packed, 0);
+    int64_t offset = 0;
+    for (at::Tensor tensor : members) {
+      if (group.rank() != 0) tensor.copy_(packed.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
+    }
+  }
+}
+
+}  // namespace
+
+void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start) {
+  const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module);
+  if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
+  const at::NoGradGuard no_grad;
+  if (start == ReplicaStart::Check) return check_replicas(parameters, group);
+  for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
+}
+
+void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
+  if (group.size() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> buffers = module.buffers();
+  std::erase_if(buffers, [](const at::Tensor& buffer) { return !buffer.defined(); });
+  broadcast_packed(buffers, group);
+}
+
+}  // namespace tessera

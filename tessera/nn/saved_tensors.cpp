@@ -1,0 +1,92 @@
+#include "tessera/nn/saved_tensors.h"
+
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::nn {
+
+namespace {
+
+thread_local std::vector<std::shared_ptr<SavedTensorHooks>> scopes;
+thread_local bool is_recomputing = false;
+
+/// Kept as it is. The version counter is shared, so a change in place shows.
+class Kept final : public SavedTensor {
+ public:
+  explicit Kept(const at::Tensor& tensor) : tensor_(alias_of(tensor)), version_(tensor_._version()) {}
+
+  at::Tensor unpack() override {
+    require(tensor_._version() == version_, "a tensor of shape ", tensor_.sizes(),
+            " that backward needs was changed in place after it was saved; change a copy");
+    return tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  int64_t version_;
+};
+
+class Hooks final : public torch::autograd::SavedVariableHooks {
+ public:
+  void call_pack_hook(const at::Tensor& tensor) override { saved_ = save(tensor); }
+  at::Tensor call_unpack_hook() override {
+    invariant(saved_ != nullptr, "a saved tensor was asked for before it was saved");
+    return saved_->unpack();
+  }
+
+ private:
+  std::unique_ptr<SavedTensor> saved_;
+};
+
+class HookedEngine final : public torch::autograd::Engine {
+ public:
+  ~HookedEngine() override { stop(); }
+  static Engine& get() {
+    static HookedEngine engine;
+    return engine;
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    return scopes.empty() ? nullptr : std::make_unique<Hooks>();
+  }
+};
+
+/// When the library loads, hence before the first backward: an engine that has begun to work must not be replaced.
+const bool installed = [] {
+  torch::autograd::set_default_engine_stub(&HookedEngine::get);
+  return true;
+}();
+
+}  // namespace
+
+at::Tensor alias_of(const at::Tensor& tensor) {
+  auto* const impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
+}
+
+SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorHooks> hooks) {
+  invariant(hooks != nullptr, "SavedTensorScope: no hooks given");
+  scopes.push_back(std::move(hooks));
+}
+
+SavedTensorScope::~SavedTensorScope() { scopes.pop_back(); }
+
+std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) {
+  // By index and owning: hooks may themselves open a scope.
+  for (size_t i = scopes.size(); i > 0; --i) {
+    const auto hooks = scopes[i - 1];
+    if (auto saved = hooks->pack(alias_of(tensor))) return saved;
+  }
+  return std::make_unique<Kept>(tensor);
+}
+
+bool recomputing() noexcept { return is_recomputing; }
+
+RecomputingScope::RecomputingScope() : before_(std::exchange(is_recomputing, true)) {}
+RecomputingScope::~RecomputingScope() { is_recomputing = before_; }
+
+}  // namespace tessera::nn

@@ -1,0 +1,143 @@
+#include "tessera/plan/fit.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/plan/dry_run.h"
+
+namespace tessera::plan {
+
+namespace {
+
+using Sets = std::vector<std::string>;
+
+/// One knob's position, and what turning it there costs beside others.
+struct Choice {
+  Sets sets{};
+  int price = 0;
+};
+
+constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;  // stages 1, 2 and 3; above 1 accumulation sends more, stage 3 gathers twice
+constexpr int kHalfMicroBatch = 4;                                         // products of half the size are less efficient
+constexpr int kSelective = 3, kFull = 10;                                  // a share of the FLOPs, and up to a third of them
+
+int axis_size(const Config& config, int world, const std::string& name) {
+  for (const auto& [axis, size] : resolve_mesh(config.mesh, config.zero.stage, world)) {
+    if (axis == name) return size;
+  }
+  return 1;
+}
+
+std::vector<Choice> stages(const Config& config, int world) {
+  std::vector<Choice> choices{{}};
+  const int shard = axis_size(config, world, "dp_shard"), replicate = axis_size(config, world, "dp_replicate");
+  if (shard * replicate == 1) return choices;
+  Sets mesh;
+  if (shard == 1 && config.mesh.dp_replicate) mesh = {"mesh.dp_replicate=1", "mesh.dp_shard=" + std::to_string(replicate)};
+  for (const auto& [stage, price] : {std::pair{1, kShardState}, {2, kShardGradients}, {3, kShardParameters}}) {
+    if (stage <= config.zero.stage) continue;
+    Choice choice{.sets = {"zero.stage=" + std::to_string(stage)}, .price = price};
+    choice.sets.insert(choice.sets.end(), mesh.begin(), mesh.end());
+    choices.push_back(std::move(choice));
+  }
+  return choices;
+}
+
+std::vector<Choice> micro_batches(const Config& config) {
+  std::vector<Choice> choices{{}};
+  int price = 0;
+  for (int64_t size = config.batch.micro_size / 2; size >= 1; size /= 2) {
+    price += kHalfMicroBatch;
+    if (config.batch.global_size % size == 0) choices.push_back({.sets = {"batch.micro_size=" + std::to_string(size)}, .price = price});
+  }
+  return choices;
+}
+
+std::vector<Choice> recomputations(const Config& config) {
+  const auto& now = config.recompute;
+  std::vector<Choice> choices{{}};
+  if (now.mode == "none") choices.push_back({.sets = {"recompute.mode=selective"}, .price = kSelective});
+  if (now.mode != "full") {
+    Choice full{.sets = {"recompute.mode=full"}, .price = kFull};
+    if (!now.keep.empty()) full.sets.push_back("recompute.keep=[]");
+    choices.push_back(std::move(full));
+  } else if (now.every > 1 || now.budget_bytes > 0) {
+    choices.push_back({.sets = {"recompute.every=1", "recompute.budget_bytes=0"}, .price = kFull});
+  }
+  return choices;
+}
+
+Config with(const Config& config, const Sets& sets) {
+  Config changed = parse_config(to_toml(config), std::filesystem::current_path(), sets);
+  changed.name = config.name;
+  resolve(changed);
+  return changed;
+}
+
+Setting tried(const DryRun& run, Sets sets) {
+  Setting setting{.sets = std::move(sets), .peak = largest_class(run).peak_bytes};
+  for (const auto& ranks : run.ranks) {
+    const auto count = static_cast<double>(ranks.count);
+    setting.flops += count * ranks.hardware_flops;
+    for (const auto& sum : ranks.collectives) setting.sent_bytes += count * static_cast<double>(sum.sent_bytes);
+  }
+  return setting;
+}
+
+}  // namespace
+
+std::string flags_of(const Setting& setting) {
+  std::string out;
+  for (const auto& set : setting.sets) out += (out.empty() ? "--set " : " --set ") + set;
+  return out;
+}
+
+const Setting* FitSearch::best() const {
+  if (fits) return &tried.back();
+  const auto least = std::min_element(tried.begin(), tried.end(), [](const Setting& a, const Setting& b) { return total_of(a.peak) < total_of(b.peak); });
+  return least == tried.end() ? nullptr : &*least;
+}
+
+std::vector<Sets> cheaper_settings(const Config& config, int world) {
+  std::vector<Choice> all;
+  for (const auto& stage : stages(config, world)) {
+    for (const auto& micro : micro_batches(config)) {
+      for (const auto& recompute : recomputations(config)) {
+        Choice choice{.price = stage.price + micro.price + recompute.price};
+        for (const auto* part : {&stage, &micro, &recompute}) choice.sets.insert(choice.sets.end(), part->sets.begin(), part->sets.end());
+        if (!choice.sets.empty()) all.push_back(std::move(choice));
+      }
+    }
+  }
+  std::stable_sort(all.begin(), all.end(), [](const Choice& a, const Choice& b) { return a.price < b.price; });
+  std::vector<Sets> sets;
+  for (auto& choice : all) sets.push_back(std::move(choice.sets));
+  return sets;
+}
+
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience) {
+  const auto until = std::chrono::steady_clock::now() + patience;
+  const DryRun now = dry_run(config, world, {.largest = true});
+  FitSearch search{.now = tried(now, {}), .largest = largest_class(now).largest};
+  for (auto& sets : cheaper_settings(config, world)) {
+    if (std::chrono::steady_clock::now() > until) {
+      search.complete = false;
+      break;
+    }
+    try {
+      const Config changed = with(config, sets);
+      validate(changed, world, Purpose::Plan);
+      search.tried.push_back(tried(dry_run(changed, world), std::move(sets)));
+    } catch (const ConfigError&) {
+      continue;  // these settings do not go together
+    }
+    search.fits = total_of(search.tried.back().peak) <= limit;
+    if (search.fits) break;
+  }
+  return search;
+}
+
+}  // namespace tessera::plan

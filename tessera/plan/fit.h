@@ -1,0 +1,46 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/core/config.h"
+#include "tessera/core/memory_history.h"
+
+namespace tessera::plan {
+
+/// Settings changed, and what a dry run says of a step with them.
+struct Setting {
+  std::vector<std::string> sets;  ///< as `--set` takes them; none: nothing changed
+  MemoryByCategory peak{};        ///< of the ranks that need most
+  double flops = 0;               ///< of matrix products, all ranks, with what is computed again
+  double sent_bytes = 0;          ///< all ranks
+};
+
+/// "--set zero.stage=1 --set recompute.mode=full".
+std::string flags_of(const Setting& setting);
+
+/// What find_fit tried.
+struct FitSearch {
+  Setting now;
+  std::vector<MemoryBlock> largest{};  ///< alive at its peak, the largest first
+  std::vector<Setting> tried{};        ///< in this order
+  bool fits = false;                   ///< the last one tried does
+  bool complete = true;                ///< false: patience ended first
+
+  /// The one that fits; else the one of those tried with the smallest peak; null where nothing could be tried.
+  const Setting* best() const;
+};
+
+/// Changes of settings that need less memory and give the same training run, the cheapest first, without a dry run: zero.stage where there are several data
+/// ranks, smaller micro-batches (the batch stays), recompute.mode, and all combinations of them. The order is that of a fixed table of prices in fit.cpp:
+/// stage 1 sends what plain data parallelism sends, stage 3 half as much again, full recompute adds up to a third of the FLOPs.
+std::vector<std::vector<std::string>> cheaper_settings(const Config& config, int world);
+
+/// Tries them by dry run, up to the first whose peak is `limit` bytes at most. Settings that the configuration's rules refuse are passed over.
+/// Cost: a dry run each; after `patience` no further one is begun.
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = std::chrono::seconds(20));
+
+}  // namespace tessera::plan

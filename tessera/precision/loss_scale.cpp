@@ -1,0 +1,78 @@
+#include "tessera/precision/loss_scale.h"
+
+#include <algorithm>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+
+namespace tessera::precision {
+
+namespace {
+
+constexpr double kFirst = 65536;
+constexpr double kLargest = 1 << 24;
+constexpr double kFactor = 2;  // a power of two: scaling and unscaling leave every bit of fp32 as it was
+
+}  // namespace
+
+LossScale::LossScale(const PrecisionConfig& config) : growth_steps_(config.growth_steps), max_skips_(config.max_skips) {
+  if (config.loss_scale == "none") return;
+  mode_ = config.loss_scale == "dynamic" ? Mode::Dynamic : Mode::Static;
+  value_ = mode_ == Mode::Dynamic ? kFirst : std::stod(config.loss_scale);
+}
+
+void LossScale::unscale(const std::vector<nn::NamedParameter>& parameters) const {
+  if (value_ == 1) return;
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Gradients);
+  for (const auto& parameter : parameters) {
+    const at::Tensor tensor = parameter.tensor;
+    at::Tensor& gradient = tensor.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (gradient.scalar_type() == at::kHalf) gradient = gradient.to(at::kFloat);
+    gradient.mul_(1 / value_);
+  }
+}
+
+LossScale::Verdict LossScale::after_backward(bool finite) {
+  if (finite) {
+    in_a_row_ = 0;
+    if (mode_ == Mode::Dynamic && ++finite_in_a_row_ >= growth_steps_) {
+      value_ = std::min(kLargest, value_ * kFactor);
+      finite_in_a_row_ = 0;
+    }
+    return Verdict::Update;
+  }
+  if (mode_ == Mode::None) return Verdict::Stop;
+  ++skipped_;
+  finite_in_a_row_ = 0;
+  if (++in_a_row_ >= max_skips_) return Verdict::Stop;
+  if (mode_ == Mode::Dynamic) value_ /= kFactor;
+  return Verdict::Skip;
+}
+
+nlohmann::json LossScale::state() const {
+  return {{"dynamic", mode_ == Mode::Dynamic}, {"value", value_}, {"finite_in_a_row", finite_in_a_row_}, {"skipped", skipped_}, {"in_a_row", in_a_row_}};
+}
+
+void LossScale::restore(const nlohmann::json& saved, const std::string& source) {
+  if (saved.is_null()) return;
+  try {
+    skipped_ = saved.at("skipped").get<int64_t>();
+    const double value = saved.at("value").get<double>();
+    const bool dynamic = saved.at("dynamic").get<bool>();
+    if (!enabled() || dynamic != (mode_ == Mode::Dynamic) || (!dynamic && value != value_)) return;
+    value_ = value;
+    finite_in_a_row_ = saved.at("finite_in_a_row").get<int64_t>();
+    in_a_row_ = saved.at("in_a_row").get<int64_t>();
+  } catch (const nlohmann::json::exception& error) {
+    throw ConfigError(
+        detail::concat(source, ": progress.loss_scale in manifest.json cannot be read (", error.what(), "); the checkpoint is damaged, use another"));
+  }
+}
+
+}  // namespace tessera::precision

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "tessera/optim/optimizer.h"
+#include "tessera/precision/policy.h"
+
+namespace tessera::precision {
+
+/// An optimizer of fp32 masters around 16-bit weights (Mixed Precision Training, arXiv:1710.03740): an update that 16 bits would round away gathers in the
+/// master until the working weight can show it. Per step: each gradient, whatever its dtype -> the master's update in fp32 -> the weight, rounded to nearest.
+///
+/// It knows tensors and their slices alone: given a rank's shards, it holds the masters of the shards. Works on meta.
+///   state     that of the optimizer inside, on the masters, and "master": fp32, the weights' slices. A checkpoint keeps both
+///   memory    4 bytes an element beyond the inner state, once; while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time
+///   traffic   6 bytes an element and step beyond the inner update (10 with 16-bit gradients)
+/// Masters begin as the weights are at construction, so construct it when those have their values.
+class MasterWeights final : public optim::Optimizer {
+ public:
+  /// Makes the optimizer inside, of the masters that it is handed.
+  using Build = std::function<std::unique_ptr<optim::Optimizer>(const std::vector<nn::NamedParameter>& masters)>;
+
+  /// fp32 copies of gradients that are made together.
+  static constexpr int64_t kStagingBytes = int64_t{64} << 20;
+
+  /// `groups` of weights, as the optimizer inside deals its own; those that are fp32 already get a master all the same.
+  MasterWeights(std::vector<optim::ParameterGroup> groups, const Build& build);
+
+  std::string kind() const override { return inner_->kind(); }
+  std::vector<optim::StateTensor> state() const override;
+
+ private:
+  void update(const Batch& batch, double lr) override;
+  void counts_changed() override;
+  size_t staged_end(const Batch& batch, size_t begin) const;
+
+  std::vector<nn::NamedParameter> masters_;  ///< one for each of parameters_
+  std::unique_ptr<optim::Optimizer> inner_;
+};
+
+/// The optimizer that `config` names, as `policy` wants its numbers kept: plain for fp32 weights, MasterWeights, or StochasticRounding (drawn from `seed`).
+/// `parameters` appear once each and have their values; they may be whole or a rank's slices. Throws ConfigError on what is not available.
+std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config, const Policy& policy, uint64_t seed,
+                                                 const std::vector<nn::NamedParameter>& parameters);
+
+}  // namespace tessera::precision

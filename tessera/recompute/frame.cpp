@@ -1,0 +1,139 @@
+#include "tessera/recompute/frame.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/Formatting.h>
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/operators.h"
+#include "tessera/recompute/operator_trace.h"
+
+namespace tessera {
+
+namespace {
+
+/// Breaks a recomputation off when nothing more is needed of it. No std::exception: a module that catches those lets it pass.
+struct AllComputed {};
+
+std::string describe(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  return detail::concat(c10::toString(dtype), " ", sizes, " on ", device.str());
+}
+
+}  // namespace
+
+/// In the graph, in place of one saved tensor.
+class Frame::Slot final : public nn::SavedTensor {
+ public:
+  Slot(std::shared_ptr<Frame> frame, size_t index) : frame_(std::move(frame)), index_(index) {}
+  ~Slot() override {
+    auto& entry = frame_->entries_[index_];
+    entry.alive = false;
+    entry.tensor = at::Tensor();
+  }
+  at::Tensor unpack() override { return frame_->unpack(index_); }
+
+ private:
+  std::shared_ptr<Frame> frame_;
+  size_t index_;
+};
+
+/// The first forward pass: keeps nothing.
+class Frame::Dropper final : public nn::SavedTensorHooks {
+ public:
+  explicit Dropper(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
+    auto& entries = frame_->entries_;
+    entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device()});
+    return std::make_unique<Slot>(frame_, entries.size() - 1);
+  }
+
+ private:
+  std::shared_ptr<Frame> frame_;
+};
+
+/// The second one: serves the slots.
+class Frame::Filler final : public nn::SavedTensorHooks {
+ public:
+  Filler(Frame& frame, size_t wanted, const OperatorTrace& trace) : frame_(frame), wanted_(wanted), trace_(trace) {}
+
+  std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
+    Entry& entry = frame_.entries_[next_];
+    const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
+    if (!same) frame_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
+    if (entry.alive) entry.tensor = tensor;
+    if (++next_ == wanted_) throw AllComputed{};
+    return std::make_unique<Held>(tensor);
+  }
+  size_t saved() const { return next_; }
+
+ private:
+  /// The graph of the second pass is thrown away, unless the module itself differentiates inside forward.
+  struct Held final : nn::SavedTensor {
+    explicit Held(at::Tensor tensor) : tensor(std::move(tensor)) {}
+    at::Tensor unpack() override { return tensor; }
+    at::Tensor tensor;
+  };
+
+  Frame& frame_;
+  size_t wanted_, next_ = 0;
+  const OperatorTrace& trace_;
+};
+
+Frame::Frame(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
+    : module_(module.shared_from_this()), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
+  if (keep) outputs_.emplace(std::move(keep), path_);
+}
+
+nn::Values Frame::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep) {
+  const auto frame = std::make_shared<Frame>(module, inputs, next, std::move(keep));
+  nn::Values outputs;
+  {
+    const nn::SavedTensorScope dropped(std::make_shared<Dropper>(frame));
+    std::optional<nn::OperatorScope> kept;
+    if (frame->outputs_) kept.emplace(frame->outputs_->recorder());
+    outputs = frame->next_(std::move(inputs));
+  }
+  frame->state_.forward_done();
+  if (frame->outputs_) frame->outputs_->forward_done();
+  return outputs;
+}
+
+at::Tensor Frame::unpack(size_t index) {
+  if (!entries_[index].tensor.defined()) compute_again();
+  return std::exchange(entries_[index].tensor, at::Tensor());
+}
+
+void Frame::compute_again() {
+  const auto self = shared_from_this();
+  const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& entry) { return entry.alive; });
+  const auto wanted = static_cast<size_t>(entries_.rend() - last);
+  nn::Values inputs = inputs_.restore();  // which may be dropped, too: then the module around this one is computed again first
+  const nn::RecomputingScope recomputing;
+  const at::AutoGradMode recorded(true);
+  const ThreadState::Guard state(state_);
+  const OperatorTrace trace;
+  const auto filler = std::make_shared<Filler>(*this, wanted, trace);
+  try {
+    const nn::SavedTensorScope filled(filler);
+    std::optional<nn::OperatorScope> replayed;
+    if (outputs_) replayed.emplace(outputs_->replayer());
+    next_(std::move(inputs));
+  } catch (const AllComputed&) {
+    return;
+  } catch (...) {
+    for (auto& entry : entries_) entry.tensor = at::Tensor();
+    throw;
+  }
+  refuse(filler->saved(), "it saves no further tensor after " + trace.current());
+}
+
+void Frame::refuse(size_t index, const std::string& found) const {
+  const Entry& entry = entries_[index];
+  throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(), "): computed again, ", found, ", where the first forward pass saved ",
+                                   describe(entry.sizes, entry.dtype, entry.device), " (saved tensor ", index + 1, " of ", entries_.size(),
+                                   "); its forward must do the same each time: take the module out of recompute.modules, or what changes out of the module"));
+}
+
+}  // namespace tessera

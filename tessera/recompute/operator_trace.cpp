@@ -1,0 +1,37 @@
+#include "tessera/recompute/operator_trace.h"
+
+#include <utility>
+
+namespace tessera {
+
+namespace {
+thread_local OperatorTrace* innermost = nullptr;
+}
+
+OperatorTrace::OperatorTrace()
+    : outer_(std::exchange(innermost, this)),
+      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&OperatorTrace::begin, &OperatorTrace::end).scopes({at::RecordScope::FUNCTION}))) {}
+
+OperatorTrace::~OperatorTrace() {
+  at::removeCallback(handle_);
+  innermost = outer_;
+}
+
+std::string OperatorTrace::current() const {
+  if (!open_.empty()) return open_.back();
+  return last_.empty() ? "no operator" : last_;
+}
+
+std::unique_ptr<at::ObserverContext> OperatorTrace::begin(const at::RecordFunction& operation) {
+  innermost->open_.emplace_back(operation.name());
+  return nullptr;
+}
+
+void OperatorTrace::end(const at::RecordFunction&, at::ObserverContext*) {
+  auto& trace = *innermost;
+  if (trace.open_.empty()) return;  // began before we looked
+  trace.last_ = std::move(trace.open_.back());
+  trace.open_.pop_back();
+}
+
+}  // namespace tessera

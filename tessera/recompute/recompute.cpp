@@ -1,0 +1,81 @@
+#include "tessera/recompute/recompute.h"
+
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/attention.h"
+#include "tessera/recompute/budget.h"
+#include "tessera/recompute/frame.h"
+
+namespace tessera {
+
+namespace {
+
+class Recompute final : public nn::Interceptor {
+ public:
+  explicit Recompute(std::shared_ptr<const std::set<std::string>> keep) : keep_(std::move(keep)) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    if (!at::GradMode::is_enabled() || !module.is_training()) return next(std::move(inputs));
+    return Frame::call(module, std::move(inputs), next, keep_);
+  }
+
+ private:
+  std::shared_ptr<const std::set<std::string>> keep_;  ///< operators; null: none
+};
+
+using Found = std::pair<std::string, std::shared_ptr<nn::Module>>;
+
+std::vector<Found> every_nth(const std::vector<Found>& found, int64_t n) {
+  std::vector<Found> chosen;
+  for (size_t i = 0; i < found.size(); i += static_cast<size_t>(n)) chosen.push_back(found[i]);
+  return chosen;
+}
+
+std::vector<Found> attention_cores(const std::vector<Found>& modules, const std::string& pattern) {
+  std::vector<Found> cores;
+  for (const auto& [path, module] : modules) {
+    for (const auto& inside : module->named_modules(path)) {
+      if (auto core = std::dynamic_pointer_cast<nn::AttentionCoreImpl>(inside.value())) cores.emplace_back(inside.key(), core);
+    }
+  }
+  require(!cores.empty(), "recompute.mode = selective: no attention core in the modules of recompute.modules = ", pattern,
+          "; name operators to keep in recompute.keep, or use full");
+  return cores;
+}
+
+std::vector<Found> within_budget(torch::nn::Module& root, const RecomputeOptions& options, const std::vector<Found>& modules) {
+  require(options.example != nullptr, "recompute.budget_bytes = ", options.budget_bytes, ": needs an example, a forward pass to measure");
+  require(options.mode == RecomputeMode::Full && options.every == 1, "recompute.budget_bytes = ", options.budget_bytes,
+          ": picks among whole modules itself; use it with mode full and every = 1");
+  const auto costs = measure_recompute(options.measured ? *options.measured : root, options.modules, options.example);
+  invariant(costs.size() == modules.size(), "recompute: ", costs.size(), " modules measured, ", modules.size(), " to recompute");
+  std::vector<Found> chosen;
+  for (const size_t i : choose_recompute(costs, options.budget_bytes).recomputed) chosen.push_back(modules[i]);
+  return chosen;
+}
+
+}  // namespace
+
+Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options) {
+  require(options.every >= 1, "recompute.every = ", options.every, ": expected 1 or more");
+  require(options.budget_bytes >= 0, "recompute.budget_bytes = ", options.budget_bytes, ": expected 0 (off) or more");
+  const bool selective = options.mode == RecomputeMode::Selective;
+  require(options.keep.empty() || selective, "recompute.keep: full recomputation keeps no operator's output; set recompute.mode = selective");
+
+  auto modules = every_nth(nn::interceptable_modules(root, options.modules), options.every);
+  if (options.budget_bytes > 0) modules = within_budget(root, options, modules);
+  if (selective && options.keep.empty()) modules = attention_cores(modules, options.modules);
+  const auto keep = options.keep.empty() ? nullptr : std::make_shared<const std::set<std::string>>(keepable_operators(options.keep));
+  Attachment attached;
+  for (const auto& found : modules) attached.add(nn::attach(*found.second, std::make_shared<Recompute>(keep)));
+  return attached;
+}
+
+}  // namespace tessera

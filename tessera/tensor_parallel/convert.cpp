@@ -1,0 +1,94 @@
+#include "tessera/tensor_parallel/convert.h"
+
+#include "tessera/comm/differentiable.h"
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::tensor_parallel {
+
+namespace {
+
+namespace collective = comm::differentiable;
+using collective::Gradient;
+using enum TensorLayout;
+
+at::Tensor gather_sequence(const Context& context, const at::Tensor& x, Gradient gradient) {
+  const int64_t dim = sequence_dim(x), own = chunk(context.sequence, context.group.size(), context.group.rank()).second;
+  invariant(x.size(dim) == own, "a part of ", x.size(dim), " positions is not this rank's ", own, " of ", context.sequence);
+  return collective::all_gather(context.group, x, dim, context.sequence, gradient);
+}
+
+constexpr int pair(TensorLayout from, TensorLayout to) { return static_cast<int>(from) * 8 + static_cast<int>(to); }
+
+}  // namespace
+
+int64_t sequence_dim(const at::Tensor& x) { return x.dim() > 1 ? 1 : 0; }
+
+bool convertible(TensorLayout from, TensorLayout to) {
+  switch (pair(from, to)) {
+    case pair(Replicated, Copied):
+    case pair(Replicated, Sequence):
+    case pair(Replicated, Features):
+    case pair(Sequence, Copied):
+    case pair(Sequence, Replicated):
+    case pair(Features, Replicated):
+    case pair(Partial, Replicated):
+    case pair(Partial, Sequence):
+      return true;
+    default:
+      return from == to;
+  }
+}
+
+nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, int64_t first_feature) {
+  if (layout == Partial) return {.boxes = {}, .partial_over = {context.group.name()}};
+  if (layout == Replicated || layout == Copied) return {};
+  Box box = Box::whole(output.sizes().vec());
+  if (layout == Features) {
+    box.offset.back() = first_feature;
+  } else {
+    box.offset[static_cast<size_t>(sequence_dim(output))] = chunk(context.sequence, context.group.size(), context.group.rank()).first;
+  }
+  return {.boxes = {box}, .partial_over = {}};
+}
+
+namespace {
+
+at::Tensor moved(Context& context, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
+  const comm::Group& group = context.group;
+  if (to == Sequence && from != Sequence) context.sequence = x.size(sequence_dim(x));
+  switch (pair(from, to)) {
+    case pair(Replicated, Copied):
+      return collective::copy_to_group(group, x);
+    case pair(Replicated, Sequence):
+      return collective::split(group, x, sequence_dim(x));
+    case pair(Replicated, Features):
+      return collective::split(group, x, -1);
+    case pair(Sequence, Copied):
+      return gather_sequence(context, x, Gradient::Partial);
+    case pair(Sequence, Replicated):
+      return gather_sequence(context, x, Gradient::Replicated);
+    case pair(Features, Replicated):
+      return collective::all_gather(group, x, -1, features, Gradient::Replicated);
+    case pair(Partial, Replicated):
+      return collective::all_reduce(group, x);
+    case pair(Partial, Sequence):
+      return collective::reduce_scatter(group, x, sequence_dim(x));
+    default:
+      invariant(from == to, "no way from ", to_string(from), " to ", to_string(to));
+      return x;
+  }
+}
+
+}  // namespace
+
+at::Tensor convert(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
+  if (!context.trace) return moved(context, x, from, to, features);
+  context.trace->takes(path, x, from);
+  const LayoutTrace::Trusted own(context.trace);
+  const at::Tensor y = from == to ? x : moved(context, x, from, to, features).alias();
+  context.trace->gives(path, y, to);
+  return y;
+}
+
+}  // namespace tessera::tensor_parallel

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/nn/interceptor.h"
+#include "tessera/nn/parallel_plan.h"
+#include "tessera/tensor_parallel/layout_trace.h"
+
+namespace tessera::tensor_parallel {
+
+/// What the pieces of one parallelized module share. One rank, one thread.
+struct Context {
+  comm::Group group;
+  int64_t sequence = 0;  ///< whole length of the sequence in the pass under way: who cuts a sequence writes it, for a part does not tell it
+  std::shared_ptr<LayoutTrace> trace = nullptr;  ///< judges the pass under way, if it is for that
+};
+
+/// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, ...], 0 of [S].
+int64_t sequence_dim(const at::Tensor& x);
+
+/// x, which lives as `from` says, as `to` asks; differentiable, and in every pair backward is the conjugate. S elements in the whole tensor, n ranks, elements
+/// sent per rank and pass:
+///   Replicated -> Copied      nothing; backward an all-reduce, 2 (n-1)/n S
+///   Replicated -> Sequence    a cut; backward an all-gather, (n-1)/n S; so does -> Features
+///   Sequence   -> Copied      all-gather; backward a reduce-scatter; (n-1)/n S each
+///   Sequence   -> Replicated  all-gather; backward a cut; so does Features ->
+///   Partial    -> Replicated  all-reduce; backward nothing
+///   Partial    -> Sequence    reduce-scatter; backward an all-gather
+/// The same layout is the identity. `features`: size of the last dimension of the whole, cut by layout's rule; asked for by the pairs of Features only.
+/// `path` names the module in refusals of a trace. Throws InternalError for a pair that has no meaning (see convertible).
+at::Tensor convert(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features = -1);
+
+/// What `run` returns, where it is a style's own computation, whose first result lives as `layout`: a trace takes its word for it.
+template <class F>
+nn::Values own(Context& context, const std::string& path, TensorLayout layout, F&& run) {
+  if (!context.trace) return run();
+  const LayoutTrace::Trusted trusted(context.trace);
+  nn::Values outputs = run();
+  outputs[0] = outputs[0].toTensor().alias();
+  context.trace->gives(path, outputs[0].toTensor(), layout);
+  return outputs;
+}
+
+/// Whether convert() has a meaning for the pair.
+bool convertible(TensorLayout from, TensorLayout to);
+
+/// Where this rank's `output` of one of these layouts lives, for those who compare or refuse (Features: cut by layout's rule from `first` on).
+nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, int64_t first_feature = 0);
+
+}  // namespace tessera::tensor_parallel

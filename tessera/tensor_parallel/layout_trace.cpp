@@ -1,0 +1,197 @@
+#include "tessera/tensor_parallel/layout_trace.h"
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::tensor_parallel {
+namespace {
+
+using enum TensorLayout;
+using Names = std::initializer_list<std::string_view>;
+
+bool is_one_of(const std::string& name, Names names) { return std::ranges::find(names, name) != names.end(); }
+
+/// The same elements, in another shape or dtype.
+bool moves_only(const std::string& name) {
+  return is_one_of(name, {"aten::view",   "aten::_unsafe_view", "aten::reshape",    "aten::_reshape_alias", "aten::alias",
+                          "aten::detach", "aten::clone",        "aten::contiguous", "aten::_to_copy",       "aten::to",
+                          "aten::t",      "aten::transpose",    "aten::permute",    "aten::unsqueeze",      "aten::squeeze",
+                          "aten::slice",  "aten::narrow",       "aten::select",     "aten::expand",         "aten::as_strided",
+                          "aten::copy_",  "aten::unflatten",    "aten::flatten",    "aten::split",          "aten::split_with_sizes",
+                          "aten::chunk",  "aten::unbind"});
+}
+
+bool is_product(const std::string& name) {
+  return is_one_of(
+      name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "tessera::linear_cross_entropy", "aten::_scaled_mm"});
+}
+
+bool adds(const std::string& name) { return is_one_of(name, {"aten::add", "aten::add_", "aten::sub", "aten::sub_"}); }
+
+bool is_elementwise(const std::string& name) { return adds(name) || is_one_of(name, {"aten::mul", "aten::mul_", "aten::div", "aten::div_"}); }
+
+/// Of which f(a) + f(b) = f(a + b), where the other operands are the same on every rank.
+bool is_linear(const std::string& name) {
+  return moves_only(name) || is_product(name) || (is_elementwise(name) && !adds(name)) || is_one_of(name, {"aten::neg", "aten::sum", "aten::mean"});
+}
+
+bool over_features(const std::string& name) {
+  return is_product(name) || is_one_of(name, {"aten::native_layer_norm", "aten::layer_norm", "tessera::rms_norm", "aten::_fused_rms_norm", "aten::rms_norm",
+                                              "aten::_softmax", "aten::softmax", "aten::_log_softmax", "aten::log_softmax", "aten::mean", "aten::sum",
+                                              "aten::amax", "aten::var", "aten::var_mean", "aten::cumsum", "aten::logsumexp", "aten::embedding"});
+}
+
+bool over_positions(const std::string& name) {
+  return name.find("attention") != std::string::npos || is_one_of(name, {"aten::cumsum", "aten::roll", "aten::flip", "aten::convolution"});
+}
+
+bool broadcast(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t dim = 1; dim <= std::min(a.dim(), b.dim()); ++dim) {
+    if (a.size(-dim) != b.size(-dim) && a.size(-dim) != 1 && b.size(-dim) != 1) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+LayoutTrace::Trusted::Trusted(std::shared_ptr<LayoutTrace> trace) : trace_(std::move(trace)) {
+  if (trace_) ++trace_->trusted_;
+}
+LayoutTrace::Trusted::~Trusted() {
+  if (trace_) --trace_->trusted_;
+}
+
+LayoutTrace::ByPosition::ByPosition(std::shared_ptr<LayoutTrace> trace) : trace_(std::move(trace)) {
+  if (trace_) ++trace_->by_position_;
+}
+LayoutTrace::ByPosition::~ByPosition() {
+  if (trace_) --trace_->by_position_;
+}
+
+LayoutTrace::LayoutTrace(const torch::nn::Module& module) {
+  for (const at::Tensor& parameter : module.parameters())
+    known_.emplace(parameter.unsafeGetTensorImpl(), Known{.alive = parameter, .layout = {}, .origin = {}});
+}
+
+const LayoutTrace::Known* LayoutTrace::find(const at::Tensor& tensor) const {
+  const auto found = known_.find(tensor.unsafeGetTensorImpl());
+  return found == known_.end() ? nullptr : &found->second;
+}
+
+void LayoutTrace::remember(const at::Tensor& tensor, Known known) {
+  known.alive = tensor;
+  known_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(known));
+}
+
+void LayoutTrace::takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const {
+  const Known* known = find(tensor);
+  const TensorLayout held = known && known->layout ? *known->layout : Replicated;
+  if (held == layout) return;
+  require(false, "tensor parallelism: '", path, "' takes what is ", to_string(layout), ", and gets what is ", to_string(held),
+          known && !known->origin.empty() ? " from '" + known->origin + "'" : std::string(),
+          "; change the input of the one or the output of the other in the plan, or put PrepareInput on the module around it");
+}
+
+void LayoutTrace::gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout) {
+  if (layout == Replicated) {
+    known_.erase(tensor.unsafeGetTensorImpl());
+  } else {
+    remember(tensor, {.alive = tensor, .layout = layout, .origin = path});
+  }
+}
+
+LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> arguments) const {
+  Operands operands;
+  at::Tensor cut, whole;
+  const auto visit = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const Known* known = find(tensor);
+    if (known && known->layout) {
+      operands.cut.push_back(known);
+      cut = tensor;
+    } else if (known) {
+      operands.parameter = true;
+    } else {
+      operands.replicated |= tensor.dim() > 0;
+      whole = tensor;
+    }
+  };
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) visit(argument.toTensor());
+    if (!argument.isTensorList()) continue;
+    for (const at::Tensor& tensor : argument.toTensorVector()) visit(tensor);
+  }
+  if (cut.defined() && whole.defined()) operands.fit = broadcast(cut, whole);
+  return operands;
+}
+
+/// What the operator's results are, or a refusal. Nothing: replicated.
+std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name, const Operands& operands) const {
+  if (operands.cut.empty()) {
+    const bool of_parameters = operands.parameter && !operands.replicated && moves_only(name);
+    return of_parameters ? std::optional(Known{.alive = {}, .layout = {}, .origin = {}}) : std::nullopt;
+  }
+  const Known& first = *operands.cut.front();
+  const std::string where = detail::concat("tensor parallelism: ", name, " of what '", first.origin, "' gives, which is ", to_string(*first.layout));
+  for (const Known* other : operands.cut) {
+    require(other->layout == first.layout, where, ", with what '", other->origin, "' gives, which is ", to_string(*other->layout),
+            ": the two do not go together");
+  }
+  require(operands.fit || !is_elementwise(name), where,
+          ", with a tensor that is whole: the two do not go together; ask for output = Replicated, or cut the other one as well");
+  switch (*first.layout) {
+    case Partial:
+      require(is_linear(name) || adds(name), where,
+              ": a function of the terms is not a term of the function (max(0, a) + max(0, b) is not max(0, a + b)); let the layer's output be Replicated or "
+              "Sequence, or add the terms "
+              "up with PrepareOutput before it");
+      require(!adds(name) || !(operands.parameter || operands.replicated), where,
+              ": what is added is the same on every rank, and would be added once for each");
+      break;
+    case Features:
+      require(!first.features_last || !over_features(name), where,
+              ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel");
+      break;
+    case Sequence:
+      require(!operands.parameter || by_position_ > 0, where,
+              ": the gradient of its parameter would be that of a part of the sequence; give the module the style SequenceParallel");
+      require(!over_positions(name), where, ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it");
+      break;
+    case Copied:
+      require(!operands.parameter, where,
+              ": the gradient of its weight would be one rank's term; give the layer a style, or hand it the tensor from before it was copied");
+      break;
+    case Replicated:
+      break;
+  }
+  return first;
+}
+
+void LayoutTrace::call(nn::OperatorCall& operation) {
+  if (trusted_ > 0) return operation.run();
+  const Operands operands = operands_of(operation.arguments());
+  const bool first_is_cut = !operation.arguments().empty() && operation.arguments()[0].isTensor() && find(operation.arguments()[0].toTensor());
+  const int64_t dims = first_is_cut ? operation.arguments()[0].toTensor().dim() : -1;
+  const auto result = result_of(operation.name(), operands);
+  operation.run(/*watch_inside=*/false);
+  for (const c10::IValue& value : operation.results()) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    if (!result) {
+      known_.erase(tensor.unsafeGetTensorImpl());
+      continue;
+    }
+    Known known = *result;
+    // Heads that are taken apart leave the cut dimension in front of the last one; put together again, it is the last.
+    if (known.layout == Features && dims >= 0 && moves_only(operation.name())) {
+      if (tensor.dim() > dims) known.features_last = false;
+      if (tensor.dim() < dims) known.features_last = true;
+    }
+    remember(tensor, std::move(known));
+  }
+}
+
+}  // namespace tessera::tensor_parallel

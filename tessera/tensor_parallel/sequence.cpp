@@ -1,0 +1,92 @@
+#include "tessera/tensor_parallel/sequence.h"
+
+#include <optional>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+#include "tessera/nn/module.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/tensor_parallel/regather.h"
+
+namespace tessera::tensor_parallel {
+namespace {
+
+class SequencePart : public nn::Interceptor {
+ public:
+  explicit SequencePart(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    nn::SampleContext here = nn::SampleScope::current();
+    if (here.seq_len == 0) here.seq_len = context_->sequence;
+    here.first_position += chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
+    const nn::SampleScope scope(here);
+    const LayoutTrace::ByPosition whole_parameters(context_->trace);
+    return next(std::move(inputs));
+  }
+
+  std::optional<nn::OutputLayout> output_layout(const nn::Module&, const at::Tensor& output) const override {
+    return tensor_parallel::output_layout(*context_, output, TensorLayout::Sequence);
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+};
+
+class Input : public nn::Interceptor {
+ public:
+  Input(std::shared_ptr<Context> context, const PrepareInput& style) : context_(std::move(context)), style_(style) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const auto argument = static_cast<size_t>(style_.argument);
+    require(argument < inputs.size() && inputs[argument].isTensor(), "PrepareInput of '", module.path(), "': argument ", style_.argument,
+            " is no tensor of this call");
+    const at::Tensor given = inputs[argument].toTensor();
+    const at::Tensor prepared = convert(*context_, module.path(), given, style_.from, style_.to);
+    inputs[argument] = prepared;
+    if (style_.from != TensorLayout::Sequence || style_.to != TensorLayout::Copied || !at::GradMode::is_enabled() || prepared.is_same(given)) {
+      return next(std::move(inputs));
+    }
+    const nn::SavedTensorScope scope(regather(context_, given, prepared));
+    return next(std::move(inputs));
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+  PrepareInput style_;
+};
+
+class Output : public nn::Interceptor {
+ public:
+  Output(std::shared_ptr<Context> context, const PrepareOutput& style) : context_(std::move(context)), style_(style) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    nn::Values outputs = next(std::move(inputs));
+    outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), style_.from, style_.to);
+    return outputs;
+  }
+
+  std::optional<nn::OutputLayout> output_layout(const nn::Module&, const at::Tensor& output) const override {
+    return tensor_parallel::output_layout(*context_, output, style_.to);
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+  PrepareOutput style_;
+};
+
+}  // namespace
+
+std::shared_ptr<nn::Interceptor> sequence_parallel(std::shared_ptr<Context> context) { return std::make_shared<SequencePart>(std::move(context)); }
+
+std::shared_ptr<nn::Interceptor> prepare_input(std::shared_ptr<Context> context, const PrepareInput& style) {
+  return std::make_shared<Input>(std::move(context), style);
+}
+
+std::shared_ptr<nn::Interceptor> prepare_output(std::shared_ptr<Context> context, const PrepareOutput& style) {
+  return std::make_shared<Output>(std::move(context), style);
+}
+
+}  // namespace tessera::tensor_parallel

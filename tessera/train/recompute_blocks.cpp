@@ -1,0 +1,45 @@
+#include "tessera/train/recompute_blocks.h"
+
+#include <ATen/ops/empty.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/nn/meta.h"
+#include "tessera/precision/policy.h"
+#include "tessera/recompute/recompute.h"
+
+namespace tessera {
+
+namespace {
+
+std::shared_ptr<LanguageModel> like_on_meta(const Config& config) {
+  auto model = on_meta([&] { return make_model(config.model); });
+  precision::apply(*model, precision::policy_from(config.precision));
+  materialize(*model, static_cast<uint64_t>(config.run.seed), at::kMeta);
+  return model;
+}
+
+}  // namespace
+
+Attachment recompute_blocks(const Config& config, LanguageModel& model) {
+  const auto& asked = config.recompute;
+  if (asked.mode == "none") return {};
+  RecomputeOptions options{.modules = asked.modules,
+                           .every = asked.every,
+                           .mode = asked.mode == "selective" ? RecomputeMode::Selective : RecomputeMode::Full,
+                           .keep = asked.keep,
+                           .budget_bytes = asked.budget_bytes};
+  std::shared_ptr<LanguageModel> measured;
+  if (asked.budget_bytes > 0) {
+    MemoryTracker aside;  // what the measurement takes on meta is no part of the run
+    const TrackMemory not_counted(aside);
+    measured = like_on_meta(config);
+    options.measured = measured.get();
+    options.example = [&config, model = measured.get()] {
+      const at::Tensor tokens = at::empty({config.batch.micro_size, config.data.seq_len}, at::TensorOptions(at::kLong).device(at::kMeta));
+      model->loss_sum(tokens, tokens);
+    };
+  }
+  return recompute(model, options);
+}
+
+}  // namespace tessera

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "tessera/core/attachment.h"
+#include "tessera/core/config.h"
+#include "tessera/models/model.h"
+
+namespace tessera {
+
+/// Attaches what [recompute] asks for; nothing where mode = none. With a budget, bytes and FLOPs are measured in one forward pass of the same model on meta,
+/// with one micro-batch: the same choice on every rank, in a real run and in a dry one. Throws ConfigError (see recompute()).
+[[nodiscard]] Attachment recompute_blocks(const Config& config, LanguageModel& model);
+
+}  // namespace tessera

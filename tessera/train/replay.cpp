@@ -1,0 +1,160 @@
+#include "tessera/train/replay.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <fstream>
+#include <map>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <torch/version.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/host_read.h"
+#include "tessera/core/version.h"
+#include "tessera/layout/slice.h"
+#include "tessera/train/compose.h"
+#include "tessera/train/evaluation_mode.h"
+
+namespace tessera {
+
+namespace {
+
+/// Libraries choose their kernels, and with them the order of sums, by the processor.
+std::string processor() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 1));
+  }
+  return "unknown";
+}
+
+struct Recorded {
+  int64_t micro_size = 0;
+  std::vector<int64_t> indices;
+  std::vector<double> losses;
+  nlohmann::json arithmetic;
+};
+
+Recorded read_record(const nlohmann::json& record, int64_t global_size, const std::string& source) {
+  const auto refuse = [&](const std::string& what) {
+    throw ConfigError(
+        detail::concat(source, ": progress.replay in manifest.json cannot be read (", what, "); the checkpoint is damaged or of another version, use another"));
+  };
+  Recorded read;
+  try {
+    read.micro_size = record.at("micro_size").get<int64_t>();
+    for (const auto& entry : record.at("losses")) {
+      read.indices.push_back(entry.at("index").get<int64_t>());
+      read.losses.push_back(std::bit_cast<double>(entry.at("bits").get<uint64_t>()));
+    }
+    read.arithmetic = record.at("arithmetic");
+  } catch (const nlohmann::json::exception& error) {
+    refuse(error.what());
+  }
+  if (read.micro_size < 1 || global_size % read.micro_size != 0) refuse("micro_size does not divide batch.global_size");
+  if (read.losses.empty()) refuse("no losses");
+  for (const int64_t index : read.indices) {
+    if (index < 0 || index >= global_size / read.micro_size) refuse("no such micro-batch");
+  }
+  return read;
+}
+
+std::vector<std::string> formats_in(const nlohmann::json& arithmetic) {
+  const auto precision = arithmetic.value("precision", nlohmann::json::object());
+  return {precision.value("params", std::string("fp32")), precision.value("compute", std::string("fp32"))};
+}
+
+bool within(double loss, double recorded, double bound) {
+  if (std::isnan(loss) || std::isnan(recorded)) return std::isnan(loss) && std::isnan(recorded);
+  return std::abs(loss - recorded) <= bound * std::abs(recorded);
+}
+
+}  // namespace
+
+Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus) : config_(config), mesh_(mesh), corpus_(std::move(corpus)) {}
+
+nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) const {
+  const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
+  const int ranks = mesh_.size(data_axes());
+  const auto index_of = [&](int rank) { return chunk(micro_batches, ranks, rank).first; };
+  const auto losses = losses_of(model, cursor, config_.batch.micro_size, index_of(mesh_.rank(data_axes())));
+  nlohmann::json entries = nlohmann::json::array();
+  for (int rank = 0; rank < ranks; ++rank) entries.push_back({{"index", index_of(rank)}, {"bits", std::bit_cast<uint64_t>(losses[static_cast<size_t>(rank)])}});
+  return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic()}};
+}
+
+Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
+  const auto found = progress.find("replay");
+  if (found == progress.end() || found->is_null()) return {};
+  const Recorded recorded = read_record(*found, config_.batch.global_size, source);
+  const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
+  const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(data_axes()))]);
+
+  const auto here = arithmetic();
+  const bool bits = here == recorded.arithmetic;
+  auto formats = formats_in(recorded.arithmetic);
+  for (auto& format : formats_in(here)) formats.push_back(std::move(format));
+  const double bound = replay_bound(formats);
+  for (size_t rank = 0; rank < losses.size(); ++rank) {
+    const double before = recorded.losses[entry_of(static_cast<int>(rank))], now = losses[rank];
+    const bool same = bits ? std::bit_cast<uint64_t>(before) == std::bit_cast<uint64_t>(now) : within(now, before, bound);
+    require(same, source, ": the step that it recorded does not replay: micro-batch ", recorded.indices[entry_of(static_cast<int>(rank))], " of step ",
+            cursor.step + 1, " has a loss of ", format_float(now), ", and had ", format_float(before), " when it was saved (compared ",
+            bits ? "bit for bit" : detail::concat("within ", format_float(bound), ", as the arithmetic is another"),
+            "); its weights are not those that were trained: resume from an older checkpoint, or set checkpoint.verify = false to go on all the same");
+  }
+  return {.micro_batches = std::min<int64_t>(static_cast<int64_t>(losses.size()), static_cast<int64_t>(recorded.losses.size())), .bits = bits};
+}
+
+std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
+  const comm::CallSite site("replay");
+  // Dealt over as many ranks as there are micro-batches, each has one: the loader gives any of them without the rest.
+  data::Loader loader(corpus_, {.seq_len = config_.data.seq_len,
+                                .global_size = config_.batch.global_size,
+                                .micro_size = micro_size,
+                                .shuffle = config_.data.shuffle,
+                                .seed = static_cast<uint64_t>(*config_.data.seed),
+                                .rank = static_cast<int>(index),
+                                .ranks = static_cast<int>(config_.batch.global_size / micro_size)});
+  loader.seek(cursor);
+  const data::StepBatch batch = loader.next();
+  const EvaluationMode mode(model);
+  const at::NoGradGuard no_grad;
+  const double loss = host_read(model.loss_sum(batch.micro_batches.at(0).tokens, batch.micro_batches.at(0).labels), 0.0);
+
+  const comm::Group group = mesh_[data_axes()];
+  const at::Tensor mine = at::full({1}, loss, at::dtype(at::kDouble)), all = at::empty({group.size()}, mine.options());
+  comm::all_gather(group, all, mine);
+  return host_read_all(all, 0.0);
+}
+
+nlohmann::json Replay::arithmetic() const {
+  nlohmann::json precision = nlohmann::json::object(), axes = nlohmann::json::object();
+  PrecisionConfig::for_each_field(config_.precision, [&](const char* key, const auto& value, const FieldRule&, std::string_view) { precision[key] = value; });
+  precision.erase("reduce");  // gradients' alone
+  precision.erase("loss_scale");
+  for (const auto& [axis, size] : mesh_.shape()) {
+    if (size > 1 && std::find(data_axes().begin(), data_axes().end(), axis) == data_axes().end()) axes[axis] = size;
+  }
+  return {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
+          {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+}
+
+double replay_bound(const std::vector<std::string>& formats) {
+  static const std::map<std::string, double> bounds{{"fp32", 5e-6}, {"tf32", 1e-3}, {"fp16", 2e-3}, {"bf16", 1e-2}, {"fp8", 5e-2}};
+  double bound = 0;
+  for (const auto& format : formats) {
+    const auto found = bounds.find(format);
+    bound = std::max(bound, found == bounds.end() ? bounds.at("fp8") : found->second);
+  }
+  return bound;
+}
+
+}  // namespace tessera

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/core/config.h"
+#include "tessera/data/corpus.h"
+#include "tessera/data/loader.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/models/model.h"
+
+namespace tessera {
+
+/// A checkpoint records losses that whoever loads it must find again: hashes say that the bytes are those that were written, not that model, data and
+/// arithmetic are those that wrote them.
+///
+/// record() runs the first micro-batch that each data rank would take next through the model as it is saved, in evaluation mode and without a graph
+/// (nothing of the run changes), and records each loss with the micro-batch's index in the step. check() runs as many of them as there are data ranks now,
+/// each in the recorded micro_size, and compares: bit for bit where the same arithmetic meets the same micro-batch (threads per rank, kernels, precision, mesh
+/// axes that cut the model, processor), else within replay_bound(). Since the loss of a micro-batch does not depend on how the others are dealt, a run on
+/// another number of data ranks, or with another sharding, is compared bit for bit too.
+///
+/// Both are collective over `mesh`. Cost: one forward of one micro-batch on each rank, at each save and once after a load, and an all-gather of 8 bytes. What
+/// it cannot see: the optimizer's state, which only hashes guard.
+class Replay {
+ public:
+  Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus);
+
+  /// What a checkpoint at `cursor` keeps as progress.replay.
+  nlohmann::json record(LanguageModel& model, const data::Cursor& cursor) const;
+
+  /// How a replay went.
+  struct Result {
+    int64_t micro_batches = 0;  ///< compared; 0: the checkpoint records none
+    bool bits = false;          ///< compared bit for bit
+  };
+
+  /// Throws ConfigError, on every rank the same, naming `source`, the micro-batch and both losses where one differs; and where the record cannot be read.
+  Result check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
+
+ private:
+  /// Each data rank's loss of the micro-batch `index` that it asks for.
+  std::vector<double> losses_of(LanguageModel& model, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
+  /// What must be equal for the bits to be.
+  nlohmann::json arithmetic() const;
+
+  const Config& config_;
+  const Mesh& mesh_;
+  std::shared_ptr<const data::Corpus> corpus_;
+};
+
+/// How far, relatively, a loss may be off that other arithmetic computed: as the coarsest of these number formats allows (fp32: 5e-6).
+double replay_bound(const std::vector<std::string>& formats);
+
+}  // namespace tessera

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "tessera/core/config.h"
+
+namespace tessera {
+
+/// What training keeps of each parameter from step to step, in bytes, where nothing is sharded: w, g and k of ZeRO (arXiv:1910.02054).
+struct BytesPerParameter {
+  double weight = 0;    ///< that forward and backward use
+  double gradient = 0;  ///< summed over micro-batches
+  double state = 0;     ///< the optimizer's, master weights included
+
+  double total() const { return weight + gradient + state; }
+};
+
+/// What the settings of precision and optimizer come to: (4, 4, 8) in fp32 with AdamW, (2, 4, 12) in bf16 with fp32 masters.
+BytesPerParameter bytes_per_parameter(const Config& config);
+
+/// What a rank keeps per parameter of the model, in bytes, with zero.stage `stage` over `ranks` of mesh.dp_shard:
+/// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the three parts apart.
+BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks);
+
+}  // namespace tessera

@@ -1,0 +1,66 @@
+#include "tessera/verify/bounds.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "tessera/core/error.h"
+#include "tessera/precision/policy.h"
+
+namespace tessera {
+
+namespace {
+
+constexpr double kLosses = 5e-6;     // design bound of fp32, relative
+constexpr double kGradients = 1e-5;  // of a tensor's largest entry
+constexpr double kPerOutput = 8;     // roundings of u that the products and sums of one module amount to
+
+double roundoff(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return tessera::roundoff("bf16");
+    case at::kHalf:
+      return tessera::roundoff("fp16");
+    default:
+      return tessera::roundoff("fp32");
+  }
+}
+
+}  // namespace
+
+double roundoff(const std::string& format) {
+  if (format == "fp32") return std::ldexp(1, -24);
+  if (format == "fp16" || format == "tf32") return std::ldexp(1, -11);
+  if (format == "bf16") return std::ldexp(1, -8);
+  invariant(format == "fp8", "no roundoff is known of the number format ", format);
+  return std::ldexp(1, -4);  // e4m3
+}
+
+double VerifyBounds::output(at::ScalarType dtype, int64_t depth) const {
+  if (bit_for_bit) return 0;
+  return kPerOutput * std::max(output_roundoff, roundoff(dtype)) * std::sqrt(1.0 + static_cast<double>(depth));
+}
+
+VerifyBounds bounds_of(const Config& layout, int world, int data_ranks) {
+  const auto& precision = layout.precision;
+  const double fp32 = roundoff("fp32");
+  const double weights = roundoff(precision.params), compute = roundoff(precision.compute);
+  const bool narrow_sums = weights > fp32 && !precision::policy_from(precision).gradient_dtype();
+  const auto& wire = layout.comm.compression == "none" ? precision.reduce : layout.comm.compression;
+  const double crossing = data_ranks > 1 ? roundoff(wire) : fp32;
+  const double split = world > data_ranks ? compute : fp32;  // products are split inside a micro-batch
+  const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
+
+  VerifyBounds bounds;
+  bounds.bit_for_bit = world == 1 || (layout.run.deterministic && world == data_ranks && crossing == fp32);
+  bounds.output_roundoff = compute;
+  if (bounds.bit_for_bit) return bounds;
+  const auto micro_batches = static_cast<double>(layout.batch.global_size / layout.batch.micro_size);
+  bounds.losses = std::max(kLosses, above(split, split));
+  bounds.gradients =
+      std::max({kGradients, above(crossing, (data_ranks + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split)});
+  bounds.gradient_norms = kLosses;  // of the same gradients
+  bounds.weights = std::max(kGradients, above(weights, 2 * weights));
+  return bounds;
+}
+
+}  // namespace tessera

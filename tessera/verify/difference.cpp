@@ -1,0 +1,130 @@
+#include "tessera/verify/difference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera {
+
+namespace {
+
+using checkpoint::SlicedTensor;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kShareOfModule = 0.1;
+
+at::Tensor defined(const SlicedTensor& held) { return held.tensor.defined() ? held.tensor.detach() : at::zeros(held.slice.local_shape()); }
+
+std::string module_of(const std::string& parameter) { return parameter.substr(0, parameter.find_last_of('.') + 1); }
+
+/// The slices of one logical tensor, one a rank that holds any of it.
+struct Held {
+  std::vector<Slice> slices;
+  std::vector<at::Tensor> tensors;
+  std::vector<int> ranks;
+};
+
+Held held_by(const std::vector<std::vector<SlicedTensor>>& ranks, const std::string& name) {
+  Held held;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const auto& tensor : ranks[rank]) {
+      if (tensor.slice.name != name) continue;
+      held.slices.push_back(tensor.slice);
+      held.tensors.push_back(defined(tensor));
+      held.ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return held;
+}
+
+/// Why the slices do not make up the whole tensor, or nothing.
+std::string gap(const Held& held, const Slice& whole) {
+  try {
+    reshard(held.slices, whole);
+    return {};
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+double largest_entry(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return 0;
+  return tensor.detach().abs().max().to(at::kDouble).item<double>();
+}
+
+double largest_difference(const at::Tensor& got, const at::Tensor& want) {
+  const c10::NoGradGuard no_grad;
+  if (want.numel() == 0) return 0;
+  if (got.scalar_type() == want.scalar_type() && at::equal(got, want)) return 0;
+  const at::Tensor a = got.to(at::kDouble), b = want.to(at::kDouble);
+  const at::Tensor apart = at::where(a.eq(b), at::zeros({}, a.options()), (a - b).abs());
+  const double worst = apart.max().item<double>();  // a NaN wins
+  return std::isnan(worst) ? kInfinity : worst;
+}
+
+double relative(double difference, double scale) {
+  if (difference == 0) return 0;
+  const double value = scale > 0 ? difference / scale : kInfinity;
+  return std::isnan(value) ? kInfinity : value;  // infinitely far apart, on an infinite scale
+}
+
+Scales own_scales(const std::vector<SlicedTensor>& reference) {
+  Scales scales;
+  for (const auto& [tensor, slice] : reference) scales[slice.name] = largest_entry(tensor);
+  return scales;
+}
+
+Scales gradient_scales(const std::vector<SlicedTensor>& reference) {
+  Scales scales = own_scales(reference);
+  std::map<std::string, double> modules;
+  for (const auto& [name, scale] : scales) modules[module_of(name)] = std::max(modules[module_of(name)], scale);
+  for (auto& [name, scale] : scales) scale = std::max(scale, kShareOfModule * modules[module_of(name)]);
+  return scales;
+}
+
+Difference& TensorComparer::entry(const std::string& name) {
+  const auto found = std::find_if(list_.each.begin(), list_.each.end(), [&](const Difference& each) { return each.name == name; });
+  return found != list_.each.end() ? *found : list_.each.emplace_back(Difference{.name = name});
+}
+
+void TensorComparer::compare(int64_t step, const std::vector<SlicedTensor>& reference, const std::vector<std::vector<SlicedTensor>>& ranks,
+                             const Scales& scales) {
+  for (const auto& one : reference) {
+    const std::string& name = one.slice.name;
+    const at::Tensor whole = defined(one);
+    const Held held = held_by(ranks, name);
+    Difference& worst = entry(name);
+    const auto note = [&](double value, int rank, std::string text) {
+      if (value > worst.value) worst = {.name = name, .value = value, .step = step, .rank = rank, .note = std::move(text)};
+    };
+    if (auto missing = gap(held, one.slice); !missing.empty()) note(kInfinity, 0, std::move(missing));
+    for (size_t i = 0; i < held.slices.size(); ++i) {
+      if (held.slices[i].boxes.empty()) continue;
+      if (held.slices[i].shape != one.slice.shape || held.tensors[i].sizes() != at::IntArrayRef(held.slices[i].local_shape())) {
+        note(kInfinity, held.ranks[i], detail::concat("has the shape ", held.tensors[i].sizes()));
+        continue;
+      }
+      note(relative(largest_difference(held.tensors[i], take(whole, held.slices[i])), scales.at(name)), held.ranks[i], {});
+    }
+  }
+}
+
+void follow(const SlicedTensor& target, const std::vector<std::vector<SlicedTensor>>& ranks) {
+  const c10::NoGradGuard no_grad;
+  const Held held = held_by(ranks, target.slice.name);
+  if (!target.tensor.defined() || !gap(held, target.slice).empty()) return;
+  at::Tensor whole = target.tensor.detach();
+  copy_slices(held.slices, held.tensors, target.slice, whole);
+}
+
+}  // namespace tessera

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/verify/verify.h"
+
+namespace tessera {
+
+/// Largest absolute entry, as a double; 0 of an empty tensor.
+double largest_entry(const at::Tensor& tensor);
+
+/// Largest |got - want|; infinity where an entry of either is not finite and the other's is not the same, or a NaN. Same shape, any dtypes.
+double largest_difference(const at::Tensor& got, const at::Tensor& want);
+
+/// Difference over scale: 0 where there is no difference, infinity where there is one and the scale is 0.
+double relative(double difference, double scale);
+
+/// What is small for a tensor: the largest entry of a tensor, by name.
+using Scales = std::map<std::string, double>;
+
+/// Each tensor's own largest entry.
+Scales own_scales(const std::vector<checkpoint::SlicedTensor>& reference);
+
+/// The same, but at least a tenth of the largest entry among the parameters of the same module. A key's bias moves all of a query's scores alike, which the
+/// softmax takes out again: in exact arithmetic its gradient is zero, and what is left of it can only be measured by its weight's.
+Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference);
+
+/// Compares one kind of tensors step by step: every rank's slices with the same part of one device's logical tensors.
+class TensorComparer {
+ public:
+  explicit TensorComparer(double bound) { list_.bound = bound; }
+
+  /// `reference`: whole tensors; `ranks`: each rank's. An undefined tensor counts as zeros. Elements that no rank holds, and shapes that do not fit, are
+  /// infinitely far apart.
+  void compare(int64_t step, const std::vector<checkpoint::SlicedTensor>& reference, const std::vector<std::vector<checkpoint::SlicedTensor>>& ranks,
+               const Scales& scales);
+
+  const DifferenceList& list() const { return list_; }
+
+ private:
+  Difference& entry(const std::string& name);
+
+  DifferenceList list_;
+};
+
+/// Fills `target`, a whole tensor, with the logical tensor that the ranks' slices make up; leaves it as it is where they do not.
+void follow(const checkpoint::SlicedTensor& target, const std::vector<std::vector<checkpoint::SlicedTensor>>& ranks);
+
+}  // namespace tessera

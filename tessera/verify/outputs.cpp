@@ -1,0 +1,147 @@
+#include "tessera/verify/outputs.h"
+
+#include <algorithm>
+#include <limits>
+
+#include <torch/csrc/autograd/function.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/layout/slice.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/verify/difference.h"
+
+namespace tessera {
+
+namespace {
+
+class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
+ public:
+  Tap(SampleRange samples, OutputSink& sink) : samples_(samples), sink_(sink) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    nn::Values outputs = next(std::move(inputs));
+    const int64_t sample = nn::SampleScope::current().first_sample;
+    // A call inside a backward pass computes again what was heard before.
+    const bool heard = sample >= samples_.begin && sample < samples_.end && torch::autograd::get_current_node() == nullptr;
+    if (heard && !outputs.empty() && outputs[0].isTensor() && outputs[0].toTensor().defined()) hear(module, sample, outputs[0].toTensor());
+    return outputs;
+  }
+
+ private:
+  void hear(const nn::Module& module, int64_t sample, const at::Tensor& output) {
+    OutputKey key{.backward = false, .module = module.path(), .first_sample = sample, .call = calls_[{module.path(), sample}]++};
+    const auto layout = nn::output_layout(module, output).value_or(nn::OutputLayout{});
+    sink_.output(key, output.detach(), layout);
+    if (!output.requires_grad() || !output.grad_fn()) return;
+    key.backward = true;
+    // The graph may outlive the tap (a recorded loss that somebody keeps), so the hook must not keep the tap's sink alive by itself.
+    output.register_hook([tap = weak_from_this(), key, layout](const at::Tensor& gradient) {
+      if (const auto alive = tap.lock(); alive && gradient.defined()) alive->sink_.output(key, gradient.detach(), layout);
+    });
+  }
+
+  SampleRange samples_;
+  OutputSink& sink_;
+  std::map<std::pair<std::string, int64_t>, int64_t> calls_;
+};
+
+std::vector<int64_t> sizes_of(const at::Tensor& tensor) { return tensor.sizes().vec(); }
+
+uint64_t hash_of(const at::Tensor& tensor) {
+  const at::Tensor packed = tensor.contiguous();
+  return hash_bytes(packed.const_data_ptr(), packed.nbytes());
+}
+
+/// Which part of a module's logical output a rank gave out. Throws InternalError where an interceptor states one that cannot be.
+Slice part_of(const OutputKey& key, const RecordedOutputs::Output& output, const std::vector<int64_t>& shape) {
+  Slice part = output.boxes.empty() ? Slice::whole(key.module, shape) : Slice{key.module, shape, output.boxes, {}};
+  part.check();
+  return part;
+}
+
+bool make_up(const std::vector<Slice>& parts, const Slice& whole) {
+  if (std::any_of(parts.begin(), parts.end(), [](const Slice& part) { return part.is_whole(); })) return true;
+  try {
+    reshard(parts, whole);
+    return true;
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink) {
+  const auto tap = std::make_shared<Tap>(samples, sink);
+  Attachment attached;
+  for (const auto& module : root.modules(/*include_self=*/true)) {
+    if (auto* ours = dynamic_cast<nn::Module*>(module.get())) attached.add(nn::attach(*ours, tap));
+  }
+  return attached;
+}
+
+void RecordedOutputs::begin_step() {
+  outputs_.clear();
+  bytes_left_ = budget_bytes_;
+}
+
+void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) {
+  if (!layout.partial_over.empty()) return;  // a summand says nothing by itself; the module that adds them up is heard, too
+  Output record{.boxes = layout.boxes, .sizes = sizes_of(values), .dtype = values.scalar_type(), .values = {}, .hash = 0};
+  const auto bytes = static_cast<int64_t>(values.nbytes());
+  if (bytes <= bytes_left_) {
+    bytes_left_ -= bytes;
+    record.values = values.clone();
+  } else {
+    record.hash = hash_of(values);
+  }
+  outputs_.emplace(key, std::move(record));
+}
+
+void OutputComparer::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout&) {
+  const int64_t depth = depth_[key.first_sample]++;
+  std::vector<Slice> parts;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    auto& recorded = ranks_[rank]->outputs();
+    const auto found = recorded.find(key);
+    if (found == recorded.end()) continue;
+    parts.push_back(part_of(key, found->second, sizes_of(values)));
+    compare(key, static_cast<int>(rank), found->second, values, depth);
+    recorded.erase(found);
+  }
+  if (!make_up(parts, Slice::whole(key.module, sizes_of(values)))) ++(key.backward ? backward_ : forward_).unseen;
+}
+
+void OutputComparer::compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth) {
+  OutputComparison& result = key.backward ? backward_ : forward_;
+  const Place place{.step = batch_.step_of(key.first_sample), .depth = depth, .micro_batch = batch_.micro_batch_of(key.first_sample)};
+  Parting parting{.module = key.module, .step = place.step, .micro_batch = place.micro_batch, .rank = rank};
+  ++result.compared;
+  parting.allowed = bounds_.output(want.scalar_type(), depth);
+  const at::Tensor expected = take(want, part_of(key, got, sizes_of(want)));
+  if (got.sizes != sizes_of(expected)) {
+    result.worst = parting.value = std::numeric_limits<double>::infinity();
+    parting.note = detail::concat("has the shape ", at::IntArrayRef(got.sizes), " in place of ", expected.sizes());
+    return note_parting(key, place, std::move(parting));
+  }
+  if (!got.values.defined()) {
+    const bool equal = got.dtype == expected.scalar_type() && got.hash == hash_of(expected);
+    ++(equal ? result.bit_equal : result.beyond_budget);
+    return;
+  }
+  parting.value = relative(largest_difference(got.values, expected), largest_entry(want));
+  if (parting.value == 0) ++result.bit_equal;
+  result.worst = std::max(result.worst, parting.value);
+  if (parting.value > parting.allowed) note_parting(key, place, std::move(parting));
+}
+
+void OutputComparer::note_parting(const OutputKey& key, const Place& place, Parting parting) {
+  const auto [first, fresh] = first_.try_emplace(key.backward, place);
+  if (!fresh && first->second <= place) return;
+  first->second = place;
+  (key.backward ? backward_ : forward_).first = std::move(parting);
+}
+
+}  // namespace tessera

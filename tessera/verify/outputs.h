@@ -1,0 +1,103 @@
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/core/attachment.h"
+#include "tessera/nn/interceptor.h"
+#include "tessera/verify/bounds.h"
+#include "tessera/verify/verify.h"
+
+namespace tessera {
+
+/// Which output: of the `call`-th call of a module for one micro-batch, going forward, or its gradient going backward.
+struct OutputKey {
+  bool backward = false;
+  std::string module;
+  int64_t first_sample = 0;  ///< of the micro-batch, over the whole run
+  int64_t call = 0;
+  auto operator<=>(const OutputKey&) const = default;
+};
+
+/// Takes what a tap hears. Called on the thread that computes; `values` is detached and must be copied to be kept.
+class OutputSink {
+ public:
+  virtual ~OutputSink() = default;
+  virtual void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) = 0;
+};
+
+/// The samples whose micro-batches are heard of; padding lies outside.
+struct SampleRange {
+  int64_t begin = 0, end = 0;
+};
+
+/// How samples, counted over the whole run, make up steps and micro-batches.
+struct BatchShape {
+  int64_t global_size = 1, micro_size = 1;
+
+  int64_t step_of(int64_t sample) const { return sample / global_size + 1; }
+  int64_t micro_batch_of(int64_t sample) const { return sample % global_size / micro_size; }
+};
+
+/// Hands the first output of every nn::Module under `root` (itself included) to `sink`, and the gradient that arrives at it, until what is returned dies. It
+/// sits outside of everything that is attached already, so it hears what the caller gets. Modules computed again in backward (recomputation) are not heard
+/// twice. Plain torch::nn modules cannot be intercepted and are passed over. `sink` must live until the last backward is done.
+[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink);
+
+/// What a rank gave out in a step, kept until it is compared: the values up to a budget of bytes, beyond it their hash.
+class RecordedOutputs : public OutputSink {
+ public:
+  struct Output {
+    std::vector<Box> boxes;      ///< of the logical output; empty: the whole
+    std::vector<int64_t> sizes;  ///< of the rank-local tensor
+    at::ScalarType dtype = at::kFloat;
+    at::Tensor values;  ///< undefined beyond the budget
+    uint64_t hash = 0;  ///< of the values, where they are not kept
+  };
+
+  explicit RecordedOutputs(int64_t budget_bytes) : budget_bytes_(budget_bytes), bytes_left_(budget_bytes) {}
+  /// Forgets the step before.
+  void begin_step();
+  void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) override;
+  std::map<OutputKey, Output>& outputs() { return outputs_; }
+
+ private:
+  std::map<OutputKey, Output> outputs_;
+  int64_t budget_bytes_, bytes_left_;
+};
+
+/// Holds each output of the one device against what the ranks recorded of it, part by part, as soon as it appears, and drops the records.
+class OutputComparer : public OutputSink {
+ public:
+  OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch)
+      : ranks_(std::move(ranks)), bounds_(bounds), batch_(batch) {}
+  void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) override;
+
+  const OutputComparison& forward() const { return forward_; }
+  const OutputComparison& backward() const { return backward_; }
+
+ private:
+  /// When a module ran: one device runs micro-batch after micro-batch, but of a step the earliest module says most, whichever micro-batch shows it.
+  struct Place {
+    int64_t step = 0, depth = 0, micro_batch = 0;
+    auto operator<=>(const Place&) const = default;
+  };
+  void compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth);
+  void note_parting(const OutputKey& key, const Place& place, Parting parting);
+
+  std::vector<RecordedOutputs*> ranks_;
+  VerifyBounds bounds_;
+  BatchShape batch_;
+  std::map<int64_t, int64_t> depth_;  ///< outputs so far, by micro-batch
+  OutputComparison forward_, backward_;
+  std::map<bool, Place> first_;  ///< of the first parting, by direction
+};
+
+}  // namespace tessera

@@ -1,0 +1,300 @@
+#include "tessera/verify/verify.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/train/progress.h"
+#include "tessera/train/stepper.h"
+#include "tessera/verify/bounds.h"
+#include "tessera/verify/difference.h"
+#include "tessera/verify/meeting.h"
+#include "tessera/verify/outputs.h"
+
+namespace tessera {
+
+namespace {
+
+using checkpoint::SlicedTensor;
+
+/// What stays of a configuration on one device: all that decides the arithmetic.
+Config reference_of(Config config) {
+  const double timeout_s = config.comm.timeout_s;
+  config.mesh = {};
+  config.mesh.dp_replicate = 1;
+  config.comm = {};
+  config.comm.timeout_s = timeout_s;
+  config.zero = {};
+  config.tensor = {};
+  config.context = {};
+  config.pipeline = {};
+  config.recompute = {};
+  config.offload = {};
+  return config;
+}
+
+int64_t product(const MeshConfig& mesh) { return int64_t{mesh.dp_replicate.value_or(1)} * mesh.dp_shard.value_or(1) * mesh.pp * mesh.cp * mesh.tp; }
+
+int checked_world(const Config& layout) {
+  constexpr int64_t kMostThreads = 256;
+  const int64_t world = product(layout.mesh);
+  require(world <= kMostThreads, "--mesh: ", world, " ranks would run as threads of this process, which takes at most ", kMostThreads,
+          "; verify a smaller layout of the same axes");
+  const auto& backend = layout.comm.backend;
+  require(backend == "auto" || backend == "shm" || backend == "gloo", "comm.backend = ", backend,
+          ": verify runs its ranks as threads of one process, which auto, shm and gloo carry; set comm.backend to one of them");
+  require(layout.comm.compression != "powersgd",
+          "comm.compression = powersgd: it trains with other gradients on purpose, so there is nothing to compare; set "
+          "comm.compression = none to verify the layout");
+  return static_cast<int>(world);
+}
+
+bool finite(const std::vector<SlicedTensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const auto& held) { return std::isfinite(largest_entry(held.tensor)); });
+}
+
+/// What one rank shows at a meeting: views of its tensors, read while it waits.
+struct Shown {
+  std::vector<SlicedTensor> tensors;
+  StepOutcome outcome;
+};
+
+class Verification {
+ public:
+  Verification(const Config& config, const MeshConfig& mesh, const VerifyOptions& options);
+  VerifyReport run();
+
+ private:
+  /// One side of the comparison: a rank of the layout, or the one device.
+  struct Side;
+  void run_rank(comm::World& world);
+  void run_reference();
+  data::StepBatch next_batch(Side& side) const;
+  std::vector<std::vector<SlicedTensor>> shown_tensors() const;
+  void compare_gradients(int64_t step, const Composition& reference);
+  void compare_numbers(int64_t step, const StepOutcome& want);
+
+  Config layout_, reference_;
+  const VerifyOptions& options_;
+  const int world_;
+  const MeshShape axes_;
+  const Inputs inputs_;
+  const int64_t first_step_;
+  const SampleRange samples_;  ///< of the steps that are compared
+  const VerifyBounds bounds_;
+  Meeting meeting_;
+  std::vector<Shown> shown_;
+  std::vector<RecordedOutputs> recorded_;
+  TensorComparer initial_{0}, gradients_, weights_;
+  DifferenceList losses_, norms_;
+  OutputComparison forward_, backward_;
+  int64_t skipped_ = 0;
+};
+
+struct Verification::Side {
+  Side(const Verification& verification, const Config& config, const comm::World& world, int local_ranks)
+      : mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size())),
+        scope(config, local_ranks),
+        stepper(config, mesh, at::kCPU, scope, verification.inputs_.resume),
+        loader(verification.inputs_.corpus, loader_options(config, mesh)) {
+    if (const auto& resume = verification.inputs_.resume) loader.seek(cursor_of(resume->manifest.progress, resume->folder.string()));
+  }
+  LanguageModel& model() { return *stepper.run().model; }
+
+  Mesh mesh;
+  RankScope scope;
+  Stepper stepper;
+  data::Loader loader;
+};
+
+Config in_layout(Config config, const MeshConfig& mesh) {
+  config.mesh = mesh;
+  return config;
+}
+
+int data_ranks(const MeshShape& axes) {
+  int ranks = 1;
+  for (const auto& [axis, size] : axes) {
+    if (std::find(data_axes().begin(), data_axes().end(), axis) != data_axes().end()) ranks *= size;
+  }
+  return ranks;
+}
+
+Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
+  validate(layout, world);
+  Inputs inputs = open_inputs(layout);
+  const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
+  require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,
+          " steps to go (run.steps = ", layout.run.steps, "); give 1 to that many");
+  return inputs;
+}
+
+Verification::Verification(const Config& config, const MeshConfig& mesh, const VerifyOptions& options)
+    : layout_(in_layout(config, mesh)),
+      reference_(reference_of(config)),
+      options_(options),
+      world_(checked_world(layout_)),
+      axes_(mesh_shape(layout_.mesh, layout_.zero.stage, world_)),
+      inputs_(checked_inputs(layout_, world_, options.steps)),
+      first_step_(inputs_.resume ? inputs_.resume->manifest.step + 1 : 1),
+      samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
+      bounds_(bounds_of(layout_, world_, data_ranks(axes_))),
+      meeting_(world_),
+      shown_(static_cast<size_t>(world_)),
+      recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),
+      gradients_(bounds_.gradients),
+      weights_(bounds_.weights) {
+  losses_.bound = bounds_.losses;
+  norms_.bound = bounds_.gradient_norms;
+}
+
+/// The next global batch. Padding is moved out of the samples that are listened to: it computes, but stands for nothing.
+data::StepBatch Verification::next_batch(Side& side) const {
+  auto batch = side.loader.next();
+  for (auto& micro : batch.micro_batches) {
+    if (micro.weight == 0) micro.first_sample = samples_.end;
+  }
+  return batch;
+}
+
+void Verification::run_rank(comm::World& world) {
+  Side side(*this, layout_, world, world.local_size());
+  Shown& shown = shown_[static_cast<size_t>(world.rank())];
+  RecordedOutputs& outputs = recorded_[static_cast<size_t>(world.rank())];
+  Composition& run = side.stepper.run();
+  const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs);
+  const auto show = [&](std::vector<SlicedTensor> tensors) {
+    shown.tensors = std::move(tensors);
+    meeting_.show();
+    shown.tensors.clear();
+  };
+
+  show(checkpoint::parameter_tensors(side.model()));
+  for (int64_t i = 0; i < options_.steps; ++i) {
+    outputs.begin_step();
+    shown.outcome = side.stepper.step(next_batch(side), {.gradients_ready = [&] {
+                                        if (options_.plant.gradients) options_.plant.gradients(run, world.rank());
+                                        show(checkpoint::gradient_tensors(side.stepper.run().updated));
+                                      }});
+    show(checkpoint::parameter_tensors(side.model()));
+  }
+}
+
+std::vector<std::vector<SlicedTensor>> Verification::shown_tensors() const {
+  std::vector<std::vector<SlicedTensor>> tensors;
+  for (const auto& rank : shown_) tensors.push_back(rank.tensors);
+  return tensors;
+}
+
+void Verification::run_reference() {
+  meeting_.wait_for_ranks();
+  const auto world = comm::World::alone();
+  Side side(*this, reference_, world, world_);
+  const auto weights = checkpoint::parameter_tensors(side.model());
+  initial_.compare(first_step_ - 1, weights, shown_tensors(), own_scales(weights));
+  meeting_.dismiss();
+
+  std::vector<RecordedOutputs*> ranks;
+  for (auto& rank : recorded_) ranks.push_back(&rank);
+  OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size});
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs);
+  for (int64_t i = 0; i < options_.steps; ++i) {
+    meeting_.wait_for_ranks();  // with their gradients
+    const auto batch = next_batch(side);
+    const auto outcome = side.stepper.step(batch, {.gradients_ready = [&] { compare_gradients(batch.step, side.stepper.run()); }});
+    meeting_.wait_for_ranks();  // with their new weights
+    const auto theirs = shown_tensors();
+    weights_.compare(batch.step, weights, theirs, own_scales(weights));
+    compare_numbers(batch.step, outcome);
+    for (const auto& weight : weights) follow(weight, theirs);
+    meeting_.dismiss();
+  }
+  forward_ = outputs.forward();
+  backward_ = outputs.backward();
+}
+
+void Verification::compare_gradients(int64_t step, const Composition& reference) {
+  const auto own = checkpoint::gradient_tensors(reference.updated);
+  const auto theirs = shown_tensors();
+  // A loss scale that is still too large overflows on both sides, and both skip the step: there are no gradients to compare.
+  const bool overflow = reference.loss_scale.enabled() && !finite(own) && std::none_of(theirs.begin(), theirs.end(), finite);
+  if (overflow) {
+    ++skipped_;
+  } else {
+    gradients_.compare(step, own, theirs, gradient_scales(own));
+  }
+  for (const auto& gradient : own) follow(gradient, theirs);
+  meeting_.dismiss();
+}
+
+void Verification::compare_numbers(int64_t step, const StepOutcome& want) {
+  const auto note = [&](DifferenceList& list, double got, double expected, int rank) {
+    const double apart = got == expected ? 0 : std::abs(got - expected);
+    const double value = relative(std::isnan(apart) ? std::numeric_limits<double>::infinity() : apart, std::abs(expected));
+    if (list.each.empty()) list.each.emplace_back();
+    if (value > list.each.front().value) list.each.front() = {.name = {}, .value = value, .step = step, .rank = rank, .note = {}};
+  };
+  for (int rank = 0; rank < world_; ++rank) {
+    const StepOutcome& got = shown_[static_cast<size_t>(rank)].outcome;
+    note(losses_, got.loss, want.loss, rank);
+    note(norms_, got.grad_norm, want.grad_norm, rank);
+  }
+}
+
+VerifyReport Verification::run() {
+  const auto guarded = [this](const auto& work) {
+    try {
+      work();
+    } catch (...) {
+      meeting_.fail(std::current_exception());
+      throw;
+    }
+  };
+  std::thread reference([&] {
+    try {
+      guarded([&] { run_reference(); });
+    } catch (...) {  // kept by the meeting
+    }
+  });
+  try {
+    std::vector<comm::Decorator> decorators;
+    if (options_.plant.network) decorators.push_back(options_.plant.network);
+    comm::run_ranks(world_, [&](comm::World& world) { guarded([&] { run_rank(world); }); },
+                    {.timeout = comm::world_options(layout_.comm).timeout,
+                     .decorators = std::move(decorators),
+                     .backend = layout_.comm.backend,
+                     .algorithm = layout_.comm.algorithm,
+                     .table = layout_.comm.table,
+                     .check = layout_.comm.check});
+  } catch (...) {
+    meeting_.fail(std::current_exception());
+  }
+  reference.join();
+  meeting_.rethrow();
+
+  return {.mesh = axes_,
+          .ranks = world_,
+          .first_step = first_step_,
+          .steps = options_.steps,
+          .micro_batches = layout_.batch.global_size / layout_.batch.micro_size,
+          .skipped = skipped_,
+          .bit_for_bit = bounds_.bit_for_bit,
+          .initial_weights = initial_.list(),
+          .losses = losses_,
+          .gradient_norms = norms_,
+          .gradients = gradients_.list(),
+          .weights = weights_.list(),
+          .forward = forward_,
+          .backward = backward_};
+}
+
+}  // namespace
+
+VerifyReport verify(const Config& config, const MeshConfig& mesh, const VerifyOptions& options) { return Verification(config, mesh, options).run(); }
+
+}  // namespace tessera

@@ -1,0 +1,157 @@
+#include "tessera/zero/flat_buckets.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/GradMode.h>
+#include <c10/core/TensorImpl.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/nn/flat_gradients.h"
+
+namespace tessera {
+namespace {
+
+/// Zeros what belongs to no slot.
+void clear_padding(const at::Tensor& flat, const std::vector<ShardLayout::Slot>& slots) {
+  int64_t end = 0;
+  const auto clear_until = [&](int64_t next) {
+    if (next > end) flat.narrow(0, end, next - end).zero_();
+  };
+  for (const auto& slot : slots) {
+    clear_until(slot.offset);
+    end = slot.offset + slot.numel;
+  }
+  clear_until(flat.numel());
+}
+
+/// Gives `tensor` the memory of `view`, in place: handles, hooks, slices and whoever else holds the tensor go along.
+void move_into(const at::Tensor& tensor, const at::Tensor& view) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(view.storage());
+  impl->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+}
+
+}  // namespace
+
+at::Tensor GradientMemory::take(int64_t numel, const at::TensorOptions& options) {
+  const auto fits = std::ranges::find_if(spare_, [&](const at::Tensor& block) { return block.numel() >= numel && block.dtype() == options.dtype(); });
+  if (fits != spare_.end()) {
+    at::Tensor block = std::move(*fits);
+    spare_.erase(fits);
+    return block;
+  }
+  clear();  // before there is more
+  const MemoryScope scope(MemoryCategory::Gradients);
+  return comm::empty(group_, {numel}, options);
+}
+
+void GradientMemory::clear() {
+  for (at::Tensor& block : spare_) release_scratch(block);
+  spare_.clear();
+}
+
+FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters,
+                       const comm::Group& group, GradientForm form, GradientMemory& memory)
+    : bucket_(bucket), numel_(layout.numel(bucket)), group_(group), form_(form), memory_(&memory) {
+  if (form_.network && c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype)) form_.network.reset();
+  for (const auto& slot : bucket_.slots) tensors_.push_back(parameters[slot.parameter].tensor);
+  gradient_options_ = tensors_.front().options().dtype(form_.dtype).requires_grad(false);
+  move_parameters();
+  if (form_.keeps_whole) {
+    hold_gradients();
+    gradient_part_ = part_of(gradients_);
+  } else {
+    const MemoryScope scope(MemoryCategory::Gradients);
+    gradient_part_ = comm::empty(group_, {bucket_.part}, gradient_options_);
+  }
+}
+
+void FlatBucket::move_parameters() {
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Parameters);
+  parameters_ = comm::empty(group_, {numel_}, tensors_.front().options().requires_grad(false));
+  clear_padding(parameters_, bucket_.slots);
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor view = parameters_.narrow(0, bucket_.slots[i].offset, bucket_.slots[i].numel).view(tensors_[i].sizes());
+    view.copy_(tensors_[i]);
+    move_into(tensors_[i], view);
+  }
+}
+
+void FlatBucket::hold_gradients() {
+  if (gradients_.defined()) return;
+  const c10::NoGradGuard no_grad;
+  block_ = memory_->take(numel_, gradient_options_);
+  gradients_ = block_.narrow(0, 0, numel_);
+  clear_padding(gradients_, bucket_.slots);
+  views_.clear();
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    views_.push_back(gradients_.narrow(0, bucket_.slots[i].offset, bucket_.slots[i].numel).view(tensors_[i].sizes()));
+  }
+}
+
+at::Tensor FlatBucket::place(size_t slot) {
+  hold_gradients();
+  return views_[slot];
+}
+
+bool FlatBucket::awaits_gradient(size_t slot) const { return gradients_.defined() && is_place_awaited(tensors_[slot], views_[slot]); }
+
+void FlatBucket::take_gradient(size_t slot) {
+  hold_gradients();
+  if (!form_.keeps_whole && awaits_gradient(slot)) leave_places();
+  recover_gradient(tensors_[slot], views_[slot]);
+}
+
+/// Whoever computes a gradient in this memory keeps it, and may bring it later; what has come moves.
+void FlatBucket::leave_places() {
+  const std::vector<at::Tensor> left = std::exchange(views_, {});
+  gradients_.reset();
+  block_.reset();
+  hold_gradients();
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (!tensors_[i].grad().is_same(left[i])) continue;
+    views_[i].copy_(left[i]);
+    set_gradient(tensors_[i], views_[i]);
+  }
+}
+
+void FlatBucket::drop_gradients() {
+  for (const at::Tensor& tensor : tensors_) set_gradient(tensor, {});
+}
+
+void FlatBucket::start_reduce(bool add) {
+  adding_ = add;
+  if (form_.network) {
+    narrow_.emplace(gradients_, *form_.network, group_.size());
+    if (!form_.keeps_whole) release_gradients();
+    reduction_ = comm::reduce_scatter_async(group_, part_of(narrow_->crossing()), narrow_->crossing());
+    return;
+  }
+  // Of a first sum the result goes straight into this rank's part; a later one is made where this rank's own gradients lie, and added.
+  reduction_ = comm::reduce_scatter_async(group_, add ? part_of(gradients_) : gradient_part_, gradients_);
+}
+
+void FlatBucket::finish_reduce() {
+  const c10::NoGradGuard no_grad;
+  std::exchange(reduction_, comm::Pending()).wait();
+  if (narrow_) {
+    narrow_->store(part_of(narrow_->crossing()), gradient_part_, adding_);
+    narrow_->release();
+    narrow_.reset();
+    return;
+  }
+  if (adding_) gradient_part_.add_(part_of(gradients_));
+  if (!form_.keeps_whole) release_gradients();
+}
+
+void FlatBucket::release_gradients() {
+  views_.clear();
+  gradients_.reset();
+  memory_->give_back(std::exchange(block_, {}));
+}
+
+int64_t FlatBucket::crossing_bytes() const { return numel_ * static_cast<int64_t>(c10::elementSize(form_.network.value_or(form_.dtype))); }
+
+}  // namespace tessera

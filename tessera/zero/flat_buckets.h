@@ -1,0 +1,92 @@
+#pragma once
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/group.h"
+#include "tessera/nn/narrow_sum.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/zero/shard_layout.h"
+
+/// The memory of ShardedDataParallel. Not part of the public surface.
+namespace tessera {
+
+/// Memory in which the buckets of a step take turns: what one gives back the next one fills, where it is large enough. Shared memory would otherwise be taken
+/// from the system, and cleared by it, for every bucket of every step.
+class GradientMemory {
+ public:
+  explicit GradientMemory(comm::Group group) : group_(std::move(group)) {}
+
+  at::Tensor take(int64_t numel, const at::TensorOptions& options);  ///< [numel or more], undefined in content
+  void give_back(at::Tensor block) { spare_.push_back(std::move(block)); }
+  void clear();  ///< what was given back goes to the system
+
+ private:
+  comm::Group group_;
+  std::vector<at::Tensor> spare_;
+};
+
+/// How a bucket holds gradients, and sends them.
+struct GradientForm {
+  at::ScalarType dtype = at::kFloat;           ///< held in, and added up
+  std::optional<at::ScalarType> network = {};  ///< cross the network in, where that is narrower
+  bool keeps_whole = false;  ///< they stay whole from step to step, and this rank's part is a view of them; else it has its own memory, and they come and go
+};
+
+/// One bucket of a rank: parameters, of which all ranks hold all, and gradients, of which a rank keeps its part.
+class FlatBucket {
+ public:
+  /// Moves the bucket's parameters into one flat tensor, row-major, and makes them views of it. Gradients lie in `memory`, which must outlive the bucket.
+  FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group,
+             GradientForm form, GradientMemory& memory);
+
+  /// Makes room for whole gradients, where there is none. Padding is zero: it is summed, too.
+  void hold_gradients();
+
+  /// Where the gradient of a slot's parameter belongs; makes room.
+  at::Tensor place(size_t slot);
+  /// Whether that place is taken, and what it was taken for has not come.
+  bool awaits_gradient(size_t slot) const;
+  /// Brings the gradient of a slot's parameter to its place, and makes it a view of that: zeros where there is none.
+  void take_gradient(size_t slot);
+
+  /// Parts the parameters from their views of this bucket.
+  void drop_gradients();
+
+  /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced.
+  void start_reduce(bool add);
+  /// Waits for it; whole gradients go, where they do not stay.
+  void finish_reduce();
+
+  const ShardLayout::Bucket& plan() const { return bucket_; }
+  const at::Tensor& parameters() const { return parameters_; }        ///< [part * ranks]
+  at::Tensor parameter_part() const { return part_of(parameters_); }  ///< [part], a view
+  const at::Tensor& gradient_part() const { return gradient_part_; }  ///< [part]
+  int64_t crossing_bytes() const;                                     ///< of the whole bucket's gradients on the network, padding included
+
+ private:
+  at::Tensor part_of(const at::Tensor& whole) const { return whole.narrow(0, group_.rank() * bucket_.part, bucket_.part); }
+  void move_parameters();
+  void leave_places();
+  void release_gradients();
+
+  ShardLayout::Bucket bucket_;
+  int64_t numel_;
+  std::vector<at::Tensor> tensors_;  ///< the parameters, by slot
+  comm::Group group_;
+  GradientForm form_;
+  GradientMemory* memory_;
+  at::TensorOptions gradient_options_;
+  at::Tensor parameters_, gradients_, gradient_part_;
+  at::Tensor block_;                 ///< what gradients_ is the beginning of
+  std::vector<at::Tensor> views_;    ///< of gradients_, by slot
+  std::optional<NarrowSum> narrow_;  ///< of the reduction under way
+  comm::Pending reduction_;
+  bool adding_ = false;
+};
+
+}  // namespace tessera

@@ -1,0 +1,147 @@
+#include "tessera/checkpoint/convert.h"
+
+#include <ATen/ops/randn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tests/checkpoint/files.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+ModelConfig small(const std::string& family, bool tied) {
+  Config config;
+  config.model.family = family;
+  config.model.dim = 12;
+  config.model.layers = 2;
+  config.model.heads = 3;
+  config.model.ffn_dim = 20;
+  config.model.vocab_size = 17;
+  config.model.max_seq_len = 8;
+  config.model.tie_embeddings = tied;
+  config.model.kv_heads = family == "llama" ? 1 : 3;
+  return config.model;
+}
+
+using Weights = std::map<std::string, at::Tensor>;
+
+Weights draw(const ModelConfig& model) {
+  Weights weights;
+  const auto table = hugging_face_table(model).value();
+  for (const auto& row : table) weights[row.ours] = at::randn(row.shape);
+  return weights;
+}
+
+/// A checkpoint that `ranks` ranks saved, each a part of the rows; with optimizer state, which Hugging Face does not take.
+fs::path saved(const fs::path& dir, const Weights& weights, int ranks) {
+  comm::run_ranks(ranks, [&](comm::World& world) {
+    CheckpointState state;
+    state.step = 4;
+    for (const auto& [name, whole] : weights) {
+      const auto [begin, size] = chunk(whole.size(0), ranks, world.rank());
+      for (const std::string prefix : {"model.", "optimizer.exp_avg."}) {
+        state.tensors.push_back({whole.narrow(0, begin, size), Slice::along(prefix + name, whole.sizes().vec(), 0, begin, size)});
+      }
+    }
+    save(dir, state, world.group());
+  });
+  return dir / "step-00000004";
+}
+
+void expect_equal(const fs::path& hf, const ModelConfig& model, const Weights& weights) {
+  std::vector<SlicedTensor> targets;
+  for (const auto& [name, whole] : weights) targets.push_back({at::empty_like(whole), Slice::whole(name, whole.sizes().vec())});
+  load_hugging_face(hf, model, targets);
+  for (const auto& target : targets) EXPECT_TRUE(at::equal(target.tensor, weights.at(target.slice.name))) << target.slice.name;
+}
+
+TEST(Convert, WhatWasWrittenReadsBackFromAnyLayout) {
+  for (const std::string family : {"llama", "gpt2"}) {
+    for (const bool tied : {false, true}) {
+      for (const int ranks : {1, 3}) {
+        const TemporaryFolder folder;
+        const auto model = small(family, tied);
+        const auto weights = draw(model);
+        const auto exported = export_hugging_face(saved(folder.path(), weights, ranks), model, folder / "hf");
+        EXPECT_EQ(exported.files, 1);
+        expect_equal(folder / "hf", model, weights);
+        EXPECT_EQ(SafetensorsFile(folder / "hf" / "model.safetensors").entries().contains("lm_head.weight"), !tied);
+
+        Config reading;
+        reading.model.from_hf = (folder / "hf").string();
+        auto read = read_hugging_face_config(reading);
+        read.from_hf.clear();
+        EXPECT_EQ(read, model);
+      }
+    }
+  }
+}
+
+TEST(Convert, SplitsIntoFilesWithAnIndex) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto weights = draw(model);
+  const auto exported = export_hugging_face(saved(folder.path(), weights, 2), model, folder / "hf", {.max_shard_bytes = 1000});
+  EXPECT_GT(exported.files, 3);
+  const auto index = read_json(folder / "hf" / "model.safetensors.index.json");
+  EXPECT_EQ(index["metadata"]["total_size"], exported.bytes);
+  EXPECT_EQ(static_cast<int64_t>(index["weight_map"].size()), exported.tensors);
+  for (const auto& entry : fs::directory_iterator(folder / "hf")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    const SafetensorsFile file(entry.path());
+    uint64_t bytes = 0;
+    for (const auto& [name, tensor] : file.entries()) bytes += tensor.bytes;
+    EXPECT_TRUE(bytes <= 1000 || file.entries().size() == 1) << entry.path();
+  }
+  expect_equal(folder / "hf", model, weights);
+}
+
+TEST(Convert, RoundsToTheDtypeThatIsAskedFor) {
+  const TemporaryFolder folder;
+  const auto model = small("gpt2", true);
+  auto weights = draw(model);
+  export_hugging_face(saved(folder.path(), weights, 1), model, folder / "hf", {.dtype = at::kBFloat16});
+  for (auto& [name, tensor] : weights) tensor = tensor.to(at::kBFloat16).to(at::kFloat);
+  expect_equal(folder / "hf", model, weights);
+  EXPECT_EQ(read_json(folder / "hf" / "config.json")["dtype"], "bfloat16");
+}
+
+TEST(Convert, RefusesWhatItCannotWrite) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  auto weights = draw(model);
+  weights.erase("norm.weight");
+  weights["head.weight"] = at::randn({3, 3});
+  const auto checkpoint = saved(folder.path(), weights, 1);
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder / "hf"); },
+              ThrowsMessage<ConfigError>(testing::AllOf(HasSubstr("missing model.norm.weight"), HasSubstr("shape of head.weight"))));
+  EXPECT_FALSE(fs::exists(folder / "hf"));
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder.path()); }, ThrowsMessage<ConfigError>(HasSubstr("exists already")));
+  auto mlp = model;
+  mlp.family = "mlp";
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, mlp, folder / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("Hugging Face has no such model")));
+}
+
+TEST(Convert, ADamagedSliceLeavesNothing) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto checkpoint = saved(folder.path(), draw(model), 1);
+  const auto path = checkpoint / "rank-00000-of-00001.safetensors";
+  const SafetensorsFile file(path);
+  flip_byte(path, file.entry("model.norm.weight").offset);
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("damaged")));
+  for (const auto& entry : fs::directory_iterator(folder.path())) EXPECT_EQ(entry.path().filename(), "step-00000004");
+}
+
+}  // namespace
+}  // namespace tessera::checkpoint

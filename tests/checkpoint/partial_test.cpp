@@ -1,0 +1,97 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include "tessera/core/error.h"
+#include "tests/checkpoint/files.h"
+#include "tests/checkpoint/layouts.h"
+
+/// LoadOptions::partial, and how much a load reads.
+namespace tessera::checkpoint {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+using testing::ThrowsMessage;
+
+SlicedTensor whole(const std::string& name, const at::Tensor& values) { return {values, Slice::whole(name, values.sizes().vec())}; }
+
+class Partial : public testing::Test {
+ protected:
+  Partial() {
+    CheckpointState state;
+    state.tensors = {whole("model.body.weight", at::full({4}, 2.0f)), whole("optimizer.exp_avg.body.weight", at::full({4}, 3.0f)),
+                     whole("model.head.weight", at::full({5}, 4.0f)), whole("optimizer.exp_avg.head.weight", at::full({5}, 5.0f))};
+    checkpoint_ = save(folder_.path(), state, comm::Group::self());
+  }
+
+  LoadReport load_into(const std::vector<SlicedTensor>& targets, std::vector<std::string> partial) const {
+    return load(checkpoint_, read_manifest(checkpoint_), targets, {.partial = std::move(partial)});
+  }
+
+  TemporaryFolder folder_;
+  std::filesystem::path checkpoint_;
+};
+
+TEST_F(Partial, OnlyWhatIsListedMayDiffer) {
+  const std::vector<SlicedTensor> targets{whole("model.body.weight", at::zeros({4})), whole("optimizer.exp_avg.body.weight", at::zeros({4})),
+                                          whole("model.head.weight", at::zeros({7})), whole("optimizer.exp_avg.head.weight", at::zeros({7})),
+                                          whole("model.extra.bias", at::zeros({2}))};
+  EXPECT_THAT([&] { load_into(targets, {}); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("shape of model.head.weight"), HasSubstr("missing model.extra.bias"), Not(HasSubstr("body")))));
+  EXPECT_THAT([&] { load_into(targets, {"head.*"}); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("missing model.extra.bias"), Not(HasSubstr("head")))));
+  const auto report = load_into(targets, {"head.*", "extra.bias"});
+  EXPECT_THAT(report.fresh, ElementsAre("model.extra.bias", "model.head.weight", "optimizer.exp_avg.head.weight"));
+  EXPECT_TRUE(report.unread.empty());
+  EXPECT_TRUE(targets[0].tensor.eq(2).all().item<bool>());
+  EXPECT_TRUE(targets[2].tensor.eq(0).all().item<bool>()) << "left as it was";
+}
+
+TEST_F(Partial, WhatTheModelLacksIsLeftUnread) {
+  const std::vector<SlicedTensor> targets{whole("model.body.weight", at::zeros({4})), whole("optimizer.exp_avg.body.weight", at::zeros({4}))};
+  EXPECT_THAT([&] { load_into(targets, {}); }, ThrowsMessage<ConfigError>(HasSubstr("extra model.head.weight")));
+  EXPECT_THAT(load_into(targets, {"head.**"}).unread, ElementsAre("model.head.weight", "optimizer.exp_avg.head.weight"));
+}
+
+TEST_F(Partial, APatternThatMatchesNothingIsRefused) {
+  const std::vector<SlicedTensor> targets{whole("model.body.weight", at::zeros({4})), whole("optimizer.exp_avg.body.weight", at::zeros({4})),
+                                          whole("model.head.weight", at::zeros({5})), whole("optimizer.exp_avg.head.weight", at::zeros({5}))};
+  EXPECT_THAT([&] { load_into(targets, {"haed.*"}); }, ThrowsMessage<ConfigError>(HasSubstr("checkpoint.partial = haed.* matches no tensor")));
+  EXPECT_TRUE(load_into(targets, {"head.*"}).fresh.empty()) << "what fits is loaded";
+  EXPECT_TRUE(targets[2].tensor.eq(4).all().item<bool>());
+}
+
+TEST(RestoreOptimizer, AFreshParameterCountsFromZero) {
+  const torch::nn::Linear model(3, 2);
+  const auto optimizer = optim::make_optimizer(OptimConfig{}, nn::unique_parameters(*model));
+  auto saved = optimizer_json(*optimizer);
+  saved["update_counts"] = {{"weight", 7}, {"gone", 7}};
+  LoadReport loaded;
+  loaded.fresh = {"model.bias", "optimizer.exp_avg.bias"};
+  EXPECT_THROW(restore_optimizer(saved, *optimizer, loaded), ConfigError);
+  loaded.unread = {"model.gone"};
+  restore_optimizer(saved, *optimizer, loaded);
+  EXPECT_EQ(optimizer->update_counts(), (std::map<std::string, int64_t>{{"weight", 7}, {"bias", 0}}));
+}
+
+TEST(Load, ReadsEachByteOnceOverAllRanksWhereTheLayoutIsTheSame) {
+  const TemporaryFolder folder;
+  for (const int ranks : {1, 2, 3}) {
+    const auto checkpoint = save_with(Layout::Rows, ranks, folder.path());
+    const Manifest manifest = read_manifest(checkpoint);
+    uint64_t stored = 0, read = 0, replicated = 0;
+    for (const auto& [name, tensor] : logical_tensors()) {
+      stored += tensor.nbytes();
+      if (tensor.dim() == 0) replicated += tensor.nbytes();
+    }
+    for (int rank = 0; rank < ranks; ++rank) read += load(checkpoint, manifest, local_tensors(Layout::Rows, ranks, rank, false)).read_bytes;
+    EXPECT_EQ(read, stored + replicated * (ranks - 1)) << ranks;
+    const auto all = load(checkpoint, manifest, local_tensors(Layout::Replicated, 1, 0, false)).read_bytes;
+    EXPECT_EQ(all, stored) << "one rank of one reads all";
+  }
+}
+
+}  // namespace
+}  // namespace tessera::checkpoint

@@ -1,0 +1,284 @@
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "support.h"
+#include "tessera/comm/backends/record.h"
+#include "tessera/core/memory.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/embedding.h"
+#include "tessera/nn/head.h"
+#include "tessera/nn/operators.h"
+
+/// What stage 3 sends and holds, against the formulas of docs/sharding.md.
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using namespace testing_support;
+
+/// Elements that a rank sends per step, by operation.
+std::map<std::string, int64_t> sent_elements(const std::vector<comm::Record>& records) {
+  std::map<std::string, int64_t> sent;
+  for (const auto& record : records) sent[record.op] += record.sent_bytes / 4;
+  return sent;
+}
+
+TEST(FullyShard, TrafficIsThreeTimesTheParametersPerMicroBatch) {
+  constexpr int ranks = 4, micro_batches = 3;
+  for (const bool reshard : {true, false}) {
+    run_ranks(ranks, [&](World& world) {
+      const auto mine = std::make_shared<comm::Recorder>();
+      const comm::Group group({.name = "recorded", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
+                              comm::make_record_backend(mine, {.name = "recorded", .rank = world.rank(), .size = ranks}, world.group().backend()));
+      DeepNet net;
+      for (auto& parameter : net->parameters()) parameter.set_requires_grad(true);
+      auto sharded = fully_shard(net, group, {.wrap = "block*", .reshard_after_forward = reshard});
+      int64_t elements = 0;
+      for (const ShardUnit& unit : sharded->units()) elements += ranks * unit.local_bytes / 4;
+      for (int step = 0; step < 3; ++step) {
+        mine->clear();
+        sharded->begin_step();
+        for (int pass = 0; pass < micro_batches; ++pass) {
+          sharded->set_last_micro_batch(pass + 1 == micro_batches);
+          backward_of(net, whole_batch(samples));
+        }
+        sharded->finish();
+        if (step == 0) continue;  // its first pass does not know that the last block is called twice
+        const auto sent = sent_elements(mine->records());
+        const int64_t once = micro_batches * elements * (ranks - 1) / ranks;
+        EXPECT_EQ(sent.at("all_gather"), (reshard ? 2 : 1) * once);
+        EXPECT_EQ(sent.at("reduce_scatter"), once);
+        EXPECT_EQ(sent.size(), 2u);
+      }
+    });
+  }
+}
+
+/// Wide enough that padding and scalars do not count.
+struct WideNetImpl : nn::Module {
+  WideNetImpl() {
+    for (int i = 0; i < 6; ++i) register_module("layer" + std::to_string(i), layers.emplace_back(64, 1024));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (nn::Linear& layer : layers) x = at::tanh(layer(x)).view({16, 64}).mean(0, /*keepdim=*/true);
+    return x;
+  }
+  std::vector<nn::Linear> layers;
+};
+TESSERA_MODULE(WideNet);
+
+TEST(FullyShard, MemoryIsOneShareOfEverythingAndTheUnitsInUse) {
+  const int64_t parameters = 6 * (1024 * 64 + 1024), unit = (1024 * 64 + 1024) * 4;
+  for (const int ranks : {2, 4, 8}) {
+    run_ranks(ranks, [&](World& world) {
+      MemoryTracker memory;
+      const TrackMemory track(memory);
+      auto net = on_meta([] { return WideNet(); });
+      auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .prefetch = {.units = 0}});
+      materialize(net, 1);
+      for (int step = 0; step < 2; ++step) {
+        memory.reset_peak();
+        sharded->begin_step();
+        {
+          const MemoryScope activations(MemoryCategory::Activations);
+          net(at::full({1, 64}, 0.1)).sum().backward();
+        }
+        sharded->finish();
+        const double share = 4.0 * static_cast<double>(parameters) / ranks;
+        EXPECT_NEAR(static_cast<double>(memory.current(MemoryCategory::Parameters)), share, 0.01 * share);
+        EXPECT_NEAR(static_cast<double>(memory.current(MemoryCategory::Gradients)), share, 0.01 * share);
+        EXPECT_EQ(memory.current(MemoryCategory::Comm), 0);
+        // At most: a unit, its gradients, those of the one before on their way, and one gradient that autograd has just made.
+        EXPECT_LT(static_cast<double>(memory.peak()), 1.01 * (2 * share + 4.0 * static_cast<double>(unit)) + 100000);
+        EXPECT_GT(memory.peak(), static_cast<int64_t>(share) + unit);
+      }
+    });
+  }
+}
+
+/// Notes, at each call of what it is attached to, how many collectives the rank has begun.
+class GatherCount final : public nn::Interceptor {
+ public:
+  explicit GatherCount(std::shared_ptr<comm::Recorder> recorder) : recorder_(std::move(recorder)) {}
+  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+    begun.push_back(recorder_->records().size());
+    return next(std::move(inputs));
+  }
+  std::vector<size_t> begun;
+
+ private:
+  std::shared_ptr<comm::Recorder> recorder_;
+};
+
+TEST(FullyShard, PrefetchStopsAtItsLimits) {
+  constexpr int64_t unit = (1024 * 64 + 1024) * 4;
+  const auto ahead_of = [](PrefetchLimits limits) {
+    std::vector<size_t> ahead;
+    run_ranks(2, [&](World& world) {
+      const auto mine = std::make_shared<comm::Recorder>();
+      const comm::Group group({.name = "recorded", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)},
+                              comm::make_record_backend(mine, {.name = "recorded", .rank = world.rank(), .size = 2}, world.group().backend()));
+      WideNet net;
+      fill_parameters(*net);
+      const auto count = std::make_shared<GatherCount>(mine);
+      const Attachment inside = nn::attach(*net, "layer*", count);
+      auto sharded = fully_shard(net, group, {.wrap = "layer*", .prefetch = limits});
+      for (int step = 0; step < 2; ++step) {
+        mine->clear();
+        count->begun.clear();
+        sharded->begin_step();
+        net(at::full({1, 64}, 0.1)).sum().backward();
+        sharded->finish();
+      }
+      if (world.rank() > 0) return;
+      for (size_t call = 0; call < 3; ++call) ahead.push_back(count->begun[call] - call - 1);
+    });
+    return ahead;
+  };
+  using Ahead = std::vector<size_t>;
+  EXPECT_EQ(ahead_of({.units = 0}), (Ahead{0, 0, 0}));
+  EXPECT_EQ(ahead_of({.units = 1}), (Ahead{1, 1, 1}));
+  EXPECT_EQ(ahead_of({.units = 3}), (Ahead{3, 3, 3}));
+  EXPECT_EQ(ahead_of({.units = 3, .bytes = unit - 1}), (Ahead{0, 0, 0}));
+  EXPECT_EQ(ahead_of({.units = 3, .bytes = 2 * unit + unit / 2}), (Ahead{2, 2, 2}));
+}
+
+TEST(FullyShard, WaitingForAPeerIsExposedTime) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    for (int step = 0; step < 2; ++step) {
+      if (step == 1 && world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
+      sharded->begin_step();
+      backward_of(net, whole_batch(samples));
+      sharded->finish();
+    }
+    const SynchronizationStatistics& seen = sharded->statistics();
+    if (world.rank() == 0) EXPECT_GT(seen.exposed_s, 0.06);
+    EXPECT_GT(seen.num_early, 0);
+  });
+}
+
+/// Counts copies of as many elements as a matrix of interest has.
+class CopyCount final : public nn::OperatorHooks {
+ public:
+  explicit CopyCount(int64_t numel) : numel_(numel) {}
+  void call(nn::OperatorCall& operation) override {
+    if (operation.name() == "aten::copy_" && operation.arguments()[0].toTensor().numel() == numel_) ++copies;
+    operation.run();
+  }
+  int copies = 0;
+
+ private:
+  int64_t numel_;
+};
+
+/// Look-up, a layer, and the fused loss that computes its weight's gradient in forward.
+struct TinyLanguageModelImpl : nn::Module {
+  explicit TinyLanguageModelImpl(bool tied) : embedding(31, 8), layer(8, 8), head(nullptr) {
+    register_module("embedding", embedding);
+    register_module("layer", layer);
+    head = tied ? nn::LanguageModelHead(embedding->weight) : nn::LanguageModelHead(8, 31);
+    register_module("head", head);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) { return head(at::tanh(layer(embedding(ids))), std::optional<at::Tensor>(ids)); }
+  nn::Embedding embedding;
+  nn::Linear layer;
+  nn::LanguageModelHead head;
+};
+TESSERA_MODULE(TinyLanguageModel);
+
+TEST(FullyShard, GradientsAreComputedWhereTheyAreReduced) {
+  const at::Tensor ids = at::arange(12).remainder(7);
+  for (const bool tied : {false, true}) {
+    TinyLanguageModel whole(tied);
+    for (int pass = 0; pass < 2; ++pass) whole(ids).backward();
+    const Gradients expected = named_gradients(*whole);
+    run_ranks(2, [&](World& world) {
+      TinyLanguageModel model(tied);
+      auto sharded = fully_shard(model, world.group(), {.wrap = "layer"});
+      const auto mine = [&] { return model(ids.narrow(0, 6 * world.rank(), 6)); };
+      for (int step = 0; step < 2; ++step) {
+        const auto copies = std::make_shared<CopyCount>(31 * 8);
+        sharded->begin_step();
+        for (int pass = 0; pass < 2; ++pass) {
+          sharded->set_last_micro_batch(pass == 1);
+          const at::Tensor loss = mine();
+          const nn::OperatorScope counted(copies);
+          loss.backward();
+        }
+        sharded->finish();
+        EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
+        if (!tied) EXPECT_EQ(copies->copies, 0);
+      }
+      // The place is with the first forward, whose backward comes last.
+      sharded->begin_step();
+      sharded->set_last_micro_batch(false);
+      const at::Tensor first = mine(), second = mine();
+      second.backward();
+      sharded->set_last_micro_batch(true);
+      first.backward();
+      sharded->finish();
+      EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
+      // One whose backward never comes.
+      sharded->begin_step();
+      sharded->set_last_micro_batch(false);
+      const at::Tensor dropped = mine();
+      for (int pass = 0; pass < 2; ++pass) {
+        sharded->set_last_micro_batch(pass == 1);
+        mine().backward();
+      }
+      sharded->finish();
+      EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
+    });
+  }
+}
+
+/// Nothing but a few operators a layer, so that what each costs by itself shows.
+struct ManyOperators : torch::nn::Module {
+  ManyOperators() {
+    for (int i = 0; i < 4; ++i) weights.push_back(register_parameter("w" + std::to_string(i), at::full({8}, 0.1)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (int i = 0; i < 400; ++i) x = x * weights[i / 100];
+    return x;
+  }
+  std::vector<at::Tensor> weights;
+};
+
+TEST(FullyShard, AnOperatorCostsLittleUnderWatch) {
+  constexpr int repeats = 20, operators = 400;
+  const auto seconds = [](const std::function<void()>& work) {
+    double fastest = 1e9;
+    for (int i = 0; i < repeats; ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      work();
+      fastest = std::min(fastest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return fastest;
+  };
+  ManyOperators plain;
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::ones({8});
+  const double alone = seconds([&] { plain.forward(x); });
+  run_ranks(2, [&](World& world) {
+    const auto model = std::make_shared<ManyOperators>();
+    auto sharded = fully_shard(*model, world.group(), {.trigger = ShardTrigger::Operators});
+    const at::NoGradGuard no_grad;
+    sharded->begin_evaluation();
+    const double watched = seconds([&] { model->forward(x); });
+    sharded->end_evaluation();
+    if (world.rank() > 0) return;
+    std::printf("an operator: %.0f ns, under watch %.0f ns\n", 1e9 * alone / operators, 1e9 * watched / operators);
+    EXPECT_LT(watched / operators - alone / operators, 20e-6);
+  });
+}
+
+}  // namespace
+}  // namespace tessera

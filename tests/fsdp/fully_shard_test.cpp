@@ -1,0 +1,373 @@
+#include "tessera/fsdp/fully_shard.h"
+
+#include <gmock/gmock.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/memory.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+constexpr double loss_parity = 5e-6;
+
+/// What one process does with the whole batch.
+struct Reference {
+  std::vector<Gradients> gradients;
+  std::vector<double> losses;
+  Gradients weights;
+};
+
+Reference reference(int steps, bool skip = false) {
+  Reference seen;
+  DeepNet net;
+  if (skip) net->skipped = &net->blocks[1];
+  for (int step = 0; step < steps; ++step) {
+    net->zero_grad();
+    const Batch batch = whole_batch(samples, step);
+    const at::Tensor loss = loss_of(net(batch.x), batch.y, samples);
+    loss.backward();
+    seen.losses.push_back(loss.item<double>());
+    seen.gradients.push_back(named_gradients(*net));
+    sgd(*net, 0.05);
+  }
+  seen.weights = named_values(*net);
+  return seen;
+}
+
+/// The sum over ranks of a number.
+double total(const World& world, double value) {
+  const at::Tensor sum = at::full({1}, value, at::kDouble);
+  comm::all_reduce(world.group(), sum);
+  return sum.item<double>();
+}
+
+class WorldSizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(FullyShard, WorldSizes, ::testing::Values(1, 2, 3, 5, 8));
+
+void expect_parity(World& world, FullyShardOptions options, int steps, const Reference& expected) {
+  DeepNet net;
+  auto sharded = fully_shard(net, world.group(), std::move(options));
+  for (int step = 0; step < steps; ++step) {
+    const Batch mine = part_of(whole_batch(samples, step), world.size(), world.rank());
+    sharded->begin_step();
+    const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+    loss.backward();
+    sharded->finish();
+    EXPECT_NEAR(total(world, loss.item<double>()), expected.losses[step], loss_parity * expected.losses[step]) << "step " << step;
+    // Adding up in another order moves the weights, and the gradients of later steps with them.
+    EXPECT_LT(slice_difference(*net, expected.gradients[step]), step == 0 ? parity : 100 * parity) << "step " << step;
+    sgd(*net, 0.05);
+  }
+  EXPECT_LT(slice_difference(*net, expected.weights, /*values=*/true), parity);
+}
+
+TEST_P(WorldSizes, TwentyStepsEqualOneProcess) {
+  const Reference expected = reference(20);
+  run_ranks(GetParam(), [&](World& world) { expect_parity(world, {.wrap = "block*"}, 20, expected); });
+}
+
+TEST_P(WorldSizes, AnyUnitsAndAnyPrefetch) {
+  const Reference expected = reference(3);
+  run_ranks(GetParam(), [&](World& world) {
+    expect_parity(world, {}, 3, expected);
+    expect_parity(world, {.wrap = "**", .prefetch = {.units = 0}}, 3, expected);
+    expect_parity(world, {.policy = wrap_by_type<BlockImpl>(), .prefetch = {.units = 3, .bytes = 700}}, 3, expected);
+    expect_parity(world, {.policy = wrap_by_size(40), .reshard_after_forward = false}, 3, expected);
+    expect_parity(world, {.wrap = "block*", .trigger = ShardTrigger::Operators}, 3, expected);
+  });
+}
+
+TEST_P(WorldSizes, AccumulationEqualsOneBackward) {
+  const int ranks = GetParam();
+  const Reference expected = reference(1);
+  for (const std::string wrap : {"block*", ""}) {  // alone, a unit's reduction is still under way when its next gradients come
+    for (const bool each : {true, false}) {
+      run_ranks(ranks, [&](World& world) {
+        DeepNet net;
+        auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .reduce_each_micro_batch = each});
+        const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+        sharded->begin_step();
+        for (int pass = 0; pass < 3; ++pass) {
+          sharded->set_last_micro_batch(pass == 2);
+          backward_of(net, part_of(mine, 3, pass));
+        }
+        sharded->finish();
+        EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+      });
+    }
+  }
+}
+
+TEST_P(WorldSizes, EvaluationSeesWholeParametersAndLeavesSlices) {
+  const Batch batch = whole_batch(samples);
+  DeepNet plain;
+  const at::Tensor expected = plain(batch.x).detach();
+  run_ranks(GetParam(), [&](World& world) {
+    for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Gradients before = named_values(*net);
+      for (int pass = 0; pass < 2; ++pass) {
+        const at::NoGradGuard no_grad;
+        sharded->begin_evaluation();
+        EXPECT_TRUE(at::equal(net(batch.x), expected));
+        sharded->end_evaluation();
+      }
+      for (const auto& [name, value] : named_values(*net)) EXPECT_TRUE(at::equal(value, before.at(name))) << name;
+    }
+  });
+}
+
+TEST(FullyShard, SlicesAreDrawnAsOneProcessDrawsTheWhole) {
+  auto whole = on_meta([] { return DeepNet(); });
+  materialize(whole, 5);
+  const Gradients expected = named_values(*whole);
+  run_ranks(3, [&](World& world) {
+    auto net = on_meta([] { return DeepNet(); });
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    materialize(net, 5);
+    EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
+    int64_t bytes = 0;
+    for (const ShardUnit& unit : sharded->units()) bytes += unit.local_bytes;
+    EXPECT_EQ(memory.current(MemoryCategory::Parameters), bytes);
+  });
+}
+
+TEST(FullyShard, AUsersInitWritesWholeParametersOneUnitAtATime) {
+  DeepNet plain;
+  const Gradients expected = named_values(*plain);
+  run_ranks(5, [&](World& world) {
+    auto net = on_meta([] { return DeepNet(); });
+    std::vector<std::string> called;
+    const auto init = [&](torch::nn::Module& module, const std::string& path) {
+      called.push_back(path);
+      const at::NoGradGuard no_grad;
+      for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+        const std::string name = path + "." + parameter.key();
+        if (expected.contains(name)) parameter.value().copy_(expected.at(name));
+      }
+    };
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init});
+    EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
+    EXPECT_EQ(called, (std::vector<std::string>{"first", "block0", "block0.w1", "block0.w2", "block1", "block1.w1", "block1.w2", "block2", "block2.w1",
+                                                "block2.w2", "norm", "last"}));
+  });
+}
+
+TEST(FullyShard, HybridSumsTheSlicesOverTheReplicas) {
+  const Reference expected = reference(2);
+  run_ranks(6, [&](World& world) {
+    // Two copies of a model that three ranks share.
+    const int first = world.rank() / 3 * 3;
+    const comm::Group shard = world.subgroup({first, first + 1, first + 2}, "dp_shard" + std::to_string(first));
+    const comm::Group replicate = world.subgroup({world.rank() % 3, world.rank() % 3 + 3}, "dp_replicate" + std::to_string(world.rank() % 3));
+    for (const bool each : {true, false}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, shard, {.wrap = "block*", .reduce_each_micro_batch = each, .replicate = replicate});
+      for (int step = 0; step < 2; ++step) {
+        const Batch mine = part_of(whole_batch(samples, step), 6, world.rank());
+        sharded->begin_step();
+        for (int pass = 0; pass < 2; ++pass) {
+          sharded->before_micro_batch({.last = pass == 1});
+          backward_of(net, part_of(mine, 2, pass));
+        }
+        sharded->finish();
+        EXPECT_LT(slice_difference(*net, expected.gradients[step]), 10 * parity);
+        sgd(*net, 0.05);
+      }
+    }
+  });
+}
+
+TEST(FullyShard, PureReplicationIsAGroupOfOneWithReplicas) {
+  const Reference expected = reference(1);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, comm::Group::self(), {.wrap = "block*", .replicate = world.group()});
+    sharded->begin_step();
+    backward_of(net, part_of(whole_batch(samples), 3, world.rank()));
+    sharded->finish();
+    EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+  });
+}
+
+TEST(FullyShard, AStepThatDidNotEndLeavesNothing) {
+  const Reference expected = reference(1);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      sharded->begin_step();
+      backward_of(net, part_of(whole_batch(samples), 3, world.rank()));  // the last unit is still on its way
+    }
+    sharded->finish();
+    EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+  });
+}
+
+TEST(FullyShard, AverageDividesByAllRanks) {
+  const Reference expected = reference(1);
+  run_ranks(4, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.average = true});
+    sharded->begin_step();
+    backward_of(net, whole_batch(samples));
+    sharded->finish();
+    EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+  });
+}
+
+TEST(FullyShard, ParitySeesARankThatIsDropped) {
+  const Reference expected = reference(1);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    sharded->begin_step();
+    backward_of(net, part_of(whole_batch(samples), 3, world.rank()), world.rank() == 1 ? 0.0 : 1.0);
+    sharded->finish();
+    const double largest = slice_difference(*net, expected.gradients[0]);
+    EXPECT_GT(total(world, largest), 100 * parity);
+  });
+}
+
+TEST(FullyShard, UnusedParameters) {
+  const Reference expected = reference(1, /*skip=*/true);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    net->skipped = &net->blocks[1];
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) {
+      sharded->begin_step();
+      backward_of(net, part_of(whole_batch(samples), 3, world.rank()));
+      sharded->finish();
+      EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+    }
+    DeepNet other;
+    other->skipped = &other->blocks[1];
+    auto strict = fully_shard(other, world.group(), {.wrap = "block*"});
+    strict->begin_step();
+    backward_of(other, part_of(whole_batch(samples), 3, world.rank()));
+    EXPECT_THAT(refusal([&] { strict->finish(); }), HasSubstr("'block1.w1.weight'"));
+  });
+}
+
+TEST(FullyShard, AParameterThatOneRankAloneUses) {
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .find_unused_parameters = true});
+    sharded->begin_step();
+    // Ranks call the same modules, but on ranks 0 and 2 the output of a block does not reach the loss.
+    const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+    const at::Tensor h = net->first(mine.x), side = net->blocks[0](h);
+    const at::Tensor joined = net->last(net->out(net->norm(world.rank() == 1 ? side : h)));
+    loss_of(joined, mine.y, samples).backward();
+    sharded->finish();
+    for (const auto& parameter : nn::unique_parameters(*net)) {
+      const bool used =
+          parameter.name.find("block1") == std::string::npos && parameter.name.find("block2") == std::string::npos && parameter.tensor.requires_grad();
+      EXPECT_EQ(parameter.tensor.grad().defined(), used) << parameter.name;
+    }
+  });
+}
+
+TEST(FullyShard, GathersInAnotherDtypeAndReducesInAThird) {
+  const Reference expected = reference(1);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .param_dtype = at::kDouble, .reduce_dtype = at::kDouble});
+    sharded->begin_step();
+    EXPECT_EQ(net->first->weight.scalar_type(), at::kDouble);
+    const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+    backward_of(net, {mine.x.to(at::kDouble), mine.y.to(at::kDouble)});
+    sharded->finish();
+    EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);
+    EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
+  });
+}
+
+TEST(FullyShard, KeepsGradientsInAWiderTypeThanTheyCrossIn) {
+  const Reference expected = reference(1);
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_dtype = at::kBFloat16});
+    sharded->begin_step();
+    const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+    for (int pass = 0; pass < 2; ++pass) {
+      sharded->set_last_micro_batch(pass == 1);
+      backward_of(net, part_of(mine, 2, pass));
+    }
+    sharded->finish();
+    for (const auto& parameter : nn::unique_parameters(*net)) {
+      if (parameter.tensor.grad().defined()) EXPECT_EQ(parameter.tensor.grad().scalar_type(), at::kFloat) << parameter.name;
+    }
+    const double off = slice_difference(*net, expected.gradients[0]);
+    EXPECT_LT(off, 0.03);  // roundings to 8 bits
+    if (world.rank() == 0) EXPECT_GT(off, parity);
+    DeepNet copied;
+    auto replicas = fully_shard(copied, comm::Group::self(), {.reduce_dtype = at::kBFloat16, .replicate = world.group()});
+    replicas->begin_step();
+    backward_of(copied, mine);
+    replicas->finish();
+    EXPECT_EQ(copied->last->weight.grad().scalar_type(), at::kFloat);
+    EXPECT_LT(slice_difference(*copied, expected.gradients[0]), 0.03);
+  });
+}
+
+TEST(FullyShard, APlainModuleGathersByItsOperators) {
+  const auto expected = one_process(3);
+  for (int ranks : {2, 3, 5}) {
+    run_ranks(ranks, [&](World& world) {
+      const auto net = std::make_shared<Net>();
+      auto sharded = fully_shard(*net, world.group(), {.wrap = "middle"});
+      for (int step = 0; step < 3; ++step) {
+        sharded->begin_step();
+        backward(*net, part_of(whole_batch(samples, step), ranks, world.rank()));
+        sharded->finish();
+        Gradients whole;
+        for (size_t i = 0; const auto& item : net->named_parameters()) whole[item.key()] = expected[step][i++];
+        EXPECT_LT(slice_difference(*net, whole), 10 * parity);
+        sgd(*net, 0.05);
+      }
+    });
+  }
+}
+
+TEST(FullyShard, Refusals) {
+  run_ranks(2, [&](World& world) {
+    const auto refused = [&](FullyShardOptions options) {
+      auto net = on_meta([] { return DeepNet(); });
+      return refusal([&] { fully_shard(net, world.group(), std::move(options)); });
+    };
+    EXPECT_THAT(refused({.wrap = "blok*"}), HasSubstr("fully_shard: wrap = 'blok*': no module matches 'blok*'"));
+    EXPECT_THAT(refused({.wrap = "blok*"}), HasSubstr("nearest path is 'block"));
+    EXPECT_THAT(refused({.wrap = "block*", .policy = wrap_by_size(3)}), HasSubstr("leave one of them out"));
+    EXPECT_THAT(refused({.wrap = "block*", .unit_bytes_limit = 100}), HasSubstr("fully_shard: unit 'block0' (with 'block0.w1.weight') alone takes 704 bytes"));
+    const auto nothing = [](torch::nn::Module&, const std::string&) {};
+    const auto reshape = [](torch::nn::Module& module, const std::string&) { module.named_parameters(false).begin()->value().set_data(at::ones({2})); };
+    EXPECT_THAT(refused({.wrap = "block*", .init = nothing}), HasSubstr("init left 35 of 35 elements of 'first.weight' untouched"));
+    EXPECT_THAT(refused({.wrap = "block*", .init = reshape}), HasSubstr("init changed the shape of 'first.weight' from [7, 5] to [2]"));
+    const auto plain = std::make_shared<Net>();
+    EXPECT_THAT(refusal([&] { fully_shard(*plain, world.group(), {.trigger = ShardTrigger::Calls}); }), HasSubstr("is a plain torch::nn::Module"));
+    // Replicas that differ.
+    DeepNet other;
+    if (world.rank() == 1) fill_parameters(*other, 2);
+    EXPECT_THAT(refusal([&] { fully_shard(other, world.group()); }), HasSubstr("the replicas differ: parameter 'first.weight'"));
+    // A second gradient after the unit has gone.
+    DeepNet twice;
+    auto sharded = fully_shard(twice, world.group());
+    sharded->begin_step();
+    backward_of(twice, whole_batch(samples));
+    EXPECT_THAT(refusal([&] { backward_of(twice, whole_batch(samples)); }), HasSubstr("got another gradient after its unit was reduced"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera

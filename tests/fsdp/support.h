@@ -1,0 +1,108 @@
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/module.h"
+#include "tessera/nn/parameter.h"
+#include "tests/nn/net.h"
+
+/// Models that are sharded, and how their slices compare to one process.
+namespace tessera::testing_support {
+
+/// h + w2(tanh(w1 h)) * scale * gain: odd sizes, a parameter smaller than most groups, a scalar, a frozen one.
+struct BlockImpl : nn::Module {
+  BlockImpl() : w1(7, 11), w2(nn::LinearOptions(11, 7).bias(false)) {
+    register_module("w1", w1);
+    register_module("w2", w2);
+    scale = register_parameter("scale", at::ones({7}));
+    gain = register_parameter("gain", at::ones({}));
+    shift = register_parameter("shift", at::ones({3, 1}), /*requires_grad=*/false);
+    nn::set_init(scale, nn::InitRule::uniform(0.5, 1));
+    nn::set_init(gain, nn::InitRule::uniform(0.5, 1));
+    nn::set_init(shift, nn::InitRule::uniform(-1, 1));
+  }
+  at::Tensor forward(const at::Tensor& h) { return h + w2(at::tanh(w1(h) + shift.sum())) * scale * gain; }
+
+  nn::Linear w1, w2;
+  at::Tensor scale, gain, shift;
+};
+TESSERA_MODULE(Block);
+
+/// x weight: shares the first layer's weight.
+struct TiedOutImpl : nn::Module {
+  explicit TiedOutImpl(const at::Tensor& tied) { weight = register_parameter("weight", tied); }
+  at::Tensor forward(const at::Tensor& h) { return at::matmul(h, weight); }
+  at::Tensor weight;
+};
+TESSERA_MODULE(TiedOut);
+
+/// first -> blocks, the last of them twice -> norm -> tied out -> last.
+struct DeepNetImpl : nn::Module {
+  DeepNetImpl() : first(5, 7), norm(nn::LinearOptions(7, 7).bias(false)), out(first->weight), last(5, 3) {
+    register_module("first", first);
+    for (int i = 0; i < 3; ++i) register_module("block" + std::to_string(i), blocks.emplace_back());
+    register_module("norm", norm);
+    register_module("out", out);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = first(x);
+    for (Block& block : blocks) {
+      if (skipped != &block) h = block(h);
+    }
+    h = blocks.back()(h);
+    return last(out(norm(h)));
+  }
+
+  nn::Linear first, norm;
+  std::vector<Block> blocks;
+  TiedOut out;
+  nn::Linear last;
+  const Block* skipped = nullptr;
+};
+TESSERA_MODULE(DeepNet);
+
+template <class Model>
+void backward_of(Model& model, const Batch& batch, double weight = 1) {
+  (loss_of(model(batch.x), batch.y, samples) * weight).backward();
+}
+
+using Gradients = std::map<std::string, at::Tensor>;
+
+inline Gradients named_gradients(const torch::nn::Module& module) {
+  Gradients gradients;
+  for (const auto& parameter : nn::unique_parameters(module))
+    gradients[parameter.name] = parameter.tensor.grad().defined() ? parameter.tensor.grad().clone() : at::Tensor();
+  return gradients;
+}
+
+inline Gradients named_values(const torch::nn::Module& module) {
+  Gradients values;
+  for (const auto& parameter : nn::unique_parameters(module)) values[parameter.name] = parameter.tensor.detach().clone();
+  return values;
+}
+
+/// Largest difference of the slices' gradients (or, with `values`, of the slices) from those of one process, relative to the largest entry of each whole
+/// tensor.
+inline double slice_difference(const torch::nn::Module& module, const Gradients& whole, bool values = false) {
+  double largest = 0;
+  for (const auto& parameter : nn::unique_parameters(module)) {
+    const at::Tensor& expected = whole.at(parameter.name);
+    const at::Tensor actual = values ? parameter.tensor.detach() : parameter.tensor.grad();
+    EXPECT_EQ(actual.defined(), expected.defined()) << parameter.name;
+    if (!actual.defined() || !expected.defined()) continue;
+    const Slice& slice = nn::slice_of(parameter.tensor);
+    EXPECT_EQ(actual.sizes(), at::IntArrayRef(slice.local_shape())) << parameter.name;
+    if (slice.numel() == 0) continue;
+    const double scale = std::max(expected.abs().max().item<double>(), 1e-30);
+    largest = std::max(largest, (actual - take(expected, slice)).abs().max().item<double>() / scale);
+  }
+  return largest;
+}
+
+}  // namespace tessera::testing_support

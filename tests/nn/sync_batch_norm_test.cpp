@@ -1,0 +1,117 @@
+#include "tessera/nn/sync_batch_norm.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/core/rng.h"
+#include "tessera/layout/slice.h"
+#include "tessera/nn/meta.h"
+
+namespace tessera::nn {
+namespace {
+
+constexpr int64_t kChannels = 3;
+constexpr double kBound = 1e-5;  // of each tensor's largest entry
+
+at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float mean = 0) {
+  const at::Tensor tensor = at::empty(sizes, at::kFloat);
+  CounterRng(6, stream).fill_normal(tensor.data_ptr<float>(), 0, tensor.numel(), mean, 1);
+  return tensor;
+}
+
+double difference(const at::Tensor& got, const at::Tensor& want) {
+  if (want.numel() == 0) return 0;
+  return ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item<double>();
+}
+
+template <class Norm>
+void set_affine(Norm& norm) {
+  const at::NoGradGuard no_grad;
+  norm.weight.copy_(values({kChannels}, "weight"));
+  norm.bias.copy_(values({kChannels}, "bias"));
+}
+
+/// Two training steps and a pass in eval mode of libtorch's BatchNorm on the whole batch.
+struct OneDevice {
+  explicit OneDevice(const BatchNormOptions& options, int64_t samples) : norm(options) {
+    set_affine(*norm);
+    for (int step = 0; step < 2; ++step) {
+      x = values({samples, kChannels, 2, 2}, "x" + std::to_string(step), 5).requires_grad_(true);
+      norm->zero_grad();
+      y = norm(x);
+      (y * values(x.sizes(), "dy")).sum().backward();
+    }
+    weight_grad = norm->weight.grad(), bias_grad = norm->bias.grad();
+    norm->eval();
+    evaluated = norm(x.detach());
+  }
+  torch::nn::BatchNorm2d norm;
+  at::Tensor x, y, weight_grad, bias_grad, evaluated;
+};
+
+void expect_the_whole_batch(const BatchNormOptions& options, int world, int64_t samples) {
+  OneDevice one(options, samples);
+  comm::run_ranks(world, [&](comm::World& ranks) {
+    const auto [begin, size] = chunk(samples, ranks.size(), ranks.rank());
+    SyncBatchNorm norm(options);
+    set_affine(*norm);
+    EXPECT_EQ(synchronize_batch_norms(*norm, ranks.group()), 1);
+    at::Tensor x, y;
+    for (int step = 0; step < 2; ++step) {
+      x = values({samples, kChannels, 2, 2}, "x" + std::to_string(step), 5).narrow(0, begin, size).clone().requires_grad_(true);
+      norm->zero_grad();
+      y = norm(x);
+      (y * values({samples, kChannels, 2, 2}, "dy").narrow(0, begin, size)).sum().backward();
+    }
+    EXPECT_LE(difference(y, one.y.narrow(0, begin, size)), kBound);
+    EXPECT_LE(difference(x.grad(), one.x.grad().narrow(0, begin, size)), kBound);
+    at::Tensor weight_grad = norm->weight.grad(), bias_grad = norm->bias.grad();  // data parallelism sums them
+    comm::all_reduce(ranks.group(), weight_grad);
+    comm::all_reduce(ranks.group(), bias_grad);
+    EXPECT_LE(difference(weight_grad, one.weight_grad), kBound);
+    EXPECT_LE(difference(bias_grad, one.bias_grad), kBound);
+    EXPECT_LE(difference(norm->running_mean, one.norm->running_mean), kBound);
+    EXPECT_LE(difference(norm->running_var, one.norm->running_var), kBound);
+    EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 2);
+    norm->eval();
+    EXPECT_LE(difference(norm(x.detach()), one.evaluated.narrow(0, begin, size)), kBound);
+  });
+}
+
+TEST(SyncBatchNorm, EqualsTheWholeBatchOnOneDevice) {
+  for (const int world : {1, 2, 3, 5, 8}) expect_the_whole_batch(BatchNormOptions(kChannels), world, 7);  // of 8 ranks, one holds nothing
+}
+
+TEST(SyncBatchNorm, KeepsACumulativeAverage) { expect_the_whole_batch(BatchNormOptions(kChannels).momentum(std::nullopt), 3, 5); }
+
+TEST(SyncBatchNorm, WithoutItsStatisticsSharedGradientsDiffer) {
+  OneDevice one(BatchNormOptions(kChannels), 6);
+  SyncBatchNorm alone(kChannels);
+  set_affine(*alone);
+  const at::Tensor x = one.x.detach().narrow(0, 0, 3).clone().requires_grad_(true);
+  (alone(x) * values({6, kChannels, 2, 2}, "dy").narrow(0, 0, 3)).sum().backward();
+  EXPECT_GT(difference(x.grad(), one.x.grad().narrow(0, 0, 3)), 100 * kBound);
+}
+
+TEST(SyncBatchNorm, IsBuiltOnMetaAndKeepsItsInputsDtype) {
+  const auto norm = on_meta([] { return SyncBatchNorm(kChannels).ptr(); });
+  materialize(*norm, 1);
+  const auto& impl = *std::dynamic_pointer_cast<SyncBatchNormImpl>(norm);
+  EXPECT_TRUE(at::equal(impl.running_var, at::ones({kChannels})));
+  EXPECT_TRUE(at::equal(impl.weight, at::ones({kChannels})));
+  SyncBatchNorm half(kChannels);
+  EXPECT_EQ(half(values({4, kChannels}, "x").to(at::kBFloat16)).scalar_type(), at::kBFloat16);
+}
+
+TEST(SyncBatchNorm, RefusesOtherChannels) {
+  SyncBatchNorm norm(kChannels);
+  EXPECT_THAT([&] { norm(at::zeros({2, kChannels + 1})); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("must be [samples, 3, ...]")));
+}
+
+}  // namespace
+}  // namespace tessera::nn

@@ -1,0 +1,114 @@
+#include "tessera/plan/fit.h"
+
+#include <gmock/gmock.h>
+
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/out_of_memory.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using Sets = std::vector<std::string>;
+
+class Fit : public testing::TrainFixture {
+ protected:
+  static int64_t peak_of(const Config& config, int world) { return total_of(plan::largest_class(plan::dry_run(config, world)).peak_bytes); }
+};
+
+TEST_F(Fit, CheapSettingsComeFirst) {
+  const auto alone = plan::cheaper_settings(config("llama"), 1);
+  EXPECT_THAT(alone, ElementsAre(Sets{"recompute.mode=selective"}, Sets{"batch.micro_size=1"}, Sets{"batch.micro_size=1", "recompute.mode=selective"},
+                                 Sets{"recompute.mode=full"}, Sets{"batch.micro_size=1", "recompute.mode=full"}));
+  const auto four = plan::cheaper_settings(config("llama"), 4);
+  EXPECT_EQ(four.size(), 4u * 2 * 3 - 1);
+  EXPECT_EQ(four[0], Sets{"zero.stage=1"});
+  EXPECT_EQ(four[1], Sets{"zero.stage=2"});
+  EXPECT_EQ(four.back(), (Sets{"zero.stage=3", "batch.micro_size=1", "recompute.mode=full"}));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"batch.micro_size=1", "recompute.mode=full"}), 1), IsEmpty());
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=2"}), 2), Not(Contains(Contains("zero.stage=1"))));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"mesh.dp_replicate=3"}), 3), Contains(Sets{"zero.stage=1", "mesh.dp_replicate=1", "mesh.dp_shard=3"}));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"recompute.mode=full", "recompute.every=2"}), 1),
+              Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
+}
+
+TEST_F(Fit, FindsTheFirstThatFits) {
+  const Config settings = config("llama");
+  const int64_t now = peak_of(settings, 2);
+  const auto easy = plan::find_fit(settings, 2, now - 1);
+  ASSERT_TRUE(easy.fits);
+  EXPECT_EQ(total_of(easy.now.peak), now);
+  EXPECT_EQ(plan::flags_of(*easy.best()), "--set zero.stage=1");
+  EXPECT_EQ(easy.largest.size(), 10u);
+  const int64_t full = peak_of(config("llama", {"recompute.mode=full"}), 1);
+  const auto alone = plan::find_fit(settings, 1, full);
+  ASSERT_TRUE(alone.fits);
+  EXPECT_LE(total_of(alone.best()->peak), full);
+  const auto none = plan::find_fit(settings, 1, 1000);
+  EXPECT_FALSE(none.fits);
+  EXPECT_EQ(none.tried.size(), 5u);
+  for (const auto& setting : none.tried) EXPECT_GE(total_of(setting.peak), total_of(none.best()->peak));
+  const auto impatient = plan::find_fit(settings, 2, 1000, std::chrono::seconds(0));
+  EXPECT_FALSE(impatient.complete);
+  EXPECT_EQ(impatient.best(), nullptr);
+}
+
+TEST_F(Fit, PassesOverWhatTheRulesRefuse) {
+  const auto search = plan::find_fit(config("llama", {"run.deterministic=true"}), 2, 1000);
+  for (const auto& setting : search.tried) EXPECT_THAT(plan::flags_of(setting), Not(HasSubstr("zero.stage")));
+  EXPECT_EQ(search.tried.size(), 5u);
+}
+
+// What is predicted is what a run needs, to the byte: at that limit it trains, a byte below it does not.
+TEST_F(Fit, ALimitIsHeldToTheByte) {
+  const Sets few{"run.steps=2", "batch.global_size=4", "run.threads=1"};
+  const auto limited = [&](Sets sets, int64_t limit) {
+    sets.insert(sets.end(), few.begin(), few.end());
+    sets.push_back("run.memory_limit_bytes=" + std::to_string(limit));
+    return config("llama", sets);
+  };
+  for (const auto& sets : std::vector<Sets>{{}, {"recompute.mode=full", "batch.micro_size=1"}}) {
+    const int64_t peak = peak_of(limited(sets, 1), 1);
+    EXPECT_NO_THROW(train(limited(sets, peak), 1));
+    EXPECT_THAT([&] { train(limited(sets, peak - 1), 1); }, ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("out of memory")));
+  }
+}
+
+TEST_F(Fit, PlanSaysWhetherItFits) {
+  const int64_t peak = peak_of(config("llama"), 1);
+  const auto fits = plan::dry_run(config("llama", {"run.memory_limit_bytes=" + std::to_string(peak)}), 1);
+  const auto does_not = plan::dry_run(config("llama", {"run.memory_limit_bytes=" + std::to_string(peak - 1)}), 1);
+  EXPECT_TRUE(plan::to_json(fits).at("fits").get<bool>());
+  EXPECT_FALSE(plan::to_json(does_not).at("fits").get<bool>());
+  EXPECT_THAT(plan::to_string(does_not), HasSubstr("does not fit run.memory_limit_bytes"));
+  EXPECT_FALSE(plan::to_json(plan::dry_run(config("llama"), 1)).contains("fits"));
+}
+
+TEST_F(Fit, AnOutOfMemoryIsExplained) {
+  const Config settings = config("llama");
+  MemoryRefusal refusal{
+      .requested = 1 << 20, .limit = peak_of(settings, 2) - 1, .category = MemoryCategory::Activations, .module = "layers.1.attention", .phase = "forward"};
+  refusal.in_use[static_cast<size_t>(MemoryCategory::Parameters)] = 3 << 20;
+  refusal.largest = {{.bytes = 3 << 20, .category = MemoryCategory::Parameters, .module = {}, .name = "head.weight", .shape = {}}};
+  const auto report = plan::explain(settings, {.rank = 1, .world = 2, .refusal = refusal});
+  EXPECT_THAT(report.sentence, AllOf(HasSubstr("rank 1 is out of memory in forward of layers.1.attention: 1.00 MiB more (activations)"),
+                                     HasSubstr("run.memory_limit_bytes = "), HasSubstr("3.00 MiB in use"), HasSubstr("--set zero.stage=1 (peak ")));
+  EXPECT_THAT(report.sentence, Not(HasSubstr("\n")));
+  EXPECT_THAT(report.tables, AllOf(HasSubstr("in use"), HasSubstr("predicted peak"), HasSubstr("head.weight"), HasSubstr("(w, g, k) = (4, 4, 8)"),
+                                   HasSubstr("zero.stage = 0 over 1 rank"), HasSubstr("as it is")));
+  // Of a device there is no limit to name, and nobody watched: what a dry run knows stands in.
+  refusal.limit = 0;
+  refusal.largest.clear();
+  const auto device = plan::explain(settings, {.rank = 0, .world = 1, .refusal = refusal});
+  EXPECT_THAT(device.sentence, HasSubstr("could not be had beside the 3.00 MiB in use"));
+  EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg")));
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,103 @@
+#include "tessera/precision/loss_scale.h"
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::precision {
+namespace {
+
+using Verdict = LossScale::Verdict;
+
+LossScale make(const std::string& loss_scale, int64_t growth_steps = 3, int64_t max_skips = 4) {
+  PrecisionConfig config;
+  config.loss_scale = loss_scale;
+  config.growth_steps = growth_steps;
+  config.max_skips = max_skips;
+  return LossScale(config);
+}
+
+TEST(LossScale, NoneScalesNothingAndStopsAtOnce) {
+  auto none = make("none");
+  EXPECT_FALSE(none.enabled());
+  EXPECT_EQ(none.value(), 1);
+  EXPECT_EQ(none.after_backward(true), Verdict::Update);
+  EXPECT_EQ(none.after_backward(false), Verdict::Stop);
+  EXPECT_EQ(none.skipped(), 0);
+}
+
+TEST(LossScale, DynamicHalvesOnASkipAndDoublesAfterFiniteStepsInARow) {
+  auto scale = make("dynamic");
+  EXPECT_EQ(scale.value(), 65536);
+  EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
+  EXPECT_EQ(scale.value(), 32768);
+  EXPECT_EQ(scale.after_backward(true), Verdict::Update);
+  EXPECT_EQ(scale.after_backward(true), Verdict::Update);
+  EXPECT_EQ(scale.after_backward(false), Verdict::Skip) << "two finite steps do not yet make three";
+  EXPECT_EQ(scale.value(), 16384);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(true), Verdict::Update);
+  EXPECT_EQ(scale.value(), 32768);
+  for (int i = 0; i < 300; ++i) scale.after_backward(true);
+  EXPECT_EQ(scale.value(), 1 << 24) << "and no further";
+  EXPECT_EQ(scale.skipped(), 2);
+}
+
+TEST(LossScale, StaticNeverMovesAndBothStopAfterSkipsInARow) {
+  for (const std::string mode : {"1000", "dynamic"}) {
+    auto scale = make(mode);
+    const double first = scale.value();
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
+    EXPECT_EQ(scale.after_backward(true), Verdict::Update) << "which begins the count anew";
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
+    EXPECT_EQ(scale.after_backward(false), Verdict::Stop);
+    EXPECT_EQ(scale.value(), mode == "dynamic" ? first / 64 : 1000);
+    EXPECT_EQ(scale.skipped(), 7);
+  }
+}
+
+TEST(LossScale, UnscalesInPlaceAndHalfInFp32) {
+  std::vector<nn::NamedParameter> parameters;
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kFloat}) parameters.push_back({"p" + std::to_string(parameters.size()), at::zeros({3}, dtype), {}});
+  parameters[0].tensor.mutable_grad() = at::full({3}, 65536.0);
+  parameters[1].tensor.mutable_grad() = at::full({3}, 6e-8, at::kHalf);  // fp16's smallest number: divided in fp16 it would vanish
+  const at::Tensor before = parameters[0].tensor.grad();
+  make("dynamic").unscale(parameters);
+  EXPECT_TRUE(parameters[0].tensor.grad().is_same(before));
+  EXPECT_EQ(parameters[0].tensor.grad()[0].item<float>(), 1);
+  EXPECT_EQ(parameters[1].tensor.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(parameters[1].tensor.grad()[0].item<float>(), std::ldexp(1.0f, -24 - 16));
+  EXPECT_FALSE(parameters[2].tensor.grad().defined());
+}
+
+TEST(LossScale, GoesOnFromItsStateBitForBit) {
+  auto first = make("dynamic"), second = make("dynamic");
+  for (const bool finite : {true, false, true, true}) first.after_backward(finite);
+  second.restore(nlohmann::json::parse(first.state().dump()), "ckpt");
+  for (const bool finite : {true, true, true, false, false, true, true, true}) {
+    EXPECT_EQ(first.after_backward(finite), second.after_backward(finite));
+    EXPECT_EQ(first.value(), second.value());
+  }
+  EXPECT_EQ(first.state(), second.state());
+}
+
+TEST(LossScale, AnotherKindTakesOverTheSkippedStepsAlone) {
+  auto before = make("dynamic");
+  before.after_backward(false);
+  for (const std::string mode : {"none", "256"}) {
+    auto after = make(mode);
+    const double value = after.value();
+    after.restore(before.state(), "ckpt");
+    EXPECT_EQ(after.value(), value);
+    EXPECT_EQ(after.skipped(), 1);
+  }
+  EXPECT_THAT([&] { make("dynamic").restore({{"value", "x"}}, "here"); },
+              ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("here: progress.loss_scale")));
+}
+
+}  // namespace
+}  // namespace tessera::precision

@@ -1,0 +1,142 @@
+#include "tessera/precision/master_weights.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/rng.h"
+#include "tessera/precision/gradient_dtype.h"
+#include "tessera/precision/stochastic_rounding.h"
+
+namespace tessera::precision {
+namespace {
+
+using optim::StateTensor;
+
+OptimConfig config_of(const std::string& name) {
+  OptimConfig config;
+  config.name = name;
+  config.lr = 1e-3;
+  config.momentum = name == "sgd" ? 0.9 : 0;
+  config.weight_decay = 0.1;
+  return config;
+}
+
+Policy policy(at::ScalarType params, at::ScalarType master = at::kFloat) { return {.params = params, .compute = params, .master = master}; }
+
+at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
+  const at::Tensor tensor = at::empty(sizes, at::kFloat);
+  CounterRng(9, stream).fill_uniform(tensor.data_ptr<float>(), 0, tensor.numel(), -scale, scale);
+  return tensor;
+}
+
+std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype, at::Device device = at::kCPU) {
+  std::vector<nn::NamedParameter> parameters;
+  for (const auto& shape : shapes) {
+    const std::string name = "p" + std::to_string(parameters.size());
+    const at::Tensor tensor = device.is_meta() ? at::empty(shape, at::TensorOptions(device).dtype(dtype)) : values(shape, name).to(dtype);
+    nn::set_slice(tensor, Slice::whole(name, shape));
+    parameters.push_back({name, tensor, {}});
+  }
+  return parameters;
+}
+
+void set_gradients(const std::vector<nn::NamedParameter>& parameters, int step, at::ScalarType dtype) {
+  for (const auto& parameter : parameters) {
+    const at::Tensor tensor = parameter.tensor;
+    tensor.mutable_grad() = values(tensor.sizes(), parameter.name + "/" + std::to_string(step), 0.01f).to(dtype);
+  }
+}
+
+class MasterWeightsOf : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(MasterWeightsOf, UpdatesAsFp32DoesAndShowsItRounded) {
+  const std::vector<std::vector<int64_t>> shapes{{7, 5}, {}, {0, 3}, {11}};
+  const auto weights = make_parameters(shapes, at::kBFloat16);
+  auto reference = make_parameters(shapes, at::kFloat);
+  for (size_t i = 0; i < weights.size(); ++i) reference[i].tensor.copy_(weights[i].tensor);
+  const auto masters = make_optimizer(config_of(GetParam()), policy(at::kBFloat16), 0, weights);
+  const auto plain = make_optimizer(config_of(GetParam()), {}, 0, reference);
+  for (int step = 0; step < 30; ++step) {
+    set_gradients(weights, step, step % 2 ? at::kFloat : at::kBFloat16);
+    set_gradients(reference, step, at::kBFloat16);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (step % 2) weights[i].tensor.mutable_grad().copy_(reference[i].tensor.grad());
+      reference[i].tensor.mutable_grad() = reference[i].tensor.grad().to(at::kFloat);
+    }
+    masters->step(1e-3);
+    plain->step(1e-3);
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    EXPECT_EQ(weights[i].tensor.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(at::equal(weights[i].tensor, reference[i].tensor.to(at::kBFloat16))) << i;
+  }
+  EXPECT_EQ(masters->update_counts(), plain->update_counts());
+  size_t kept = 0;
+  for (const StateTensor& state : masters->state()) {
+    EXPECT_EQ(state.tensor.scalar_type(), at::kFloat);
+    if (state.state != "master") continue;
+    EXPECT_TRUE(at::equal(state.tensor, reference[kept].tensor));
+    EXPECT_EQ(state.slice, nn::slice_of(weights[kept++].tensor));
+  }
+  EXPECT_EQ(kept, shapes.size());
+}
+
+TEST_P(MasterWeightsOf, GoesOnFromItsState) {
+  const auto weights = make_parameters({{5, 3}, {4}}, at::kHalf), resumed = make_parameters({{5, 3}, {4}}, at::kHalf);
+  const auto first = make_optimizer(config_of(GetParam()), policy(at::kHalf), 0, weights);
+  const auto run = [](optim::Optimizer& optimizer, const std::vector<nn::NamedParameter>& parameters, int from, int to) {
+    for (int step = from; step < to; ++step) {
+      set_gradients(parameters, step, at::kFloat);
+      optimizer.step(1e-2);
+    }
+  };
+  run(*first, weights, 0, 5);
+  const auto second = make_optimizer(config_of(GetParam()), policy(at::kHalf), 0, resumed);
+  for (size_t i = 0; i < weights.size(); ++i) resumed[i].tensor.copy_(weights[i].tensor);
+  const auto saved = first->state(), loaded = second->state();
+  ASSERT_EQ(saved.size(), loaded.size());
+  for (size_t i = 0; i < saved.size(); ++i) loaded[i].tensor.copy_(saved[i].tensor);
+  second->set_update_counts(first->update_counts());
+  run(*first, weights, 5, 9);
+  run(*second, resumed, 5, 9);
+  for (size_t i = 0; i < weights.size(); ++i) EXPECT_TRUE(at::equal(weights[i].tensor, resumed[i].tensor));
+  for (size_t i = 0; i < saved.size(); ++i) EXPECT_TRUE(at::equal(saved[i].tensor, loaded[i].tensor)) << saved[i].state;
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, MasterWeightsOf, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
+
+TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
+  OptimConfig config = config_of("sgd");
+  config.momentum = 0;
+  config.weight_decay = 0;
+  auto parameters = make_parameters({{1}}, at::kBFloat16);
+  parameters[0].tensor.fill_(1);
+  const auto optimizer = make_optimizer(config, policy(at::kBFloat16), 0, parameters);
+  for (int step = 0; step < 64; ++step) {
+    parameters[0].tensor.mutable_grad() = at::full({1}, -1.0);
+    optimizer->step(1.0 / 1024);  // a quarter of bf16's distance to the next number
+  }
+  EXPECT_EQ(parameters[0].tensor.item<float>(), 1 + 64.0f / 1024);
+}
+
+TEST(MasterWeights, PolicyPicksTheOptimizer) {
+  const auto fp32 = make_parameters({{3}}, at::kFloat), bf16 = make_parameters({{3}}, at::kBFloat16);
+  EXPECT_EQ(make_optimizer(config_of("adamw"), {}, 0, fp32)->state().size(), 2);
+  EXPECT_EQ(make_optimizer(config_of("adamw"), policy(at::kBFloat16), 0, bf16)->state().size(), 3);
+  EXPECT_EQ(make_optimizer(config_of("adamw"), policy(at::kBFloat16, at::kBFloat16), 0, bf16)->state().size(), 2);
+  EXPECT_THAT([&] { make_optimizer(config_of("lion"), policy(at::kBFloat16, at::kBFloat16), 0, bf16); },
+              ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("optim.name = lion has no update with stochastic rounding")));
+}
+
+TEST(MasterWeights, GradientsOfARankAloneAddUpInFp32) {
+  const at::Tensor weight = at::ones({2}, at::kBFloat16).requires_grad_(true);
+  const auto attached = keep_gradients_in(at::kFloat, {{"w", weight, {}}});
+  for (const double part : {1.0, 1.0 / 512}) (weight * part).sum().backward();
+  EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(weight.grad()[0].item<float>(), 1 + 1.0f / 512) << "which bf16 would round to 1";
+}
+
+}  // namespace
+}  // namespace tessera::precision

@@ -1,0 +1,126 @@
+#include "tessera/precision/stochastic_rounding.h"
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/rng.h"
+#include "tessera/kernels/stochastic_update.h"
+
+namespace tessera::precision {
+namespace {
+
+float widened(uint16_t bits) { return static_cast<float>(c10::BFloat16(bits, c10::BFloat16::from_bits())); }
+
+OptimConfig config_of(const std::string& name) {
+  OptimConfig config;
+  config.name = name;
+  config.momentum = 0.9;
+  return config;
+}
+
+at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
+  const at::Tensor tensor = at::empty(sizes, at::kFloat);
+  CounterRng(4, stream).fill_uniform(tensor.data_ptr<float>(), 0, tensor.numel(), -scale, scale);
+  return tensor;
+}
+
+TEST(StochasticRounding, IsUnbiased) {
+  const CounterRng rng(1, "draws");
+  constexpr int64_t draws = 1 << 16;
+  for (const float value : {1.001f, -1.001f, 3.14159f, 1e-20f, 65503.7f, 0.0f}) {
+    double sum = 0;
+    float low = std::numeric_limits<float>::infinity(), high = -low;
+    for (int64_t i = 0; i < draws; ++i) {
+      const float rounded = widened(kernels::stochastic_bf16(value, rng.bits(static_cast<uint64_t>(i))));
+      sum += rounded;
+      low = std::min(low, rounded), high = std::max(high, rounded);
+    }
+    EXPECT_LE(low, value);
+    EXPECT_GE(high, value);
+    const double spacing = static_cast<double>(high) - low;  // one bf16 step: the standard error is at most spacing / (2 sqrt(draws))
+    EXPECT_LE(spacing, std::abs(value) / 128);
+    EXPECT_NEAR(sum / draws, value, 4 * spacing / (2 * std::sqrt(static_cast<double>(draws)))) << value;
+  }
+}
+
+TEST(StochasticRounding, KeepsWhatBf16HoldsAndWhatIsNotFinite) {
+  for (const uint32_t random : {0u, 0x8000u, 0xffffu}) {
+    for (const float value : {1.0f, -2.5f, 0.0f}) EXPECT_EQ(widened(kernels::stochastic_bf16(value, random)), value);
+    EXPECT_EQ(widened(kernels::stochastic_bf16(std::numeric_limits<float>::infinity(), random)), std::numeric_limits<float>::infinity());
+    EXPECT_TRUE(std::isnan(widened(kernels::stochastic_bf16(std::nanf(""), random))));
+  }
+}
+
+class StochasticOptimizer : public ::testing::TestWithParam<std::string> {
+ protected:
+  /// Parameter and state after `steps` updates of `part` of the logical tensor "w" [9, 14].
+  std::vector<at::Tensor> run(const Slice& part, int steps, at::ScalarType gradient_dtype) const {
+    const at::Tensor weight = take(values({9, 14}, "w"), part).to(at::kBFloat16).contiguous();
+    nn::set_slice(weight, part);
+    const auto optimizer = make_stochastic_rounding(config_of(GetParam()), 7, {{"w", weight, {}}});
+    for (int step = 0; step < steps; ++step) {
+      const at::Tensor gradient = take(values({9, 14}, "g" + std::to_string(step), 0.1f), part).to(at::kBFloat16).to(gradient_dtype);
+      at::Tensor target = weight;
+      target.mutable_grad() = gradient.contiguous();
+      optimizer->step(1e-2);
+    }
+    std::vector<at::Tensor> tensors{weight};
+    for (const auto& state : optimizer->state()) tensors.push_back(state.tensor);
+    return tensors;
+  }
+};
+
+TEST_P(StochasticOptimizer, BitsDoNotDependOnTheCut) {
+  const std::vector<int64_t> shape{9, 14};
+  const auto whole = run(Slice::whole("w", shape), 5, at::kFloat);
+  EXPECT_EQ(whole.size(), GetParam() == "adamw" ? 3 : 2);
+  std::vector<Slice> parts;
+  for (const int64_t dim : {0, 1}) {
+    for (int index = 0; index < 5; ++index) {
+      const auto [begin, size] = chunk(shape[dim], 5, index);
+      parts.push_back(Slice::along("w", shape, dim, begin, size));
+    }
+  }
+  parts.push_back(elements(Slice::whole("w", shape), 17, 61));                                                                 // begins and ends within rows
+  parts.push_back({.name = "w", .shape = shape, .boxes = {Box{{0, 2}, {9, 3}}, Box{{0, 9}, {9, 2}}}, .replicated_over = {}});  // two runs of columns
+  for (const Slice& part : parts) {
+    const auto own = run(part, 5, at::kFloat);
+    for (size_t i = 0; i < whole.size(); ++i) {
+      at::Tensor expected = at::empty(own[i].sizes(), own[i].options());
+      copy_slices({Slice::whole("w", shape)}, {whole[i]}, part, expected);
+      EXPECT_TRUE(at::equal(own[i], expected)) << "tensor " << i << " of " << to_string(part.boxes.front());
+    }
+  }
+}
+
+TEST_P(StochasticOptimizer, TakesGradientsOfEitherType) {
+  const auto part = Slice::whole("w", {9, 14});
+  const auto wide = run(part, 3, at::kFloat), narrow = run(part, 3, at::kBFloat16);
+  for (size_t i = 0; i < wide.size(); ++i) EXPECT_TRUE(at::equal(wide[i], narrow[i]));
+}
+
+TEST_P(StochasticOptimizer, FollowsFp32OnTheAverage) {
+  constexpr int64_t n = 4096;
+  OptimConfig config = config_of(GetParam());
+  config.weight_decay = 0;
+  at::Tensor narrow = at::ones({n}, at::kBFloat16), wide = at::ones({n}), nearest = at::ones({1}, at::kBFloat16);
+  const auto rounded = make_stochastic_rounding(config, 3, {{"w", narrow, {}}});
+  const auto exact = optim::make_optimizer(config, {{"w", wide, {}}});
+  for (int step = 0; step < 50; ++step) {
+    narrow.mutable_grad() = at::full({n}, 0.25);
+    wide.mutable_grad() = at::full({n}, 0.25);
+    rounded->step(2e-4);  // far below bf16's spacing at 1: rounded to nearest, nothing would ever move
+    exact->step(2e-4);
+  }
+  const double expected = wide.mean().item<double>(), spread = 1.0 / 128;
+  EXPECT_LT(expected, 0.995);
+  EXPECT_NEAR(narrow.to(at::kDouble).mean().item<double>(), expected, 5 * spread / std::sqrt(static_cast<double>(n)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, StochasticOptimizer, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace tessera::precision

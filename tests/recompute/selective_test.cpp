@@ -1,0 +1,176 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/kernels/fp8.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/attention.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/operators.h"
+#include "tessera/recompute/recompute.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// Attention with two heads of 4 features and a feed-forward part.
+struct LayerImpl : nn::Module {
+  LayerImpl() : qkv(8, 24), up(8, 32), down(32, 8) {
+    register_module("qkv", qkv);
+    register_module("core", core);
+    register_module("up", up);
+    register_module("down", down);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto parts = qkv(x).unflatten(-1, {3, 2, 4}).unbind(2);
+    const at::Tensor h = x + core(parts[0], parts[1], parts[2], std::nullopt, std::nullopt).flatten(-2);
+    return h + down(at::gelu(up(h)));
+  }
+  nn::Linear qkv, up, down;
+  nn::AttentionCore core;
+};
+TESSERA_MODULE(Layer);
+
+struct StackImpl : nn::Module {
+  explicit StackImpl(int n) {
+    torch::nn::ModuleList list;
+    for (int i = 0; i < n; ++i) list->push_back(layers.emplace_back().ptr());
+    register_module("layers", list);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = x;
+    for (auto& layer : layers) h = layer(h);
+    return h;
+  }
+  std::vector<Layer> layers;
+};
+TESSERA_MODULE(Stack);
+
+/// How often each operator ran.
+struct Runs : nn::OperatorHooks {
+  void call(nn::OperatorCall& operation) override {
+    ++of[operation.name()];
+    operation.run();
+  }
+  std::map<std::string, int> of;
+};
+
+struct Step {
+  std::vector<at::Tensor> gradients;
+  std::map<std::string, int> runs;
+  int64_t kept = 0;  ///< bytes alive between the passes
+};
+
+Step step(Stack& stack) {
+  Step result;
+  MemoryTracker tracker;
+  const TrackMemory tracking(tracker);
+  stack->zero_grad();
+  const auto runs = std::make_shared<Runs>();
+  const nn::OperatorScope counted(runs);
+  const at::Tensor loss = stack(at::sin(at::arange(2 * 16 * 8, at::kFloat)).view({2, 16, 8})).pow(2).sum();
+  result.kept = tracker.current();
+  loss.backward();
+  for (const auto& p : stack->parameters()) result.gradients.push_back(p.grad().clone());
+  result.runs = runs->of;
+  return result;
+}
+
+void expect_same(const Step& got, const Step& want) {
+  ASSERT_EQ(got.gradients.size(), want.gradients.size());
+  for (size_t i = 0; i < got.gradients.size(); ++i) EXPECT_TRUE(at::equal(got.gradients[i], want.gradients[i])) << i;
+}
+
+constexpr auto kAttention = "aten::_scaled_dot_product_flash_attention_for_cpu";
+
+TEST(Selective, RecomputesTheAttentionCoresAlone) {
+  Stack stack(3);
+  const Step plain = step(stack);
+  EXPECT_EQ(plain.runs.at(kAttention), 3);
+  const auto again = recompute(stack, {.mode = RecomputeMode::Selective});
+  const Step selective = step(stack);
+  expect_same(selective, plain);
+  EXPECT_EQ(selective.runs.at(kAttention), 6);
+  EXPECT_EQ(selective.runs.at("aten::addmm"), plain.runs.at("aten::addmm"));
+}
+
+TEST(Selective, KeptOperatorsDoNotRunAgain) {
+  Stack stack(3);
+  const Step plain = step(stack);
+  const int forward_products = 3 * 3;
+  int64_t full = 0;
+  {
+    const auto again = recompute(stack);
+    const Step all = step(stack);
+    expect_same(all, plain);
+    full = all.kept;
+    // The last product of a block saves nothing but its input: recomputation ends before it runs.
+    EXPECT_EQ(all.runs.at("aten::addmm"), plain.runs.at("aten::addmm") + forward_products - 3);
+    EXPECT_EQ(all.runs.at(kAttention), 6);
+  }
+  {
+    const auto again = recompute(stack, {.mode = RecomputeMode::Selective, .keep = {"addmm"}});
+    const Step kept = step(stack);
+    expect_same(kept, plain);
+    EXPECT_EQ(kept.runs.at("aten::addmm"), plain.runs.at("aten::addmm"));
+    EXPECT_EQ(kept.runs.at(kAttention), 6);
+    EXPECT_EQ(kept.runs.at("aten::gelu"), 6);
+    EXPECT_GT(kept.kept, full);
+    EXPECT_LT(kept.kept, plain.kept);
+  }
+  const auto again = recompute(stack, {.mode = RecomputeMode::Selective, .keep = {kAttention}});
+  const Step kept = step(stack);
+  expect_same(kept, plain);
+  EXPECT_EQ(kept.runs.at(kAttention), 3);
+}
+
+/// An fp8 product on a CPU may be made of one in fp32. Which operators are kept does not depend on that.
+TEST(Selective, KeepsNothingThatAKernelCallsInside) {
+  struct ProductImpl : nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return kernels::fp8_linear(x, x.detach(), std::nullopt, at::kFloat, kernels::Fp8Scaling::Row).exp(); }
+  };
+  const auto runs_with = [](const std::string& kept) {
+    auto product = std::make_shared<ProductImpl>();
+    const auto again = recompute(*product, {.modules = "", .mode = RecomputeMode::Selective, .keep = {kept}});
+    const auto runs = std::make_shared<Runs>();
+    const nn::OperatorScope counted(runs);
+    const at::Tensor y = nn::call(*product, at::cos(at::arange(5 * 24, at::kFloat)).view({5, 24}).requires_grad_());
+    runs->of.clear();
+    y.sum().backward();
+    return runs->of["aten::_scaled_mm"];
+  };
+  EXPECT_EQ(runs_with("mm"), 2) << "the product itself runs again, and once for the gradient";
+  EXPECT_EQ(runs_with("_scaled_mm"), 1);
+}
+
+TEST(Selective, NestsInsideFull) {
+  Stack stack(2);
+  const Step plain = step(stack);
+  const auto inner = recompute(stack, {.mode = RecomputeMode::Selective, .keep = {"addmm"}});
+  const auto outer = recompute(stack, {.modules = ""});
+  expect_same(step(stack), plain);
+}
+
+struct InPlaceImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return at::mm(x, x).add_(1).exp(); }
+};
+TESSERA_MODULE(InPlace);
+
+TEST(Selective, RefusesAnOutputThatIsChangedInPlace) {
+  InPlace module;
+  module->set_path("layers.0");
+  const auto again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = {"mm"}});
+  try {
+    module(at::eye(3).requires_grad_());
+    FAIL();
+  } catch (const ConfigError& e) {
+    EXPECT_THAT(e.what(), HasSubstr("recompute 'layers.0': the output of aten::mm is changed in place"));
+  }
+}
+
+}  // namespace
+}  // namespace tessera

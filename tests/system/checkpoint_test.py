@@ -1,0 +1,109 @@
+"""Saving while training goes on, disks that fill up, weights that hashes cannot tell from others, partial loads."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import unittest
+
+from support import TESSERA, SystemTest, metrics, run
+
+
+class Checkpoint(SystemTest):
+    @property
+    def dir(self):
+        return self.folder / "ckpt"
+
+    def sets(self, *more):
+        return [f"checkpoint.dir={self.dir}", "checkpoint.every=4", "run.steps=8", "optim.schedule=constant", *more]
+
+    def files(self, step):
+        return {path.name: path.read_bytes() for path in (self.dir / f"step-{step:08}").glob("*.safetensors")}
+
+    def test_saving_in_the_background_changes_nothing(self):
+        written = {}
+        for mode in ("false", "true"):
+            _, log = self.train(mode, nproc=2, sets=self.sets(f"checkpoint.async={mode}", "checkpoint.staging_bytes=65536"))
+            written[mode] = ([(line["loss"], line["grad_norm"]) for line in metrics(log)], self.files(4), self.files(8))
+            self.assertEqual([line["step"] for line in metrics(log) if "save_blocked_s" in line], [5])
+            shutil.rmtree(self.dir)
+        self.assertEqual(written["true"], written["false"])
+
+    def test_a_resumed_run_replays_the_recorded_step(self):
+        self.train("first", nproc=2, sets=self.sets())
+        for world in (1, 2, 3):
+            done, _ = self.train(f"again{world}", nproc=world, sets=[f"checkpoint.resume={self.dir / 'step-00000004'}", "run.steps=5", "optim.schedule=constant"])
+            self.assertIn("replays bit for bit", done.stderr)
+
+    def test_a_flipped_weight_is_found_by_its_hash_unless_told_not_to_look(self):
+        self.train("first", sets=self.sets())
+        folder = self.dir / "step-00000004"
+        weights = next(folder.glob("*.safetensors"))
+        data = bytearray(weights.read_bytes())
+        (size,) = struct.unpack("<Q", data[:8])
+        begin, _ = json.loads(data[8 : 8 + size])["model.head.weight"]["data_offsets"]
+        data[8 + size + begin + 2] ^= 0x40
+        weights.write_bytes(data)
+        resume = [f"checkpoint.resume={folder}", "optim.schedule=constant"]
+        self.assertIn("model.head.weight", self.refusal(self.train("hash", sets=resume, expect=2)[0]))
+        done, _ = self.train("off", sets=[*resume, "checkpoint.verify=false", "run.steps=5"])
+        self.assertNotIn("replay", done.stderr)
+
+    def test_under_another_launcher_a_damaged_one_gives_way_to_the_older(self):
+        self.train("first", nproc=2, sets=self.sets())
+        weights = self.dir / "step-00000008" / "rank-00001-of-00002.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-50] ^= 1
+        weights.write_bytes(data)
+        log = self.folder / "launched"
+        flags = [x for s in self.sets(f"log.dir={log}", "checkpoint.resume=latest") for x in ("--set", s)]
+        done = run("run", "--standalone", "--nproc-per-node", 2, "--", TESSERA, "train", self.recipe, *flags)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual([line["step"] for line in metrics(log)], [5, 6, 7, 8])
+        self.assertEqual(done.stderr.count("passing over"), 1, "said once")
+        for word in ("step-00000008", weights.name, "at offset", "replays bit for bit"):
+            self.assertIn(word, done.stderr)
+
+    def test_a_parameter_may_be_left_out_by_name_only(self):
+        self.train("first", nproc=2, sets=self.sets())
+        resume = [f"checkpoint.resume={self.dir / 'step-00000004'}", "optim.schedule=constant", "run.steps=5", "model.ffn_dim=64"]
+        self.assertIn("model.ffn_dim", self.refusal(self.train("strict", sets=resume, expect=2)[0]))
+        done, log = self.train("partial", nproc=2, sets=[*resume, 'checkpoint.partial=["layers.*.feed_forward.**"]'])
+        self.assertEqual([line["step"] for line in metrics(log)], [5])
+        self.assertIn("checkpoint.partial", done.stderr)
+        self.assertIn("matches no tensor", self.refusal(self.train("typo", sets=[*resume, 'checkpoint.partial=["layers.*.feed_forward.**", "nothing"]'], expect=2)[0]))
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
+    def test_a_disk_that_is_full_or_read_only(self):
+        self.dir.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", self.dir], capture_output=True).returncode:
+            self.skipTest("no tmpfs here")
+        try:
+            for mode in ("false", "true"):
+                self.check_failing_disk(mode)
+        finally:
+            subprocess.run(["umount", "-l", self.dir], check=True)
+
+    def check_failing_disk(self, mode):
+        self.train("good", nproc=2, sets=self.sets(f"checkpoint.async={mode}", "run.steps=4"))
+        free = os.statvfs(self.dir).f_bavail * os.statvfs(self.dir).f_frsize
+        (self.dir / "filler").write_bytes(b"\0" * (free - 200000))
+        resume = ["checkpoint.resume=latest", f"checkpoint.async={mode}"]
+        done, log = self.train("full", nproc=2, sets=self.sets(*resume, "run.steps=12"), expect=1)
+        self.assertIn("step 8 was not saved", done.stderr)
+        self.assertEqual([line["step"] for line in metrics(log)], list(range(5, 13)), "training went on")
+        self.assertIn("No space left", done.stderr.strip().splitlines()[-1])
+        (self.dir / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,ro", self.dir], check=True)
+        done, _ = self.train("read-only", nproc=2, sets=self.sets(*resume), expect=1)
+        self.assertIn("Read-only", done.stderr.strip().splitlines()[-1])
+        subprocess.run(["mount", "-o", "remount,rw", self.dir], check=True)
+        self.assertEqual([path.name for path in self.dir.iterdir()], ["step-00000004"])
+        done = run("inspect", self.dir, "--json")
+        self.assertTrue(json.loads(done.stdout)["valid"])
+        shutil.rmtree(self.dir / "step-00000004")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,68 @@
+"""A checkpoint of several ranks becomes a Hugging Face model that transformers loads, and that evaluates to the same loss."""
+
+import json
+import unittest
+
+import numpy
+
+from support import SystemTest, run, safetensors
+
+try:
+    import torch
+    import transformers
+except ImportError:
+    transformers = None
+
+
+class Convert(SystemTest):
+    def trained(self, family="llama", *sets):
+        recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=2 if family == "llama" else 4)
+        self.train(f"{family}-run", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={self.folder / family}", "run.steps=3", *sets])
+        return self.folder / family
+
+    def convert(self, checkpoint, out, *flags, expect=0):
+        done = run("convert", checkpoint, out, "--to", "hf", *flags)
+        self.assertEqual(done.returncode, expect, done.stderr)
+        return done
+
+    def evaluated(self, *source):
+        done = run("eval", *source, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--micro-size", 4, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)
+
+    def test_both_families_evaluate_to_the_same_loss(self):
+        for family, layout in (("llama", "zero.stage=3"), ("gpt2", "zero.stage=1")):
+            checkpoint = self.trained(family, "model.tie_embeddings=true", layout)
+            out = self.folder / f"{family}-hf"
+            self.convert(checkpoint, out, "--max-shard-bytes", 60000)
+            self.assertTrue((out / "model.safetensors.index.json").exists())
+            self.assertEqual(self.evaluated("--from-hf", out), self.evaluated("--checkpoint", checkpoint))
+
+    @unittest.skipIf(transformers is None, "transformers is not installed")
+    def test_transformers_loads_what_was_trained(self):
+        for family in ("llama", "gpt2"):
+            checkpoint = self.trained(family)
+            out, dump = self.folder / f"{family}-hf", self.folder / f"{family}.safetensors"
+            self.convert(checkpoint, out)
+            done = run("eval", "--checkpoint", checkpoint, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--dump-logits", dump)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+            self.assertFalse(info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"], info)
+            tokens = torch.tensor([list((self.folder / "held_out.txt").read_bytes()[:32])])
+            with torch.no_grad():
+                theirs = model.eval()(tokens).logits.numpy()
+            ours = safetensors(dump)["logits"]
+            self.assertEqual(ours.shape, theirs.shape)
+            self.assertLess(numpy.abs(ours - theirs).max(), 1e-4 * numpy.abs(theirs).max())
+
+    def test_refusals(self):
+        checkpoint = self.trained()
+        out = self.folder / "hf"
+        self.convert(checkpoint, out, "--dtype", "bf16")
+        self.assertEqual(json.loads((out / "config.json").read_text())["dtype"], "bfloat16")
+        self.assertIn("exists already", self.refusal(self.convert(checkpoint, out, expect=2)))
+        self.assertIn("no valid checkpoint", self.refusal(self.convert(self.folder / "nothing", self.folder / "other", expect=2)))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,109 @@
+"""What a run's memory is: in metrics, in the report, and when it runs out."""
+
+import json
+import re
+import time
+import unittest
+import xml.etree.ElementTree as xml
+
+from support import SystemTest, metrics, run
+
+CATEGORIES = ["params", "gradients", "optimizer", "activations", "outputs", "comm", "other"]
+
+
+class MemoryTest(SystemTest):
+    def planned_peak(self, *sets, world=1):
+        flags = [x for s in ("run.threads=1", *sets) for x in ("--set", s)]
+        plan = json.loads(run("plan", self.recipe, "--world", world, "--json", *flags).stdout)
+        return max(ranks["peak_bytes"]["total"] for ranks in plan["ranks"])
+
+    def out_of_memory(self, tag, limit, *arguments, nproc=1, sets=()):
+        began = time.monotonic()
+        done, _ = self.train(tag, *arguments, nproc=nproc, sets=(f"run.memory_limit_bytes={limit}", *sets), expect=1)
+        self.assertLess(time.monotonic() - began, 60, "all ranks end soon")
+        return done, done.stderr.strip().splitlines()[-1]
+
+    def test_every_step_has_its_memory_by_category(self):
+        for nproc in (1, 2):
+            _, log = self.train(f"n{nproc}", nproc=nproc, sets=["run.steps=3"])
+            for line in metrics(log):
+                self.assertEqual(list(line["peak_by_category"]), CATEGORIES)
+                self.assertEqual(sum(line["peak_by_category"].values()), line["peak_bytes"])
+                self.assertEqual(list(line["current_by_category"]), CATEGORIES)
+                self.assertLess(sum(line["current_by_category"].values()), line["peak_bytes"])
+                self.assertEqual(line["current_by_category"]["params"], line["peak_by_category"]["params"])
+                averages = 2 * line["current_by_category"]["params"]
+                self.assertAlmostEqual(line["current_by_category"]["optimizer"] / averages, 1, delta=1e-3, msg="and a counter a parameter")
+
+    def test_the_report_shows_the_peak_and_the_largest_tensors(self):
+        for nproc, sets in ((1, []), (2, ["zero.stage=3"])):
+            tag = f"report{nproc}"
+            done, log = self.train(tag, "--memory-report", nproc=nproc, sets=["run.steps=3", *sets])
+            picture = (log / "memory_report.svg").read_text()
+            texts = [element.text or "" for element in xml.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+            self.assertTrue(any("memory of step 2, rank 0" in text for text in texts))
+            [peak] = [text for text in texts if text.startswith("peak ")]
+            self.assertIn(peak.split(" in ")[0], done.stdout)
+            rows = re.findall(r"^ +\d[\d.]* [KM]?i?B +\[[\d, ]+\] \w+ +(\w+) +(\S.*)$", done.stdout, re.MULTILINE)
+            self.assertGreaterEqual(len(rows), 8, done.stdout)
+            self.assertTrue(any("layers." in name or ".weight" in name for _, name in rows), done.stdout)
+            self.assertEqual([m["step"] for m in metrics(log)], [1, 2, 3])
+
+    def test_the_report_goes_where_it_is_told_to(self):
+        picture = self.folder / "mine.svg"
+        _, log = self.train("told", f"--memory-report={picture}", sets=["run.steps=1", "optim.warmup_steps=0"])
+        self.assertIn("memory of step 1", picture.read_text(), "the only step there is")
+        self.assertFalse((log / "memory_report.svg").exists())
+        done, _ = self.train("nowhere", f"--memory-report={self.folder}/missing/mine.svg", expect=2)
+        self.assertIn("--memory-report = ", self.refusal(done))
+        self.assertIn("there is no folder", self.refusal(done))
+
+    def test_watching_changes_no_number(self):
+        _, plain = self.train("plain", sets=["run.steps=3"])
+        _, watched = self.train("watched", "--memory-report", sets=["run.steps=3"])
+        for field in ("loss", "grad_norm", "peak_bytes", "peak_by_category", "current_by_category"):
+            self.assertEqual([m[field] for m in metrics(plain)], [m[field] for m in metrics(watched)], field)
+
+    def test_out_of_memory_says_what_would_fit_and_it_fits(self):
+        for nproc in (1, 2):
+            peak = self.planned_peak(world=nproc)
+            for limit in (peak - 1, int(0.8 * peak)):
+                done, sentence = self.out_of_memory(f"small{nproc}-{limit}", limit, nproc=nproc)
+                self.assertIn("is out of memory", sentence)
+                self.assertIn(f"run.memory_limit_bytes = {limit}", sentence)
+                self.assertIn("the cheapest setting that would fit: --set ", sentence)
+                for part in ("predicted peak", "the largest tensors alive then", "(w, g, k) = (4, 4, 8)", "as it is"):
+                    self.assertEqual(done.stderr.count(part), 1, f"{part} once, not once a rank:\n{done.stderr}")
+                sets = re.findall(r"--set (\S+)", sentence.split("would fit: ")[1])
+                _, log = self.train(f"fits{nproc}-{limit}", nproc=nproc, sets=[f"run.memory_limit_bytes={limit}", "run.steps=3", *sets])
+                self.assertLessEqual(max(m["peak_bytes"] for m in metrics(log)), limit)
+
+    def test_where_nothing_fits_it_says_so(self):
+        _, sentence = self.out_of_memory("hopeless", 20000)
+        self.assertIn("before the first step", sentence)
+        self.assertRegex(sentence, r"none of \d+ settings tried would fit: the smallest peak, .*, is that of --set")
+
+    def test_what_was_saved_is_kept(self):
+        saving = [f"checkpoint.dir={self.folder}/ckpt", "checkpoint.every=2", "checkpoint.async=true"]
+        self.train("first", nproc=2, sets=["run.steps=4", *saving])
+        _, sentence = self.out_of_memory("second", self.planned_peak(world=2) - 1, nproc=2, sets=["checkpoint.resume=latest", *saving])
+        self.assertIn("is out of memory", sentence)
+        self.assertTrue((self.folder / "ckpt/step-00000004/manifest.json").exists())
+        _, log = self.train("third", nproc=2, sets=["run.steps=6", "checkpoint.resume=latest", *saving])
+        self.assertEqual([m["step"] for m in metrics(log)], [5, 6])
+
+    def test_plan_says_whether_it_fits(self):
+        peak = self.planned_peak()
+        flags = ["--set", "run.threads=1", "--set"]
+        self.assertTrue(json.loads(run("plan", self.recipe, "--json", *flags, f"run.memory_limit_bytes={peak}").stdout)["fits"])
+        told = run("plan", self.recipe, *flags, f"run.memory_limit_bytes={peak - 1}").stdout
+        self.assertIn("does not fit run.memory_limit_bytes", told)
+        self.assertIn("the cheapest setting that would fit: --set ", told)
+
+    def test_a_limit_below_zero_is_refused(self):
+        done, _ = self.train("negative", sets=["run.memory_limit_bytes=-1"], expect=2)
+        self.assertIn("run.memory_limit_bytes = -1", self.refusal(done))
+
+
+if __name__ == "__main__":
+    unittest.main()

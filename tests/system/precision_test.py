@@ -1,0 +1,113 @@
+"""Training in 16 bits ends where fp32 does; steps that overflow are skipped and counted; what is not finite is named."""
+
+import json
+import struct
+import unittest
+
+from support import SystemTest, metrics
+
+FP16 = ["precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"]
+BF16 = ["precision.params=bf16", "precision.compute=bf16"]
+FIRST_SCALE = 65536
+LARGEST_SCALE = 2**24
+
+
+def plant(folder, tensor, value):
+    """Writes `value` into the first element of an F32 tensor of a checkpoint."""
+    for path in folder.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        (size,) = struct.unpack("<Q", data[:8])
+        entry = json.loads(data[8 : 8 + size]).get(tensor)
+        if entry:
+            struct.pack_into("<f", data, 8 + size + entry["data_offsets"][0], value)
+            path.write_bytes(data)
+            return
+    raise KeyError(tensor)
+
+
+class Precision(SystemTest):
+    def log(self, tag, sets, nproc=1):
+        return metrics(self.train(tag, sets=sets, nproc=nproc)[1])
+
+    def test_sixteen_bits_end_within_a_percent_of_fp32(self):
+        steps = ["run.steps=80"]
+        fp32 = self.log("fp32", steps)
+        self.assertLess(fp32[-1]["loss"], 0.7 * fp32[0]["loss"])
+        for tag, sets, nproc in (
+            ("fp16", FP16, 1),
+            ("bf16", BF16, 1),
+            ("mixed", ["precision.compute=bf16"], 1),
+            ("fp16-stage2", [*FP16, "precision.reduce=fp16", "zero.stage=2"], 2),
+            ("bf16-stage3", [*BF16, "precision.reduce=bf16", "zero.stage=3"], 2),
+        ):
+            losses = self.log(tag, [*steps, *sets], nproc)
+            self.assertLessEqual(abs(losses[-1]["loss"] - fp32[-1]["loss"]), 0.01 * fp32[-1]["loss"], tag)
+
+    def test_a_dynamic_scale_follows_its_rule_and_the_schedule_waits(self):
+        growth = 3
+        for nproc, sets in ((1, []), (2, ["zero.stage=1"])):
+            lines = self.log(f"dynamic{nproc}", [*FP16, *sets, f"precision.growth_steps={growth}", "run.steps=40"], nproc)
+            scale, finite, skipped, rates = FIRST_SCALE, 0, 0, []
+            for line in lines:
+                if line["grad_norm"] is None:
+                    scale, finite, skipped = scale / 2, 0, skipped + 1
+                else:
+                    rates.append(line["lr"])
+                    finite += 1
+                    if finite == growth:
+                        scale, finite = min(2 * scale, LARGEST_SCALE), 0
+                self.assertEqual((line["loss_scale"], line["skipped_steps"]), (scale, skipped), line)
+            self.assertGreater(skipped, 0, "a scale that doubles every third step overflows sooner or later")
+            applied = self.log(f"fp32-{nproc}", ["run.steps=40"])
+            self.assertEqual(rates, [line["lr"] for line in applied[: len(rates)]])
+
+    def test_an_interrupted_run_goes_on_with_its_scale_to_the_bit(self):
+        sets = [*FP16, "precision.growth_steps=2", "run.steps=24", "optim.schedule=constant"]
+        for nproc, stage in ((1, 0), (2, 1), (2, 3)):
+            layout = [*sets, f"zero.stage={stage}"]
+            whole = self.log(f"whole-{nproc}-{stage}", layout, nproc)
+            saved = f"checkpoint.dir={self.folder / f'saved-{nproc}-{stage}'}"
+            self.log(f"first-{nproc}-{stage}", [*layout, saved, "run.steps=18"], nproc)
+            resumed = self.log(f"resumed-{nproc}-{stage}", [*layout, saved, "checkpoint.resume=latest"], nproc)
+            self.assertEqual(len(resumed), 6)
+            for mine, theirs in zip(resumed, whole[18:]):
+                for key in ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped_steps"):
+                    self.assertEqual(mine[key], theirs[key], f"{key} of step {mine['step']}")
+
+    def test_a_run_stops_after_so_many_skips_in_a_row(self):
+        sets = ["precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=1e30", "precision.max_skips=3"]
+        for nproc in (1, 2):
+            done, log = self.train(f"stops{nproc}", sets=sets, nproc=nproc, expect=1)
+            self.assertIn("step 3: the gradient's norm is not finite for 3 steps in a row (precision.max_skips), at a loss scale of 1e+30", done.stderr)
+            self.assertRegex(done.stderr, r"on rank 0 the (output|gradient) of '[a-z0-9_.]+' is the first that is not finite")
+            lines = metrics(log)
+            self.assertEqual([line["skipped_steps"] for line in lines], [1, 2])
+            self.assertEqual([line["grad_norm"] for line in lines], [None, None])
+            self.assertEqual([line["lr"] for line in lines], [lines[0]["lr"]] * 2)
+            self.assertEqual(len(set(line["loss"] for line in lines if line["loss"] is not None)), 2, "other batches, the same weights")
+
+    def test_a_planted_nan_is_named_with_step_rank_and_module(self):
+        saved = self.folder / "saved"
+        self.train("first", sets=["run.steps=10", f"checkpoint.dir={saved}"])
+        (folder,) = saved.iterdir()
+        plant(folder, "model.layers.1.attention.wv.weight", float("nan"))
+        for nproc, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
+            sets = [f"checkpoint.resume={folder}", "checkpoint.verify=false", f"zero.stage={stage}", "run.steps=12"]
+            done, _ = self.train(f"nan-{nproc}-{stage}", sets=sets, nproc=nproc, expect=1)
+            self.assertIn("step 11: the gradient's norm is not finite: on rank 0 the output of 'layers.1.attention.wv' is the first", done.stderr)
+            self.assertIn("the step was not applied", done.stderr)
+
+    def test_what_makes_no_sense_is_refused(self):
+        for sets, words in (
+            (["precision.compute=bf16", "precision.loss_scale=dynamic"], "precision.loss_scale = dynamic: gradients are scaled against the underflow of fp16"),
+            (["precision.params=fp16", "precision.compute=bf16"], "precision.compute = bf16: precision.params = fp16"),
+            (["precision.params=fp16", "precision.compute=fp16", "precision.master=fp16"], "rounded stochastically in bf16 only"),
+            (["precision.compute=fp4"], "precision.compute"),
+            (["zero.stage=1", "comm.compression=bf16"], "precision.reduce = bf16"),
+        ):
+            done, _ = self.train("refused", sets=sets, expect=2)
+            self.assertIn(words, self.refusal(done))
+
+
+if __name__ == "__main__":
+    unittest.main()

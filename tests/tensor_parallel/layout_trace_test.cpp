@@ -1,0 +1,103 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "support.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+std::string refusal(const ParallelPlan& plan, bool labels = true) {
+  TokenNet net = on_meta([] { return TokenNet(); });
+  const auto tokens = at::empty({2, 8}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
+  try {
+    check_parallel_plan(*net, 2, plan, [&] { net(tokens, labels ? std::optional(tokens) : std::nullopt); });
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+ParallelPlan without(ParallelPlan plan, const std::string& pattern) {
+  std::erase_if(plan, [&](const auto& entry) { return entry.first == pattern; });
+  return plan;
+}
+
+ParallelPlan with(ParallelPlan plan, const std::string& pattern, ParallelStyle style) {
+  plan = without(std::move(plan), pattern);
+  plan.emplace_back(pattern, style);
+  return plan;
+}
+
+TEST(LayoutTrace, PlansThatMeetPass) {
+  for (const bool sequence : {false, true}) {
+    for (const bool labels : {false, true}) EXPECT_EQ(refusal(token_net_plan(sequence), labels), "");
+  }
+  // A layer that is gathered alone, between replicated ones.
+  EXPECT_EQ(refusal({{"gated0.w1", ColumnParallel{.output = TensorLayout::Replicated}}}), "");
+}
+
+TEST(LayoutTrace, LayoutsThatDoNotMeetAreRefused) {
+  EXPECT_THAT(refusal(with(token_net_plan(false), "gated*.w2", RowParallel{.input = TensorLayout::Replicated})),
+              HasSubstr("'gated0.w2' takes what is replicated, and gets what is sharded on features from 'gated0.w1'"));
+  EXPECT_THAT(refusal(without(token_net_plan(false), "gated*")), HasSubstr("'gated0.w1' takes what is copied, and gets what is replicated"));
+  EXPECT_THAT(refusal(with(token_net_plan(true), "head", VocabParallelHead{})),
+              HasSubstr("'head' takes what is replicated, and gets what is sharded on sequence"));
+}
+
+TEST(LayoutTrace, WhatMeaningForbidsIsRefused) {
+  // Half of a gated layer is cut and the other is not.
+  EXPECT_THAT(refusal(without(token_net_plan(false), "gated*.w3")), HasSubstr("give the layer a style"));
+  // A part of the features goes into the residual stream, and into a product.
+  EXPECT_THAT(refusal({{"gated1.w2", ColumnParallel{}}}), HasSubstr("with a tensor that is whole: the two do not go together"));
+  EXPECT_THAT(refusal({{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}}), HasSubstr("it needs all features"));
+  // A norm on a part of the sequence, whose gradient nobody sums.
+  EXPECT_THAT(refusal(without(token_net_plan(true), "norm*")), HasSubstr("give the module the style SequenceParallel"));
+}
+
+/// relu between a row-wise product and its sum.
+struct BentImpl : nn::Module {
+  explicit BentImpl(bool bent) : bent(bent), w1(nn::LinearOptions(4, 6).bias(false)), w2(nn::LinearOptions(6, 4).bias(false)) {
+    register_module("w1", w1);
+    register_module("w2", w2);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = w2(w1(x));
+    return bent ? y.relu() : y * 2 + y;
+  }
+  bool bent;
+  nn::Linear w1, w2;
+};
+TESSERA_MODULE(Bent);
+struct OuterImpl : nn::Module {
+  explicit OuterImpl(bool bent) : inner(bent) { register_module("inner", inner); }
+  at::Tensor forward(const at::Tensor& x) { return x + inner(x); }
+  Bent inner;
+};
+TESSERA_MODULE(Outer);
+
+TEST(LayoutTrace, AFunctionOfTheTermsIsNoTermOfTheFunction) {
+  const ParallelPlan plan{{"inner.w1", ColumnParallel{}},
+                          {"inner.w2", RowParallel{.output = TensorLayout::Partial}},
+                          {"inner", PrepareOutput{.from = TensorLayout::Partial, .to = TensorLayout::Replicated}}};
+  const auto check = [&](bool bent, const ParallelPlan& plan) -> std::string {
+    Outer net = on_meta([&] { return Outer(bent); });
+    try {
+      check_parallel_plan(*net, 3, plan, [&] { net(at::empty({2, 4}, at::kMeta)); });
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(check(false, plan), "");
+  EXPECT_THAT(check(true, plan), AllOf(HasSubstr("aten::relu"), HasSubstr("'inner.w2' gives, which is a partial sum"), HasSubstr("is not max(0, a + b)")));
+  // Without the sum, the residual would be added on each rank.
+  EXPECT_THAT(check(false, without(plan, "inner")), HasSubstr("would be added once for each"));
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,156 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "support.h"
+#include "tessera/comm/testing.h"
+#include "tessera/comm/world.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+constexpr double kParity = 1e-5;  // of a tensor's largest entry
+
+struct Reference {
+  double loss;
+  Tensors gradients, values;
+  at::Tensor logits;
+};
+
+TokenNet made() {
+  TokenNet net = on_meta([] { return TokenNet(); });
+  materialize(net, 7);
+  return net;
+}
+
+Reference reference(const Sample& batch) {
+  TokenNet net = made();
+  Reference result;
+  result.loss = forward_backward(net, batch).item<double>();
+  for (const auto& parameter : nn::unique_parameters(*net)) {
+    result.gradients[parameter.name] = parameter.tensor.grad().clone();
+    result.values[parameter.name] = parameter.tensor.detach().clone();
+  }
+  const at::NoGradGuard no_grad;
+  net->eval();
+  result.logits = net(batch.tokens, std::nullopt);
+  return result;
+}
+
+class WorldSizes : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(TensorParallel, WorldSizes, ::testing::Combine(::testing::Values(1, 2, 3, 5, 8), ::testing::Bool()));
+
+TEST_P(WorldSizes, AnUnevenNetEqualsOneDevice) {
+  const auto [ranks, sequence] = GetParam();
+  for (const int64_t length : {11, 8}) {
+    const Sample batch = sample(3, length, 29);
+    const Reference expected = reference(batch);
+    run_ranks(ranks, [&](World& world) {
+      TokenNet net = on_meta([] { return TokenNet(); });
+      const auto tensor = parallelize_module(net, world.group(), token_net_plan(sequence));
+      materialize(net, 7);
+      EXPECT_EQ(difference_from(*net, expected.values, /*values=*/true), 0);
+      for (int pass = 0; pass < 2; ++pass) {
+        net->zero_grad();
+        EXPECT_NEAR(forward_backward(net, batch).item<double>(), expected.loss, 5e-6 * expected.loss);
+        tensor->sum_shared_gradients(nn::unique_parameters(*net));
+        EXPECT_LT(difference_from(*net, expected.gradients), kParity);
+      }
+      const at::NoGradGuard no_grad;
+      net->eval();
+      EXPECT_LT((net(batch.tokens, std::nullopt) - expected.logits).abs().max().item<double>(), 1e-5);
+    });
+  }
+}
+
+TEST(TensorParallel, AModuleWithValuesKeepsItsPart) {
+  const Sample batch = sample(2, 7, 29);
+  const Reference expected = reference(batch);
+  run_ranks(3, [&](World& world) {
+    TokenNet net = made();
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
+    EXPECT_EQ(difference_from(*net, expected.values, /*values=*/true), 0);
+    forward_backward(net, batch);
+    EXPECT_LT(difference_from(*net, expected.gradients), kParity);
+  });
+}
+
+/// Each of these leaves values nearly right, and the comparison must see it.
+TEST(TensorParallel, PlantedBugsAreFound) {
+  const Sample batch = sample(2, 7, 29);
+  const Reference expected = reference(batch);
+  run_ranks(3, [&](World& world) {
+    {  // Gradients of norms that are not summed.
+      TokenNet net = on_meta([] { return TokenNet(); });
+      const auto tensor = parallelize_module(net, world.group(), token_net_plan(true));
+      materialize(net, 7);
+      forward_backward(net, batch);
+      EXPECT_GT(difference_from(*net, expected.gradients), 10 * kParity);
+    }
+    {  // A bias that every rank adds.
+      TokenNet net = on_meta([] { return TokenNet(); });
+      const auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
+      materialize(net, 7);
+      net->gated[0]->w2->leave_bias_out(false);
+      EXPECT_GT(std::abs(forward_backward(net, batch).item<double>() - expected.loss), 1e-4 * expected.loss);
+    }
+  });
+}
+
+TEST(TensorParallel, RowAndColumnAlone) {
+  run_ranks(3, [](World& world) {
+    const at::Tensor x = at::arange(10 * 4, at::kFloat).view({4, 10}) / 40;
+    for (const bool column : {true, false}) {
+      nn::Linear whole = on_meta([] { return nn::Linear(10, 8); }), cut = on_meta([] { return nn::Linear(10, 8); });
+      struct Holder : torch::nn::Module {
+        explicit Holder(nn::Linear& layer) { register_module("layer", layer); }
+      };
+      const auto whole_holder = std::make_shared<Holder>(whole), holder = std::make_shared<Holder>(cut);
+      nn::assign_paths(*whole_holder);
+      const ParallelStyle style = column ? ParallelStyle(ColumnParallel{.output = TensorLayout::Replicated}) : RowParallel{.input = TensorLayout::Replicated};
+      const auto tensor = parallelize_module(*holder, world.group(), {{"layer", style}});
+      materialize(*whole_holder, 3);
+      materialize(*holder, 3);
+      const at::Tensor a = x.clone().requires_grad_(), b = x.clone().requires_grad_();
+      const at::Tensor y = whole(a), z = cut(b);
+      EXPECT_LT((y - z).abs().max().item<double>(), 1e-5);
+      y.square().sum().backward();
+      z.square().sum().backward();
+      EXPECT_LT((a.grad() - b.grad()).abs().max().item<double>(), 1e-5 * a.grad().abs().max().item<double>());
+      EXPECT_LT(difference_from(*holder, {{"layer.weight", whole->weight.grad()}, {"layer.bias", whole->bias.grad()}}), kParity);
+    }
+  });
+}
+
+TEST(TensorParallel, Refusals) {
+  run_ranks(2, [](World& world) {
+    const auto refusal = [&](const ParallelPlan& plan) -> std::string {
+      TokenNet net = on_meta([] { return TokenNet(TokenNetSizes{.dim = 10, .hidden = 17, .vocabulary = 1}); });
+      try {
+        parallelize_module(net, world.group(), plan);
+      } catch (const ConfigError& error) {
+        return error.what();
+      }
+      return "";
+    };
+    EXPECT_THAT(refusal({{"gatd0.w1", ColumnParallel{}}}), HasSubstr("nearest path is 'gated0.w1'"));
+    EXPECT_THAT(refusal({{"norm0", ColumnParallel{}}}), AllOf(HasSubstr("ColumnParallel of 'norm0': it is no nn::Linear")));
+    EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{}}, {"gated0.*", RowParallel{}}}),
+                HasSubstr("RowParallel of 'gated0.w1': the plan gives this module to ColumnParallel"));
+    EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{.input = TensorLayout::Features}}}),
+                HasSubstr("its input is sharded on features and copied is asked for: there is no way between them"));
+    EXPECT_THAT(refusal({{"gated0.w2", RowParallel{.output = TensorLayout::Partial}}}), HasSubstr("would have the bias added once a rank"));
+    EXPECT_THAT(refusal({{"embed", VocabParallelEmbedding{}}}), HasSubstr("model.vocab_size = 1 cannot be cut over more ranks"));
+    EXPECT_THAT(refusal({{"gated0", PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Features}}}), HasSubstr("known to the layers alone"));
+    EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{.cut = FeatureCut::query_heads(4, 2)}}}), HasSubstr("17 features are no multiple of 4 heads"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera

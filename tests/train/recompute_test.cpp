@@ -1,0 +1,200 @@
+#include "tessera/comm/testing.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/operators.h"
+#include "tessera/precision/policy.h"
+#include "tessera/recompute/budget.h"
+#include "tessera/train/flop_rates.h"
+#include "tessera/train/recompute_blocks.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+const std::string kFull = "recompute.mode=full", kSelective = "recompute.mode=selective";
+
+class RecomputeRun : public testing::TrainFixture {
+ protected:
+  using Sets = std::vector<std::string>;
+
+  void expect_same_bits(const std::string& family, const Sets& base, int world, const std::vector<Sets>& forms = {{kFull}}) {
+    const Trace plain = train(config(family, base), world);
+    for (const auto& form : forms) {
+      SCOPED_TRACE(family + " " + form.back() + " on " + std::to_string(world) + " ranks");
+      Sets with = base;
+      with.insert(with.end(), form.begin(), form.end());
+      const Trace again = train(config(family, with), world);
+      EXPECT_EQ(testing::difference(again.gradients, plain.gradients), 0);
+      EXPECT_EQ(testing::difference(again.weights, plain.weights), 0);
+      for (size_t i = 0; i < plain.steps.size(); ++i) {
+        EXPECT_EQ(again.steps[i].loss, plain.steps[i].loss) << "step " << i + 1;
+        EXPECT_EQ(again.steps[i].grad_norm, plain.steps[i].grad_norm) << "step " << i + 1;
+      }
+    }
+  }
+
+  /// Two steps of a few micro-batches, and `more`.
+  static Sets few(const Sets& more = {}) {
+    Sets sets{"run.steps=2", "batch.global_size=6", "run.threads=1"};
+    sets.insert(sets.end(), more.begin(), more.end());
+    return sets;
+  }
+};
+
+TEST_F(RecomputeRun, HasTheSameBitsOnAnyNumberOfRanks) {
+  for (const int world : {1, 2, 3}) expect_same_bits("llama", few(), world);
+  expect_same_bits("gpt2", few({"model.dropout=0.1"}), 3);
+  expect_same_bits("mlp", few({"model.dropout=0.1"}), 2);
+}
+
+TEST_F(RecomputeRun, HasTheSameBitsInEveryForm) {
+  const std::vector<Sets> forms = {{kSelective},
+                                   {kFull, "recompute.every=2"},
+                                   {kFull, "recompute.modules=layers.*.feed_forward"},
+                                   {kFull, "recompute.modules=layers.**"},  // blocks, and everything inside them again
+                                   {kFull, "recompute.modules=head"},
+                                   {kFull, "recompute.budget_bytes=45000"},
+                                   {kSelective, "recompute.keep=[\"mm\", \"addmm\"]"},
+                                   {kSelective, "recompute.keep=[\"tessera::swiglu\", \"gelu\"]"}};
+  expect_same_bits("llama", few({"model.dropout=0.1"}), 1, forms);
+  expect_same_bits("gpt2", few({"model.dropout=0.1"}), 2, forms);
+}
+
+TEST_F(RecomputeRun, HasTheSameBitsWithTheDeterministicTreeTiedWeightsAndReferenceKernels) {
+  expect_same_bits("llama", few({"run.deterministic=true"}), 2);
+  expect_same_bits("gpt2", few({"model.tie_embeddings=true"}), 2);
+  expect_same_bits("llama", few({"run.kernels=reference"}), 1, {{kFull}, {kSelective}});
+}
+
+TEST_F(RecomputeRun, HasTheSameBitsInEveryPrecision) {
+  const std::vector<Sets> precisions = {{"precision.compute=bf16"},
+                                        {"precision.params=bf16", "precision.compute=bf16"},
+                                        {"precision.params=bf16", "precision.compute=bf16", "precision.master=bf16"},
+                                        {"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"},
+                                        {"precision.compute=fp16", "precision.loss_scale=1024"},
+                                        {"precision.compute=fp8"},
+                                        {"precision.compute=fp8", "precision.fp8_scales=row"}};
+  const std::vector<Sets> forms = {
+      {kFull}, {kSelective}, {kSelective, "recompute.keep=[\"mm\", \"addmm\", \"_scaled_mm\"]"}, {kFull, "recompute.budget_bytes=60000"}};
+  for (const auto& precision : precisions) {
+    auto sets = few(precision);
+    sets.push_back("model.dropout=0.1");
+    expect_same_bits("llama", sets, 1, forms);
+    if (precision.size() == 1) expect_same_bits("gpt2", sets, 2);
+  }
+}
+
+/// Weights that are gathered block by block are there for the second pass, too; what they are gathered in is another order of the same arithmetic.
+TEST_F(RecomputeRun, HasTheSameBitsUnderSharding) {
+  const std::vector<Sets> forms = {{kFull}, {kFull, "recompute.every=2"}, {kFull, "recompute.modules=layers.**"}, {kSelective}};
+  for (const std::string stage : {"1", "2", "3"}) {
+    for (const int world : {2, 3}) expect_same_bits("llama", few({"zero.stage=" + stage}), world, world == 2 ? forms : std::vector<Sets>{{kFull}});
+    expect_same_bits("gpt2", few({"zero.stage=" + stage, "mesh.dp_replicate=2", "batch.global_size=8", "model.dropout=0.1", "model.tie_embeddings=true"}), 4);
+  }
+  for (const std::string ahead : {"0", "2"}) expect_same_bits("llama", few({"zero.stage=3", "model.layers=4", "zero.prefetch=" + ahead}), 2);
+  expect_same_bits("llama", few({"zero.stage=3", "zero.wrap=layers.*.*"}), 2);  // units inside of what is recomputed
+  expect_same_bits("llama", few({"zero.stage=2", "zero.accumulate=whole"}), 2);
+  expect_same_bits("llama", few({"zero.stage=3", "precision.params=bf16", "precision.compute=bf16"}), 2);
+}
+
+TEST_F(RecomputeRun, CountsWhatItRunsAgainOnAllRanks) {
+  const auto flops = [&](const Sets& more, int world) { return train(config("mlp", few(more)), world).steps.back().flops; };
+  const StepFlops plain = flops({}, 1), full = flops({kFull}, 1), other = flops({kFull, "recompute.every=2"}, 1);
+  EXPECT_EQ(plain.recomputed, 0);
+  // Of a block's two products the first runs again, on 6 sequences of 16 tokens.
+  EXPECT_EQ(full.recomputed, 2.0 * 6 * 16 * 2 * 24 * 40);
+  EXPECT_EQ(full.run - plain.run, full.recomputed);
+  EXPECT_EQ(other.recomputed, full.recomputed / 2);
+  EXPECT_EQ(flops({kFull}, 3).recomputed, full.recomputed);
+  EXPECT_EQ(flops({kFull, "zero.stage=3"}, 3).run, full.run);
+}
+
+TEST(FlopRates, RecomputationRaisesHfuAndNotMfu) {
+  Config config = parse_config("[model]\nfamily = \"mlp\"\ndim = 8\nlayers = 2\nffn_dim = 16\nvocab_size = 32\n[data]\nseq_len = 4\n", "/", {});
+  resolve(config);
+  const double model = 6.0 * (2 * 2 * 8 * 16 + 32 * 8);  // a token
+  auto rates = flop_rates(config, {.run = 1000 * model, .recomputed = 0}, 1000, /*step_s=*/0.5, /*ranks=*/4);
+  EXPECT_DOUBLE_EQ(rates.at("tflops_per_device"), 1000 * model / 0.5 / 4 / 1e12);
+  EXPECT_DOUBLE_EQ(rates.at("hardware_tflops_per_device"), rates.at("tflops_per_device"));
+  EXPECT_FALSE(rates.contains("mfu")) << "of what, is not known";
+  config.log.peak_tflops = 0.001;
+  rates = flop_rates(config, {.run = 1000 * model}, 1000, 0.5, 4);
+  const auto again = flop_rates(config, {.run = 1250 * model, .recomputed = 250 * model}, 1000, 0.5, 4);
+  EXPECT_EQ(again.at("mfu"), rates.at("mfu"));
+  EXPECT_DOUBLE_EQ(rates.at("mfu"), rates.at("tflops_per_device") / 0.001);
+  EXPECT_DOUBLE_EQ(again.at("hfu"), 1.25 * rates.at("hfu"));
+  EXPECT_EQ(again.at("recomputed_flops"), 250 * model);
+}
+
+/// Activations of one micro-batch of recipes/bench_matmul.toml's model, in shape alone.
+struct Activations {
+  int64_t kept = 0;         ///< bytes at the end of forward
+  int64_t activations = 0;  ///< those of the category: without the gradients that the fused loss keeps
+  int64_t peak = 0;         ///< most bytes from then on, parameters and their gradients left out
+  double flops = 0;
+};
+
+Activations measure(const std::vector<std::string>& sets) {
+  std::vector<std::string> all{"data.cache_dir=/"};
+  all.insert(all.end(), sets.begin(), sets.end());
+  Config config = parse_config(
+      "[model]\nfamily = \"llama\"\ndim = 1024\nlayers = 8\nheads = 16\nffn_dim = 2752\nvocab_size = 4096\n[data]\nseq_len = 256\n[batch]\n"
+      "global_size = 4\nmicro_size = 4\n[optim]\nlr = 1e-3\n[run]\nsteps = 1\n",
+      "/", all);
+  resolve(config);
+  const auto model = on_meta([&] { return make_model(config.model); });
+  precision::apply(*model, precision::policy_from(config.precision));
+  materialize(*model, 1, at::kMeta);
+  for (const auto& p : model->parameters()) p.mutable_grad() = at::empty_like(p);
+  const auto attached = recompute_blocks(config, *model);
+  const auto counter = std::make_shared<nn::FlopCounter>();
+  const nn::OperatorScope counted(counter);
+  MemoryTracker tracker;
+  const TrackMemory tracking(tracker);
+  const MemoryScope scope(MemoryCategory::Activations);
+  const at::Tensor tokens = at::empty({4, 256}, at::TensorOptions(at::kLong).device(at::kMeta));
+  const at::Tensor loss = model->loss_sum(tokens, tokens);
+  Activations result{.kept = tracker.current(), .activations = tracker.current(MemoryCategory::Activations)};
+  tracker.reset_peak();
+  loss.backward();
+  result.peak = tracker.peak();
+  result.flops = counter->flops();
+  return result;
+}
+
+TEST(RecomputeMemory, ABlockIsKeptAsItsInputAndThePeakIsTheCheckpointsAndOneBlock) {
+  const Activations plain = measure({}), full = measure({kFull});
+  const int64_t layers = 8, tokens = 4 * 256, stream = 4 * tokens * 1024;
+  const int64_t block = (plain.kept - full.kept) / layers + stream;  // what one block keeps, its input included
+  // What is left of the eight blocks is the stream that enters each.
+  const int64_t outside = plain.kept - layers * block;  // embedding, norm, head and loss
+  EXPECT_EQ(full.kept - outside, layers * stream);
+  EXPECT_GE(block, 12 * stream);
+  EXPECT_GE(plain.activations, 12 * full.activations);
+  // Backward of the last block begins with all checkpoints and this one block, and works as it does without recompute.
+  const int64_t working = plain.peak - plain.kept;
+  const auto expected = static_cast<double>(full.kept + block - stream + working);
+  EXPECT_NEAR(static_cast<double>(full.peak), expected, 0.03 * expected);
+  // Again: attention's four products of weights and its own two, and two of the three products of the feed-forward part, for the last saves its input and ends.
+  const double per_token = 4.0 * 1024 * 1024 + 2.0 * 1024 * 2752 + 2.0 * 256 * 1024;
+  EXPECT_EQ(full.flops - plain.flops, 2.0 * static_cast<double>(layers * tokens) * per_token);
+}
+
+TEST(RecomputeMemory, SelectiveAndBudgetLieBetween) {
+  const Activations plain = measure({}), full = measure({kFull}), core = measure({kSelective}), kept = measure({kSelective, "recompute.keep=[\"mm\"]"});
+  EXPECT_LT(core.kept, plain.kept);
+  EXPECT_GT(core.kept, kept.kept);
+  EXPECT_GT(kept.kept, full.kept);
+  EXPECT_EQ(core.flops - plain.flops, 8 * 2.0 * 2 * 4 * 256 * 256 * 1024) << "attention's two products";
+  EXPECT_EQ(kept.flops, core.flops);
+  double flops = plain.flops;
+  for (const int64_t share : {4, 2, 1}) {  // of what the blocks keep
+    const int64_t budget = (plain.kept - full.kept) / 5 * share;
+    const Activations within = measure({kFull, "recompute.budget_bytes=" + std::to_string(budget)});
+    EXPECT_LE(within.kept, budget + full.kept);
+    EXPECT_GT(within.flops, flops) << "less memory costs more";
+    flops = within.flops;
+  }
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,314 @@
+// A checkpoint of every layout goes on in every other: the state to the bit, the next steps within the bounds, and to the bit where the arithmetic is the same.
+
+#include <gmock/gmock.h>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/error.h"
+#include "tessera/train/replay.h"
+#include "tessera/train/trainer.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing_support::SliceCollector;
+using Settings = std::vector<std::string>;
+
+constexpr double kLosses = 5e-6;  // relative
+constexpr int64_t kSaved = 3, kLast = 13;
+
+struct Layout {
+  const char* name;
+  int ranks;
+  Settings sets;
+};
+
+const std::vector<Layout>& layouts() {
+  static const std::vector<Layout> all{{"one", 1, {}},
+                                       {"ddp3", 3, {}},
+                                       {"zero1x2", 2, {"zero.stage=1"}},
+                                       {"zero3x4", 4, {"zero.stage=3"}},
+                                       {"hybrid2x2", 4, {"zero.stage=2", "mesh.dp_replicate=2"}},
+                                       {"hybrid2x2 of stage 3", 4, {"zero.stage=3", "mesh.dp_replicate=2"}}};
+  return all;
+}
+
+bool cuts_layers(const Layout& layout) {
+  return std::ranges::any_of(layout.sets, [](const std::string& set) { return set.starts_with("mesh.tp"); });
+}
+
+class Listener : public Observer {
+ public:
+  explicit Listener(std::vector<StepResult>& steps) : steps_(steps) {}
+  void after_step(const StepResult& result) override { steps_.push_back(result); }
+
+ private:
+  std::vector<StepResult>& steps_;
+};
+
+class Resume : public testing::TrainFixture {
+ protected:
+  Config settings(const Layout& layout, const Settings& more) const {
+    Settings sets{"model.kv_heads=2", "model.tie_embeddings=true", "batch.global_size=4", "batch.micro_size=1", "run.steps=13",
+                  "run.threads=1",    "zero.bucket_bytes=9000"};
+    for (const Settings& added : {layout.sets, more}) sets.insert(sets.end(), added.begin(), added.end());
+    return config("llama", sets);
+  }
+
+  /// Trains to the end; returns the steps that were run.
+  std::vector<StepResult> run(const Layout& layout, const Settings& sets) const {
+    const Config config = settings(layout, sets);
+    std::vector<StepResult> steps;
+    comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
+      validate(config, ranks.size());
+      Trainer trainer(config, ranks, open_inputs(config));
+      trainer.add_observer(std::make_unique<Listener>(steps));
+      trainer.run();
+    });
+    return steps;
+  }
+
+  std::filesystem::path saved(const Layout& layout) const { return folder_ / layout.name; }
+  std::filesystem::path saved(const Layout& layout, int64_t step) const {
+    return saved(layout) / ("step-000000" + std::string(step < 10 ? "0" : "") + std::to_string(step));
+  }
+
+  /// The whole run, with a checkpoint on its way and at its end.
+  std::vector<StepResult> run_saving(const Layout& layout, Settings sets) const {
+    sets.insert(sets.end(), {"checkpoint.dir=" + saved(layout).string(), "checkpoint.every=" + std::to_string(kSaved)});
+    return run(layout, sets);
+  }
+
+  /// The training state that `layout` holds after loading, put together: weights, masters, optimizer state.
+  std::map<std::string, at::Tensor> loaded(const Layout& layout, const Settings& sets, const std::filesystem::path& checkpoint) const {
+    auto all = sets;
+    all.push_back("checkpoint.resume=" + checkpoint.string());
+    const Config config = settings(layout, all);
+    SliceCollector state;
+    comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
+      validate(config, ranks.size());
+      const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+      RankScope scope(config, ranks.local_size());
+      const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+      const auto& run = stepper.run();
+      for (const auto& held : checkpoint::training_tensors(*run.model, run.optimizer.get())) state.add(held.slice.name, held.tensor, held.slice);
+    });
+    return state.whole();
+  }
+
+  static std::map<std::string, at::Tensor> stored(const std::filesystem::path& checkpoint) {
+    const auto manifest = checkpoint::read_manifest(checkpoint);
+    std::vector<checkpoint::SlicedTensor> targets;
+    std::map<std::string, at::Tensor> tensors;
+    for (const auto& [name, tensor] : manifest.tensors) {
+      tensors[name] = at::empty(tensor.shape, checkpoint::dtype_from_name(tensor.dtype));
+      targets.push_back({tensors[name], Slice::whole(name, tensor.shape)});
+    }
+    checkpoint::load(checkpoint, manifest, targets);
+    return tensors;
+  }
+
+  static void expect_same_bits(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
+    ASSERT_EQ(got.size(), want.size());
+    for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
+  }
+
+  void expect_goes_on(const Layout& source, const Layout& target, const Settings& sets, double bound, const std::vector<StepResult>& whole) const {
+    SCOPED_TRACE(std::string(source.name) + " to " + target.name);
+    const auto from = saved(source, kSaved);
+    auto all = sets;
+    all.insert(all.end(), {"checkpoint.resume=" + from.string(), "checkpoint.dir=" + (folder_ / "resumed").string()});
+    const auto steps = run(target, all);
+    ASSERT_EQ(steps.size(), kLast - kSaved);
+    // The first loss is of the loaded weights, each micro-batch computed alone and added up in their order: the same arithmetic in every layout of whole
+    // layers.
+    if (!cuts_layers(source) && !cuts_layers(target)) EXPECT_EQ(steps.front().loss, whole[kSaved].loss);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const StepResult& want = whole[kSaved + i];
+      EXPECT_EQ(steps[i].step, want.step);
+      EXPECT_EQ(steps[i].lr, want.lr);
+      EXPECT_EQ(steps[i].extras.contains("loss_scale"), want.extras.contains("loss_scale"));
+      if (want.extras.contains("loss_scale")) EXPECT_EQ(steps[i].extras.at("loss_scale"), want.extras.at("loss_scale")) << want.step;
+      if (&source == &target) {
+        EXPECT_EQ(steps[i].loss, want.loss) << want.step;
+        EXPECT_EQ(steps[i].grad_norm, want.grad_norm) << want.step;
+      } else {
+        EXPECT_NEAR(steps[i].loss, want.loss, bound * want.loss) << want.step;
+      }
+    }
+    if (&source == &target) expect_same_bits(stored(folder_ / "resumed" / "step-00000013"), stored(saved(source, kLast)));
+    std::filesystem::remove_all(folder_ / "resumed");
+  }
+};
+
+TEST_F(Resume, EveryLayoutGoesOnInEveryOther) {
+  constexpr size_t kAll = 5;
+  for (size_t from = 0; from < kAll; ++from) {
+    const Layout& source = layouts()[from];
+    const auto whole = run_saving(source, {});
+    const auto state = stored(saved(source, kSaved));
+    for (size_t to = 0; to < kAll; ++to) {
+      SCOPED_TRACE(layouts()[to].name);
+      expect_same_bits(loaded(layouts()[to], {}, saved(source, kSaved)), state);
+      expect_goes_on(source, layouts()[to], {}, kLosses, whole);
+    }
+  }
+}
+
+TEST_F(Resume, LayersThatAreCutGoOnCutInAnotherWayOrWhole) {
+  const std::vector<Layout> cut{{"tp4", 4, {"mesh.tp=4"}},
+                                {"ddp2", 2, {}},
+                                {"tp2 of stage 3 over 2", 4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"}},
+                                {"one alone", 1, {}}};
+  for (size_t from = 0; from < cut.size(); ++from) {
+    const auto whole = run_saving(cut[from], {});
+    const auto state = stored(saved(cut[from], kSaved));
+    for (const size_t to : {from, (from + 1) % cut.size(), (from + 2) % cut.size()}) {
+      SCOPED_TRACE(cut[to].name);
+      expect_same_bits(loaded(cut[to], {}, saved(cut[from], kSaved)), state);
+      expect_goes_on(cut[from], cut[to], {}, kLosses, whole);
+    }
+  }
+}
+
+/// Masters and the loss scale travel, too. Across layouts a 16-bit weight may be rounded the other way, so after the first loss the bound is that of its type.
+TEST_F(Resume, SixteenBitsWithMastersGoOn) {
+  for (const std::string type : {"bf16", "fp16"}) {
+    Settings sets{"precision.params=" + type, "precision.compute=" + type};
+    if (type == "fp16") sets.insert(sets.end(), {"precision.loss_scale=dynamic", "precision.growth_steps=2"});
+    const double bound = replay_bound({type});
+    for (const auto& [from, targets] : std::vector<std::pair<size_t, std::vector<size_t>>>{{3, {3, 2}}, {5, {5, 1}}}) {
+      const Layout& source = layouts()[from];
+      std::filesystem::remove_all(saved(source));
+      const auto whole = run_saving(source, sets);
+      const auto state = stored(saved(source, kSaved));
+      EXPECT_TRUE(state.contains("optimizer.master.norm.weight"));
+      for (const size_t to : targets) {
+        expect_same_bits(loaded(layouts()[to], sets, saved(source, kSaved)), state);
+        expect_goes_on(source, layouts()[to], sets, bound, whole);
+      }
+    }
+  }
+}
+
+/// Resident but for what the rank keeps: nothing. The mapped file is the kernel's cache.
+TEST_F(Resume, NoRankHoldsTheWholeModelWhileItLoads) {
+  const auto& source = layouts()[1];
+  run_saving(source, {});
+  const auto state = stored(saved(source, kSaved));
+  int64_t whole = 0;
+  for (const auto& [name, tensor] : state) whole += static_cast<int64_t>(tensor.nbytes());
+  const auto& target = layouts()[3];
+  const Config config = settings(target, {"checkpoint.resume=" + saved(source, kSaved).string()});
+  comm::run_ranks(target.ranks, [&](comm::World& ranks) {
+    const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+    RankScope scope(config, ranks.local_size());
+    scope.memory().reset_peak();
+    const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+    EXPECT_GT(scope.memory().peak(), whole * 0.75 / target.ranks);
+    EXPECT_LT(scope.memory().peak(), whole * 1.25 / target.ranks) << "of " << whole << " on " << target.ranks << " ranks";
+  });
+}
+
+TEST_F(Resume, ARankReadsTheBytesThatItHoldsAndNoMore) {
+  for (const size_t index : {2, 3, 4}) {
+    const Layout& layout = layouts()[index];
+    run_saving(layout, {});
+    const auto from = saved(layout, kSaved);
+    const auto manifest = checkpoint::read_manifest(from);
+    const Config config = settings(layout, {});
+    comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
+      const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+      RankScope scope(config, ranks.local_size());
+      const Stepper stepper(config, mesh, at::kCPU, scope);
+      const auto held = checkpoint::training_tensors(*stepper.run().model, stepper.run().optimizer.get());
+      uint64_t bytes = 0;
+      for (const auto& each : held) bytes += each.tensor.nbytes();
+      EXPECT_EQ(checkpoint::load(from, manifest, held).read_bytes, bytes) << layout.name << ", rank " << ranks.rank();
+    });
+  }
+}
+
+/// Ranks that read other bytes from the same name: hosts whose disks differ.
+TEST_F(Resume, ReplicasThatAreNotEqualOnceLoadedAreNamed) {
+  run_saving(layouts()[0], {});
+  const auto good = saved(layouts()[0], kSaved), other = folder_ / "other";
+  std::filesystem::copy(good, other);
+  const auto file = other / "rank-00000-of-00001.safetensors";
+  const auto entry = checkpoint::SafetensorsFile(file).entry("model.norm.weight");
+  std::fstream(file, std::ios::in | std::ios::out | std::ios::binary).seekp(static_cast<std::streamoff>(entry.offset + entry.bytes - 3)).put('\x01');
+  for (const auto& layout : {layouts()[1], layouts()[2], layouts()[4], layouts()[5]}) {
+    const auto load = [&] {
+      comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
+        const bool last = ranks.rank() == ranks.size() - 1;
+        const Config config = settings(layout, {"checkpoint.verify=false", "checkpoint.resume=" + (last ? other : good).string()});
+        const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+        RankScope scope(config, ranks.local_size());
+        const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+      });
+    };
+    EXPECT_THAT(load, ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("the replicas differ"), HasSubstr("'norm.weight'")))) << layout.name;
+  }
+}
+
+/// Three ranks under a launcher that is not ours: nobody has hashed for them.
+class SharedHashes : public Resume {
+ protected:
+  struct Seen {
+    int64_t step = 0;
+    std::vector<std::string> remarks;
+  };
+  std::vector<Seen> check(const Config& config, int ranks) const {
+    std::vector<Seen> seen(static_cast<size_t>(ranks));
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      Inputs inputs = open_inputs(config, {.one_of_several = true});
+      check_hashes(inputs, config, world);
+      if (inputs.resume) EXPECT_EQ(inputs.resume->hashed, config.checkpoint.verify);
+      seen[static_cast<size_t>(world.rank())] = {inputs.resume ? inputs.resume->manifest.step : 0, inputs.remarks};
+    });
+    return seen;
+  }
+
+  void damage(int64_t step) const {
+    for (const auto& entry : std::filesystem::directory_iterator(saved(layouts()[0], step))) {
+      if (entry.path().extension() != ".safetensors") continue;
+      std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(-5, std::ios::end);
+      file.put('\x55');
+    }
+  }
+};
+
+TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
+  run_saving(layouts()[0], {"run.steps=6"});
+  const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest"});
+  for (const int ranks : {1, 2, 3, 5}) {
+    for (const auto& seen : check(latest, ranks)) {
+      EXPECT_EQ(seen.step, 6);
+      EXPECT_TRUE(seen.remarks.empty());
+    }
+  }
+  damage(6);
+  for (const int ranks : {1, 2, 3, 5}) {
+    for (const auto& seen : check(latest, ranks)) {
+      EXPECT_EQ(seen.step, 3);
+      EXPECT_THAT(seen.remarks, ::testing::ElementsAre(AllOf(HasSubstr("passing over "), HasSubstr("step-00000006"), HasSubstr("is damaged"))));
+    }
+  }
+  damage(3);
+  for (const auto& seen : check(latest, 3)) {
+    EXPECT_EQ(seen.step, 0);
+    ASSERT_FALSE(seen.remarks.empty());
+    EXPECT_THAT(seen.remarks.back(), HasSubstr("starting afresh"));
+  }
+  EXPECT_THAT([&] { check(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string()}), 3); },
+              ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.resume = "), HasSubstr("is damaged"), HasSubstr("name another checkpoint"))));
+  const auto trusting = settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "checkpoint.verify=false"});
+  for (const auto& seen : check(trusting, 2)) EXPECT_EQ(seen.step, 6);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,112 @@
+// Outputs that the ranks of a layout hold in slices, as tensor and sequence parallelism leave them.
+
+#include "tessera/verify/outputs.h"
+
+#include <ATen/ops/arange.h>
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+constexpr BatchShape kBatch{.global_size = 8, .micro_size = 2};
+constexpr int64_t kRows = 6, kColumns = 5;
+
+/// Two ranks and one device; a module "wq" whose output is [6, 5].
+class SlicedOutputs : public ::testing::Test {
+ protected:
+  static OutputKey key(int64_t sample, bool backward = false) { return {.backward = backward, .module = "wq", .first_sample = sample}; }
+  static nn::OutputLayout part(int64_t dim, int64_t begin, int64_t size) {
+    return {.boxes = Slice::along("wq", {kRows, kColumns}, dim, begin, size).boxes, .partial_over = {}};
+  }
+  void give(int rank, int64_t sample, const at::Tensor& values, const nn::OutputLayout& layout) { ranks_[rank].output(key(sample), values, layout); }
+  OutputComparison compared(int64_t sample) {
+    OutputComparer comparer({&ranks_[0], &ranks_[1]}, bounds_, kBatch);
+    comparer.output(key(sample), whole_, {});
+    return comparer.forward();
+  }
+
+  const at::Tensor whole_ = at::arange(kRows * kColumns, at::kFloat).reshape({kRows, kColumns});
+  const VerifyBounds bounds_{.output_roundoff = roundoff("fp32")};
+  RecordedOutputs ranks_[2]{RecordedOutputs(1 << 20), RecordedOutputs(1 << 20)};
+};
+
+TEST_F(SlicedOutputs, OfFeaturesAndOfTheSequenceAreHeldAgainstTheirPart) {
+  give(0, 0, whole_.narrow(1, 0, 3), part(1, 0, 3));
+  give(1, 0, whole_.narrow(1, 3, 2), part(1, 3, 2));
+  auto result = compared(0);
+  EXPECT_EQ(result.compared, 2);
+  EXPECT_EQ(result.bit_equal, 2);
+  EXPECT_EQ(result.unseen, 0);
+  give(0, 2, whole_.narrow(0, 0, 5), part(0, 0, 5));
+  give(1, 2, whole_.narrow(0, 5, 1), part(0, 5, 1));
+  result = compared(2);
+  EXPECT_EQ(result.bit_equal, 2);
+  EXPECT_EQ(result.unseen, 0);
+}
+
+TEST_F(SlicedOutputs, ASliceThatIsOffIsNamedWithItsRankAndStep) {
+  give(0, 12, whole_.narrow(1, 0, 3), part(1, 0, 3));
+  give(1, 12, whole_.narrow(1, 2, 2), part(1, 3, 2));  // a column too early
+  const auto result = compared(12);
+  ASSERT_TRUE(result.first);
+  EXPECT_EQ(result.first->module, "wq");
+  EXPECT_EQ(result.first->rank, 1);
+  EXPECT_EQ(result.first->step, 2);
+  EXPECT_EQ(result.first->micro_batch, 2);
+  EXPECT_NEAR(result.first->value, 1.0 / 29, 1e-6) << "of the largest entry of the whole";
+}
+
+TEST_F(SlicedOutputs, WhatIsNotMadeUpIsUnseen) {
+  give(0, 0, whole_.narrow(1, 0, 3), part(1, 0, 3));
+  EXPECT_EQ(compared(0).unseen, 1) << "two columns are nobody's";
+  give(0, 0, whole_ * 0.5, {.boxes = {}, .partial_over = {"tp"}});
+  give(1, 0, whole_ * 0.5, {.boxes = {}, .partial_over = {"tp"}});
+  const auto partial = compared(0);
+  EXPECT_EQ(partial.unseen, 1);
+  EXPECT_EQ(partial.compared, 0) << "a summand says nothing by itself";
+}
+
+TEST_F(SlicedOutputs, AnotherShapeThanStatedIsInfinitelyFar) {
+  give(0, 0, whole_.narrow(1, 0, 2), part(1, 0, 3));
+  const auto result = compared(0);
+  ASSERT_TRUE(result.first);
+  EXPECT_EQ(result.first->note, "has the shape [6, 2] in place of [6, 3]");
+}
+
+TEST_F(SlicedOutputs, APartThatCannotBeIsOurBug) {
+  give(0, 0, whole_, {.boxes = {{{0, 0}, {kRows, kColumns + 1}}}, .partial_over = {}});
+  EXPECT_THROW(compared(0), InternalError);
+}
+
+TEST_F(SlicedOutputs, AStepBeginsWithItsWholeBudget) {
+  RecordedOutputs outputs(static_cast<int64_t>(whole_.nbytes()));
+  for (const int64_t sample : {0, 8}) {
+    outputs.begin_step();
+    outputs.output(key(sample), whole_, {});
+    outputs.output(key(sample + 2), whole_, {});
+    ASSERT_EQ(outputs.outputs().size(), 2);
+    EXPECT_TRUE(outputs.outputs().at(key(sample)).values.defined());
+    EXPECT_FALSE(outputs.outputs().at(key(sample + 2)).values.defined()) << "beyond the budget";
+  }
+}
+
+TEST_F(SlicedOutputs, TheEarliestStepIsNamedThenTheInnermostModule) {
+  OutputComparer comparer({&ranks_[0]}, bounds_, kBatch);
+  const auto output = [&](const char* module, int64_t sample, bool wrong) {
+    const OutputKey at{.backward = false, .module = module, .first_sample = sample};
+    ranks_[0].output(at, wrong ? whole_ + 1 : whole_, {});
+    comparer.output(at, whole_, {});
+  };
+  output("a", 0, false);
+  output("b", 0, true);
+  output("a", 2, true);
+  EXPECT_EQ(comparer.forward().first->module, "a") << "runs before b, though in a later micro-batch";
+  EXPECT_EQ(comparer.forward().first->micro_batch, 1);
+  output("a", 8, true);
+  EXPECT_EQ(comparer.forward().first->step, 1);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,120 @@
+#include "tessera/verify/verify.h"
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/error.h"
+#include "tests/verify/fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+
+using VerifyTest = testing::VerifyFixture;
+
+TEST_F(VerifyTest, DataParallelPasses) {
+  for (const char* mesh : {"dp_replicate=2", "dp_replicate=3", "dp_replicate=5"}) expect_passes(mesh, "llama", {"model.kv_heads=2"});
+  expect_passes("dp_replicate=3", "gpt2", {"model.dropout=0.1"});
+  expect_passes("dp_replicate=2", "llama", {"model.tie_embeddings=true", "model.dropout=0.1"});
+  expect_passes("dp_replicate=7", "mlp", {"optim.name=sgd", "optim.momentum=0.9"});
+  expect_passes("dp_replicate=2", "mlp", {"comm.compression=bf16"});
+  expect_passes("dp_replicate=2", "mlp", {"comm.check=true", "comm.backend=gloo"});
+}
+
+TEST_F(VerifyTest, RecomputationOnOneRankIsBitForBit) {
+  const auto alone = run("dp_replicate=1", "llama", {"recompute.mode=full", "model.dropout=0.1"});
+  EXPECT_TRUE(alone.passed() && alone.bit_for_bit) << to_string(alone);
+  EXPECT_EQ(alone.backward.bit_equal, alone.backward.compared);
+  EXPECT_EQ(alone.forward.unseen + alone.backward.unseen, 0);
+}
+
+TEST_F(VerifyTest, OneRankAndTheDeterministicTreeAreBitForBit) {
+  for (const char* mesh : {"dp_replicate=1", "dp_replicate=3", "dp_replicate=5"}) {
+    const auto report = run(mesh, "llama", {"run.deterministic=true"});
+    EXPECT_TRUE(report.bit_for_bit);
+    for (const auto* list : {&report.initial_weights, &report.losses, &report.gradient_norms, &report.gradients, &report.weights}) {
+      EXPECT_EQ(list->bound, 0);
+      EXPECT_EQ(list->worst().value, 0) << mesh << "\n" << to_string(report);
+    }
+    EXPECT_EQ(report.forward.bit_equal, report.forward.compared);
+    EXPECT_EQ(report.backward.bit_equal, report.backward.compared);
+  }
+  EXPECT_TRUE(run("dp_replicate=1").bit_for_bit);
+  EXPECT_FALSE(run("dp_replicate=2").bit_for_bit);
+}
+
+TEST_F(VerifyTest, EveryModuleAndTensorIsCompared) {
+  const auto report = run("dp_replicate=3", "mlp");
+  // 7 micro-batches of: embedding, 2 blocks of (norm, w1, w2, feed-forward, dropout, block), norm, head, model. Padding is not among them.
+  EXPECT_EQ(report.micro_batches, 7);
+  EXPECT_EQ(report.forward.compared, report.steps * 7 * (1 + 2 * 6 + 3));
+  EXPECT_EQ(report.backward.compared, report.forward.compared);
+  EXPECT_EQ(report.gradients.each.size(), 2 * 6 + 1 + 2 + 1);
+  EXPECT_EQ(report.weights.each.size(), report.gradients.each.size());
+  EXPECT_EQ(report.initial_weights.each.size(), report.gradients.each.size());
+  EXPECT_EQ(report.gradients.each.front().name, "embed_tokens.weight");
+}
+
+TEST_F(VerifyTest, OutputsBeyondTheBudgetAreHeldByTheirHashes) {
+  const auto report = run("dp_replicate=2", "mlp", {}, {.output_bytes = 20000});
+  EXPECT_TRUE(report.passed());
+  EXPECT_EQ(report.forward.beyond_budget, 0);
+  EXPECT_EQ(report.forward.bit_equal, report.forward.compared);
+}
+
+TEST(VerifyReport, WhatIsNotFiniteIsNullInJson) {
+  VerifyReport report{.steps = 1};
+  report.gradients = {.bound = 1e-5, .each = {{.name = "w", .value = std::numeric_limits<double>::infinity(), .step = 1}}};
+  EXPECT_FALSE(report.passed());
+  EXPECT_TRUE(to_json(report)["gradients"]["difference"].is_null());
+  EXPECT_TRUE(to_json(report)["tensors"][0]["gradient"].is_null());
+  EXPECT_THAT(to_string(report), HasSubstr("inf"));
+  EXPECT_FALSE((VerifyReport{.steps = 2, .skipped = 2}).passed()) << "nothing was compared";
+}
+
+TEST_F(VerifyTest, WhatARankThrowsEndsTheWaitOfAll) {
+  VerifyOptions options;
+  options.plant.gradients = [](Composition&, int rank) { require(rank != 1, "planted failure"); };
+  try {
+    run("dp_replicate=3", "mlp", {}, options);
+    FAIL() << "nothing was thrown";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("planted failure"));
+  }
+}
+
+std::string refusal(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+TEST_F(VerifyTest, BadInputIsRefused) {
+  EXPECT_THAT(refusal([] { parse_mesh("dp_replicat=3"); }), HasSubstr("no axis dp_replicat; did you mean dp_replicate?"));
+  EXPECT_THAT(refusal([] { parse_mesh("tp=2,tp=2"); }), HasSubstr("tp is given twice"));
+  for (const char* mesh : {"tp=0", "tp=-1", "tp=two", "tp=", "tp=2x"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("expected a size")) << mesh;
+  for (const char* mesh : {"", "tp", "tp=2,", ",tp=2"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("is no axis=size")) << mesh;
+  EXPECT_THAT(refusal([&] { run("dp_replicate=8"); }), HasSubstr("batch.global_size = 14"));
+  EXPECT_THAT(refusal([&] { run("dp_replicate=257"); }), HasSubstr("at most 256"));
+  EXPECT_THAT(refusal([&] { run("dp_shard=2"); }), HasSubstr("zero.stage"));
+  EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {"comm.backend=mpi"}); }), HasSubstr("comm.backend = mpi"));
+  EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {"comm.compression=powersgd"}); }), HasSubstr("comm.compression = powersgd"));
+  EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {}, {.steps = 7}); }), HasSubstr("--steps = 7"));
+  EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {}, {.steps = 0}); }), HasSubstr("--steps = 0"));
+}
+
+TEST(ParseMesh, NamesAxesInAnyOrder) {
+  const auto mesh = parse_mesh("tp=2,dp_replicate=3,ep=2", {.order = {"tp", "pp", "cp", "dp_shard", "dp_replicate"}});
+  EXPECT_EQ(mesh.tp, 2);
+  EXPECT_EQ(mesh.dp_replicate, 3);
+  EXPECT_EQ(mesh.dp_shard, 1);
+  EXPECT_EQ(mesh.pp, 1);
+  EXPECT_EQ(mesh.ep, 2);
+  EXPECT_EQ(mesh.order.front(), "tp");
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,274 @@
+#include "tessera/zero/sharded_data_parallel.h"
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/nn/meta.h"
+#include "tests/zero/support.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+class WorldSizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Zero, WorldSizes, ::testing::Values(1, 2, 3, 5, 8));
+
+TEST_P(WorldSizes, EqualsOneProcessAndAllRanksTheSameWeights) {
+  for (const Way& way : ways) EXPECT_LT(trained_difference(GetParam(), 1, way, 1), parity) << "stage " << way.stage;
+}
+
+TEST_P(WorldSizes, AccumulationEqualsOneBackward) {
+  for (const Way& way : ways) EXPECT_LT(trained_difference(GetParam(), 1, way, 3), parity) << "stage " << way.stage;
+}
+
+TEST(Zero, HybridEqualsOneProcess) {
+  for (const auto& [ranks, replicas] : std::vector<std::pair<int, int>>{{4, 2}, {6, 3}, {6, 2}, {3, 3}}) {
+    for (const Way& way : ways) EXPECT_LT(trained_difference(ranks, replicas, way, 2), parity) << ranks << " ranks, " << replicas << " replicas";
+  }
+}
+
+TEST(Zero, ParityFindsPlantedBugs) {
+  for (const Way& way : ways) {
+    EXPECT_GT(trained_difference(3, 1, way, 1,
+                                 [](int rank, ShardedDataParallel& zero) {  // one rank's part comes back at half its scale
+                                   if (rank != 1) return;
+                                   for (const auto& shard : zero.shards()) shard.tensor.grad().mul_(0.5);
+                                 }),
+              100 * parity);
+  }
+  const auto expected = one_process(1);
+  SliceCollector gradients;
+  run_ranks(3, [&](World& world) {  // a shard's contribution is dropped
+    Net net;
+    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+    zero.begin_step();
+    const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+    (loss_of(net.forward(mine.x), mine.y, samples) * (world.rank() == 1 ? 0.0 : 1.0)).backward();
+    zero.finish();
+    gradients.add_gradients(zero.shards());
+  });
+  EXPECT_GT(largest_difference(in_order_of(Net(), gradients.whole()), expected[0]), 100 * parity);
+}
+
+TEST(Zero, AverageDividesByTheRanks) {
+  SliceCollector gradients;
+  run_ranks(4, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 2), {.stage = 2, .average = true});
+    run_step(net, zero, whole_batch(samples));
+    gradients.add_gradients(zero.shards());
+  });
+  EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), one_process(1)[0]), parity);
+}
+
+TEST(Zero, AGroupOfOneShardsNothing) {
+  Net net;
+  ShardedDataParallel zero(net, {}, {.stage = 2});
+  run_step(net, zero, whole_batch(samples));
+  EXPECT_TRUE(zero.layout().buckets.empty());
+  EXPECT_TRUE(same_bits(gradients_of(net), one_process(1)[0]));
+  ASSERT_EQ(zero.shards().size(), net.parameters().size());
+  for (size_t i = 0; i < zero.shards().size(); ++i) EXPECT_TRUE(zero.shards()[i].tensor.is_same(net.parameters()[i]));
+  EXPECT_EQ(zero.statistics().num_collectives, 0);
+}
+
+TEST(Zero, TrafficIsThatOfTheFormulas) {
+  for (const auto& [ranks, replicas] : std::vector<std::pair<int, int>>{{2, 1}, {3, 1}, {4, 2}}) {
+    for (const Way& way : ways) {
+      for (const int passes : {1, 3}) {
+        ShardLayout layout;
+        const auto records = records_of_a_step(ranks, replicas, way, passes, layout);
+        int64_t sent = 0;
+        for (const auto& record : records) sent += record.sent_bytes;
+        const int n = ranks / replicas;
+        int64_t elements = 0;
+        for (const auto& bucket : layout.buckets) elements += layout.numel(bucket);
+        const int reductions = way.stage == 2 && way.accumulation == Accumulation::Sharded ? passes : 1;
+        const int64_t within = 4 * (reductions + 1) * (n - 1) * elements / n, across = 4 * 2 * (replicas - 1) * (elements / n) / replicas;
+        EXPECT_EQ(sent, within + across) << ranks << " ranks, " << replicas << " replicas, stage " << way.stage << ", " << passes << " micro-batches";
+      }
+    }
+  }
+}
+
+TEST(Zero, BucketsAreReducedWhileBackwardRuns) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2, .sizes = small_buckets});
+    run_step(net, zero, whole_batch(samples));
+    EXPECT_GT(zero.layout().buckets.size(), 2);
+    EXPECT_EQ(zero.statistics().num_early, static_cast<int64_t>(zero.layout().buckets.size()));
+    EXPECT_EQ(zero.statistics().num_collectives, zero.statistics().num_early);
+    EXPECT_GE(zero.statistics().exposed_s, 0);
+  });
+}
+
+TEST(Zero, GradientsAreHeldAsTheStageSays) {
+  for (const Way& way : ways) {
+    run_ranks(2, [&](World& world) {
+      MemoryTracker tracker;
+      const TrackMemory track(tracker);
+      Net net;
+      ShardedDataParallel zero(net, {.shard = world.group()}, options_of(way));
+      int64_t whole = 0;
+      for (const auto& bucket : zero.layout().buckets) whole += 4 * zero.layout().numel(bucket);
+      EXPECT_EQ(tracker.current(MemoryCategory::Parameters), whole);
+      for (int step = 0; step < 2; ++step) {
+        run_step(net, zero, whole_batch(samples), 2);
+        EXPECT_EQ(tracker.current(MemoryCategory::Gradients), way.stage == 1 ? whole : whole / 2);
+        for (const at::Tensor& parameter : net.parameters()) EXPECT_FALSE(parameter.grad().defined());
+      }
+    });
+  }
+}
+
+/// `optional` is used where asked; `never` nowhere; `frozen` wants no gradient; `tied` is registered twice and used twice; three dtypes, a scalar, a transpose.
+struct Odd : torch::nn::Module {
+  Odd() {
+    used = register_parameter("used", at::ones({3}));
+    optional = register_parameter("optional", at::ones({3}));
+    never = register_parameter("never", at::ones({2}));
+    frozen = register_parameter("frozen", at::ones({2}), /*requires_grad=*/false);
+    empty = register_parameter("empty", at::empty({0, 3}));
+    tied = register_parameter("tied", at::full({3}, 2.0));
+    register_parameter("tied_again", tied);
+    scalar = register_parameter("scalar", at::full({}, 3.0, at::kDouble));
+    half = register_parameter("half", at::ones({70}, at::kBFloat16));
+    turned = register_parameter("turned", at::arange(12, at::kFloat).view({3, 4}).t());
+  }
+  at::Tensor forward(bool with_optional) {
+    at::Tensor y = used * tied * tied;
+    if (with_optional) y = y + optional;
+    return y.sum() + empty.sum() + scalar.to(at::kFloat) + half.to(at::kFloat).sum() + (turned * turned).sum();
+  }
+  at::Tensor used, optional, never, frozen, empty, tied, scalar, half, turned;
+};
+
+TEST(Zero, UnusualParametersKeepTheirValuesAndGetTheirGradients) {
+  for (const Way& way : ways) {
+    SliceCollector gradients, values;
+    run_ranks(3, [&](World& world) {
+      Odd odd;
+      ShardedDataParallel zero(odd, {.shard = world.group()},
+                               {.stage = way.stage, .sizes = small_buckets, .accumulation = way.accumulation, .find_unused_parameters = true});
+      EXPECT_TRUE(at::equal(odd.turned, at::arange(12, at::kFloat).view({3, 4}).t()));
+      for (int step = 0; step < 2; ++step) {
+        zero.begin_step();
+        odd.forward(world.rank() == 1).backward();
+        zero.finish();
+      }
+      for (const auto& shard : zero.shards()) {
+        EXPECT_NE(shard.name, "frozen");
+        EXPECT_EQ(shard.tensor.grad().defined(), shard.name != "never") << shard.name;
+      }
+      gradients.add_gradients(zero.shards());
+      values.add_values(zero.shards());
+    });
+    const auto got = gradients.whole();
+    EXPECT_TRUE(at::equal(got.at("used"), at::full({3}, 12.0)));
+    EXPECT_TRUE(at::equal(got.at("optional"), at::ones({3})));
+    EXPECT_TRUE(at::equal(got.at("tied"), at::full({3}, 12.0)));
+    EXPECT_TRUE(at::equal(got.at("scalar"), at::full({}, 3.0, at::kDouble)));
+    EXPECT_TRUE(at::equal(got.at("half"), at::full({70}, 3.0, at::kBFloat16)));
+    EXPECT_TRUE(at::equal(got.at("turned"), 6 * at::arange(12, at::kFloat).view({3, 4}).t()));
+    EXPECT_EQ(got.at("empty").numel(), 0);
+    EXPECT_FALSE(got.contains("tied_again"));
+    EXPECT_TRUE(at::equal(values.whole().at("turned"), at::arange(12, at::kFloat).view({3, 4}).t()));
+  }
+}
+
+TEST(Zero, ReduceDtypeHoldsGradientsInIt) {
+  run_ranks(2, [&](World& world) {
+    Odd odd;
+    ShardedDataParallel zero(odd, {.shard = world.group()}, {.stage = 2, .find_unused_parameters = true, .reduce_dtype = at::kDouble});
+    zero.begin_step();
+    odd.forward(true).backward();
+    zero.finish();
+    for (const auto& shard : zero.shards()) {
+      if (shard.name != "never") EXPECT_EQ(shard.tensor.grad().scalar_type(), at::kDouble) << shard.name;
+    }
+  });
+}
+
+TEST(Zero, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
+  run_ranks(3, [&](World& world) {
+    Odd odd;
+    odd.never.requires_grad_(false);
+    ShardedDataParallel zero(odd, {.shard = world.group()}, {.stage = 2, .sizes = small_buckets});
+    zero.begin_step();
+    odd.forward(world.rank() != 1).backward();
+    if (world.rank() == 1) {
+      EXPECT_THAT(refusal([&] { zero.finish(); }), HasSubstr("on rank 1 of world, 1 of 7 parameters got no gradient in this step: 'optional'; "));
+    } else {
+      zero.finish();
+    }
+  });
+}
+
+TEST(Zero, MisuseIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.stage = 3}); }), HasSubstr("zero.stage = 3: "));
+    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.reduce_dtype = at::kLong}); }), HasSubstr("reduce_dtype = Long"));
+    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.network_dtype = at::kFloat}); }), HasSubstr("network_dtype = Float"));
+    torch::nn::Module views("Views");
+    const at::Tensor shared = at::ones({8});
+    views.register_parameter("a", shared.narrow(0, 0, 4));
+    views.register_parameter("b", shared.narrow(0, 3, 4));
+    EXPECT_THAT(refusal([&] { ShardedDataParallel(views, {.shard = world.group()}); }), HasSubstr("parameters 'a' and 'b' share memory"));
+    for (const Way& way : ways) {
+      ShardedDataParallel zero(net, {.shard = world.group()}, options_of(way));
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got a gradient outside a step; call begin_step"));
+      zero.begin_step();
+      backward(net, whole_batch(samples));
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got another gradient after its bucket was reduced"));
+      zero.finish();
+    }
+  });
+}
+
+TEST(Zero, ReplicasThatDifferAreRefusedAtTheFirstStep) {
+  run_ranks(4, [&](World& world) {
+    Net net;
+    if (world.rank() >= 2) net.middle->weight.data()[0][0] += 1e-6;
+    ShardedDataParallel zero(net, groups_of(world, 2));
+    EXPECT_THAT(refusal([&] { zero.begin_step(); }), HasSubstr("parameter 'middle.weight' of rank 0 of dp_replicate is another one on rank 1;"));
+  });
+}
+
+TEST(Zero, ADryRunMakesTheSameCalls) {
+  const auto step_twice = [](Net& net, const comm::Group& group, at::Device device) {
+    ShardedDataParallel zero(net, {.shard = group}, {.stage = 2, .sizes = small_buckets});
+    for (int step = 0; step < 2; ++step) {
+      const Batch batch = whole_batch(samples);
+      run_step(net, zero, {batch.x.to(device), batch.y.to(device)}, 2);
+      zero.after_update();
+    }
+  };
+  std::vector<comm::Record> real;
+  run_ranks(3, [&](World& world) {
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
+    Net net;
+    step_twice(net, comm::Group(info, comm::make_record_backend(recorder, info, world.group().backend())), at::kCPU);
+    if (world.rank() == 1) real = recorder->records();
+  });
+  const auto recorder = std::make_shared<comm::Recorder>();
+  World world = World::dry(3, 1, recorder);
+  const auto net = on_meta([] { return std::make_shared<Net>(); });
+  step_twice(*net, world.group(), at::kMeta);
+  const std::vector<comm::Record> planned = recorder->records();
+  ASSERT_EQ(planned.size(), real.size());
+  for (size_t i = 0; i < real.size(); ++i) {
+    EXPECT_EQ(planned[i].op, real[i].op) << i;
+    EXPECT_EQ(planned[i].shape, real[i].shape) << i;
+    EXPECT_EQ(planned[i].site, real[i].site) << i;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
