@@ -68,7 +68,7 @@ class Faults(SystemTest):
         self.assertIn("rank 0 waits", last)
 
     def test_a_rank_that_fails(self):
-        self.inject("rank=1,op=all_gather,count=5,do=error", within=8)
+        self.inject("rank=1,op=all_gather,count=9,do=error", within=8)  # the first of them compare the replicas and plan the buckets
 
     def test_a_mismatched_collective_under_the_check(self):
         last, _ = self.inject("rank=1,op=all_reduce,count=9,do=skip", "comm.check=true", within=8)
