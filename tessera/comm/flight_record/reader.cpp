@@ -129,7 +129,9 @@ RecordedCall to_call(const Entry& entry, uint64_t number, auto seconds) {
 void check_entry(const Bytes& bytes, uint64_t offset, const Entry& entry, const std::vector<RecordedGroup>& groups) {
   bytes.check(entry.group < groups.size(), offset + offsetof(Entry, group), "group ", entry.group, " of ", groups.size());
   const int members = static_cast<int>(groups[entry.group].members.size());
-  bytes.check(entry.peer >= -1 && entry.peer < members, offset + offsetof(Entry, peer), "peer ", entry.peer, " in a group of ", members);
+  const auto op = text(entry.op);
+  const int first_peer = op == "send" || op == "recv" ? 0 : -1;  // a message has one, a collective need not
+  bytes.check(entry.peer >= first_peer && entry.peer < members, offset + offsetof(Entry, peer), op, " with peer ", entry.peer, " in a group of ", members);
   bytes.check(entry.state >= State::Entered && entry.state <= State::Failed, offset + offsetof(Entry, state), "state ", static_cast<uint32_t>(entry.state));
 }
 
