@@ -36,6 +36,7 @@ std::optional<Report> read_torch_report(const std::string& contents) {
   for (const char* sign : {"DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer"}) {
     if (report.reason.find(sign) != std::string::npos) report.kind = Failure::Comm;
   }
+  if (report.reason.empty()) return std::nullopt;
   std::ranges::replace(report.reason, '\n', ' ');
   return report;
 }
