@@ -79,13 +79,7 @@ void write_text(const std::filesystem::path& file, const std::string& text) {
 }
 
 // Over which the batch is dealt.
-int data_ranks(const Config& config, int world_size) {
-  int ranks = 1;
-  for (const auto& [axis, size] : mesh_shape(config.mesh, config.zero.stage, world_size)) {
-    if (std::find(data_axes().begin(), data_axes().end(), axis) != data_axes().end()) ranks *= size;
-  }
-  return ranks;
-}
+int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), data_axes()); }
 
 // The collective algorithms are those that the checkpoint recorded: they order the sums.
 comm::WorldOptions options_for(const Config& config, int size, Inputs& inputs) {
@@ -104,13 +98,6 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
       detail::concat(inputs.resume->folder.string(),
                      " recorded other collective algorithms than the damaged one: sums are added in another order from here on, so the run "
                      "goes on, but not bit for bit"));
-}
-
-int tensor_ranks(const Config& config, int world) {
-  for (const auto& [axis, size] : mesh_shape(config.mesh, config.zero.stage, world)) {
-    if (axis == "tp") return size;
-  }
-  return 1;
 }
 
 // Refused before any rank is started.
@@ -140,7 +127,7 @@ int train(const Flags& flags) {
   const int size = world_size(flags.nproc);
   validate(config, size);
   const int attempt = comm::read_environment().restart_count;
-  check_modules(config, tensor_ranks(config, size));
+  check_modules(config, size_along(mesh_shape(config.mesh, config.zero.stage, size), "tp"));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);

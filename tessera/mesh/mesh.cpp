@@ -19,6 +19,25 @@ std::string product_text(const MeshShape& axes, int64_t product) {
   return fmt::format("{} = {}", text.empty() ? "no axes" : text, product);
 }
 
+size_t index_of(const MeshShape& shape, const std::string& axis) {
+  std::string known;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i].first == axis) return i;
+    known += (known.empty() ? "" : ", ") + shape[i].first;
+  }
+  throw InternalError(detail::concat("internal error: mesh has no axis ", axis, "; it has ", known));
+}
+
+// Positions of the named axes, slowest first.
+std::vector<size_t> indices_of(const MeshShape& shape, const Axes& asked) {
+  std::vector<size_t> found;
+  for (const auto& name : asked.names) found.push_back(index_of(shape, name));
+  std::sort(found.begin(), found.end());
+  const auto twice = std::adjacent_find(found.begin(), found.end());
+  invariant(twice == found.end(), "mesh axis named twice: ", twice == found.end() ? "" : shape[*twice].first);
+  return found;
+}
+
 }  // namespace
 
 struct Mesh::State {
@@ -31,24 +50,7 @@ struct Mesh::State {
   std::mutex mutex;
   std::map<std::vector<size_t>, comm::Group> groups;  // by axes of size > 1
 
-  size_t index(const std::string& axis) const {
-    std::string known;
-    for (size_t i = 0; i < axes.size(); ++i) {
-      if (axes[i].first == axis) return i;
-      known += (known.empty() ? "" : ", ") + axes[i].first;
-    }
-    throw InternalError(detail::concat("internal error: mesh has no axis ", axis, "; it has ", known));
-  }
-
-  // Positions of the named axes, slowest first.
-  std::vector<size_t> indices(const Axes& asked) const {
-    std::vector<size_t> found;
-    for (const auto& name : asked.names) found.push_back(index(name));
-    std::sort(found.begin(), found.end());
-    const auto twice = std::adjacent_find(found.begin(), found.end());
-    invariant(twice == found.end(), "mesh axis named twice: ", twice == found.end() ? "" : axes[*twice].first);
-    return found;
-  }
+  std::vector<size_t> indices(const Axes& asked) const { return indices_of(axes, asked); }
 
   std::vector<int> coordinates_of(int world_rank) const {
     std::vector<int> result;
@@ -101,15 +103,14 @@ bool Mesh::has(const std::string& axis) const {
   return false;
 }
 
-int Mesh::size(const Axes& axes) const {
-  int product = 1;
-  for (const auto i : state_->indices(axes)) product *= state_->axes[i].second;
-  return product;
-}
+int Mesh::size(const Axes& axes) const { return size_along(state_->axes, axes); }
 
-int Mesh::rank(const Axes& axes) const {
+int Mesh::rank(const Axes& axes) const { return rank(state_->world.rank(), axes); }
+
+int Mesh::rank(int world_rank, const Axes& axes) const {
+  const auto coordinates = state_->coordinates_of(world_rank);
   int position = 0;
-  for (const auto i : state_->indices(axes)) position = position * state_->axes[i].second + state_->coordinates[i];
+  for (const auto i : state_->indices(axes)) position = position * state_->axes[i].second + coordinates[i];
   return position;
 }
 
@@ -147,5 +148,11 @@ comm::Group Mesh::operator[](const Axes& axes) const {
 }
 
 MeshShape mesh_shape(const MeshConfig& config, int zero_stage, int world_size) { return resolve_mesh(config, zero_stage, world_size); }
+
+int size_along(const MeshShape& shape, const Axes& axes) {
+  int product = 1;
+  for (const auto i : indices_of(shape, axes)) product *= shape[i].second;
+  return product;
+}
 
 }  // namespace tessera

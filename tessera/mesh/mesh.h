@@ -40,6 +40,8 @@ class Mesh {
   int size(const Axes& axes) const;
   /// This rank's coordinate on the axis, or its rank in the group of several axes; makes no group.
   int rank(const Axes& axes) const;
+  /// Another rank's.
+  int rank(int world_rank, const Axes& axes) const;
   /// This rank's coordinates, one per axis, slowest first.
   std::vector<int> coordinates() const;
   /// Another rank's.
@@ -60,5 +62,8 @@ class Mesh {
 /// The grid that a configuration asks for on `world_size` ranks, axes in the order of mesh.order. -1 on one axis takes what is left; where none is -1,
 /// an unset dp_shard does if `zero_stage` > 0, and an unset dp_replicate otherwise. Throws ConfigError, with the product printed, where it does not come out.
 MeshShape mesh_shape(const MeshConfig& config, int zero_stage, int world_size);
+
+/// Product of the sizes of `axes`, where there is no mesh yet. Throws InternalError as Mesh::size does.
+int size_along(const MeshShape& shape, const Axes& axes);
 
 }  // namespace tessera

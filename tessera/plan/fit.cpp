@@ -24,16 +24,10 @@ constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;  // st
 constexpr int kHalfMicroBatch = 4;                                         // products of half the size are less efficient
 constexpr int kSelective = 3, kFull = 10;                                  // a share of the FLOPs, and up to a third of them
 
-int axis_size(const Config& config, int world, const std::string& name) {
-  for (const auto& [axis, size] : resolve_mesh(config.mesh, config.zero.stage, world)) {
-    if (axis == name) return size;
-  }
-  return 1;
-}
-
 std::vector<Choice> stages(const Config& config, int world) {
   std::vector<Choice> choices{{}};
-  const int shard = axis_size(config, world, "dp_shard"), replicate = axis_size(config, world, "dp_replicate");
+  const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
+  const int shard = size_along(shape, "dp_shard"), replicate = size_along(shape, "dp_replicate");
   if (shard * replicate == 1) return choices;
   Sets mesh;
   if (shard == 1 && config.mesh.dp_replicate) mesh = {"mesh.dp_replicate=1", "mesh.dp_shard=" + std::to_string(replicate)};

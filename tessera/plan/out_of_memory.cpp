@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "tessera/core/format.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
 #include "tessera/train/state_bytes.h"
 
@@ -42,10 +43,7 @@ std::string share(double part, double whole) { return whole > 0 ? fmt::format("{
 }  // namespace
 
 std::string formula_text(const Config& config, int world) {
-  int shards = 1;
-  for (const auto& [axis, size] : resolve_mesh(config.mesh, config.zero.stage, world)) {
-    if (axis == "dp_shard") shards = size;
-  }
+  const int shards = size_along(mesh_shape(config.mesh, config.zero.stage, world), "dp_shard");
   const auto whole = bytes_per_parameter(config), kept = kept_per_parameter(whole, config.zero.stage, shards);
   const auto parameters = static_cast<double>(num_parameters(config.model));
   return fmt::format(

@@ -39,42 +39,24 @@ std::vector<Elements> held_elements(const Config& config, const Mesh& mesh) {
   return held;
 }
 
-/// Where a rank stands among those that share the batch out, and where in its tensor-parallel group: what is cut there need not be equal.
-struct Place {
-  int data = 0, tensor = 0;
-};
-
-Place place_of(const Mesh& mesh, int rank) {
-  Place place;
-  const auto coordinates = mesh.coordinates(rank);
-  for (size_t axis = 0; axis < coordinates.size(); ++axis) {
-    const auto& [name, size] = mesh.shape()[axis];
-    if (std::ranges::find(data_axes(), name) != data_axes().end()) place.data = place.data * size + coordinates[axis];
-    if (name == "tp") place.tensor = coordinates[axis];
-  }
-  return place;
-}
-
 }  // namespace
 
 std::vector<std::vector<int>> rank_classes(const Config& config, int world_size) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
-  const auto shape = mesh_shape(config.mesh, config.zero.stage, world_size);
-  const Mesh mesh(world, shape);
-  const auto axis = std::ranges::find(shape, "dp_shard", &std::pair<std::string, int>::first) - shape.begin();
+  const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const auto held = held_elements(config, mesh);
-  const auto held_by = [&](int rank) -> const Elements& { return held.size() == 1 ? held.front() : held[mesh.coordinates(rank)[axis]]; };
+  const auto held_by = [&](int rank) -> const Elements& { return held.size() == 1 ? held.front() : held[static_cast<size_t>(mesh.rank(rank, "dp_shard"))]; };
 
   const int data_ranks = mesh.size(data_axes());
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const TreeSchedule schedule = config.run.deterministic ? make_tree_schedule(micro_batches, data_ranks) : TreeSchedule{};
   std::map<std::pair<std::vector<int64_t>, Elements>, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
-    const Place place = place_of(mesh, rank);
-    std::vector<int64_t> role{chunk(micro_batches, data_ranks, place.data).second, place.tensor};
+    const int data_rank = mesh.rank(rank, data_axes());
+    std::vector<int64_t> role{chunk(micro_batches, data_ranks, data_rank).second, mesh.rank(rank, "tp")};  // what tp cuts need not be equal
     if (config.run.deterministic) {
-      const auto in_tree = tree_role(schedule, place.data);
+      const auto in_tree = tree_role(schedule, data_rank);
       role.insert(role.end(), in_tree.begin(), in_tree.end());
     }
     classes[{role, world_size <= kExactRanks ? held_by(rank) : Elements{}}].push_back(rank);

@@ -49,23 +49,19 @@ at::Tensor norm_of(const Config& config, const Composition& run) {
   return optim::global_norm(std::vector{std::move(group)}, order);
 }
 
-std::vector<std::string> all_axes(const Mesh& mesh) {
+/// All axes of the mesh, or those that data_axes() are not.
+std::vector<std::string> axes_of(const Mesh& mesh, bool data) {
   std::vector<std::string> axes;
-  for (const auto& [axis, size] : mesh.shape()) axes.push_back(axis);
+  for (const auto& [axis, size] : mesh.shape()) {
+    if (data || std::ranges::find(data_axes(), axis) == data_axes().end()) axes.push_back(axis);
+  }
   return axes;
 }
 
 std::vector<bool> first_of_their_data_rank(const Mesh& mesh, const comm::Group& group) {
+  const Axes others = axes_of(mesh, /*data=*/false);
   std::vector<bool> first;
-  for (int member = 0; member < group.size(); ++member) {
-    const auto coordinates = mesh.coordinates(group.world_rank(member));
-    bool zero = true;
-    for (size_t axis = 0; axis < coordinates.size(); ++axis) {
-      const bool data = std::ranges::find(data_axes(), mesh.shape()[axis].first) != data_axes().end();
-      zero = zero && (data || coordinates[axis] == 0);
-    }
-    first.push_back(zero);
-  }
+  for (int member = 0; member < group.size(); ++member) first.push_back(mesh.rank(group.world_rank(member), others) == 0);
   return first;
 }
 
@@ -102,7 +98,7 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)
     : config_(config),
       data_group_(mesh[data_axes()]),
-      all_ranks_(mesh[all_axes(mesh)]),
+      all_ranks_(mesh[axes_of(mesh, /*data=*/true)]),
       brings_losses_(first_of_their_data_rank(mesh, all_ranks_)),
       scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),

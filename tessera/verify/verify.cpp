@@ -116,14 +116,6 @@ Config in_layout(Config config, const MeshConfig& mesh) {
   return config;
 }
 
-int data_ranks(const MeshShape& axes) {
-  int ranks = 1;
-  for (const auto& [axis, size] : axes) {
-    if (std::find(data_axes().begin(), data_axes().end(), axis) != data_axes().end()) ranks *= size;
-  }
-  return ranks;
-}
-
 Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   validate(layout, world);
   Inputs inputs = open_inputs(layout);
@@ -142,7 +134,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       inputs_(checked_inputs(layout_, world_, options.steps)),
       first_step_(inputs_.resume ? inputs_.resume->manifest.step + 1 : 1),
       samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
-      bounds_(bounds_of(layout_, world_, data_ranks(axes_))),
+      bounds_(bounds_of(layout_, world_, size_along(axes_, data_axes()))),
       meeting_(world_),
       shown_(static_cast<size_t>(world_)),
       recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),

@@ -50,6 +50,10 @@ TEST(Mesh, EveryRanksCoordinatesAreItsOwn) {
   const auto world = dry(30, 0);
   const Mesh mesh(world, {{"a", 5}, {"b", 1}, {"c", 3}, {"d", 2}});
   for (int rank = 0; rank < 30; ++rank) EXPECT_EQ(mesh.world_rank(mesh.coordinates(rank)), rank);
+  EXPECT_EQ(mesh.rank(17, "a"), 2);
+  EXPECT_EQ(mesh.rank(17, {"d", "a"}), 5);  // the mesh's order, not the question's
+  EXPECT_EQ(size_along(mesh.shape(), {"d", "a"}), 10);
+  EXPECT_THROW(size_along(mesh.shape(), "e"), InternalError);
 }
 
 TEST(Mesh, GroupsOfOneOrSeveralAxesCommunicate) {
