@@ -39,17 +39,31 @@ endfunction()
 
 # All precompile one header once.
 function(tessera_use_pch target)
-  if(NOT TARGET tessera_pch)
-    file(WRITE ${CMAKE_BINARY_DIR}/generated/pch.cpp "")
-    add_library(tessera_pch OBJECT ${CMAKE_BINARY_DIR}/generated/pch.cpp)
-    target_link_libraries(tessera_pch PUBLIC tessera_base fmt::fmt spdlog::spdlog)
-    target_precompile_headers(tessera_pch PRIVATE ${CMAKE_SOURCE_DIR}/cmake/pch.h)
-  endif()
-  target_link_libraries(${target} PRIVATE fmt::fmt spdlog::spdlog)
-  target_precompile_headers(${target} REUSE_FROM tessera_pch)
+  tessera_reuse_pch(${target} tessera_pch)
 endfunction()
 
-# Objects and libraries of a room and of everything below it, for an executable.
+# Tests precompile what tests include besides, and are compiled without optimization, which takes half the time: what they run for long is the rooms' code.
+function(tessera_use_test_pch target)
+  target_compile_options(${target} PRIVATE -O0)
+  target_link_libraries(${target} PRIVATE GTest::gtest GTest::gmock)
+  tessera_reuse_pch(${target} tessera_test_pch OPTIONS -O0 HEADERS <nlohmann/json.hpp> <gtest/gtest.h> <gmock/gmock.h> LIBS GTest::gtest GTest::gmock)
+endfunction()
+
+# The precompiled header `pch`, made when first asked for: pch.h and HEADERS, compiled with OPTIONS.
+function(tessera_reuse_pch target pch)
+  cmake_parse_arguments(PCH "" "" "OPTIONS;HEADERS;LIBS" ${ARGN})
+  if(NOT TARGET ${pch})
+    file(WRITE ${CMAKE_BINARY_DIR}/generated/${pch}.cpp "")
+    add_library(${pch} OBJECT ${CMAKE_BINARY_DIR}/generated/${pch}.cpp)
+    target_compile_options(${pch} PRIVATE ${PCH_OPTIONS})
+    target_link_libraries(${pch} PUBLIC tessera_base fmt::fmt spdlog::spdlog ${PCH_LIBS})
+    target_precompile_headers(${pch} PRIVATE ${CMAKE_SOURCE_DIR}/cmake/pch.h ${PCH_HEADERS})
+  endif()
+  target_link_libraries(${target} PRIVATE fmt::fmt spdlog::spdlog)
+  target_precompile_headers(${target} REUSE_FROM ${pch})
+endfunction()
+
+# Objects and libraries of a room and of everything below it, for an executable, which precompiles by one of the functions above.
 function(tessera_link_rooms target)
   set(rooms)
   set(libraries)
@@ -66,7 +80,6 @@ function(tessera_link_rooms target)
     endif()
   endforeach()
   target_link_libraries(${target} PRIVATE tessera_base ${libraries})
-  tessera_use_pch(${target})
 endfunction()
 
 # The one library that users link: every room.
@@ -75,6 +88,7 @@ function(tessera_library name)
   file(WRITE ${CMAKE_BINARY_DIR}/generated/library.cpp "")
   add_library(${name} SHARED ${CMAKE_BINARY_DIR}/generated/library.cpp)
   tessera_link_rooms(${name} ${rooms})
+  tessera_use_pch(${name})
   if(NOT TESSERA_SANITIZE)
     target_link_options(${name} PRIVATE -Wl,-z,defs)  # a missing symbol is an error of the link, not of the first call
   endif()
