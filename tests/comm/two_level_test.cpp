@@ -12,7 +12,7 @@
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/backends/two_level/collectives.h"
-#include "tessera/comm/backends/two_level/work_queue.h"
+#include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"

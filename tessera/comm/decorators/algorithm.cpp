@@ -7,7 +7,7 @@
 
 #include "tessera/comm/algorithms/execute.h"
 #include "tessera/comm/backends/host_identity.h"
-#include "tessera/comm/backends/two_level/work_queue.h"
+#include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/error.h"

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "tessera/comm/backends/shm/core/event.h"
 #include "tessera/comm/caller_waits.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/core/error.h"
@@ -148,17 +149,18 @@ ShmBackend::ShmBackend(std::shared_ptr<shm::Session> session)
       arena_(make_arena(*session_)),
       communicator_(session_, arena_),
       mailbox_(session_),
-      done_(completed_work()) {}
+      done_(completed_work()),
+      queue_(shm::wait_in_background) {}
 
 ShmBackend::~ShmBackend() = default;
 
 template <class Body>
 ShmBackend::Work ShmBackend::run(bool async, Body body) {
-  if (!async && worker_.idle()) {
+  if (!async && queue_.idle()) {
     body();
     return done_;
   }
-  return worker_.run(std::move(body));
+  return queue_.run(std::move(body), true);
 }
 
 ShmBackend::Work ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {

@@ -4,7 +4,7 @@
 
 #include "tessera/comm/backends/shm/core/communicator.h"
 #include "tessera/comm/backends/shm/core/mailbox.h"
-#include "tessera/comm/backends/shm/worker.h"
+#include "tessera/comm/backends/work_queue.h"
 
 namespace tessera::comm {
 
@@ -50,7 +50,7 @@ class ShmBackend : public c10d::Backend {
   shm::Communicator communicator_;
   shm::Mailbox mailbox_;
   Work done_;  // of every call that was finished when it returned
-  Worker worker_;
+  WorkQueue queue_;  // last: it ends first
 };
 
 }  // namespace tessera::comm

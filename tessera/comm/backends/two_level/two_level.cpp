@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/backends/two_level/collectives.h"
-#include "tessera/comm/backends/two_level/work_queue.h"
+#include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/core/error.h"

@@ -1,4 +1,4 @@
-#include "tessera/comm/backends/two_level/work_queue.h"
+#include "tessera/comm/backends/work_queue.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -11,7 +11,8 @@ class WorkQueue::TaskWork : public c10d::Work {
  public:
   explicit TaskWork(Task task) : task_(std::move(task)) {}
 
-  void perform() {
+  /// What went wrong, if anything did.
+  std::exception_ptr perform() {
     std::exception_ptr error;
     try {
       task_();
@@ -20,19 +21,22 @@ class WorkQueue::TaskWork : public c10d::Work {
       error = std::make_exception_ptr(std::runtime_error(message_of(std::current_exception())));
     }
     task_ = nullptr;  // its tensors
-    finish(error);
+    return error;
   }
+
+  /// Lets the waiting go on.
+  void end(std::exception_ptr error) { finish(std::move(error)); }
 
   void refuse() {
     task_ = nullptr;
-    finish(std::make_exception_ptr(std::runtime_error("aborted by this rank")));
+    end(std::make_exception_ptr(std::runtime_error("aborted by this rank")));
   }
 
  private:
   Task task_;
 };
 
-WorkQueue::WorkQueue() = default;
+WorkQueue::WorkQueue(std::function<void()> at_start) : at_start_(std::move(at_start)) {}
 
 WorkQueue::~WorkQueue() {
   {
@@ -51,7 +55,7 @@ c10::intrusive_ptr<c10d::Work> WorkQueue::run(Task task, bool async) {
       work->refuse();
       return work;
     }
-    if (async || busy_ || !queue_.empty()) {
+    if (async || !idle_locked()) {
       queue_.push_back(work);
       if (!thread_.joinable()) {
         thread_ = std::thread([this, threads = at::get_num_threads()] {
@@ -63,8 +67,13 @@ c10::intrusive_ptr<c10d::Work> WorkQueue::run(Task task, bool async) {
       return work;
     }
   }
-  work->perform();
+  work->end(work->perform());
   return work;
+}
+
+bool WorkQueue::idle() {
+  const std::lock_guard lock(mutex_);
+  return idle_locked();
 }
 
 void WorkQueue::abort() {
@@ -79,6 +88,7 @@ void WorkQueue::abort() {
 
 void WorkQueue::serve() {
   const at::NoGradGuard no_grad;
+  if (at_start_) at_start_();
   for (std::unique_lock lock(mutex_);;) {
     changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
     if (queue_.empty()) return;
@@ -86,9 +96,12 @@ void WorkQueue::serve() {
     queue_.pop_front();
     busy_ = true;
     lock.unlock();
-    work->perform();
+    auto error = work->perform();
     lock.lock();
-    busy_ = false;
+    busy_ = false;  // before the waiting go on: their next call finds the queue idle
+    lock.unlock();
+    work->end(std::move(error));
+    lock.lock();
   }
 }
 
