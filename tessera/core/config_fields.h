@@ -43,6 +43,10 @@
   X(int64_t, global_size, 0, any(), "Sequences per optimizer step, whatever the layout; a multiple of `micro_size`.") \
   X(int64_t, micro_size, 1, any(), "Sequences per forward pass.")
 
+#define TESSERA_LOSS_FIELDS(X)                                                                                                                         \
+  X(double, label_smoothing, 0.0, any(), "Share of a target that is spread evenly over the vocabulary, in training; validation and `eval` have none.") \
+  X(double, z_loss, 0.0, any(), "Weight of the squared log-sum-exp of the logits, in training; validation and `eval` have none.")
+
 #define TESSERA_OPTIM_FIELDS(X)                                                                                                   \
   X(std::string, name, "adamw", one_of("adamw, sgd, lion, adafactor, adam8bit, muon"), "Optimizer.")                              \
   X(double, lr, 0.0, any(), "Learning rate at the top of the schedule.")                                                          \
@@ -90,6 +94,7 @@
 
 #define TESSERA_TENSOR_FIELDS(X)                                                                                    \
   X(bool, sequence_parallel, false, any(), "Split the sequence between the layers that tensor parallelism splits.") \
+  X(bool, keep_gathered, false, any(), "Keep what that gathers until backward, rather than gather it again.")       \
   X(bool, overlap, false, any(), "Overlap the collectives of tensor parallelism with its matrix products.")
 
 #define TESSERA_CONTEXT_FIELDS(X) X(std::string, method, "ring", one_of("ring, ulysses, ulysses_ring"), "How attention crosses the parts of a sequence.")
@@ -156,6 +161,7 @@
   X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                      \
   X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")             \
   X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                 \
+  X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")        \
   X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                \
   X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.") \
   X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \

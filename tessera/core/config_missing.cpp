@@ -15,7 +15,6 @@ struct Setting {
   std::string technique;
 };
 
-std::string text(bool value) { return value ? "true" : "false"; }
 std::string text(int value) { return std::to_string(value); }
 
 }  // namespace
@@ -30,11 +29,10 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
       {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
       {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
       {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},
-      {"tensor.overlap", text(config.tensor.overlap), {"false"}, "overlapped tensor parallelism"},
-      {"offload.params", offload.params, {"device"}, "offloading"},
-      {"offload.gradients", offload.gradients, {"device"}, "offloading"},
-      {"offload.optimizer", offload.optimizer, {"device"}, "offloading"},
-      {"offload.activations", offload.activations, {"device"}, "offloading"},
+      {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},
+      {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
+      {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
+      {"offload.activations", offload.activations, {"device"}, "offloading activations"},
       {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {

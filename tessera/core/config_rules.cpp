@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
@@ -110,6 +111,12 @@ void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpos
           data_ranks, " data ranks, and each needs one; set batch.global_size to at least ", data_ranks * batch.micro_size, " or use fewer ranks");
 }
 
+void validate_loss(const LossConfig& loss) {
+  require(loss.label_smoothing >= 0 && loss.label_smoothing < 1, "loss.label_smoothing = ", loss.label_smoothing,
+          ": the share of a target that does not go to its label; expected 0 to below 1, such as 0.1");
+  require(loss.z_loss >= 0 && std::isfinite(loss.z_loss), "loss.z_loss = ", loss.z_loss, ": expected 0 or a positive weight, such as 1e-4");
+}
+
 void validate_optim(const OptimConfig& optim, int64_t steps) {
   require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
   for (const double beta : optim.betas) {
@@ -165,6 +172,21 @@ void validate_sharding(const Config& config) {
           compression == "powersgd" ? std::string("or zero.stage = 0") : "and precision.reduce = " + compression + " to let them cross in that");
 }
 
+/// What of a rank's slices is on the host: all of it, or nothing.
+void validate_offload(const Config& config) {
+  const auto& offload = config.offload;
+  const std::pair<const char*, const std::string*> places[] = {
+      {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
+  const auto on_host = std::ranges::find_if(places, [](const auto& place) { return *place.second == "host"; });
+  if (on_host == std::end(places)) return;
+  require(config.zero.stage == 3, on_host->first, " = host: the slices of zero.stage = 3 are what waits on the host, and zero.stage is ", config.zero.stage,
+          "; set zero.stage = 3, or offload.params, offload.gradients and offload.optimizer to device");
+  for (const auto& [key, place] : places) {
+    require(*place != "device", on_host->first, " = host: slices of parameters, their gradients and the optimizer's state wait together, and ", key,
+            " = device; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+  }
+}
+
 void validate_recompute(const Config& config) {
   const auto& recompute = config.recompute;
   at_least("recompute.every", recompute.every, 1);
@@ -187,8 +209,15 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   require(tensor || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; "
           "set mesh.tp to more, or tensor.sequence_parallel = false");
-  require(!tensor || !config.run.deterministic,
-          "run.deterministic = true: adds the norm up in one tree over whole rows, which mesh.tp cuts; set mesh.tp = 1, or run.deterministic = false");
+  require(tensor || !config.tensor.overlap,
+          "tensor.overlap = true: hides the communication of layers that mesh.tp cuts behind their products, and mesh.tp is 1; "
+          "set mesh.tp to more, or tensor.overlap = false");
+  require(!config.tensor.overlap || config.precision.compute != "fp8",
+          "tensor.overlap = true: multiplies parts of a tensor as they arrive, and precision.compute = fp8 scales by the largest entry of all of it; "
+          "set tensor.overlap = false, or precision.compute = bf16");
+  require(config.tensor.sequence_parallel || !config.tensor.keep_gathered,
+          "tensor.keep_gathered = true: only tensor.sequence_parallel gathers what a layer could keep, and it is false; "
+          "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
   at_least("mesh.ep", config.mesh.ep, 1);
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");
@@ -223,9 +252,11 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_compression(config);
   validate_recompute(config);
   validate_sharding(config);
+  validate_offload(config);
   detail::validate_precision(config);
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
+  validate_loss(config.loss);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
   refuse_missing_techniques(config, axes);

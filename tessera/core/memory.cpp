@@ -56,6 +56,16 @@ MemoryByCategory MemoryTracker::peak_by_category() const {
   return ledger_->peak_by_category;
 }
 
+MemoryByCategory MemoryTracker::host_by_category() const {
+  const std::lock_guard lock(ledger_->mutex);
+  return ledger_->host;
+}
+
+MemoryByCategory MemoryTracker::host_peak_by_category() const {
+  const std::lock_guard lock(ledger_->mutex);
+  return ledger_->host_peak;
+}
+
 int64_t MemoryTracker::current(MemoryCategory category) const { return current_by_category()[static_cast<int>(category)]; }
 int64_t MemoryTracker::at_peak(MemoryCategory category) const { return peak_by_category()[static_cast<int>(category)]; }
 void MemoryTracker::reset_peak() { ledger_->restart_peak(); }
@@ -63,7 +73,7 @@ void MemoryTracker::reset_peak() { ledger_->restart_peak(); }
 void MemoryTracker::retag(const at::Tensor& tensor, MemoryCategory category) {
   detail::visit_counted(tensor, [&](detail::CountedMemory& counted) {
     if (counted.ledger != ledger_) return;
-    ledger_->move(counted.id, counted.category, category, counted.bytes);
+    ledger_->move(counted, category);
     counted.category = category;
   });
 }
@@ -118,6 +128,7 @@ MemoryHistory MemoryTracker::end_timeline() {
   invariant(ledger_->timeline != nullptr, "end_timeline: none was started");
   MemoryHistory history = std::move(*std::exchange(ledger_->timeline, nullptr)).take();
   if (ledger_->details) history.largest = ledger_->details->largest_at_peak();
+  history.host = ledger_->host_peak;
   return history;
 }
 
@@ -133,6 +144,9 @@ TrackMemory::~TrackMemory() {
 
 MemoryScope::MemoryScope(MemoryCategory category) : before_(std::exchange(memory_thread.category, category)) {}
 MemoryScope::~MemoryScope() { memory_thread.category = before_; }
+
+HostMemory::HostMemory(bool on_host) : before_(std::exchange(memory_thread.on_host, memory_thread.on_host || on_host)) {}
+HostMemory::~HostMemory() { memory_thread.on_host = before_; }
 
 MemoryLabel::MemoryLabel(std::string_view label) : before_(memory_thread.label) {
   if (!label.empty()) memory_thread.label = label;
@@ -152,6 +166,7 @@ MemoryContext MemoryContext::current() {
   MemoryContext context;
   if (memory_thread.ledger) context.ledger_ = memory_thread.ledger->shared_from_this();
   context.category_ = memory_thread.category;
+  context.on_host_ = memory_thread.on_host;
   context.label_ = memory_thread.label;
   return context;
 }
@@ -160,11 +175,13 @@ MemoryContext::Guard::Guard(const MemoryContext& context)
     : ledger_(context.ledger_),
       ledger_before_(std::exchange(memory_thread.ledger, ledger_.get())),
       category_before_(std::exchange(memory_thread.category, context.category_)),
+      on_host_before_(std::exchange(memory_thread.on_host, context.on_host_)),
       label_before_(std::exchange(memory_thread.label, context.label_)) {}
 
 MemoryContext::Guard::~Guard() {
   memory_thread.ledger = ledger_before_;
   memory_thread.category = category_before_;
+  memory_thread.on_host = on_host_before_;
   memory_thread.label = label_before_;
 }
 

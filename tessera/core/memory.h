@@ -46,9 +46,11 @@ class MemoryTracker {
   int64_t current(MemoryCategory category) const;
   int64_t at_peak(MemoryCategory category) const;  ///< this category's share at the moment of the peak
   MemoryByCategory current_by_category() const;
-  MemoryByCategory peak_by_category() const;  ///< sums to peak()
-  int64_t num_allocations() const;            ///< storages counted so far
-  void reset_peak();                          ///< the peak starts again from what is alive now
+  MemoryByCategory peak_by_category() const;       ///< sums to peak()
+  MemoryByCategory host_by_category() const;       ///< alive now on the host beside the device (HostMemory)
+  MemoryByCategory host_peak_by_category() const;  ///< when most was alive there, which need not be when most was alive on the device
+  int64_t num_allocations() const;                 ///< storages counted so far
+  void reset_peak();                               ///< the peaks start again from what is alive now
 
   /// Counts the tensor's storage under another category from now on. A storage that this tracker does not count is left alone.
   void retag(const at::Tensor& tensor, MemoryCategory category);
@@ -104,6 +106,20 @@ class MemoryScope {
   MemoryCategory before_;
 };
 
+/// While alive, what this thread allocates on the CPU (or on meta) lies on the host beside a device, whichever MemoryScope is inside: it counts there by its
+/// category, and not to the device's current and peak bytes, its limit, details and timeline. So a run on the CPU, which is its own host, tells both apart as
+/// one on an accelerator does. Memory of an accelerator stays what it is. HostMemory(false) does nothing. Nests.
+class HostMemory {
+ public:
+  explicit HostMemory(bool on_host = true);
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+ private:
+  bool before_;
+};
+
 /// While alive, what this thread allocates is known to belong to `label`: the path of a module. The text is not copied and must outlive the scope. An empty
 /// label leaves the outer one. Nests.
 class MemoryLabel {
@@ -126,7 +142,7 @@ void mark_memory(std::string_view phase);
 /// there that is to be counted. Bytes are those that were asked for. Throws ConfigError where this build cannot count it.
 void track_device(at::DeviceType type);
 
-/// Tracker, category and label of a thread, to be carried to another one that works for it (backward on a device's thread, a copy engine):
+/// Tracker, category, place and label of a thread, to be carried to another one that works for it (backward on a device's thread, a copy engine):
 ///   auto context = MemoryContext::current();  ...on the other thread:  MemoryContext::Guard guard(context);
 class MemoryContext {
  public:
@@ -143,12 +159,14 @@ class MemoryContext {
     std::shared_ptr<detail::MemoryLedger> ledger_;
     detail::MemoryLedger* ledger_before_;
     MemoryCategory category_before_;
+    bool on_host_before_;
     std::string_view label_before_;
   };
 
  private:
   std::shared_ptr<detail::MemoryLedger> ledger_;
   MemoryCategory category_ = MemoryCategory::Other;
+  bool on_host_ = false;
   std::string_view label_;  ///< of whoever is alive as long as the context is in use
 };
 

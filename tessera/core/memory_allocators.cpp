@@ -208,8 +208,9 @@ void learn_scratch_site() {
 }
 
 void count_device_memory(void* address, int64_t bytes) noexcept {
-  const MemoryThread& thread = device_thread();
+  MemoryThread thread = device_thread();
   if (thread.ledger == nullptr || bytes == 0) return;
+  thread.on_host = false;
   known_table().insert(address, {.counted = CountedMemory::count(thread, bytes, /*within_limit=*/false)});
 }
 

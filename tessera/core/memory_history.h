@@ -44,6 +44,7 @@ struct MemoryMark {
 struct MemoryUse {
   MemoryByCategory peak{};     ///< at the moment when most was alive
   MemoryByCategory current{};  ///< when the step is done
+  MemoryByCategory host{};     ///< on the host beside the device (HostMemory), when most was alive there
 };
 
 /// What a tracker saw between start_timeline() and end_timeline(). A plain value.
@@ -56,6 +57,7 @@ struct MemoryHistory {
   int64_t num_events = 0;              ///< that there were
   int64_t events_per_point = 1;        ///< above 1, `events` holds of each so many the one after which most was alive: the peak is never left out
   std::vector<MemoryBlock> largest{};  ///< alive at the peak, the largest first
+  MemoryByCategory host{};             ///< on the host beside the device, when most was alive there; events and peak are the device's
 
   /// The first event after which most was alive; null where there was none above `before`.
   const MemoryEvent* peak() const;

@@ -92,8 +92,15 @@ std::vector<MemoryBlock> MemoryDetails::largest(int64_t last_id, std::vector<Mem
 std::vector<MemoryBlock> MemoryDetails::largest_at_peak() const { return largest(peak_id_, died_); }
 std::vector<MemoryBlock> MemoryDetails::largest_alive() const { return largest(INT64_MAX, {}); }
 
-int64_t MemoryLedger::allocate(MemoryCategory category, int64_t bytes, std::string_view label, bool within_limit) {
+int64_t MemoryLedger::allocate(const MemoryThread& thread, int64_t bytes, bool within_limit) {
+  const MemoryCategory category = thread.category;
+  const std::string_view label = thread.label;
   const std::lock_guard lock(mutex);
+  if (thread.on_host) {
+    host[at(category)] += bytes;
+    if (total_of(host) > total_of(host_peak)) host_peak = host;
+    return ++allocations;
+  }
   if (within_limit && limit > 0 && total + bytes > limit) [[unlikely]] {
     refuse(category, bytes, label, /*by_limit=*/true);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory: ", format_bytes(bytes), " more would pass the limit of ", format_bytes(limit), " with ",
@@ -114,8 +121,14 @@ int64_t MemoryLedger::allocate(MemoryCategory category, int64_t bytes, std::stri
   return id;
 }
 
-void MemoryLedger::release(int64_t id, MemoryCategory category, int64_t bytes) {
+void MemoryLedger::release(const CountedMemory& counted) {
+  const int64_t bytes = counted.bytes, id = counted.id;
+  const MemoryCategory category = counted.category;
   const std::lock_guard lock(mutex);
+  if (counted.on_host) {
+    host[at(category)] -= bytes;
+    return;
+  }
   by_category[at(category)] -= bytes;
   total -= bytes;
   if (timeline) [[unlikely]] {
@@ -126,17 +139,19 @@ void MemoryLedger::release(int64_t id, MemoryCategory category, int64_t bytes) {
     details->released(id);
 }
 
-void MemoryLedger::move(int64_t id, MemoryCategory from, MemoryCategory to, int64_t bytes) {
+void MemoryLedger::move(const CountedMemory& counted, MemoryCategory to) {
   const std::lock_guard lock(mutex);
-  by_category[at(from)] -= bytes;
-  by_category[at(to)] += bytes;
-  if (MemoryBlock* block = details ? details->find(id) : nullptr) block->category = to;
+  MemoryByCategory& place = counted.on_host ? host : by_category;
+  place[at(counted.category)] -= counted.bytes;
+  place[at(to)] += counted.bytes;
+  if (MemoryBlock* block = details ? details->find(counted.id) : nullptr) block->category = to;
 }
 
 void MemoryLedger::restart_peak() {
   const std::lock_guard lock(mutex);
   peak = total;
   peak_by_category = by_category;
+  host_peak = host;
   if (details) details->peak_is_now(allocations);
 }
 
@@ -151,8 +166,8 @@ void MemoryLedger::refuse(MemoryCategory category, int64_t bytes, std::string_vi
 }
 
 CountedMemory CountedMemory::count(const MemoryThread& thread, int64_t bytes, bool within_limit) {
-  const int64_t id = thread.ledger->allocate(thread.category, bytes, thread.label, within_limit);
-  return {.ledger = thread.ledger->shared_from_this(), .category = thread.category, .bytes = bytes, .id = id};
+  const int64_t id = thread.ledger->allocate(thread, bytes, within_limit);
+  return {.ledger = thread.ledger->shared_from_this(), .category = thread.category, .bytes = bytes, .id = id, .on_host = thread.on_host};
 }
 
 namespace {

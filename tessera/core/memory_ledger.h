@@ -59,12 +59,15 @@ class MemoryDetails {
   int64_t peak_id_ = 0;            ///< storages counted later were not alive at the peak
 };
 
+struct CountedMemory;
+struct MemoryThread;
+
 /// What a tracker counts. Shared by the tracker and by every storage that was counted on it, so that either may die first.
 struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   /// Counts a storage; returns its number, from 1. Throws c10::OutOfMemoryError, counting nothing, where that would pass the limit (unless told to pass it).
-  int64_t allocate(MemoryCategory category, int64_t bytes, std::string_view label, bool within_limit = true);
-  void release(int64_t id, MemoryCategory category, int64_t bytes);
-  void move(int64_t id, MemoryCategory from, MemoryCategory to, int64_t bytes);
+  int64_t allocate(const MemoryThread& thread, int64_t bytes, bool within_limit = true);
+  void release(const CountedMemory& counted);
+  void move(const CountedMemory& counted, MemoryCategory to);
   void restart_peak();
   /// Takes down that `bytes` more were refused. To be called with the mutex held.
   void refuse(MemoryCategory category, int64_t bytes, std::string_view label, bool by_limit);
@@ -72,7 +75,8 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   mutable std::mutex mutex;
   int64_t total = 0, peak = 0, allocations = 0, limit = 0;
   MemoryByCategory by_category{}, peak_by_category{};
-  std::string_view phase;  ///< the last mark
+  MemoryByCategory host{}, host_peak{};  ///< beside the device: in none of the above
+  std::string_view phase;                ///< the last mark
   std::optional<MemoryRefusal> refusal;
   std::unique_ptr<MemoryDetails> details;    ///< null: not asked for
   std::unique_ptr<MemoryTimeline> timeline;  ///< null: not asked for
@@ -82,6 +86,7 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
 struct MemoryThread {
   MemoryLedger* ledger = nullptr;  ///< not an owner: it is read by every allocation of the process, and whoever sets it keeps the ledger alive
   MemoryCategory category = MemoryCategory::Other;
+  bool on_host = false;  ///< beside the device
   std::string_view label{};
 };
 extern constinit thread_local MemoryThread memory_thread;
@@ -98,11 +103,12 @@ struct CountedMemory {
   MemoryCategory category = MemoryCategory::Other;
   int64_t bytes = 0;
   int64_t id = 0;  ///< in the ledger
+  bool on_host = false;
 
   /// Counts `bytes` as `thread` does, which has to have a ledger.
   static CountedMemory count(const MemoryThread& thread, int64_t bytes, bool within_limit = true);
   void take_off() const {
-    if (ledger) ledger->release(id, category, bytes);
+    if (ledger) ledger->release(*this);
   }
 };
 

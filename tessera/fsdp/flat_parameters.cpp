@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
 
@@ -21,8 +22,9 @@ at::Tensor allocate_flat(int64_t size, at::TensorOptions options, MemoryCategory
 }
 
 /// Slices stay for the run and are gathered again and again: in memory that the engine need not stage, where it has such memory.
-at::Tensor allocate_slices(const comm::Group& group, int64_t size, at::TensorOptions options) {
+at::Tensor allocate_slices(const comm::Group& group, int64_t size, at::TensorOptions options, const HostLink* host) {
   const MemoryScope scope(MemoryCategory::Parameters);
+  if (host) return host->empty(size, c10::typeMetaToScalarType(options.dtype()));
   return comm::empty(group, {size}, options.requires_grad(false));
 }
 
@@ -41,6 +43,7 @@ at::Tensor flat_without_memory(int64_t size, at::TensorOptions options) {
 /// Points `tensor` at `view`'s memory, shape and dtype, in place: handles, hooks and optimizers that hold it keep working, and no version counter moves.
 void point_at(const at::Tensor& tensor, const at::Tensor& view) {
   auto* impl = tensor.unsafeGetTensorImpl();
+  if (tensor.device() != view.device()) impl->_change_backend_component_keys(view.device());
   impl->set_storage_and_dtype(view.storage(), view.dtype());
   impl->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
 }
@@ -49,15 +52,20 @@ at::Tensor entry_view(const at::Tensor& flat, const UnitLayout::Entry& entry) { 
 
 }  // namespace
 
-FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device)
-    : parameters_(std::move(parameters)), group_(std::move(group)), dtypes_(dtypes), trained_(parameters_.front().tensor.requires_grad()) {
+FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device,
+                               std::shared_ptr<const HostLink> host)
+    : parameters_(std::move(parameters)),
+      group_(std::move(group)),
+      dtypes_(dtypes),
+      host_(std::move(host)),
+      trained_(parameters_.front().tensor.requires_grad()) {
   std::vector<std::vector<int64_t>> shapes;
   for (const auto& parameter : parameters_) shapes.push_back(parameter.tensor.sizes().vec());
   layout_ = make_unit_layout(shapes, group_.size());
   arrivals_.assign(parameters_.size(), Arrival::None);
   const at::Tensor& first = parameters_.front().tensor;
   const auto options = first.options().device(first.is_meta() ? device : first.device());
-  slices_ = allocate_slices(group_, layout_.part, options);
+  slices_ = allocate_slices(group_, layout_.part, options, host_.get());
   whole_ = flat_without_memory(layout_.size, options.dtype(dtypes_.gathered));
   cut();
 }
@@ -74,7 +82,6 @@ void FlatParameters::cut() {
       const at::Tensor whole = parameter.detach();
       rows.copy_(whole.dim() == 0 ? whole.reshape({1}).narrow(0, 0, count).view(rows.sizes()) : whole.narrow(0, first, count));
     }
-    parameter.unsafeGetTensorImpl()->_change_backend_component_keys(slices_.device());
     nn::set_slice(parameter, std::move(slice));
     nn::keep_memory(parameter);
   }
@@ -97,6 +104,9 @@ at::Tensor FlatParameters::local_rows(const at::Tensor& flat, size_t index) cons
 }
 
 void FlatParameters::show_slices() {
+  brought_.wait();  // whoever sees the slices may write them
+  brought_ = {};
+  cast_.reset();
   for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, local_rows(slices_, i));
 }
 
@@ -111,22 +121,45 @@ void FlatParameters::allocate() {
 
 void FlatParameters::release() { whole_.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())); }
 
+/// On the host, in the type that is gathered: cast once while parameters are whole, so that each copy moves no more than the device needs.
+const at::Tensor& FlatParameters::sendable_slices() {
+  if (dtypes_.gathered == slices_.scalar_type()) return slices_;
+  if (!cast_.defined()) {
+    const MemoryScope scope(MemoryCategory::Comm);
+    cast_ = host_->empty(layout_.part, dtypes_.gathered);
+    cast_.copy_(slices_);
+  }
+  return cast_;
+}
+
 void FlatParameters::start_gather() {
   allocate();
   const MemoryScope scope(MemoryCategory::Comm);
-  sent_ = dtypes_.gathered == slices_.scalar_type() ? slices_ : slices_.to(dtypes_.gathered);
   if (!layout_.even) received_ = at::empty({layout_.ranks * layout_.part}, whole_.options());
-  gather_ = comm::all_gather_async(group_, layout_.even ? whole_ : received_, sent_);
+  const at::Tensor& gathered = layout_.even ? whole_ : received_;
+  if (!host_) {
+    sent_ = dtypes_.gathered == slices_.scalar_type() ? slices_ : slices_.to(dtypes_.gathered);
+    gather_ = comm::all_gather_async(group_, gathered, sent_);
+    return;
+  }
+  // The collective follows the copy's stream, not the one that computes, which goes on beside both.
+  const at::Tensor& slices = sendable_slices();
+  const CopyStream::Scope copying(host_->in);
+  sent_ = gathered.narrow(0, group_.rank() * layout_.part, layout_.part);
+  sent_.copy_(slices, /*non_blocking=*/true);
+  brought_ = host_->in.point();
+  if (group_.size() > 1) gather_ = comm::all_gather_async(group_, gathered, sent_);
 }
 
 void FlatParameters::finish_gather() {
   gather_.wait();
   gather_ = {};
+  brought_.hold_device();
   if (received_.defined()) {
     unpad(received_);
     release_scratch(received_);
   }
-  if (!sent_.is_same(slices_)) release_scratch(sent_);
+  if (!host_ && !sent_.is_same(slices_)) release_scratch(sent_);
   sent_.reset();
 }
 
@@ -154,7 +187,7 @@ void FlatParameters::keep_slices() {
 
 void FlatParameters::hold_gradients() {
   if (whole_gradients_.defined()) return;
-  whole_gradients_ = allocate_flat(layout_.size, slices_.options().dtype(dtypes_.reduced), MemoryCategory::Comm);
+  whole_gradients_ = allocate_flat(layout_.size, whole_.options().dtype(dtypes_.reduced), MemoryCategory::Comm);
   std::ranges::fill(arrivals_, Arrival::None);
 }
 
@@ -219,6 +252,7 @@ void FlatParameters::zero_untouched() {
 
 void FlatParameters::start_reduction() {
   const at::NoGradGuard no_grad;
+  finish_return();
   hold_gradients();
   if (is_place_awaited()) leave_places();
   zero_untouched();
@@ -228,7 +262,11 @@ void FlatParameters::start_reduction() {
     at::Tensor whole = std::exchange(sent_gradients_, padded(sent_gradients_));
     release_scratch(whole);
   }
-  summed_ = allocate_flat(layout_.part, sent_gradients_.options(), MemoryCategory::Gradients);
+  if (host_ && group_.size() == 1) {  // its own sum
+    summed_ = std::exchange(sent_gradients_, {});
+    return;
+  }
+  summed_ = allocate_flat(layout_.part, sent_gradients_.options(), host_ ? MemoryCategory::Comm : MemoryCategory::Gradients);
   reduction_ = comm::reduce_scatter_async(group_, summed_, sent_gradients_);
 }
 
@@ -237,16 +275,22 @@ void FlatParameters::finish_reduction() {
   const at::NoGradGuard no_grad;
   reduction_.wait();
   reduction_ = {};
-  release_scratch(sent_gradients_);
-  add_to_slices();
+  if (sent_gradients_.defined()) release_scratch(sent_gradients_);
+  if (!host_) add_to_slices();
 }
 
+/// The reduced slice in the type that is kept.
+void FlatParameters::convert_sum(MemoryCategory category) {
+  if (summed_.scalar_type() == dtypes_.kept) return;
+  const MemoryScope scope(category);
+  at::Tensor before = std::exchange(summed_, summed_.to(dtypes_.kept));
+  release_scratch(before);
+}
+
+/// Where the slices lie.
 void FlatParameters::add_to_slices() {
-  if (summed_.scalar_type() != dtypes_.kept) {
-    const MemoryScope scope(MemoryCategory::Gradients);
-    at::Tensor narrow = std::exchange(summed_, summed_.to(dtypes_.kept));
-    release_scratch(narrow);
-  }
+  const HostMemory beside(host_ != nullptr);
+  convert_sum(MemoryCategory::Gradients);
   if (local_gradients_.defined()) {
     local_gradients_.add_(summed_);
     release_scratch(summed_);
@@ -255,15 +299,62 @@ void FlatParameters::add_to_slices() {
   }
 }
 
+/// Adds what waits on the host of earlier micro-batches to what has been reduced, on the device, where replicas can add it up.
+void FlatParameters::add_to_waiting() {
+  convert_sum(MemoryCategory::Comm);
+  if (!local_gradients_.defined()) return;
+  const MemoryScope scope(MemoryCategory::Comm);
+  const at::Tensor waiting = at::empty_like(summed_);
+  {
+    const CopyStream::Scope copying(host_->in);
+    waiting.copy_(std::exchange(local_gradients_, {}), /*non_blocking=*/true);
+  }
+  host_->in.point().hold_device();
+  waiting.add_(summed_);
+  release_scratch(summed_);
+  summed_ = waiting;
+}
+
 void FlatParameters::start_replica_sum(const comm::Group& replicas) {
+  const at::NoGradGuard no_grad;
+  if (host_) add_to_waiting();
+  const at::Tensor& mine = host_ ? summed_ : local_gradients_;
   if (dtypes_.reduced != dtypes_.kept) {
     const MemoryScope scope(MemoryCategory::Comm);
-    crossing_ = local_gradients_.to(dtypes_.reduced);
+    crossing_ = mine.to(dtypes_.reduced);
   }
-  reduction_ = comm::all_reduce_async(replicas, crossing_.defined() ? crossing_ : local_gradients_);
+  reduction_ = comm::all_reduce_async(replicas, crossing_.defined() ? crossing_ : mine);
+}
+
+void FlatParameters::start_return() {
+  if (!host_ || !summed_.defined()) return;
+  const at::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Gradients);
+  arrived_ = host_->empty(layout_.part, summed_.scalar_type());
+  const CopyStream::Scope copying(host_->out);
+  arrived_.copy_(summed_, /*non_blocking=*/true);
+  return_ = host_->out.point();
+}
+
+void FlatParameters::finish_return() {
+  if (!host_ || !summed_.defined()) return;
+  const at::NoGradGuard no_grad;
+  reduction_.wait();
+  reduction_ = {};
+  if (crossing_.defined()) {
+    summed_.copy_(crossing_);
+    release_scratch(crossing_);
+  }
+  if (!arrived_.defined()) start_return();
+  return_.wait();
+  return_ = {};
+  release_scratch(summed_);
+  summed_ = std::exchange(arrived_, {});
+  add_to_slices();
 }
 
 void FlatParameters::finish_step(double scale) {
+  finish_return();
   reduction_.wait();
   reduction_ = {};
   if (crossing_.defined()) {
@@ -276,6 +367,7 @@ void FlatParameters::finish_step(double scale) {
 at::Tensor FlatParameters::local_gradient(size_t index) const { return local_gradients_.defined() ? local_rows(local_gradients_, index) : at::Tensor(); }
 
 void FlatParameters::clear_gradients() {
+  finish_return();
   reduction_.wait();
   reduction_ = {};
   for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});

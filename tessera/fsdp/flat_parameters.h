@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
+#include "tessera/core/host_link.h"
+#include "tessera/core/memory.h"
 #include "tessera/fsdp/unit_layout.h"
 #include "tessera/nn/parameter.h"
 
@@ -14,6 +17,9 @@ namespace tessera {
 
 /// Parameters of one unit that travel together: of one dtype, all trained or all frozen. Owns the memory of this rank's slices, of the gathered whole, and of
 /// gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
+///
+/// With a HostLink, slices of parameters and of reduced gradients lie on the host: a gather begins with a copy of this rank's slice into its part of the whole,
+/// a reduction ends with a copy of the reduced slice, and both run beside the device's computing.
 class FlatParameters {
  public:
   struct Dtypes {
@@ -23,8 +29,8 @@ class FlatParameters {
   };
 
   /// Parameters on meta get memory on `device`, undefined in content; others keep their device and their values' rows. From here on each is this rank's
-  /// slice, and carries it (nn::slice_of). Not collective.
-  FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device);
+  /// slice, and carries it (nn::slice_of). With `host` the slices lie there. Not collective.
+  FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device, std::shared_ptr<const HostLink> host = {});
 
   const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
   const UnitLayout& layout() const { return layout_; }
@@ -58,6 +64,12 @@ class FlatParameters {
   void finish_reduction();
   /// Sum of the slices over `replicas`, in place, scaled by `scale`: once a step, after the last reduction.
   void start_replica_sum(const comm::Group& replicas);
+  /// With a host, where slices are only added up there: begins to copy the reduced slice to it, behind finish_reduction.
+  void start_return();
+  /// Waits for that copy, or the sum over replicas, and frees what it took on the device. Nothing to do without a host.
+  void finish_return();
+  /// Whether finish_return would not wait.
+  bool returned() const { return arrived_.defined() && return_.done(); }
   void finish_step(double scale);
 
   /// The reduced gradient of parameter `index`, in the shape of its slice; undefined before the first reduction of a step.
@@ -73,11 +85,15 @@ class FlatParameters {
   bool is_place_awaited() const;
   void leave_places();
   void zero_untouched();
+  void convert_sum(MemoryCategory category);
   void add_to_slices();
+  void add_to_waiting();
+  const at::Tensor& sendable_slices();
 
   std::vector<nn::NamedParameter> parameters_;
   comm::Group group_;
   Dtypes dtypes_;
+  std::shared_ptr<const HostLink> host_;  ///< null: slices lie on the device
   UnitLayout layout_;
   bool trained_;
   at::Tensor slices_;  ///< [part], this rank's rows one behind the other
@@ -85,6 +101,8 @@ class FlatParameters {
 
   comm::Pending gather_;
   at::Tensor sent_, received_;  ///< of the gather: the slices in the gathered dtype; [ranks * part] where the parts are uneven
+  at::Tensor cast_;             ///< with a host: the slices in the gathered dtype, where that is another, while parameters are whole
+  CopyStream::Point brought_;   ///< the copy of the slices to the device
 
   /// Where a whole gradient is.
   enum class Arrival : char { None, InPlace, Taken };
@@ -94,6 +112,8 @@ class FlatParameters {
   at::Tensor local_gradients_;          ///< [part]
   at::Tensor crossing_;                 ///< [part], the same on its way between replicas, where it crosses in another dtype
   comm::Pending reduction_;
+  at::Tensor arrived_;        ///< [part], where summed_ is being copied to on the host
+  CopyStream::Point return_;  ///< that copy
 };
 
 }  // namespace tessera

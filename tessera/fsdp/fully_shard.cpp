@@ -141,7 +141,7 @@ class FullyShardedDataParallel::Impl {
   }
 
  private:
-  bool active() const { return group_.size() > 1 || options_.replicate.size() > 1; }
+  bool active() const { return group_.size() > 1 || options_.replicate.size() > 1 || options_.offload != Offload::None; }
 
   void choose_trigger(UnitPlan plan) {
     const std::string plain = uninterceptable(plan);

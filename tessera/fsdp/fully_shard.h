@@ -48,6 +48,21 @@ enum class ShardTrigger {
   Operators,  ///< a dispatcher fallback that looks at the arguments of each operator of a step: any torch::nn::Module, unmodified
 };
 
+/// Where this rank's slices lie between their uses: those of parameters and of reduced gradients, and with them what is made like parameters, optimizer state
+/// and master weights. A gather begins with a copy of the slice into its part of the gathered unit, a reduction ends with a copy of the reduced slice, and
+/// clipping and update run on the host (ZeRO-Offload, arXiv:2101.06840, for stage 3). The same bits. On an accelerator the host's memory is pinned, each
+/// direction has a stream of its own, and a unit that is prefetched is copied and gathered while others compute; on the CPU, which is its own host, the copies
+/// are made all the same.
+///
+///   device     the units in use and on their way; nothing that lasts from step to step
+///   host       (w + g + k)/n bytes per element; a reduced slice on its way; with param_dtype the slices once more in that type, while a step runs
+///   to device  two slices of each unit per micro-batch (one without reshard_after_forward): P/n elements each, in the type that is gathered
+///   to host    one per reduction: P/n elements each in the type of the reduction. With `replicate` and several reductions a step, sums of the first ones go
+///              back to the device once: P/n elements more to the device, and the last reduction's come in the type of the kept gradients
+///
+/// A group of one copies units in and out without a collective.
+enum class Offload { None, Host };
+
 struct FullyShardOptions {
   std::string wrap = {};         ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
   WrapPolicy policy = {};        ///< in place of a pattern; neither: the whole module is one unit
@@ -68,6 +83,7 @@ struct FullyShardOptions {
   ReplicaStart replicas = ReplicaStart::Check;  ///< of a module that has values already: what makes those of the ranks equal
   int64_t unit_bytes_limit = 0;                 ///< a gathered unit may not take more than that; 0: no limit
   ShardTrigger trigger = ShardTrigger::Automatic;
+  Offload offload = Offload::None;  ///< Host: slices wait there
 };
 
 /// A unit as a plan sees it.
@@ -101,12 +117,13 @@ struct ShardUnit {
 ///
 ///   traffic per micro-batch   two all-gathers (one without reshard_after_forward) and one reduce-scatter of each unit: (n-1)/n P elements each
 ///   per step                  with `replicate`, r ranks: an all-reduce of each reduced slice, 2 (r-1)/r P/n elements
-///   memory                    (w + g + k) / n bytes per element for parameters, gradients and optimizer state, and besides, counted as Comm:
+///   memory                    (w + g + k) / n bytes per element for parameters, gradients and optimizer state (Offload says where), and, counted as Comm:
 ///                             the unit in use and those prefetched; in backward, whole gradients of at most two units
 ///   padding                   at the end of a unit, at most a few rows; where no cut between rows fits equal parts, the parts are padded to the largest and
 ///                             copied once (unit_layout.h)
 ///
-/// A group of one (with `replicate` of one) is the identity: nothing is attached and nothing moves. Buffers are not sharded. One rank, one thread.
+/// A group of one (with `replicate` of one, without offload) is the identity: nothing is attached and nothing moves. Buffers are not sharded. One rank, one
+/// thread.
 /// The module must outlive this object.
 class FullyShardedDataParallel final : public GradientSynchronizer {
  public:
@@ -129,7 +146,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void begin_evaluation();
   void end_evaluation();
 
-  /// What is sharded, in the order of registration. Empty in a group of one.
+  /// What is sharded, in the order of registration. Empty where a group of one is the identity.
   std::vector<ShardUnit> units() const;
 
   /// Ranks over which the slices are cut: what a norm over slices sums over.

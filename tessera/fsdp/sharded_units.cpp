@@ -34,7 +34,8 @@ at::ScalarType gathered_dtype(const nn::NamedParameter& parameter, const FullySh
 }
 
 /// A collective moves elements of one dtype, and frozen parameters have no gradients to reduce: so a unit is as many flats as it has kinds of parameters.
-std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Group& group, const FullyShardOptions& options) {
+std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Group& group, const FullyShardOptions& options,
+                                     const std::shared_ptr<const HostLink>& host) {
   using Kind = std::tuple<bool, at::ScalarType, at::ScalarType>;
   std::map<Kind, std::vector<nn::NamedParameter>> kinds;
   for (const auto& parameter : unit.parameters) {
@@ -43,9 +44,10 @@ std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Gro
   std::vector<FlatParameters> flats;
   for (auto& [kind, parameters] : kinds) {
     const auto& [trained, own, gathered] = kind;
-    const at::ScalarType reduced = options.reduce_dtype.value_or(own);
-    const FlatParameters::Dtypes dtypes{.gathered = gathered, .reduced = reduced, .kept = options.gradient_dtype.value_or(at::promote_types(own, reduced))};
-    flats.emplace_back(std::move(parameters), group, dtypes, options.device);
+    const at::ScalarType reduced = options.reduce_dtype.value_or(own), kept = options.gradient_dtype.value_or(at::promote_types(own, reduced));
+    const bool alone = group.size() * options.replicate.size() == 1;  // nothing crosses a network
+    const FlatParameters::Dtypes dtypes{.gathered = gathered, .reduced = alone ? kept : reduced, .kept = kept};
+    flats.emplace_back(std::move(parameters), group, dtypes, options.device, host);
   }
   return flats;
 }
@@ -64,7 +66,12 @@ ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const
       limits_(options.prefetch),
       scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0) {
   require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
-  for (const auto& unit : plan.units) units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options)});
+  std::shared_ptr<const HostLink> host;
+  if (options.offload == Offload::Host) {
+    const at::Tensor& first = plan.units.front().parameters.front().tensor;
+    host = std::make_shared<const HostLink>(first.is_meta() ? options.device : first.device());
+  }
+  for (const auto& unit : plan.units) units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options, host)});
 }
 
 int64_t ShardedUnits::gathered_bytes(size_t unit) const {
@@ -92,7 +99,9 @@ void ShardedUnits::count(int64_t bytes) {
   ++statistics_.num_collectives;
 }
 
-void ShardedUnits::start_gather(Unit& unit) {
+void ShardedUnits::start_gather(size_t index) {
+  Unit& unit = units_[index];
+  show_whole(index);  // slices on their way must not be written
   const comm::CallSite site(unit.name);
   for (auto& flat : unit.flats) {
     flat.start_gather();
@@ -111,7 +120,7 @@ void ShardedUnits::finish_gather(Unit& unit) {
 void ShardedUnits::acquire(size_t index) {
   Unit& unit = units_[index];
   show_whole(index);
-  if (unit.memory == Memory::None) start_gather(unit);
+  if (unit.memory == Memory::None) start_gather(index);
   if (unit.memory == Memory::Arriving) finish_gather(unit);
 }
 
@@ -124,7 +133,7 @@ void ShardedUnits::prefetch(const UseOrder& order) {
     ahead.push_back(*next);
     bytes += gathered_bytes(*next);
     if (static_cast<int64_t>(ahead.size()) > limits_.units || bytes > limits_.bytes) return;
-    if (unit.memory == Memory::None) start_gather(unit);
+    if (unit.memory == Memory::None) start_gather(*next);
   }
 }
 
@@ -154,20 +163,34 @@ void ShardedUnits::reduce(size_t index, bool last) {
 
 void ShardedUnits::finish_reduction() {
   if (!reducing_) return;
-  Unit& unit = units_[*std::exchange(reducing_, std::nullopt)];
+  const size_t index = *std::exchange(reducing_, std::nullopt);
+  Unit& unit = units_[index];
   const comm::CallSite site(unit.name);
   const Exposed exposed(statistics_.exposed_s);
   for (auto& flat : unit.flats) {
     if (!flat.trained()) continue;
     flat.finish_reduction();
-    if (!reducing_last_ || replicas_.size() == 1) continue;
+    if (!reducing_last_ || replicas_.size() == 1) {
+      flat.start_return();
+      continue;
+    }
     flat.start_replica_sum(replicas_);
     count(flat.reduced_bytes() / group_.size());
   }
+  finish_return();
+  returning_ = index;
+  if (std::ranges::all_of(unit.flats, [](const FlatParameters& flat) { return !flat.trained() || flat.returned(); })) finish_return();
+}
+
+/// One unit's reduced slices are on their way to the host while the next is reduced, not more.
+void ShardedUnits::finish_return() {
+  if (!returning_) return;
+  for (auto& flat : units_[*std::exchange(returning_, std::nullopt)].flats) flat.finish_return();
 }
 
 void ShardedUnits::clear_gradients() {
   finish_reduction();  // of a step that did not end
+  finish_return();
   for (auto& unit : units_) {
     for (auto& flat : unit.flats) flat.clear_gradients();
   }
@@ -175,6 +198,7 @@ void ShardedUnits::clear_gradients() {
 
 void ShardedUnits::finish_reductions() {
   finish_reduction();
+  finish_return();
   const Exposed exposed(statistics_.exposed_s);
   for (auto& unit : units_) {
     for (auto& flat : unit.flats) {

@@ -64,9 +64,10 @@ class ShardedUnits {
     bool whole = false;  ///< its parameters have their whole shapes
   };
 
-  void start_gather(Unit& unit);
+  void start_gather(size_t unit);
   void finish_gather(Unit& unit);
   void finish_reduction();
+  void finish_return();
   void count(int64_t bytes);
 
   comm::Group group_, replicas_;
@@ -74,6 +75,7 @@ class ShardedUnits {
   double scale_;
   std::vector<Unit> units_;
   std::optional<size_t> reducing_;
+  std::optional<size_t> returning_;  ///< its reduced slices are on their way to the host
   bool reducing_last_ = false;
   SynchronizationStatistics statistics_;
 };

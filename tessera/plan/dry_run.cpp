@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 #include "tessera/comm/backends/record.h"
@@ -72,6 +73,8 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
     result.hardware_flops = counter->flops();
     result.recomputed_flops = counter->recomputed_flops();
     result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
+    const MemoryByCategory host = scope.memory().host_peak_by_category();
+    if (total_of(host) > total_of(result.host_bytes)) result.host_bytes = host;
     if (scope.memory().peak() <= peak) continue;
     peak = scope.memory().peak();
     result.peak_bytes = scope.memory().peak_by_category();
@@ -79,8 +82,8 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
   }
   result.collectives = sum_up(recorder->records());
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
-  result.flops =
-      model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(result.micro_batches * config.batch.micro_size * config.data.seq_len);
+  const int64_t tokens = result.micro_batches * config.batch.micro_size * config.data.seq_len;
+  result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size("tp");
   return result;
 }
 
@@ -88,21 +91,22 @@ nlohmann::json to_json(const CollectiveSum& sum) {
   return {{"op", sum.op}, {"axis", sum.axis}, {"dtype", sum.dtype}, {"count", sum.count}, {"bytes", sum.bytes}, {"sent_bytes", sum.sent_bytes}};
 }
 
+nlohmann::json to_json(const MemoryByCategory& bytes) {
+  nlohmann::json json;
+  for (int c = 0; c < num_memory_categories; ++c) json[std::string(to_string(static_cast<MemoryCategory>(c)))] = bytes[c];
+  json["total"] = total_of(bytes);
+  return json;
+}
+
 nlohmann::json to_json(const RankClass& ranks) {
-  nlohmann::json peak;
-  int64_t total = 0;
-  for (int c = 0; c < num_memory_categories; ++c) {
-    peak[std::string(to_string(static_cast<MemoryCategory>(c)))] = ranks.peak_bytes[c];
-    total += ranks.peak_bytes[c];
-  }
-  peak["total"] = total;
   nlohmann::json collectives = nlohmann::json::array();
   for (const auto& c : ranks.collectives) collectives.push_back(to_json(c));
   return {{"count", ranks.count},
           {"examples", ranks.examples},
           {"micro_batches", ranks.micro_batches},
           {"parameters", ranks.parameters},
-          {"peak_bytes", peak},
+          {"peak_bytes", to_json(ranks.peak_bytes)},
+          {"host_bytes", to_json(ranks.host_bytes)},
           {"collectives", collectives},
           {"flops", ranks.flops},
           {"hardware_flops", ranks.hardware_flops},
@@ -157,12 +161,14 @@ std::string to_string(const DryRun& run) {
     out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step, {}FLOP run ({}FLOP of them again)\n", ranks.count,
                        ranks.count == 1 ? "" : "s", ranks.examples.front(), ranks.micro_batches, format_count(ranks.flops), format_count(ranks.hardware_flops),
                        format_count(ranks.recomputed_flops));
-    int64_t total = 0;
+    const bool beside = total_of(ranks.host_bytes) > 0;
+    const auto row = [&](std::string_view name, int64_t device, int64_t host, std::string_view remark) {
+      return fmt::format("  {:<12}{:>12}{}{}\n", name, format_bytes(device), beside ? fmt::format("{:>12}", format_bytes(host)) : "", remark);
+    };
     for (int c = 0; c < num_memory_categories; ++c) {
-      total += ranks.peak_bytes[c];
-      out += fmt::format("  {:<12}{:>12}\n", to_string(static_cast<MemoryCategory>(c)), format_bytes(ranks.peak_bytes[c]));
+      out += row(to_string(static_cast<MemoryCategory>(c)), ranks.peak_bytes[c], ranks.host_bytes[c], "");
     }
-    out += fmt::format("  {:<12}{:>12}  at the peak\n", "total", format_bytes(total));
+    out += row("total", total_of(ranks.peak_bytes), total_of(ranks.host_bytes), beside ? "  at the peak, and on the host" : "  at the peak");
     for (const auto& c : ranks.collectives)
       out +=
           fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));

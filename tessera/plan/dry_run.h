@@ -28,6 +28,7 @@ struct RankClass {
   int64_t micro_batches = 0;               ///< per step, padding included
   int64_t parameters = 0;                  ///< elements held
   MemoryByCategory peak_bytes{};           ///< at the moment of the largest total over the dry steps
+  MemoryByCategory host_bytes{};           ///< beside the device (offload), when most was there
   std::vector<MemoryBlock> largest;        ///< alive then, the largest first (DryRunOptions::largest)
   std::vector<CollectiveSum> collectives;  ///< of one step, in the order of their first call
   double flops = 0;                        ///< model FLOPs of one step (see docs/planning.md)

@@ -21,6 +21,7 @@ struct Choice {
 };
 
 constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;  // stages 1, 2 and 3; above 1 accumulation sends more, stage 3 gathers twice
+constexpr int kOffload = 16;                                               // slices cross to the device with every unit, and the host updates them
 constexpr int kHalfMicroBatch = 4;                                         // products of half the size are less efficient
 constexpr int kSelective = 3, kFull = 10;                                  // a share of the FLOPs, and up to a third of them
 
@@ -28,15 +29,22 @@ std::vector<Choice> stages(const Config& config, int world) {
   std::vector<Choice> choices{{}};
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   const int shard = size_along(shape, "dp_shard"), replicate = size_along(shape, "dp_replicate");
-  if (shard * replicate == 1) return choices;
   Sets mesh;
-  if (shard == 1 && config.mesh.dp_replicate) mesh = {"mesh.dp_replicate=1", "mesh.dp_shard=" + std::to_string(replicate)};
+  if (shard == 1 && replicate > 1 && config.mesh.dp_replicate) mesh = {"mesh.dp_replicate=1", "mesh.dp_shard=" + std::to_string(replicate)};
   for (const auto& [stage, price] : {std::pair{1, kShardState}, {2, kShardGradients}, {3, kShardParameters}}) {
-    if (stage <= config.zero.stage) continue;
+    if (stage <= config.zero.stage || shard * replicate == 1) continue;
     Choice choice{.sets = {"zero.stage=" + std::to_string(stage)}, .price = price};
     choice.sets.insert(choice.sets.end(), mesh.begin(), mesh.end());
     choices.push_back(std::move(choice));
   }
+  if (config.offload.params == "host") return choices;
+  Choice host{.price = kOffload};  // of one rank, too
+  if (config.zero.stage < 3) {
+    host = {.sets = {"zero.stage=3"}, .price = kOffload + kShardParameters};
+    host.sets.insert(host.sets.end(), mesh.begin(), mesh.end());
+  }
+  host.sets.insert(host.sets.end(), {"offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
+  choices.push_back(std::move(host));
   return choices;
 }
 

@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
+#include "tessera/core/memory.h"
 #include "tessera/data_parallel/batch_coupling.h"
 #include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
@@ -91,11 +92,8 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
   return options;
 }
 
-/// One forward pass on meta, whose layouts are followed from layer to layer.
-void check_tensor_parallel(const Config& config, int ranks) {
-  const auto model = on_meta([&] { return make_model(config.model); });
-  const auto tokens = at::empty({1, config.data.seq_len}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
-  check_parallel_plan(*model, ranks, parallel_plan(*model, config.tensor.sequence_parallel), [&] { model->loss_sum(tokens, tokens); });
+ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
+  return parallel_plan(model, config.tensor.sequence_parallel, config.tensor.keep_gathered);
 }
 
 /// Stage 3, of a model on meta, so that no rank ever holds the whole of it: outside of a step each parameter is this rank's slice.
@@ -103,6 +101,8 @@ void shard_parameters(const Config& config, const precision::Policy& policy, con
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
   options.device = device;
   options.replicate = mesh["dp_replicate"];
+  run.offloaded = config.offload.params == "host";
+  if (run.offloaded) options.offload = Offload::Host;
   run.shard = mesh["dp_shard"];
   run.synchronizer = fully_shard(*run.model, run.shard, std::move(options));
 }
@@ -163,8 +163,20 @@ const std::vector<std::string>& data_axes() {
   return axes;
 }
 
+std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor) {
+  if (tensor.size() == 1) return nullptr;
+  const TensorParallelOptions options{.check_inputs = config.comm.check, .overlap = config.tensor.overlap};
+  return parallelize_module(model, tensor, plan_of(config, model), options);
+}
+
+void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len) {
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const auto tokens = at::empty({1, seq_len}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
+  check_parallel_plan(*model, ranks, plan_of(config, *model), [&] { model->loss_sum(tokens, tokens); });
+}
+
 void check_modules(const Config& config, int tensor_ranks) {
-  if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks);
+  if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks, config.data.seq_len);
   const auto model = on_meta([&] { return make_model(config.model); });
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
@@ -175,11 +187,12 @@ void check_modules(const Config& config, int tensor_ranks) {
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
   Composition run;
   run.model = on_meta([&] { return make_model(config.model); });
+  run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
   const auto seed = static_cast<uint64_t>(config.run.seed);
   precision::apply(*run.model, policy);
-  if (mesh.size("tp") > 1) run.tensor = parallelize_module(*run.model, mesh["tp"], parallel_plan(*run.model, config.tensor.sequence_parallel));
+  run.tensor = cut_layers(config, *run.model, mesh["tp"]);
   run.norm = config.zero.stage > 0 ? mesh[{"dp_shard", "tp"}] : mesh["tp"];
   run.recomputed = recompute_blocks(config, *run.model);
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
@@ -191,9 +204,12 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   // Before there is an optimizer: master weights begin as the weights are.
   const bool from_hf = device != at::kMeta && !resume && !config.model.from_hf.empty();
   if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_tensors(*run.model));
-  run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
-  run.loss_scale = precision::LossScale(config.precision);
-  if (device != at::kMeta && resume) load_state(config, *resume, run);
+  {
+    const HostMemory beside(run.offloaded);
+    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
+    run.loss_scale = precision::LossScale(config.precision);
+    if (device != at::kMeta && resume) load_state(config, *resume, run);
+  }
   if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, *run.model, data.size());

@@ -35,6 +35,7 @@ struct Composition {
   std::vector<nn::NamedParameter> parameters;  ///< tied ones once
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
   comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
+  bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
   comm::Group norm;                            ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
   precision::LossScale loss_scale;          ///< what the loss is multiplied by before backward
@@ -45,6 +46,13 @@ struct Composition {
   /// The plan in use; empty where gradients travel in no buckets.
   BucketPlan bucket_plan() const { return buckets ? buckets->plan() : BucketPlan{}; }
 };
+
+/// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
+std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);
+
+/// Refuses a model that cannot be cut over `ranks`: one forward pass on meta, of `seq_len` positions, whose layouts are followed from layer to layer. Throws
+/// ConfigError.
+void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len);
 
 /// Refuses what only the model's modules can tell, before any process group exists: a pattern of recompute.modules or zero.wrap that matches nothing, a unit of
 /// stage 3 that alone takes more than run.memory_limit_bytes, a model that cannot be cut over `tensor_ranks`. Builds the model on meta: a millisecond a layer.

@@ -37,13 +37,17 @@ kernels::KernelChoice choice_of(const Config& config) {
   return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
 }
 
-at::Tensor norm_of(const Config& config, const Composition& run) {
-  const auto order = config.run.deterministic ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
+/// `device` is that of the model, whose engine adds up.
+at::Tensor norm_of(const Config& config, const Composition& run, at::Device device) {
+  // A rank's own rows are added up in a tree in any case. Where layers are cut, it is that of this mesh.tp, as the products' sums are, for any data ranks.
+  const auto order = config.run.deterministic && !run.tensor ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
   optim::NormGroup group{.parameters = run.tensor ? run.tensor->counted_in_norm(run.updated) : run.updated, .reduce = {}};
   if (run.norm.size() > 1) {
-    group.reduce = [&](at::Tensor& sums) {
+    group.reduce = [&run, device](at::Tensor& sums) {
       const comm::CallSite site("norm");
-      comm::all_reduce(run.norm, sums);
+      const at::Tensor message = sums.to(device);
+      comm::all_reduce(run.norm, message);
+      if (!message.is_same(sums)) sums.copy_(message);
     };
   }
   return optim::global_norm(std::vector{std::move(group)}, order);
@@ -105,7 +109,8 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       engine_(make_engine(config_, run_)),
       learning_rate_(config.optim, config.run.steps) {
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
-  if (dtype && !config.run.deterministic && config.zero.stage < 3) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
+  const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
+  if (dtype && !config.run.deterministic && !kept_in_slices) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
   if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
   for (const auto& p : run_.parameters) {
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(
@@ -116,22 +121,17 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
   const double waited_before = comm::waited_seconds();
   const at::Tensor losses = forward_backward(batch);
-  if (run_.tensor) run_.tensor->sum_shared_gradients(run_.updated);
-  run_.loss_scale.unscale(run_.updated);
-  if (request.gradients_ready) request.gradients_ready();
-  const at::Tensor norm = norm_of(config_, run_);
+  const at::Tensor norm = complete_gradients(request, losses.device());
   mark_memory("update");
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
   const bool updating = may_update(batch, norm);
-  if (updating) {
-    if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
-    run_.optimizer->step(lr);
-    run_.synchronizer->after_update();
-  }
+  if (updating) update(norm, lr);
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
-                               {.memory = {.peak = scope_.memory().peak_by_category(), .current = scope_.memory().current_by_category()},
+                               {.memory = {.peak = scope_.memory().peak_by_category(),
+                                           .current = scope_.memory().current_by_category(),
+                                           .host = scope_.memory().host_peak_by_category()},
                                 .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
                                 .times = {.compute_s = passed.count() - waited, .wait_s = waited},
                                 .flops = *flops_});
@@ -142,6 +142,21 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   outcome.lr = lr;
   outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
   return outcome;
+}
+
+at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
+  const HostMemory beside(run_.offloaded);
+  if (run_.tensor) run_.tensor->sum_shared_gradients(run_.updated, run_.norm);
+  run_.loss_scale.unscale(run_.updated);
+  if (request.gradients_ready) request.gradients_ready();
+  return norm_of(config_, run_, device);
+}
+
+void Stepper::update(const at::Tensor& norm, double lr) {
+  const HostMemory beside(run_.offloaded);
+  if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
+  run_.optimizer->step(lr);
+  run_.synchronizer->after_update();
 }
 
 at::Tensor Stepper::forward_backward(const data::StepBatch& batch) {
@@ -188,7 +203,7 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
   const auto options = losses.options().dtype(at::kDouble);
   std::vector<at::Tensor> parts{losses.to(at::kDouble), norm.reshape({1}).to(options.device())};
   std::vector<double> numbers{own.stop_signal, own.times.compute_s, own.times.wait_s, own.flops.run, own.flops.recomputed};
-  for (const auto* bytes : {&own.memory.peak, &own.memory.current}) numbers.insert(numbers.end(), bytes->begin(), bytes->end());
+  for (const auto* bytes : {&own.memory.peak, &own.memory.current, &own.memory.host}) numbers.insert(numbers.end(), bytes->begin(), bytes->end());
   for (const double number : numbers) parts.push_back(at::full({1}, number, options));
   const at::Tensor mine = at::cat(parts);
   const int64_t columns = mine.numel(), num_losses = losses.numel();
@@ -211,7 +226,8 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
     outcome.ranks.push_back({.rank = rank, .compute_s = known[1], .wait_s = known[2]});
     outcome.flops.run += known[3];
     outcome.flops.recomputed += known[4];
-    const MemoryUse memory{.peak = bytes_at(known + 5), .current = bytes_at(known + 5 + num_memory_categories)};
+    const double* const bytes = known + 5;
+    const MemoryUse memory{.peak = bytes_at(bytes), .current = bytes_at(bytes + num_memory_categories), .host = bytes_at(bytes + 2 * num_memory_categories)};
     if (r == 0 || total_of(memory.peak) > total_of(outcome.memory.peak)) outcome.memory = memory;
   }
   outcome.loss = sum / static_cast<double>(batch.global_valid_tokens);

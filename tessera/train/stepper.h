@@ -100,6 +100,9 @@ class Stepper {
     StepFlops flops;
   };
   at::Tensor forward_backward(const data::StepBatch& batch);
+  /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
+  at::Tensor complete_gradients(const StepRequest& request, at::Device device);
+  void update(const at::Tensor& norm, double lr);
   /// Whether the optimizer may step: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
   bool may_update(const data::StepBatch& batch, const at::Tensor& norm);
   StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;

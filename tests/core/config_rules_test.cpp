@@ -174,6 +174,14 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.checkpoint.resume = "latest"; }), HasSubstr("checkpoint.dir"));
 }
 
+TEST(Validate, Loss) {
+  EXPECT_THAT(refusal([](Config& c) { c.loss.label_smoothing = 1; }), StartsWith("loss.label_smoothing = 1: the share of a target"));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.label_smoothing = -0.1; }), AllOf(HasSubstr("loss.label_smoothing = -0.1"), HasSubstr("expected 0 to below 1")));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.z_loss = -1; }), StartsWith("loss.z_loss = -1: expected 0 or a positive weight"));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.z_loss = INFINITY; }), HasSubstr("loss.z_loss = inf"));
+  EXPECT_EQ(refusal([](Config& c) { c.loss = {.label_smoothing = 0.1, .z_loss = 1e-4}; }), "(accepted)");
+}
+
 TEST(Validate, Compression) {
   EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_rank = 0; }), StartsWith("comm.powersgd_rank = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_start = -1; }), StartsWith("comm.powersgd_start = -1"));
@@ -212,13 +220,37 @@ TEST(Validate, Sharding) {
   EXPECT_THAT(refusal([](Config& c) { c.zero.prefetch = -1; }), StartsWith("zero.prefetch = -1"));
 }
 
+TEST(Validate, DeterministicDataRanksMayCutTheirLayers) {
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.tp = 2, c.run.deterministic = true; }, 4), "(accepted)");
+}
+
+TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
+  const auto offload = [](Config& c, const char* params, const char* gradients, const char* optimizer) {
+    c.offload.params = params, c.offload.gradients = gradients, c.offload.optimizer = optimizer;
+  };
+  for (const int stage : {0, 1, 2}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }),
+              "offload.optimizer = host: the slices of zero.stage = 3 are what waits on the host, and zero.stage is " + std::to_string(stage) +
+                  "; set zero.stage = 3, or offload.params, offload.gradients and offload.optimizer to device");
+  }
+  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
+            "offload.params = host: slices of parameters, their gradients and the optimizer's state wait together, and offload.gradients = device; set "
+            "offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+  EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), StartsWith("offload.optimizer = disk: offloading to disk"));
+  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
+}
+
 TEST(Validate, MissingTechniquesAreRefusedByName) {
-  EXPECT_THAT(refusal([](Config& c) { c.tensor.overlap = true; }), HasSubstr("overlapped tensor parallelism"));
+  EXPECT_THAT(refusal([](Config& c) { c.tensor.overlap = true; }, 2), AllOf(StartsWith("tensor.overlap = true"), HasSubstr("mesh.tp is 1")));
+  EXPECT_THAT(refusal([](Config& c) { c.tensor.overlap = true, c.mesh.tp = 2, c.precision.compute = "fp8"; }, 2),
+              AllOf(StartsWith("tensor.overlap = true"), HasSubstr("precision.compute = bf16")));
   EXPECT_THAT(refusal([](Config& c) { c.tensor.sequence_parallel = true; }, 2), StartsWith("tensor.sequence_parallel = true"));
-  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 2, c.run.deterministic = true; }, 2), StartsWith("run.deterministic = true"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 2, c.tensor.keep_gathered = true; }, 2), StartsWith("tensor.keep_gathered = true"));
   EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "mesh.pp = 2: pipeline parallelism is not part of this build; set mesh.pp = 1");
   EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 2; }, 2), HasSubstr("context parallelism"));
-  EXPECT_THAT(refusal([](Config& c) { c.offload.optimizer = "host"; }), StartsWith("offload.optimizer = host"));
+  EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
+            "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
+  EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.name = "lion"; }), AllOf(StartsWith("optim.name = lion"), HasSubstr("set optim.name = adamw or sgd")));
   EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
   EXPECT_THAT(refusal([](Config& c) { c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }), StartsWith("model.family = mixtral"));

@@ -48,6 +48,55 @@ TEST(Memory, CountsMetaTensorsAsIfTheyWereReal) {
   }
 }
 
+TEST(Memory, TellsTheHostFromTheDevice) {
+  for (const at::Device device : {at::Device(at::kCPU), at::Device(at::kMeta)}) {
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    tracker.set_limit(8 * kib);
+    const auto on_device = floats(2 * kib, device);
+    constexpr auto optimizer = static_cast<size_t>(MemoryCategory::Optimizer), gradients = static_cast<size_t>(MemoryCategory::Gradients);
+    at::Tensor state;
+    {
+      const HostMemory beside;
+      const MemoryScope scope(MemoryCategory::Optimizer);
+      const HostMemory nothing(false);
+      state = floats(16 * kib, device);  // more than the device's limit
+      const auto passing = floats(kib, device);
+    }
+    {
+      const HostMemory nothing(false);
+      const auto more = floats(kib, device);
+    }
+    EXPECT_EQ(tracker.current(), 2 * kib);
+    EXPECT_EQ(tracker.peak(), 3 * kib);
+    EXPECT_EQ(tracker.current(MemoryCategory::Optimizer), 0);
+    EXPECT_EQ(tracker.host_by_category()[optimizer], 16 * kib);
+    EXPECT_EQ(tracker.host_peak_by_category()[optimizer], 17 * kib);
+    tracker.retag(state, MemoryCategory::Gradients);
+    EXPECT_EQ(tracker.host_by_category()[gradients], 16 * kib) << "it stays where it is";
+    tracker.reset_peak();
+    EXPECT_EQ(tracker.host_peak_by_category(), tracker.host_by_category());
+    state.reset();
+    EXPECT_EQ(tracker.host_by_category(), MemoryByCategory{});
+    EXPECT_EQ(tracker.current(), 2 * kib);
+  }
+}
+
+TEST(Memory, AContextCarriesThePlace) {
+  MemoryTracker tracker;
+  const TrackMemory track(tracker);
+  std::optional<HostMemory> beside(std::in_place);
+  const auto context = MemoryContext::current();
+  beside.reset();
+  at::Tensor theirs;
+  std::thread([&] {
+    const MemoryContext::Guard guard(context);
+    theirs = floats(kib);
+  }).join();
+  EXPECT_EQ(tracker.current(), 0);
+  EXPECT_EQ(tracker.host_by_category()[static_cast<size_t>(MemoryCategory::Other)], kib);
+}
+
 TEST(Memory, CountsResizedStorage) {
   MemoryTracker tracker;
   const TrackMemory track(tracker);

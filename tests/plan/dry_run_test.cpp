@@ -71,6 +71,56 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunUnderSharding) {
   expect_real_peak(config("gpt2", {"zero.stage=3", "recompute.mode=full", "run.steps=3", "run.threads=1"}), 2);
 }
 
+TEST_F(DryRunTest, PeakEqualsTheRealRunWhereLayersAreCut) {
+  for (const std::string sequence : {"tensor.sequence_parallel=false", "tensor.sequence_parallel=true"}) {
+    SCOPED_TRACE(sequence);
+    const std::vector<std::string> common{"run.steps=3", "batch.global_size=8", "run.threads=1", sequence};
+    const auto with = [&](const std::string& family, std::vector<std::string> sets) {
+      sets.insert(sets.end(), common.begin(), common.end());
+      return config(family, sets);
+    };
+    expect_real_peak(with("llama", {"model.kv_heads=2", "mesh.tp=2"}), 2);
+    expect_real_peak(with("gpt2", {"model.dropout=0.1", "mesh.tp=2", "precision.compute=bf16"}), 2);
+    expect_real_peak(with("llama", {"mesh.tp=2", "recompute.mode=full"}), 2);
+    expect_real_peak(with("llama", {"model.kv_heads=2", "mesh.tp=3"}), 3);  // 4 heads over 3 ranks: one class each
+    expect_real_peak(with("llama", {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3"}), 4);
+    expect_real_peak(with("gpt2", {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=2", "zero.bucket_bytes=20000"}), 4);
+  }
+  expect_real_peak(config("llama", {"mesh.tp=2", "tensor.sequence_parallel=true", "tensor.keep_gathered=true", "run.steps=3"}), 2);
+  const auto run = plan::dry_run(config("llama", {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=1"}), 4);
+  EXPECT_EQ(2 * run.ranks.at(0).flops, plan::dry_run(config("llama"), 2).ranks.at(0).flops) << "each rank computes a part of its tokens' layers";
+  for (const auto& ranks : run.ranks) {
+    for (const int rank : ranks.examples) EXPECT_EQ(rank % 2, ranks.examples.front() % 2) << "ranks of one class hold the same part of each layer";
+  }
+}
+
+TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnTheHost) {
+  const auto offloaded = [&](const std::string& family, std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "run.steps=3", "run.threads=1"});
+    return config(family, sets);
+  };
+  for (const int world : {1, 2, 3}) {
+    expect_real_peak(offloaded("llama", {"model.kv_heads=2"}), world);
+    expect_real_peak(offloaded("gpt2", {"zero.accumulate=whole", "recompute.mode=full"}), world);
+    expect_real_peak(offloaded("llama", {"precision.compute=bf16", "zero.prefetch=2"}), world);
+  }
+  expect_real_peak(offloaded("mlp", {"mesh.dp_replicate=2", "precision.reduce=bf16"}), 4);
+  for (const std::string precision : {"precision.compute=fp32", "precision.compute=bf16"}) {
+    const Config alone = offloaded("llama", {precision});
+    EXPECT_EQ(plan::dry_run(alone, 1).ranks.at(0).host_bytes, train(alone, 1).steps.back().memory.host) << precision;
+    const auto here = plan::dry_run(config("llama", {precision, "zero.stage=3", "run.steps=3", "run.threads=1"}), 2);
+    const auto there = plan::dry_run(offloaded("llama", {precision}), 2);
+    const auto held = [](const MemoryByCategory& bytes) {
+      return bytes[static_cast<size_t>(MemoryCategory::Parameters)] + bytes[static_cast<size_t>(MemoryCategory::Optimizer)];
+    };
+    EXPECT_EQ(held(there.ranks.at(0).peak_bytes), 0);
+    EXPECT_EQ(held(there.ranks.at(0).host_bytes), held(here.ranks.at(0).peak_bytes));
+    EXPECT_LE(total_of(there.ranks.at(0).peak_bytes), total_of(here.ranks.at(0).peak_bytes) - held(here.ranks.at(0).peak_bytes));
+  }
+  const auto json = plan::to_json(plan::dry_run(offloaded("llama", {}), 2));
+  EXPECT_GT(json["ranks"][0]["host_bytes"]["total"], json["ranks"][0]["peak_bytes"]["optimizer"]);
+}
+
 TEST_F(DryRunTest, Stage3MovesWhatTheFormulaSaysAlsoWithRecompute) {
   const auto sent = [&](std::vector<std::string> sets) {  // elements a rank sends in a step of three micro-batches
     sets.insert(sets.end(), {"zero.stage=3", "batch.global_size=12", "batch.micro_size=1"});

@@ -24,14 +24,29 @@ class Fit : public testing::TrainFixture {
 
 TEST_F(Fit, CheapSettingsComeFirst) {
   const auto alone = plan::cheaper_settings(config("llama"), 1);
-  EXPECT_THAT(alone, ElementsAre(Sets{"recompute.mode=selective"}, Sets{"batch.micro_size=1"}, Sets{"batch.micro_size=1", "recompute.mode=selective"},
-                                 Sets{"recompute.mode=full"}, Sets{"batch.micro_size=1", "recompute.mode=full"}));
+  const Sets on_host{"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"};
+  const auto and_also = [](Sets sets, const Sets& more) {
+    sets.insert(sets.end(), more.begin(), more.end());
+    return sets;
+  };
+  std::vector<Sets> expected{{"recompute.mode=selective"},
+                             {"batch.micro_size=1"},
+                             {"batch.micro_size=1", "recompute.mode=selective"},
+                             {"recompute.mode=full"},
+                             {"batch.micro_size=1", "recompute.mode=full"},
+                             on_host};
+  for (size_t i = 0; i < 5; ++i) expected.push_back(and_also(on_host, expected[i]));
+  EXPECT_EQ(alone, expected);
   const auto four = plan::cheaper_settings(config("llama"), 4);
-  EXPECT_EQ(four.size(), 4u * 2 * 3 - 1);
+  EXPECT_EQ(four.size(), 5u * 2 * 3 - 1);
   EXPECT_EQ(four[0], Sets{"zero.stage=1"});
   EXPECT_EQ(four[1], Sets{"zero.stage=2"});
-  EXPECT_EQ(four.back(), (Sets{"zero.stage=3", "batch.micro_size=1", "recompute.mode=full"}));
-  EXPECT_THAT(plan::cheaper_settings(config("llama", {"batch.micro_size=1", "recompute.mode=full"}), 1), IsEmpty());
+  EXPECT_EQ(four.back(), and_also(on_host, {"batch.micro_size=1", "recompute.mode=full"}));
+  EXPECT_THAT(four, Contains(Sets{"zero.stage=3", "batch.micro_size=1", "recompute.mode=full"}));
+  const Sets smallest{"batch.micro_size=1", "recompute.mode=full"};
+  EXPECT_THAT(plan::cheaper_settings(config("llama", smallest), 1), ElementsAre(on_host));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", and_also(on_host, smallest)), 1), IsEmpty());
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=3"}), 2), Contains(Sets(on_host.begin() + 1, on_host.end())));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=2"}), 2), Not(Contains(Contains("zero.stage=1"))));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"mesh.dp_replicate=3"}), 3), Contains(Sets{"zero.stage=1", "mesh.dp_replicate=1", "mesh.dp_shard=3"}));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"recompute.mode=full", "recompute.every=2"}), 1),
@@ -52,7 +67,7 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   EXPECT_LE(total_of(alone.best()->peak), full);
   const auto none = plan::find_fit(settings, 1, 1000);
   EXPECT_FALSE(none.fits);
-  EXPECT_EQ(none.tried.size(), 5u);
+  EXPECT_EQ(none.tried.size(), 11u);
   for (const auto& setting : none.tried) EXPECT_GE(total_of(setting.peak), total_of(none.best()->peak));
   const auto impatient = plan::find_fit(settings, 2, 1000, std::chrono::seconds(0));
   EXPECT_FALSE(impatient.complete);

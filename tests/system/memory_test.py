@@ -36,8 +36,9 @@ class MemoryTest(SystemTest):
                 self.assertAlmostEqual(line["current_by_category"]["optimizer"] / averages, 1, delta=1e-3, msg="and a counter a parameter")
 
     def test_the_report_shows_the_peak_and_the_largest_tensors(self):
-        for nproc, sets in ((1, []), (2, ["zero.stage=3"])):
-            tag = f"report{nproc}"
+        offloaded = ["zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"]
+        for nproc, sets in ((1, []), (2, ["zero.stage=3"]), (2, offloaded)):
+            tag = f"report{nproc}-{len(sets)}"
             done, log = self.train(tag, "--memory-report", nproc=nproc, sets=["run.steps=3", *sets])
             picture = (log / "memory_report.svg").read_text()
             texts = [element.text or "" for element in xml.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
@@ -48,6 +49,11 @@ class MemoryTest(SystemTest):
             self.assertGreaterEqual(len(rows), 8, done.stdout)
             self.assertTrue(any("layers." in name or ".weight" in name for _, name in rows), done.stdout)
             self.assertEqual([m["step"] for m in metrics(log)], [1, 2, 3])
+            self.assertEqual("on the host" in done.stdout, sets == offloaded)
+            self.assertEqual("on the host" in texts, sets == offloaded)
+            for line in metrics(log):
+                self.assertEqual(line["current_by_category"]["optimizer"] == 0, sets == offloaded)
+                self.assertEqual(line["host_by_category"]["optimizer"] > 0, sets == offloaded)
 
     def test_the_report_goes_where_it_is_told_to(self):
         picture = self.folder / "mine.svg"

@@ -43,6 +43,19 @@ class Plan(SystemTest):
                     predicted = max(c["peak_bytes"]["total"] for c in self.plan(self.recipe, "--world", world, sets=sets)["ranks"])
                     self.assertLessEqual(abs(predicted - real), 0.001 * real, f"predicted {predicted}, real {real}")
 
+    def test_predicted_peak_is_the_real_peak_where_layers_are_cut(self):
+        two_d = ["mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3"]
+        for sets, world in ((["mesh.tp=2"], 2), (two_d, 4)):
+            for sequence, overlap in (("false", "false"), ("true", "false"), ("true", "true")):
+                with self.subTest(world=world, sequence=sequence, overlap=overlap):
+                    sets_ = [*sets, f"tensor.sequence_parallel={sequence}", f"tensor.overlap={overlap}", "run.steps=4"]
+                    _, log = self.train("real", nproc=world, sets=sets_)
+                    real = metrics(log)[-1]["peak_bytes"]
+                    classes = self.plan(self.recipe, "--world", world, sets=sets_)["ranks"]
+                    self.assertEqual(len(classes) % 2, 0, "at least one class per rank of tp")
+                    predicted = max(c["peak_bytes"]["total"] for c in classes)
+                    self.assertLessEqual(abs(predicted - real), 0.001 * real, f"predicted {predicted}, real {real}")
+
     def test_all_reduced_bytes_are_the_gradients(self):
         answer = self.plan(self.recipe, "--world", 2)
         (ranks,) = answer["ranks"]

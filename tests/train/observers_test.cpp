@@ -32,7 +32,7 @@ StepResult step(int64_t k, double loss = 0) {
           .step_s = 0.25,
           .tokens_per_s = 2048,
           .peak_bytes = 1 << 20,
-          .memory = {.peak = {4, 8, 16, 32, 64, 128, 256}, .current = {4, 8, 16, 0, 0, 0, 1}},
+          .memory = {.peak = {4, 8, 16, 32, 64, 128, 256}, .current = {4, 8, 16, 0, 0, 0, 1}, .host = {2, 0, 6, 0, 0, 0, 0}},
           .extras = {}};
 }
 
@@ -55,6 +55,7 @@ TEST(MetricsFile, WritesOneObjectAStepAtOnce) {
             "{\"step\":1,\"loss\":0.30000000000000004,\"grad_norm\":0.1,\"lr\":1e-05,\"tokens\":512,\"step_s\":0.25,\"tokens_per_s\":2048.0,\"peak_bytes\":"
             "1048576,\"peak_by_category\":{\"params\":4,\"gradients\":8,\"optimizer\":16,\"activations\":32,\"outputs\":64,\"comm\":128,\"other\":256},"
             "\"current_by_category\":{\"params\":4,\"gradients\":8,\"optimizer\":16,\"activations\":0,\"outputs\":0,\"comm\":0,\"other\":1},"
+            "\"host_by_category\":{\"params\":2,\"gradients\":0,\"optimizer\":6,\"activations\":0,\"outputs\":0,\"comm\":0,\"other\":0},"
             "\"loss_scale\":1024.0}\n");
   metrics.after_validation({.step = 1, .loss = 2.5, .bits_per_byte = 1.25});
   metrics.after_step(step(2, std::numeric_limits<double>::quiet_NaN()));

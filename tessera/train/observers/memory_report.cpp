@@ -141,6 +141,11 @@ class Picture {
       svg_.text(kLeft + kPlot + 34, row, to_string(static_cast<MemoryCategory>(c)));
       svg_.text(kWidth - 14, row, format_bytes(bytes), {.size = 12, .anchor = "end"});
     }
+    if (const int64_t host = total_of(history_.host); host > 0) {
+      row += 30;
+      svg_.text(kLeft + kPlot + 34, row, "on the host", {.size = 12, .bold = true});
+      svg_.text(kWidth - 14, row, format_bytes(host), {.size = 12, .anchor = "end"});
+    }
     if (history_.events_per_point == 1) return;
     svg_.text(kLeft + kPlot + 14, row + 30, fmt::format("{} of {} events", history_.events.size(), history_.num_events), {.size = 11});
     svg_.text(kLeft + kPlot + 14, row + 44, "kept, the highest of each", {.size = 11});
@@ -174,7 +179,9 @@ std::string memory_text(const MemoryHistory& history) {
   const Peak peak = peak_of(history);
   std::string out = fmt::format("peak {} {}, {} of {} into the step\n", format_bytes(total_of(peak.alive)), peak.where, format_duration(peak.seconds),
                                 format_duration(history.seconds));
-  out += category_table({{"at the peak", peak.alive}});
+  std::vector<std::pair<std::string, MemoryByCategory>> columns{{"at the peak", peak.alive}};
+  if (total_of(history.host) > 0) columns.emplace_back("on the host", history.host);
+  out += category_table(columns);
   if (history.events_per_point > 1) {
     out += fmt::format("of {} events every {} were made one: the one after which most was alive\n", history.num_events, history.events_per_point);
   }

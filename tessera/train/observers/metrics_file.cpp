@@ -53,6 +53,7 @@ void MetricsFile::after_step(const StepResult& r) {
                {"tokens", r.tokens}, {"step_s", r.step_s}, {"tokens_per_s", r.tokens_per_s}, {"peak_bytes", r.peak_bytes}};
   line["peak_by_category"] = by_name(r.memory.peak);
   line["current_by_category"] = by_name(r.memory.current);
+  line["host_by_category"] = by_name(r.memory.host);
   for (const auto& [name, value] : r.extras) line[name] = value;
   metrics_ << line.dump() << '\n' << std::flush;
 }

@@ -45,6 +45,7 @@ void TensorBoard::after_step(const StepResult& result) {
     const std::string name(to_string(static_cast<MemoryCategory>(c)));
     scalars.emplace_back("memory/peak_" + name, static_cast<double>(result.memory.peak[at]));
     scalars.emplace_back("memory/current_" + name, static_cast<double>(result.memory.current[at]));
+    if (result.memory.host[at] > 0) scalars.emplace_back("memory/host_" + name, static_cast<double>(result.memory.host[at]));
   }
   for (const auto& [name, value] : result.extras) scalars.emplace_back("train/" + name, value);
   write(scalars_event(wall_time(), result.step, scalars));

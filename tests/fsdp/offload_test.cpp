@@ -1,0 +1,250 @@
+// Slices on the host: the same bits as slices on the device, and bytes where the formulas put them.
+
+#include <gmock/gmock.h>
+
+#include "support.h"
+#include "tessera/core/memory.h"
+#include "tessera/core/memory_history.h"
+#include "tessera/nn/operators.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using namespace testing_support;
+
+/// Gradients and weights of a few steps of three micro-batches, one of which is accumulated alone.
+std::vector<Gradients> trained(World& world, const comm::Group& shard, const FullyShardOptions& options) {
+  std::vector<Gradients> seen;
+  DeepNet net;
+  auto sharded = fully_shard(net, shard, options);
+  const at::ScalarType dtype = options.param_dtype.value_or(at::kFloat);
+  for (int step = 0; step < 3; ++step) {
+    const Batch mine = part_of(whole_batch(samples, step), world.size(), world.rank());
+    sharded->begin_step();
+    const int passes = step == 1 ? 1 : 3;
+    for (int pass = 0; pass < passes; ++pass) {
+      sharded->set_last_micro_batch(pass + 1 == passes);
+      const Batch micro = part_of(mine, passes, pass);
+      backward_of(net, {micro.x.to(dtype), micro.y.to(dtype)});
+    }
+    sharded->finish();
+    seen.push_back(named_gradients(*net));
+    sgd(*net, 0.05);
+    seen.push_back(named_values(*net));
+    const at::NoGradGuard no_grad;
+    sharded->begin_evaluation();
+    seen.push_back({{"evaluated", net(whole_batch(samples).x.to(dtype)).clone()}});
+    sharded->end_evaluation();
+  }
+  return seen;
+}
+
+void expect_same_bits(const std::vector<Gradients>& got, const std::vector<Gradients>& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < want.size(); ++i) {
+    for (const auto& [name, tensor] : want[i]) {
+      const at::Tensor& mine = got[i].at(name);
+      ASSERT_EQ(mine.defined(), tensor.defined()) << name;
+      if (!tensor.defined()) continue;
+      EXPECT_EQ(mine.scalar_type(), tensor.scalar_type()) << name;
+      EXPECT_TRUE(at::equal(mine, tensor)) << name << ", record " << i;
+    }
+  }
+}
+
+void expect_offload_changes_nothing(World& world, const comm::Group& shard, FullyShardOptions options) {
+  const auto plain = trained(world, shard, options);
+  options.offload = Offload::Host;
+  expect_same_bits(trained(world, shard, options), plain);
+}
+
+class OffloadOver : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(FullyShard, OffloadOver, ::testing::Values(1, 2, 3, 5));
+
+TEST_P(OffloadOver, IsBitForBit) {
+  const int ranks = GetParam();
+  run_ranks(ranks, [&](World& world) {
+    const auto same = [&](FullyShardOptions options) { expect_offload_changes_nothing(world, world.group(), std::move(options)); };
+    same({.wrap = "block*"});
+    same({});
+    same({.wrap = "**", .prefetch = {.units = 0}});
+    same({.wrap = "block*", .prefetch = {.units = 3, .bytes = 700}, .reshard_after_forward = false});
+    same({.wrap = "block*", .reduce_each_micro_batch = false, .average = true});
+    same({.wrap = "block*", .find_unused_parameters = true});
+    if (ranks > 1) {  // one rank alone, without offload, watches nothing and casts nothing
+      same({.wrap = "block*", .trigger = ShardTrigger::Operators});
+      same({.wrap = "block*", .param_dtype = at::kDouble, .reduce_dtype = at::kDouble});
+      same({.wrap = "block*", .param_dtype = at::kBFloat16, .reduce_dtype = at::kBFloat16});
+      same({.wrap = "block*", .reduce_dtype = at::kBFloat16, .gradient_dtype = at::kBFloat16});
+    }
+  });
+}
+
+TEST(FullyShard, OffloadUnderReplicasIsBitForBit) {
+  run_ranks(6, [&](World& world) {
+    const int first = world.rank() / 3 * 3;
+    const comm::Group shard = world.subgroup({first, first + 1, first + 2}, "dp_shard" + std::to_string(first));
+    const comm::Group replicate = world.subgroup({world.rank() % 3, world.rank() % 3 + 3}, "dp_replicate" + std::to_string(world.rank() % 3));
+    for (const bool each : {true, false}) {
+      expect_offload_changes_nothing(world, shard, {.wrap = "block*", .reduce_each_micro_batch = each, .replicate = replicate});
+      expect_offload_changes_nothing(world, shard, {.reduce_each_micro_batch = each, .reduce_dtype = at::kBFloat16, .replicate = replicate});
+      expect_offload_changes_nothing(world, shard, {.wrap = "block*", .reduce_dtype = at::kDouble, .gradient_dtype = at::kFloat, .replicate = replicate});
+    }
+    expect_offload_changes_nothing(world, comm::Group::self(), {.wrap = "block*", .replicate = world.group()});
+  });
+}
+
+TEST(FullyShard, OffloadedSlicesAreDrawnOrInitializedOnTheHost) {
+  DeepNet plain;
+  const Gradients expected = named_values(*plain);
+  run_ranks(3, [&](World& world) {
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    auto net = on_meta([] { return DeepNet(); });
+    const auto init = [&](torch::nn::Module& module, const std::string& path) {
+      const at::NoGradGuard no_grad;
+      for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+        const std::string name = path + "." + parameter.key();
+        if (expected.contains(name)) parameter.value().copy_(expected.at(name));
+      }
+    };
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init, .offload = Offload::Host});
+    EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
+    int64_t bytes = 0;
+    for (const ShardUnit& unit : sharded->units()) bytes += unit.local_bytes;
+    EXPECT_EQ(memory.current(), 0);
+    EXPECT_EQ(memory.host_by_category()[static_cast<size_t>(MemoryCategory::Parameters)], bytes);
+    EXPECT_EQ(total_of(memory.host_by_category()), bytes);
+  });
+}
+
+TEST(FullyShard, AnOffloadedStepThatDidNotEndLeavesNothing) {
+  run_ranks(3, [&](World& world) {
+    Gradients seen[2];
+    for (const bool interrupted : {false, true}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .offload = Offload::Host});
+      for (int attempt = 0; attempt < (interrupted ? 2 : 1); ++attempt) {
+        sharded->begin_step();
+        backward_of(net, part_of(whole_batch(samples), 3, world.rank()));
+      }
+      sharded->finish();
+      seen[interrupted] = named_gradients(*net);
+    }
+    expect_same_bits({seen[1]}, {seen[0]});
+  });
+}
+
+/// Wide enough that padding and scalars do not count.
+struct WideLayersImpl : nn::Module {
+  WideLayersImpl() {
+    for (int i = 0; i < 6; ++i) register_module("layer" + std::to_string(i), layers.emplace_back(64, 1024));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (nn::Linear& layer : layers) x = at::tanh(layer(x)).view({16, 64}).mean(0, /*keepdim=*/true);
+    return x;
+  }
+  std::vector<nn::Linear> layers;
+};
+TESSERA_MODULE(WideLayers);
+
+int64_t of(const MemoryByCategory& bytes, MemoryCategory category) { return bytes[static_cast<size_t>(category)]; }
+
+TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
+  constexpr int64_t unit = (1024 * 64 + 1024) * 4, parameters = 6 * unit;
+  for (const int ranks : {1, 2, 4, 8}) {
+    run_ranks(ranks,
+              [&](World& world) {
+                MemoryTracker memory;
+                const TrackMemory track(memory);
+                auto net = on_meta([] { return WideLayers(); });
+                auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .prefetch = {.units = 0}, .offload = Offload::Host});
+                materialize(net, 1);
+                const int64_t share = parameters / ranks;  // rows divide evenly
+                for (int step = 0; step < 2; ++step) {
+                  memory.reset_peak();
+                  sharded->begin_step();
+                  for (int pass = 0; pass < 2; ++pass) {
+                    sharded->set_last_micro_batch(pass == 1);
+                    const MemoryScope activations(MemoryCategory::Activations);
+                    net(at::full({1, 64}, 0.1)).sum().backward();
+                  }
+                  sharded->finish();
+                  const MemoryByCategory host = memory.host_by_category(), most = memory.host_peak_by_category();
+                  EXPECT_EQ(of(host, MemoryCategory::Parameters), share);
+                  EXPECT_EQ(of(host, MemoryCategory::Gradients), share);
+                  EXPECT_EQ(of(most, MemoryCategory::Gradients), share + unit / ranks) << "one reduced slice on its way, to be added";
+                  EXPECT_EQ(total_of(host), 2 * share);
+                  EXPECT_EQ(memory.current(), 0) << "between steps the device has nothing";
+                  // At most: a unit, its gradients, those of the one before on their way with the reduced slice, and one gradient that autograd has just made.
+                  EXPECT_LT(memory.peak(), 4 * unit + unit / ranks + 100000);
+                  EXPECT_GT(memory.peak(), 2 * unit);
+                }
+              },
+              {.backend = ranks == 1 ? "gloo" : "shm"});  // Gloo's worker may hold on to tensors for a while
+  }
+}
+
+/// Counts copies of as many elements as a unit's slice has.
+class SliceCopies final : public nn::OperatorHooks {
+ public:
+  explicit SliceCopies(int64_t numel) : numel_(numel) {}
+  void call(nn::OperatorCall& operation) override {
+    if (operation.name() == "aten::copy_" && operation.arguments()[0].toTensor().numel() == numel_) ++copies;
+    operation.run();
+  }
+  int copies = 0;
+
+ private:
+  int64_t numel_;
+};
+
+TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
+  const auto copies_of_a_step = [](int ranks, FullyShardOptions options) {
+    int copies = 0;
+    run_ranks(ranks, [&](World& world) {
+      auto net = on_meta([] { return WideLayers(); });
+      options.wrap = "layer*";
+      options.offload = Offload::Host;
+      auto sharded = fully_shard(net, world.group(), options);
+      materialize(net, 1);
+      const auto counted = std::make_shared<SliceCopies>((1024 * 64 + 1024) / ranks);
+      const nn::OperatorScope scope(counted);
+      sharded->begin_step();
+      for (int pass = 0; pass < 3; ++pass) {
+        sharded->set_last_micro_batch(pass == 2);
+        net(at::full({1, 64}, 0.1)).sum().backward();
+      }
+      sharded->finish();
+      if (world.rank() == 0) copies = counted->copies;
+    });
+    return copies;
+  };
+  constexpr int units = 6, m = 3;
+  for (const int ranks : {1, 2}) {
+    EXPECT_EQ(copies_of_a_step(ranks, {}), 2 * m * units + m * units);
+    EXPECT_EQ(copies_of_a_step(ranks, {.reshard_after_forward = false}), m * units + m * units);
+    EXPECT_EQ(copies_of_a_step(ranks, {.reduce_each_micro_batch = false}), 2 * m * units + units);
+  }
+}
+
+TEST(FullyShard, OffloadCastsOnceAStep) {
+  run_ranks(2, [&](World& world) {
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    auto net = on_meta([] { return WideLayers(); });
+    auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
+    materialize(net, 1);
+    const int64_t slices = of(memory.host_by_category(), MemoryCategory::Parameters);
+    sharded->begin_step();
+    net(at::full({1, 64}, 0.1, at::kBFloat16)).sum().backward();
+    EXPECT_EQ(of(memory.host_by_category(), MemoryCategory::Comm), slices / 2) << "kept for the next micro-batch";
+    sharded->finish();
+    EXPECT_EQ(of(memory.host_by_category(), MemoryCategory::Comm), 0) << "the update makes it stale";
+  });
+}
+
+}  // namespace
+}  // namespace tessera
