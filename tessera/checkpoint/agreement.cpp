@@ -34,15 +34,16 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
   fields["data.files"] = data_identity;
   fields["batch.global_size"] = config.batch.global_size;
   fields["run.seed"] = config.run.seed;
+  add_fields(fields, "loss", config.loss);
   add_fields(fields, "optim", config.optim);
   return fields;
 }
 
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source) {
   require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
+  const auto defaults = agreement_of(Config{}, {});  // what held for a run that was saved before there was such a key
   for (const auto& [key, value] : current.items()) {
-    const auto found = saved.find(key);
-    const std::string theirs = found == saved.end() ? "nothing" : found->dump();
+    const std::string theirs = (saved.contains(key) ? saved : defaults).at(key).dump();
     require(theirs == value.dump(), key, " = ", value.dump(), ": ", source, " was written with ", theirs,
             "; resume with the same value, or start anew with checkpoint.resume = \"\"");
   }

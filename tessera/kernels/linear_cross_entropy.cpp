@@ -1,7 +1,6 @@
 #include "tessera/kernels/linear_cross_entropy.h"
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
@@ -30,7 +29,7 @@ constexpr int64_t kSmallestChunk = 128;
 
 using Parts = std::optional<c10::intrusive_ptr<VocabularyParts>>;
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
-                                                               bool, const std::optional<at::Tensor>&, const Parts&);
+                                                               bool, const std::optional<at::Tensor>&, double, double, const Parts&);
 
 /// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products add into the result themselves; others are rounded to their dtype, so their sum
 /// needs fp32.
@@ -67,25 +66,29 @@ class WeightGradient {
   bool first_ = true;
 };
 
-/// Losses of rows of which others hold columns as well, and, with `gradient`, logits <- (softmax - one hot) * scale.
+/// Losses of rows of which others hold columns as well, and, with `gradient`, logits <- their gradient * scale.
 void meet_parts(VocabularyParts& parts, const CrossEntropyRoutines& routines, const at::Tensor& logits, const at::Tensor& losses, const at::Tensor& labels,
-                double scale, bool gradient) {
+                double scale, const LossTerms& terms, bool gradient) {
   const at::Tensor most = at::empty_like(losses), sum = at::empty_like(losses), target = at::empty_like(losses);
-  routines.part(most, sum, target, logits, labels, parts.first);
+  routines.part(most, sum, target, logits, labels, parts.first, terms);
   parts.meet(most, sum, target);
-  const at::Tensor ignored = labels < 0, lse = sum.log_().add_(most);
+  const at::Tensor lse = sum.log_().add_(most);
   at::Tensor loss = losses;
-  at::sub_out(loss, lse, target).masked_fill_(ignored, 0);
-  if (gradient) routines.part_gradient(logits, labels, parts.first, lse.masked_fill_(ignored, std::numeric_limits<double>::infinity()), scale);
+  at::sub_out(loss, lse, target);
+  if (terms.z != 0) loss.addcmul_(lse, lse, terms.z);
+  loss.masked_fill_(labels < 0, 0);
+  if (gradient) routines.part_gradient(logits, labels, parts.first, lse, scale, terms);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, at::ScalarType compute,
                                                        int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
-                                                       const std::optional<at::Tensor>& place, const Parts& parts) {
+                                                       const std::optional<at::Tensor>& place, double label_smoothing, double z_loss, const Parts& parts) {
   const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
   const int64_t chunk = linear_cross_entropy_chunk(tokens, vocabulary, compute, chunk_tokens, place ? kLogitsBytesInPlace : kLogitsBytes);
   const auto& routines = routines_for(hidden);
-  routines.cross_entropy.check_labels(labels, parts ? (*parts)->total : vocabulary);
+  const int64_t entries = parts ? (*parts)->total : vocabulary;
+  const LossTerms terms = loss_terms({label_smoothing, z_loss}, entries);
+  routines.cross_entropy.check_labels(labels, entries);
 
   const auto floats = hidden.options().dtype(at::kFloat);
   const at::Tensor total = at::empty({}, floats), losses = at::empty({tokens}, floats);
@@ -109,11 +112,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     at::Tensor logits = logits_buffer.narrow(0, 0, size);
     at::mm_out(logits, x_chunk, w.t());
     if (parts) {
-      meet_parts(**parts, routines.cross_entropy, logits, loss_chunk, label_chunk, expected_gradient, needs_hidden || needs_weight);
+      meet_parts(**parts, routines.cross_entropy, logits, loss_chunk, label_chunk, expected_gradient, terms, needs_hidden || needs_weight);
     } else if (needs_hidden || needs_weight) {
-      routines.cross_entropy.in_place(logits, loss_chunk, label_chunk, expected_gradient);
+      routines.cross_entropy.in_place(logits, loss_chunk, label_chunk, expected_gradient, terms);
     } else {
-      routines.cross_entropy.forward(loss_chunk, lse.narrow(0, 0, size), logits, label_chunk);
+      routines.cross_entropy.forward(loss_chunk, lse.narrow(0, 0, size), logits, label_chunk, terms);
     }
     if (needs_hidden) {
       const at::Tensor target = d_hidden.narrow(0, begin, size);
@@ -139,10 +142,11 @@ bool is_planned(const at::Tensor& grad, double planned) {
 struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
                             at::ScalarType compute, int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
-                            const std::optional<at::Tensor>& place, const Parts& parts) {
+                            const std::optional<at::Tensor>& place, double label_smoothing, double z_loss, const Parts& parts) {
     static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [loss, d_hidden, d_weight] = op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight, place, parts);
+    auto [loss, d_hidden, d_weight] =
+        op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight, place, label_smoothing, z_loss, parts);
     if (place) d_weight = place->alias();  // a handle that autograd finds to be the only one
     auto& data = context->saved_data;
     data["expected"] = expected_gradient;
@@ -166,7 +170,7 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
       return as_planned ? gradient : gradient.mul_(grads[0].div(planned));
     };
     const at::Tensor none;
-    return {take("hidden"), take("weight"), none, none, none, none, none, none, none, none};
+    return {take("hidden"), take("weight"), none, none, none, none, none, none, none, none, none, none};
   }
 };
 
@@ -176,7 +180,8 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
   m.class_<VocabularyParts>("VocabularyParts");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType compute_dtype, int chunk_tokens, float expected_gradient, bool "
-      "needs_hidden, bool needs_weight, Tensor(a!)? weight_gradient, __torch__.torch.classes.tessera.VocabularyParts? parts) -> (Tensor loss, Tensor d_hidden, "
+      "needs_hidden, bool needs_weight, Tensor(a!)? weight_gradient, float label_smoothing, float z_loss, __torch__.torch.classes.tessera.VocabularyParts? "
+      "parts) -> (Tensor loss, Tensor d_hidden, "
       "Tensor d_weight)");
 }
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
@@ -202,7 +207,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
     wide.compute_dtype = at::kFloat;
     return linear_cross_entropy(rounded_to_half(hidden), rounded_to_half(weight), labels, wide);
   }
-  if (kernel_choice() == KernelChoice::Reference && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute);
+  if (kernel_choice() == KernelChoice::Reference && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute, options.loss);
   require_supported("linear_cross_entropy: hidden", hidden);
   require_supported("linear_cross_entropy: weight", weight);
   require(is_supported(compute), "linear_cross_entropy: compute_dtype ", c10::toString(compute), " is not supported; use Float or BFloat16");
@@ -212,7 +217,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                      place->is_contiguous() && !place->requires_grad()),
           "linear_cross_entropy: weight_gradient must be contiguous fp32 ", weight.sizes(), " for a weight that is fp32 and wants a gradient");
   return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), compute, options.chunk_tokens, options.expected_gradient,
-                                           differentiate && hidden.requires_grad(), needs_weight, place, options.parts ? Parts(options.parts) : std::nullopt);
+                                           differentiate && hidden.requires_grad(), needs_weight, place, options.loss.label_smoothing, options.loss.z_loss,
+                                           options.parts ? Parts(options.parts) : std::nullopt);
 }
 
 }  // namespace tessera::kernels

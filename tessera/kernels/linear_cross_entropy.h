@@ -20,6 +20,8 @@ struct LinearCrossEntropyOptions {
   /// Where the weight's gradient goes: [V, D] fp32, contiguous, as the weight must be; overwritten by the forward pass and handed to autograd as it is (an
   /// alias). Undefined: a tensor of its own. Since that one is not needed then, the default chunk may take kLogitsBytesInPlace.
   at::Tensor weight_gradient{};
+  /// Label smoothing and z-loss, over the whole vocabulary.
+  CrossEntropyOptions loss{};
   /// Where `weight` is some rows of the vocabulary and others hold the rest: labels are those of the whole, the loss is that of the whole, the gradient of
   /// hidden is this part's term of the sum. Besides, three fp32 numbers a token of a chunk.
   c10::intrusive_ptr<VocabularyParts> parts{};
@@ -38,7 +40,7 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 ///   weight  [V, D]  fp32 or bf16; its gradient comes in its own dtype, accumulated over the chunks in fp32
 ///   labels  [T]     int64 in [0, V), or -100: the row counts for nothing and gets no gradient
 ///   result  []      fp32; divide by the global count of valid tokens, once, outside
-/// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - one hot), two
+/// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - target), two
 /// products turn that into the gradients of hidden and weight. So the gradients are ready when the forward pass ends (as in Liger Kernel, arXiv:2410.10989),
 /// and backward hands them over: it can run once. Under no_grad, or where an input needs no gradient, its products are skipped. Memory at the peak, in bytes,
 /// for chunks of C tokens and a compute dtype of e bytes:

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "tessera/core/rng.h"
-#include "tessera/kernels/cross_entropy.h"
 
 namespace tessera::kernels::reference {
 
@@ -26,13 +25,17 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
   return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, -1).to(x.scalar_type());
 }
 
-at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels) {
-  return at::nll_loss(at::log_softmax(wide(logits), -1), labels, /*weight=*/{}, at::Reduction::Sum, kIgnoredLabel);
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options) {
+  const at::Tensor x = wide(logits);
+  const at::Tensor loss = at::cross_entropy_loss(x, labels, /*weight=*/{}, at::Reduction::Sum, kIgnoredLabel, options.label_smoothing);
+  if (options.z_loss == 0) return loss;
+  return loss + options.z_loss * at::logsumexp(x, -1).square().masked_fill(labels == kIgnoredLabel, 0).sum();
 }
 
-at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, std::optional<at::ScalarType> compute_dtype) {
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, std::optional<at::ScalarType> compute_dtype,
+                                const CrossEntropyOptions& options) {
   const at::ScalarType compute = compute_dtype.value_or(hidden.scalar_type());
-  return cross_entropy_sum(at::mm(hidden.to(compute), weight.to(compute).t()), labels);
+  return reference::cross_entropy_sum(at::mm(hidden.to(compute), weight.to(compute).t()), labels, options);
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {

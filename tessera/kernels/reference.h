@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/kernels/cross_entropy.h"
 #include "tessera/kernels/dropout.h"
 
 /// Every fused operator as a plain composition of ATen operators that autograd differentiates. What `run.kernels = "reference"` runs and what tests compare
@@ -13,9 +14,9 @@ namespace tessera::kernels::reference {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype = std::nullopt);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
-at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels);
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options = {});
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
-                                std::optional<at::ScalarType> compute_dtype = std::nullopt);
+                                std::optional<at::ScalarType> compute_dtype = std::nullopt, const CrossEntropyOptions& options = {});
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor& rows, FeatureBlock features = {});
 

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 
+#include "tessera/kernels/loss_terms.h"
+
 /// What a device must bring to run the fused kernels. The operators (rms_norm.cpp and so on) check their arguments and allocate every result and temporary; a
 /// routine only computes into what it is given. So a dry run on the meta device allocates exactly what a real one does, by running the same code with routines
 /// that do nothing.
@@ -29,17 +31,20 @@ struct PointwiseRoutines {
   void (*accumulate)(const at::Tensor& sum, const at::Tensor& term, bool first);
 };
 
+/// Loss and gradient are those of LossTerms; rows of negative labels have neither.
 struct CrossEntropyRoutines {
   /// loss, lse [T] <- logits [T, V]
-  void (*forward)(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels);
-  /// d_logits <- (softmax - one hot) * grad_loss []
-  void (*backward)(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse);
-  /// loss [T]; logits <- (softmax - one hot) * scale
-  void (*in_place)(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale);
+  void (*forward)(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels, const LossTerms& terms);
+  /// d_logits <- gradient * grad_loss []
+  void (*backward)(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse,
+                   const LossTerms& terms);
+  /// loss [T]; logits <- gradient * scale
+  void (*in_place)(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale, const LossTerms& terms);
   /// most, sum, target [T] <- logits [T, V], the columns `first` .. `first + V` of the whole (VocabularyParts)
-  void (*part)(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first);
-  /// logits <- (softmax over all columns - one hot) * scale; lse [T], infinite: the row is ignored
-  void (*part_gradient)(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale);
+  void (*part)(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first,
+               const LossTerms& terms);
+  /// logits <- gradient * scale; lse [T] over all columns
+  void (*part_gradient)(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale, const LossTerms& terms);
   /// total [] <- sum of rows [T], in one order
   void (*sum)(const at::Tensor& total, const at::Tensor& rows);
   /// refuses labels that are neither in [0, vocabulary) nor -100, where the device can tell without waiting

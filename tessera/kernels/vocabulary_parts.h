@@ -19,7 +19,8 @@ class VocabularyParts : public torch::CustomClassHolder {
   /// Makes the statistics of some rows, fp32 [T] each, those of all columns, in place:
   ///   most    largest logit
   ///   sum     of exp(logit - most)
-  ///   target  logit of the row's label, 0 where another part holds it
+  ///   target  the logit that the row's target expects, this part's term of it: its label's logit, 0 where another part holds it; with label smoothing
+  ///           (1 - eps) of that and eps / total of the sum of the logits
   virtual void meet(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target) = 0;
 };
 

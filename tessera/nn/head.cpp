@@ -51,7 +51,13 @@ at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::o
                                        {.compute_dtype = dtype,
                                         .expected_gradient = SampleScope::current().expected_gradient,
                                         .weight_gradient = place_of_gradient(weight, dtype),
+                                        .loss = is_training() ? loss_ : kernels::CrossEntropyOptions{},
                                         .parts = parts_});
+}
+
+void LanguageModelHeadImpl::set_loss(const kernels::CrossEntropyOptions& loss) {
+  kernels::loss_terms(loss, /*entries=*/1);
+  loss_ = loss;
 }
 
 void LanguageModelHeadImpl::pretty_print(std::ostream& stream) const {

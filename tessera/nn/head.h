@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "tessera/kernels/cross_entropy.h"
 #include "tessera/kernels/vocabulary_parts.h"
 #include "tessera/nn/module.h"
 
@@ -10,7 +11,8 @@ namespace tessera::nn {
 /// Output layer and loss of a language model, one module that owns the weight, so that whatever shards or gathers it meets one module.
 ///   hidden [B, S, D];  weight [V, D]
 ///   without labels: logits [B, S, V] in the compute dtype
-///   labels [B, S] int64 (-100: no target): the fp32 SUM of the cross-entropies; logits are never all held (kernels::linear_cross_entropy)
+///   labels [B, S] int64 (-100: no target): the fp32 SUM of the cross-entropies; logits are never all held (kernels::linear_cross_entropy).
+///   While training, with what set_loss says; in evaluation mode always the plain cross-entropy, so that losses of runs compare.
 /// Outputs count as MemoryCategory::Outputs.
 class LanguageModelHeadImpl : public Module {
  public:
@@ -27,9 +29,13 @@ class LanguageModelHeadImpl : public Module {
   /// hidden a term of the sum, and logits are those of the rows that are here.
   void set_parts(c10::intrusive_ptr<kernels::VocabularyParts> parts) noexcept { parts_ = std::move(parts); }
 
+  /// Label smoothing and z-loss of the training loss; none until this is called. Throws ConfigError where they are out of range.
+  void set_loss(const kernels::CrossEntropyOptions& loss);
+
   at::Tensor weight;
 
  private:
+  kernels::CrossEntropyOptions loss_;
   c10::intrusive_ptr<kernels::VocabularyParts> parts_;
 };
 TESSERA_MODULE(LanguageModelHead);

@@ -19,8 +19,8 @@ std::shared_ptr<nn::Interceptor> vocab_parallel_embedding(std::shared_ptr<Contex
                                                           const nn::EmbeddingImpl& embedding);
 
 /// Logits for some rows of the vocabulary; with labels the loss of the whole, each rank's logits staying where they are: three all-reduces of T fp32 numbers
-/// (largest logit, sum of exponentials, the label's logit), chunk by chunk (kernels::VocabularyParts). Without labels, logits are gathered. Besides, what
-/// `style.input` -> Copied costs.
+/// (largest logit, sum of exponentials, the logit that the target expects), chunk by chunk (kernels::VocabularyParts). Without labels, logits are gathered.
+/// Besides, what `style.input` -> Copied costs.
 std::shared_ptr<nn::Interceptor> vocab_parallel_head(std::shared_ptr<Context> context, const VocabParallelHead& style, nn::LanguageModelHeadImpl& head);
 
 }  // namespace tessera::tensor_parallel

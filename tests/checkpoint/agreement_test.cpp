@@ -53,17 +53,24 @@ TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
   expect_disagreement([](Config& config) { config.data.shuffle = false; }, "data.shuffle");
   expect_disagreement([](Config& config) { config.batch.global_size = 4; }, "batch.global_size");
   expect_disagreement([](Config& config) { config.run.seed = 5; }, "run.seed");
+  expect_disagreement([](Config& config) { config.loss.z_loss = 1e-4; }, "loss.z_loss");
   expect_disagreement([](Config& config) { config.optim.name = "sgd"; }, "optim.name");
   expect_disagreement([](Config& config) { config.optim.betas = {0.9, 0.95}; }, "optim.betas");
   EXPECT_THAT([] { check_agreement(agreement_of(example(), "h"), agreement_of(example(), "i"), "ckpt"); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.files = \"i\""), HasSubstr("\"h\""))));
 }
 
-TEST(Agreement, AnOlderCheckpointWithoutAKeyDisagrees) {
+TEST(Agreement, AnOlderCheckpointWithoutAKeyWasWrittenWithItsDefault) {
   auto saved = agreement_of(example(), "h");
-  saved.erase("optim.eps");
+  saved.erase("loss.label_smoothing");
+  EXPECT_NO_THROW(check_agreement(saved, agreement_of(example(), "h"), "ckpt"));
+  Config smoothed = example();
+  smoothed.loss.label_smoothing = 0.1;
+  EXPECT_THAT([&] { check_agreement(saved, agreement_of(smoothed, "h"), "ckpt"); },
+              ThrowsMessage<ConfigError>(HasSubstr("loss.label_smoothing = 0.1: ckpt was written with 0.0")));
+  saved.erase("model.dim");
   EXPECT_THAT([&] { check_agreement(saved, agreement_of(example(), "h"), "ckpt"); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.eps"), HasSubstr("nothing"))));
+              ThrowsMessage<ConfigError>(HasSubstr("model.dim = 32: ckpt was written with 0")));
   EXPECT_THROW(check_agreement(nlohmann::json(), agreement_of(example(), "h"), "ckpt"), ConfigError);
 }
 

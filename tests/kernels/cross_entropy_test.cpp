@@ -24,21 +24,29 @@ struct Problem {
   int64_t tokens, dim, vocabulary, chunk, ignored_every;
 };
 
+/// Label smoothing and z-loss: none, each, both, and a target without its label.
+constexpr CrossEntropyOptions kLosses[] = {{}, {.label_smoothing = 0.1}, {.z_loss = 0.02}, {.label_smoothing = 0.3, .z_loss = 1e-3}, {.label_smoothing = 1}};
+
 class CrossEntropy : public ::testing::TestWithParam<std::tuple<at::ScalarType, Problem>> {};
 
 TEST_P(CrossEntropy, OfLogitsEqualsTheReferenceInDoublePrecision) {
   const auto& [dtype, p] = GetParam();
   const at::Tensor labels = labels_of(p.tokens, p.vocabulary, p.ignored_every);
-  expect_same([&](const auto& in) { return cross_entropy_sum(in[0], labels); }, [&](const auto& in) { return reference::cross_entropy_sum(in[0], labels); },
-              {random({p.tokens, p.vocabulary}, dtype) * 3}, tolerance(dtype));
+  for (const auto& loss : kLosses) {
+    expect_same([&](const auto& in) { return cross_entropy_sum(in[0], labels, loss); },
+                [&](const auto& in) { return reference::cross_entropy_sum(in[0], labels, loss); }, {random({p.tokens, p.vocabulary}, dtype) * 3},
+                tolerance(dtype));
+  }
 }
 
 TEST_P(CrossEntropy, LinearEqualsTheReferenceInDoublePrecision) {
   const auto& [dtype, p] = GetParam();
   const at::Tensor labels = labels_of(p.tokens, p.vocabulary, p.ignored_every);
-  expect_same([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = p.chunk}); },
-              [&](const auto& in) { return reference::linear_cross_entropy(in[0], in[1], labels); },
-              {random({p.tokens, p.dim}, dtype), random({p.vocabulary, p.dim}, dtype, 2)}, dtype == at::kFloat ? 5e-6 : 2e-2);
+  for (const auto& loss : kLosses) {
+    expect_same([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = p.chunk, .loss = loss}); },
+                [&](const auto& in) { return reference::linear_cross_entropy(in[0], in[1], labels, {}, loss); },
+                {random({p.tokens, p.dim}, dtype), random({p.vocabulary, p.dim}, dtype, 2)}, dtype == at::kFloat ? 5e-6 : 2e-2);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Problems, CrossEntropy,
@@ -121,6 +129,27 @@ TEST(LinearCrossEntropy, LargeAndInfiniteLogits) {
   EXPECT_TRUE(std::isnan(cross_entropy_sum(at::full({1, 40}, NAN), at::zeros({1}, at::kLong)).item().toDouble()));
 }
 
+TEST(LinearCrossEntropy, OneHotExtremesUnderSmoothingAndZLoss) {
+  const at::Tensor logits = at::tensor({1e4f, 0.0f, 0.0f, 0.0f, -INFINITY, 3.0f, 3.0f, 3.0f}).view({2, 4}), labels = at::tensor({0, 1}, at::kLong);
+  // The first row is certain: lse = 1e4, and of its target a quarter of eps goes to each entry. The second expects minus infinity with any smoothing.
+  const at::Tensor certain = logits.narrow(0, 0, 1), first = labels.narrow(0, 0, 1);
+  const auto smooth = evaluate([&](const auto& in) { return cross_entropy_sum(in[0], first, {.label_smoothing = 0.2}); }, {certain}, at::ones({}));
+  EXPECT_NEAR(smooth.result.item().toDouble(), 0.2 * 0.75 * 1e4, 1e-3);
+  expect_close(smooth.gradients[0], at::tensor({0.15f, -0.05f, -0.05f, -0.05f}).view({1, 4}), 1e-6, "gradient");
+  const auto z = evaluate([&](const auto& in) { return cross_entropy_sum(in[0], first, {.z_loss = 1e-4}); }, {certain}, at::ones({}));
+  EXPECT_NEAR(z.result.item().toDouble(), 1e4, 1e-2);
+  expect_close(z.gradients[0], at::tensor({2.0f, 0.0f, 0.0f, 0.0f}).view({1, 4}), 1e-6, "gradient");
+  EXPECT_EQ(cross_entropy_sum(logits, labels, {.label_smoothing = 0.1}).item().toDouble(), INFINITY);
+  EXPECT_TRUE(std::isfinite(cross_entropy_sum(logits, labels, {.z_loss = 1e-4}).item().toDouble()));
+}
+
+TEST(LinearCrossEntropy, WhereNoLabelCountsThereIsNothing) {
+  const at::Tensor labels = at::full({11}, kIgnoredLabel, at::kLong);
+  const auto e = evaluate([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = 4, .loss = {0.1, 0.1}}); },
+                          {random({11, 6}), random({17, 6}, at::kFloat, 2)}, at::ones({}));
+  for (const auto& tensor : {e.result, e.gradients[0], e.gradients[1]}) EXPECT_EQ(tensor.abs().max().item().toDouble(), 0);
+}
+
 TEST(LinearCrossEntropy, DefaultChunkKeepsTheLogitsUnderTheirBudget) {
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kFloat), 128);
   EXPECT_EQ(linear_cross_entropy_chunk(2048, 32000, at::kBFloat16), 256);
@@ -165,6 +194,13 @@ TEST(LinearCrossEntropy, Refusals) {
   EXPECT_THAT(message_of<ConfigError>([&] { cross_entropy_sum(random({3, 5}), at::tensor({0, -1, 1}, at::kLong)); }), ::testing::HasSubstr("entry 1 is -1"));
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, random({5, 3}), labels); }), ::testing::HasSubstr("[vocabulary, features]"));
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.chunk_tokens = -1}); }), ::testing::HasSubstr("chunk_tokens = -1"));
+  const auto loss_refusal = [&](const CrossEntropyOptions& loss) {
+    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.loss = loss}); });
+  };
+  EXPECT_THAT(loss_refusal({.label_smoothing = 1.5}), ::testing::HasSubstr("label_smoothing = 1.5: it is a share of the target and must be from 0 to 1"));
+  EXPECT_THAT(loss_refusal({.label_smoothing = NAN}), ::testing::HasSubstr("label_smoothing = nan"));
+  EXPECT_THAT(loss_refusal({.z_loss = -1}), ::testing::HasSubstr("z_loss = -1: it is a weight and must be 0 or more"));
+  EXPECT_THAT(loss_refusal({.z_loss = INFINITY}), ::testing::HasSubstr("z_loss = inf"));
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.compute_dtype = at::kDouble}); }),
               ::testing::HasSubstr("compute_dtype Double is not supported; use Float or BFloat16"));
 }

@@ -156,8 +156,9 @@ std::vector<Case> cases() {
   add("cross_entropy_sum", trained([](const Tensors& in) { return cross_entropy_sum(in[0], in[1]); }),
       [](at::ScalarType t) { return Tensors{leaf({20, 33}, t), tokens({20}, 33)}; });
   for (const int64_t chunk : {1, 16, 64}) {
-    add("linear_cross_entropy_" + std::to_string(chunk),
-        trained([chunk](const Tensors& in) { return linear_cross_entropy(in[0], in[1], in[2], {.chunk_tokens = chunk, .expected_gradient = 0.5}); }),
+    add("linear_cross_entropy_" + std::to_string(chunk), trained([chunk](const Tensors& in) {
+          return linear_cross_entropy(in[0], in[1], in[2], {.chunk_tokens = chunk, .expected_gradient = 0.5, .loss = {0.1, 0.1}});
+        }),
         [](at::ScalarType t) { return Tensors{leaf({50, 24}, t), leaf({97, 24}, t), tokens({50}, 97)}; });
   }
   add("linear_cross_entropy_cast",

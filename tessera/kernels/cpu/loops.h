@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "tessera/kernels/loss_terms.h"
+
 /// The inner loops of the CPU kernels: plain data in, one table of functions per instruction set. A loop works on a range of rows, so callers parallelise over
 /// rows; what a row gives does not depend on the range. Arithmetic is fp32 whatever the type of the data.
 namespace tessera::kernels::cpu {
@@ -61,8 +63,9 @@ struct CrossEntropy {
   Input logits;           ///< [rows, vocabulary]
   const int64_t* labels;  ///< [rows]; negative: ignored
   int64_t vocabulary;
-  float* loss;  ///< [rows] or null
-  float* lse;   ///< [rows] log-sum-exp or null
+  float* loss;  ///< [rows]
+  float* lse;   ///< [rows] log-sum-exp
+  LossTerms terms;
 };
 
 struct CrossEntropyGradient {
@@ -72,6 +75,7 @@ struct CrossEntropyGradient {
   const float* lse;
   float scale;
   Output d_logits;  ///< may be logits itself
+  LossTerms terms;
 };
 
 /// Loss, and the gradient in place of the logits while the row is in cache.
@@ -81,6 +85,7 @@ struct CrossEntropyInPlace {
   int64_t vocabulary;
   float* loss;
   float scale;
+  LossTerms terms;
 };
 
 /// What is known of rows of which this part holds the columns `first` .. `first + vocabulary`.
@@ -88,16 +93,18 @@ struct CrossEntropyPart {
   Input logits;           ///< [rows, vocabulary]
   const int64_t* labels;  ///< [rows], of the whole vocabulary
   int64_t vocabulary, first;
-  float *most, *sum, *target;  ///< [rows]: largest logit; sum of exp(logit - most); the label's logit, or 0
+  float *most, *sum, *target;  ///< [rows]: largest logit; sum of exp(logit - most); this part's term of the logit that the target expects
+  LossTerms terms;
 };
 
-/// logits <- exp(logits - lse) * scale, minus scale at the label where this part holds it.
+/// logits <- their gradient * scale.
 struct CrossEntropyPartGradient {
   Output logits;
   const int64_t* labels;
   int64_t vocabulary, first;
-  const float* lse;  ///< [rows], of all columns; infinite: zeros
+  const float* lse;  ///< [rows], of all columns
   float scale;
+  LossTerms terms;
 };
 
 struct Dropout {

@@ -82,32 +82,43 @@ void accumulate(const at::Tensor& sum, const at::Tensor& term, bool first) {
   parallel_for(0, sum.numel(), kGrainElements, [&](int64_t begin, int64_t end) { cpu::loops().accumulate(to, from, first, begin, end); });
 }
 
-void cross_entropy(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels) {
-  const cpu::CrossEntropy args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), floats(lse)};
+void cross_entropy(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels, const LossTerms& terms) {
+  const cpu::CrossEntropy args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), floats(lse), terms};
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy(args, begin, end); });
 }
 
-void cross_entropy_backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels,
-                            const at::Tensor& lse) {
-  const cpu::CrossEntropyGradient args{
-      input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), lse.const_data_ptr<float>(), *grad_loss.const_data_ptr<float>(), output(d_logits)};
+void cross_entropy_backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse,
+                            const LossTerms& terms) {
+  const cpu::CrossEntropyGradient args{.logits = input(logits),
+                                       .labels = labels.const_data_ptr<int64_t>(),
+                                       .vocabulary = logits.size(1),
+                                       .lse = lse.const_data_ptr<float>(),
+                                       .scale = *grad_loss.const_data_ptr<float>(),
+                                       .d_logits = output(d_logits),
+                                       .terms = terms};
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_gradient(args, begin, end); });
 }
 
-void cross_entropy_in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale) {
-  const cpu::CrossEntropyInPlace args{output(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), static_cast<float>(scale)};
+void cross_entropy_in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale, const LossTerms& terms) {
+  const cpu::CrossEntropyInPlace args{output(logits), labels.const_data_ptr<int64_t>(), logits.size(1), floats(loss), static_cast<float>(scale), terms};
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_in_place(args, begin, end); });
 }
 
 void cross_entropy_part(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels,
-                        int64_t first) {
-  const cpu::CrossEntropyPart args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), first, floats(most), floats(sum), floats(target)};
+                        int64_t first, const LossTerms& terms) {
+  const cpu::CrossEntropyPart args{input(logits), labels.const_data_ptr<int64_t>(), logits.size(1), first, floats(most), floats(sum), floats(target), terms};
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_part(args, begin, end); });
 }
 
-void cross_entropy_part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale) {
-  const cpu::CrossEntropyPartGradient args{output(logits), labels.const_data_ptr<int64_t>(), logits.size(1),
-                                           first,          lse.const_data_ptr<float>(),      static_cast<float>(scale)};
+void cross_entropy_part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale,
+                                 const LossTerms& terms) {
+  const cpu::CrossEntropyPartGradient args{.logits = output(logits),
+                                           .labels = labels.const_data_ptr<int64_t>(),
+                                           .vocabulary = logits.size(1),
+                                           .first = first,
+                                           .lse = lse.const_data_ptr<float>(),
+                                           .scale = static_cast<float>(scale),
+                                           .terms = terms};
   parallel_for(0, logits.size(0), grain(logits.size(1)), [&](int64_t begin, int64_t end) { cpu::loops().cross_entropy_part_gradient(args, begin, end); });
 }
 

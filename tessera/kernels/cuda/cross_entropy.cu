@@ -22,10 +22,22 @@ __device__ RowSums sums_of(const T* x, int64_t n) {
   return {most, sum_block(total)};
 }
 
-/// out = exp(x - shift) * factor, minus `scale` at the label; out may be x.
+/// The logit that a target expects, minus `shift` for each logit; `label` out of range: it is not among these. For every thread of the block.
 template <class T>
-__device__ void write_gradient(const T* x, T* out, int64_t n, float shift, float factor, int64_t label, float scale) {
-  for (int64_t i = threadIdx.x; i < n; i += kThreads) store(out, i, expf(load(x, i) - shift) * factor - (i == label ? scale : 0.0f));
+__device__ double expected_logit(const T* x, int64_t n, int64_t label, float shift, const LossTerms& terms) {
+  const double at_label = label >= 0 && label < n ? terms.label * (static_cast<double>(load(x, label)) - shift) : 0;
+  if (terms.each == 0) return at_label;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) sum += load(x, i) - shift;
+  return at_label + terms.each * sum_block(sum);
+}
+
+/// out = exp(x - shift) * factor - each, and `at_label` less at the label; out may be x. `sum` of exp(x - shift).
+template <class T>
+__device__ void write_gradient(const T* x, T* out, int64_t n, float shift, double sum, int64_t label, float scale, double lse, const LossTerms& terms) {
+  const float factor = static_cast<float>(scale * (1 + 2 * terms.z * lse) / sum), each = static_cast<float>(scale * terms.each),
+              at_label = static_cast<float>(scale * terms.label);
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) store(out, i, expf(load(x, i) - shift) * factor - (i == label ? at_label + each : each));
 }
 
 template <class T>
@@ -34,7 +46,7 @@ __device__ void write_zeros(T* out, int64_t n) {
 }
 
 template <class T>
-__global__ void forward_kernel(float* loss, float* lse, const T* logits, const int64_t* labels, int64_t vocabulary) {
+__global__ void forward_kernel(float* loss, float* lse, const T* logits, const int64_t* labels, int64_t vocabulary, LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row];
   assert(label < vocabulary);
   if (label < 0) {
@@ -43,25 +55,27 @@ __global__ void forward_kernel(float* loss, float* lse, const T* logits, const i
   }
   const T* x = logits + row * vocabulary;
   const RowSums sums = sums_of(x, vocabulary);
+  const double expected = expected_logit(x, vocabulary, label, sums.most, terms);
   if (threadIdx.x != 0) return;
-  const double log_sum = log(sums.total);
-  loss[row] = static_cast<float>(log_sum + (static_cast<double>(sums.most) - load(x, label)));
-  lse[row] = static_cast<float>(log_sum + sums.most);
+  const double log_sum = log(sums.total), row_lse = log_sum + sums.most;
+  loss[row] = static_cast<float>(log_sum - expected + terms.z * row_lse * row_lse);
+  lse[row] = static_cast<float>(row_lse);
 }
 
 template <class T>
-__global__ void backward_kernel(T* d_logits, const float* grad_loss, const T* logits, const int64_t* labels, const float* lse, int64_t vocabulary) {
+__global__ void backward_kernel(T* d_logits, const float* grad_loss, const T* logits, const int64_t* labels, const float* lse, int64_t vocabulary,
+                                LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row];
   T* out = d_logits + row * vocabulary;
   if (label < 0) {
     write_zeros(out, vocabulary);
   } else {
-    write_gradient(logits + row * vocabulary, out, vocabulary, lse[row], *grad_loss, label, *grad_loss);
+    write_gradient(logits + row * vocabulary, out, vocabulary, lse[row], 1, label, *grad_loss, lse[row], terms);
   }
 }
 
 template <class T>
-__global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, int64_t vocabulary, float scale) {
+__global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, int64_t vocabulary, float scale, LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row];
   assert(label < vocabulary);
   T* x = logits + row * vocabulary;
@@ -71,27 +85,34 @@ __global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, i
     return;
   }
   const RowSums sums = sums_of(x, vocabulary);
-  if (threadIdx.x == 0) loss[row] = static_cast<float>(log(sums.total) + (static_cast<double>(sums.most) - load(x, label)));
-  __syncthreads();
-  write_gradient(x, x, vocabulary, sums.most, static_cast<float>(scale / sums.total), label, scale);
+  const double expected = expected_logit(x, vocabulary, label, sums.most, terms), log_sum = log(sums.total), lse = log_sum + sums.most;
+  if (threadIdx.x == 0) loss[row] = static_cast<float>(log_sum - expected + terms.z * lse * lse);
+  __syncthreads();  // everyone has read the label's logit
+  write_gradient(x, x, vocabulary, sums.most, sums.total, label, scale, lse, terms);
 }
 
 template <class T>
-__global__ void part_kernel(float* most, float* sum, float* target, const T* logits, const int64_t* labels, int64_t vocabulary, int64_t first) {
+__global__ void part_kernel(float* most, float* sum, float* target, const T* logits, const int64_t* labels, int64_t vocabulary, int64_t first,
+                            LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row] - first;
   const T* x = logits + row * vocabulary;
   const RowSums sums = sums_of(x, vocabulary);
+  const double expected = expected_logit(x, vocabulary, label, 0, terms);
   if (threadIdx.x != 0) return;
   most[row] = sums.most;
   sum[row] = static_cast<float>(sums.total);
-  target[row] = label >= 0 && label < vocabulary ? load(x, label) : 0.0f;
+  target[row] = static_cast<float>(expected);
 }
 
 template <class T>
-__global__ void part_gradient_kernel(T* logits, const int64_t* labels, const float* lse, int64_t vocabulary, int64_t first, float scale) {
+__global__ void part_gradient_kernel(T* logits, const int64_t* labels, const float* lse, int64_t vocabulary, int64_t first, float scale, LossTerms terms) {
   const int64_t row = blockIdx.x;
   T* x = logits + row * vocabulary;
-  write_gradient(x, x, vocabulary, lse[row], scale, labels[row] - first, scale);
+  if (labels[row] < 0) {
+    write_zeros(x, vocabulary);
+  } else {
+    write_gradient(x, x, vocabulary, lse[row], 1, labels[row] - first, scale, lse[row], terms);
+  }
 }
 
 __global__ void sum_kernel(float* total, const float* rows, int64_t n) {
@@ -101,54 +122,56 @@ __global__ void sum_kernel(float* total, const float* rows, int64_t n) {
   if (threadIdx.x == 0) *total = static_cast<float>(sum);
 }
 
-void forward(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels) {
+void forward(const at::Tensor& loss, const at::Tensor& lse, const at::Tensor& logits, const at::Tensor& labels, const LossTerms& terms) {
   if (logits.size(0) == 0) return;
   with_type(logits.scalar_type(), [&](auto t) {
     using T = decltype(t);
     forward_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        loss.data_ptr<float>(), lse.data_ptr<float>(), logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(), logits.size(1));
+        loss.data_ptr<float>(), lse.data_ptr<float>(), logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(), logits.size(1), terms);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
-void backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse) {
+void backward(const at::Tensor& d_logits, const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& labels, const at::Tensor& lse,
+              const LossTerms& terms) {
   if (logits.size(0) == 0) return;
   with_type(logits.scalar_type(), [&](auto t) {
     using T = decltype(t);
     backward_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(d_logits.data_ptr<T>(), grad_loss.const_data_ptr<float>(),
                                                                                         logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(),
-                                                                                        lse.const_data_ptr<float>(), logits.size(1));
+                                                                                        lse.const_data_ptr<float>(), logits.size(1), terms);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
-void in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale) {
+void in_place(const at::Tensor& logits, const at::Tensor& loss, const at::Tensor& labels, double scale, const LossTerms& terms) {
   if (logits.size(0) == 0) return;
   with_type(logits.scalar_type(), [&](auto t) {
     using T = decltype(t);
     in_place_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        logits.data_ptr<T>(), loss.data_ptr<float>(), labels.const_data_ptr<int64_t>(), logits.size(1), static_cast<float>(scale));
+        logits.data_ptr<T>(), loss.data_ptr<float>(), labels.const_data_ptr<int64_t>(), logits.size(1), static_cast<float>(scale), terms);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
-void part(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first) {
+void part(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target, const at::Tensor& logits, const at::Tensor& labels, int64_t first,
+          const LossTerms& terms) {
   if (logits.size(0) == 0) return;
   with_type(logits.scalar_type(), [&](auto t) {
     using T = decltype(t);
     part_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(most.data_ptr<float>(), sum.data_ptr<float>(), target.data_ptr<float>(),
                                                                                     logits.const_data_ptr<T>(), labels.const_data_ptr<int64_t>(),
-                                                                                    logits.size(1), first);
+                                                                                    logits.size(1), first, terms);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
-void part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale) {
+void part_gradient(const at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& lse, double scale, const LossTerms& terms) {
   if (logits.size(0) == 0) return;
   with_type(logits.scalar_type(), [&](auto t) {
     using T = decltype(t);
     part_gradient_kernel<<<logits.size(0), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        logits.data_ptr<T>(), labels.const_data_ptr<int64_t>(), lse.const_data_ptr<float>(), logits.size(1), first, static_cast<float>(scale));
+        logits.data_ptr<T>(), labels.const_data_ptr<int64_t>(), lse.const_data_ptr<float>(), logits.size(1), first, static_cast<float>(scale), terms);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
