@@ -25,6 +25,8 @@ int64_t sample_token(const at::Tensor& logits, const SampleOptions& options, uin
 
 /// Continues `prompt` (at least one token) by up to `max_new_tokens`, stopping after `end_of_text` where one is given; returns the new tokens and hands
 /// each to `on_token` as it comes (false stops). Dropout is off. Where the context is full, the older half is forgotten and the rest read again.
+/// Of a model whose layers are cut over ranks: collective, with the same arguments on each; all draw the same token, from logits that are gathered for the last
+/// position alone. Besides what the layers send for each token read, that is (t-1)/t V numbers a token made, of the compute dtype.
 std::vector<int64_t> generate(LanguageModel& model, const std::vector<int64_t>& prompt, int64_t max_new_tokens, const SampleOptions& options,
                               std::optional<int64_t> end_of_text = std::nullopt, const std::function<bool(int64_t)>& on_token = {});
 

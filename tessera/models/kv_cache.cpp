@@ -56,9 +56,11 @@ at::Tensor KvCache::step(const at::Tensor& tokens) {
   } stepping(*state_);
   const at::Tensor positions = nn::consecutive(state_->length, columns, tokens.device());
   const at::Tensor hidden = model_.hidden(tokens, {.positions = positions, .document_ids = std::nullopt});
-  const at::Tensor logits = model_.head()->logits(hidden.narrow(1, columns - 1, 1)).squeeze(1);
+  // Where ranks hold parts of the sequence, the head puts it together, and no rank of several holds all of more than one column.
+  const bool whole = hidden.size(1) == columns;
+  const at::Tensor logits = model_.head()->logits(whole ? hidden.narrow(1, columns - 1, 1) : hidden);
   state_->length += columns;
-  return logits;
+  return logits.select(1, logits.size(1) - 1);
 }
 
 }  // namespace tessera

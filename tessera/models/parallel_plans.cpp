@@ -8,8 +8,8 @@ namespace {
 /// Writes plans for one layout of the residual stream.
 class Planner {
  public:
-  Planner(const ModelConfig& config, bool sequence_parallel)
-      : config_(config), stream_(sequence_parallel ? TensorLayout::Sequence : TensorLayout::Replicated) {}
+  Planner(const ModelConfig& config, bool sequence_parallel, bool keep_gathered)
+      : config_(config), stream_(sequence_parallel ? TensorLayout::Sequence : TensorLayout::Replicated), keep_gathered_(keep_gathered) {}
 
   void embedding() { add("embed_tokens", VocabParallelEmbedding{.output = stream_}); }
   void head() { add("head", VocabParallelHead{.input = stream_}); }
@@ -28,7 +28,9 @@ class Planner {
   void attention(const std::string& path) {
     const int64_t heads = config_.heads, kv_heads = config_.kv_heads.value_or(config_.heads);
     const FeatureCut queries = FeatureCut::query_heads(heads, kv_heads), keys = FeatureCut::key_value_heads(heads, kv_heads);
-    add(path, PrepareInput{.from = stream_, .to = TensorLayout::Copied});
+    take_stream(path, {"wq", "wk", "wv"});
+    gives_stream(path);
+    add(path + ".core", Gives{.layout = TensorLayout::Features, .cut = queries, .dim = 2});
     add(path + ".wq", ColumnParallel{.input = TensorLayout::Copied, .cut = queries});
     add(path + ".wk", ColumnParallel{.input = TensorLayout::Copied, .cut = keys});
     add(path + ".wv", ColumnParallel{.input = TensorLayout::Copied, .cut = keys});
@@ -36,19 +38,29 @@ class Planner {
   }
 
   void feed_forward(const std::string& path, bool gated) {
-    add(path, PrepareInput{.from = stream_, .to = TensorLayout::Copied});
+    take_stream(path, gated ? std::vector<std::string>{"w1", "w3"} : std::vector<std::string>{"w1"});
+    gives_stream(path);
     add(path + ".w1", ColumnParallel{.input = TensorLayout::Copied});
     if (gated) add(path + ".w3", ColumnParallel{.input = TensorLayout::Copied});
     add(path + ".w2", RowParallel{.output = stream_});
   }
 
+  /// Modules made of others, whose result is the residual stream's.
+  void gives_stream(const std::string& pattern) {
+    if (stream_ == TensorLayout::Sequence) add(pattern, Gives{.layout = stream_});
+  }
+
   ParallelPlan take() { return std::move(plan_); }
 
  private:
+  void take_stream(const std::string& path, std::vector<std::string> layers) {
+    add(path, PrepareInput{.from = stream_, .to = TensorLayout::Copied, .keep_gathered = keep_gathered_, .layers = std::move(layers)});
+  }
   void add(std::string pattern, ParallelStyle style) { plan_.emplace_back(std::move(pattern), std::move(style)); }
 
   const ModelConfig& config_;
   TensorLayout stream_;
+  bool keep_gathered_;
   ParallelPlan plan_;
 };
 
@@ -61,6 +73,7 @@ void llama(Planner& plan) {
   plan.on_stream("layers.*.ffn_norm");
   plan.feed_forward("layers.*.feed_forward", /*gated=*/true);
   plan.on_stream("layers.*.ffn_dropout");
+  plan.gives_stream("layers.*");
   plan.on_stream("norm");
   plan.head();
 }
@@ -75,6 +88,7 @@ void gpt2(Planner& plan) {
   plan.on_stream("layers.*.ffn_norm");
   plan.feed_forward("layers.*.feed_forward", /*gated=*/false);
   plan.on_stream("layers.*.ffn_dropout");
+  plan.gives_stream("layers.*");
   plan.on_stream("norm");
   plan.head();
 }
@@ -84,14 +98,15 @@ void mlp(Planner& plan) {
   plan.on_stream("layers.*.ffn_norm");
   plan.feed_forward("layers.*.feed_forward", /*gated=*/false);
   plan.on_stream("layers.*.ffn_dropout");
+  plan.gives_stream("layers.*");
   plan.on_stream("norm");
   plan.head();
 }
 
 }  // namespace
 
-ParallelPlan parallel_plan(const LanguageModel& model, bool sequence_parallel) {
-  Planner plan(model.config(), sequence_parallel);
+ParallelPlan parallel_plan(const LanguageModel& model, bool sequence_parallel, bool keep_gathered) {
+  Planner plan(model.config(), sequence_parallel, keep_gathered);
   const std::string& family = model.config().family;
   if (family == "llama") {
     llama(plan);

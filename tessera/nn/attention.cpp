@@ -3,14 +3,39 @@
 #include <cmath>
 #include <limits>
 
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/attention.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
+
+namespace {
+
+/// softmax(scale * scores) over the last dimension in fp32, with nothing where `visible` is false. Kept for backward: the result, in the dtype of the scores,
+/// and neither its fp32 form nor the mask.
+struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& scores, const at::Tensor& visible, double scale) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::Tensor seen = (scores.to(at::kFloat) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());
+    const at::Tensor weights = at::softmax(seen, -1).to(scores.scalar_type());
+    context->save_for_backward({weights});
+    context->saved_data["scale"] = scale;
+    return weights;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const at::Tensor weights = context->get_saved_variables()[0];
+    const at::Tensor d_seen = at::_softmax_backward_data(grads[0].to(at::kFloat), weights.to(at::kFloat), -1, at::kFloat);
+    return {(d_seen * context->saved_data["scale"].toDouble()).to(weights.scalar_type()), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
 
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& visible) {
   const int64_t heads = q.size(2), groups = k.size(2);
@@ -19,9 +44,9 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   // Queries of one key-value head lie side by side: [B, K, H / K, S, D] against [B, K, 1, L, D].
   const auto by_group = [&](const at::Tensor& x) { return x.transpose(1, 2).unflatten(1, {groups, x.size(2) / groups}); };
   const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  const at::Tensor scores = at::matmul(by_group(q), by_group(k).transpose(-2, -1)).to(at::kFloat) * scale;
-  const at::Tensor weights = at::softmax(scores.masked_fill(visible.unsqueeze(2).logical_not(), -std::numeric_limits<float>::infinity()), -1);
-  return at::matmul(weights.to(v.scalar_type()), by_group(v)).flatten(1, 2).transpose(1, 2);
+  const at::Tensor scores = at::matmul(by_group(q), by_group(k).transpose(-2, -1));
+  const at::Tensor weights = MaskedSoftmax::apply(scores, visible.unsqueeze(2), scale);
+  return at::matmul(weights, by_group(v)).flatten(1, 2).transpose(1, 2);
 }
 
 at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions,
@@ -36,7 +61,7 @@ at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, 
           keys);
   const at::Tensor places = positions ? *positions : consecutive(0, keys, q.device());
   at::Tensor visible = places.narrow(0, keys - queries, queries).unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).unsqueeze(0);  // [1, 1, S, L]
-  if (document_ids) visible = visible.logical_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1));
+  if (document_ids) visible = visible.bitwise_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1));
   return masked_attention(q, k, v, visible);
 }
 

@@ -37,10 +37,12 @@ class Next {
 };
 
 /// Where the (first) output of a module lives, as an interceptor states it: which boxes of the logical output this rank holds, and over which mesh
-/// axes it is a partial sum that has yet to be added up. What reads it needs no knowledge of the technique (comparison with one device, refusals).
+/// axes it, or the gradient that arrives at it, is a partial sum that has yet to be added up. What reads it needs no knowledge of the technique (comparison
+/// with one device, refusals).
 struct OutputLayout {
-  std::vector<Box> boxes;                 ///< of the logical output; empty: the whole
-  std::vector<std::string> partial_over;  ///< mesh axes; empty: final values
+  std::vector<Box> boxes;                            ///< of the logical output; empty: the whole
+  std::vector<std::string> partial_over;             ///< mesh axes; empty: final values
+  std::vector<std::string> gradient_partial_over{};  ///< the same of the gradient: each rank uses the output for its own part of what follows
 };
 
 /// Something that every call of a module passes through (design: techniques attach from outside).

@@ -25,6 +25,7 @@ class LinearImpl : public Module {
 
   /// Lets the matrix products of forward and backward run in fp8 (kernels::fp8_linear); nothing: in the compute dtype.
   void set_fp8(std::optional<kernels::Fp8Scaling> scaling) noexcept { fp8_ = scaling; }
+  bool computes_in_fp8() const noexcept { return fp8_.has_value(); }
 
   /// Leaves the bias to whoever adds the ranks' products up, so that it is added once.
   void leave_bias_out(bool left_out) noexcept { bias_left_out_ = left_out; }

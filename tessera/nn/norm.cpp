@@ -2,6 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/layer_norm.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/rms_norm.h"
@@ -9,6 +12,35 @@
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
+
+namespace {
+
+at::Tensor in_fp32(const at::Tensor& tensor) { return tensor.defined() ? tensor.to(at::kFloat) : tensor; }
+
+/// LayerNorm of 16-bit inputs with fp32 arithmetic that keeps the input as it came, and not the fp32 copy of twice its size that the arithmetic needs.
+struct NarrowLayerNorm : torch::autograd::Function<NarrowLayerNorm> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const std::vector<int64_t>& shape,
+                            const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps, at::ScalarType out) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::Tensor w = weight.value_or(at::Tensor()), b = bias.value_or(at::Tensor());
+    const auto [y, mean, rstd] = at::native_layer_norm(x.to(at::kFloat), shape, in_fp32(w), in_fp32(b), eps);
+    context->save_for_backward({x, w, b, mean, rstd});
+    context->saved_data["shape"] = shape;
+    return y.to(out);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
+    const auto [dx, d_weight, d_bias] =
+        at::native_layer_norm_backward(grads[0].to(at::kFloat), x.to(at::kFloat), context->saved_data["shape"].toIntVector(), saved[3], saved[4],
+                                       in_fp32(weight), in_fp32(bias), {true, weight.defined(), bias.defined()});
+    const auto as = [](const at::Tensor& gradient, const at::Tensor& of) { return of.defined() ? gradient.to(of.scalar_type()) : at::Tensor(); };
+    return {dx.to(x.scalar_type()), at::Tensor(), as(d_weight, weight), as(d_bias, bias), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
 
 LayerNormImpl::LayerNormImpl(LayerNormOptions given) : options(std::move(given)) {
   if (options.elementwise_affine()) {
@@ -28,6 +60,10 @@ void LayerNormImpl::reset_parameters() {
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   const auto out = compute_dtype().value_or(x.scalar_type());
+  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(parameter) : std::nullopt; };
+  if (at::isReducedFloatingType(x.scalar_type())) {
+    return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);
+  }
   const auto fp32 = [](const at::Tensor& parameter) { return parameter.defined() ? cast(parameter, at::kFloat) : parameter; };
   return cast(at::layer_norm(cast(x, at::kFloat), options.normalized_shape(), fp32(weight), fp32(bias), options.eps()), out);
 }

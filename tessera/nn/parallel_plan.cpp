@@ -12,7 +12,7 @@ const char* to_string(TensorLayout layout) {
 
 std::string to_string(const ParallelStyle& style) {
   static constexpr std::array names{"ColumnParallel",   "RowParallel",  "VocabParallelEmbedding", "VocabParallelHead",
-                                    "SequenceParallel", "PrepareInput", "PrepareOutput"};
+                                    "SequenceParallel", "PrepareInput", "PrepareOutput",          "Gives"};
   static_assert(names.size() == std::variant_size_v<ParallelStyle>);
   return names[style.index()];
 }

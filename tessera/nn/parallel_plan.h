@@ -15,7 +15,7 @@ enum class TensorLayout {
   Replicated,  ///< whole on every rank, and so is its gradient
   Copied,      ///< whole on every rank, each of which uses it for its own part of what follows: gradients are terms of a sum
   Features,    ///< cut along the last dimension
-  Sequence,    ///< cut along the sequence, by layout's rule: dimension 1 of [B, S, ...], dimension 0 of [S]
+  Sequence,    ///< cut along the sequence, by layout's rule: dimension 1 of [B, S, D] and of ids [B, S], dimension 0 of [S, D] and of ids [S]
   Partial,     ///< every rank holds a term of the sum
 };
 const char* to_string(TensorLayout layout);  ///< "replicated", "copied", "sharded on features", "sharded on sequence", "a partial sum"
@@ -58,6 +58,8 @@ struct SequenceParallel {
 struct PrepareInput {
   TensorLayout from, to;
   int argument = 0;
+  bool keep_gathered = false;         ///< Sequence to Copied: keep the whole until backward (S elements), rather than a part (S/t) and gather it again
+  std::vector<std::string> layers{};  ///< column-wise layers inside, by path, that take the whole: what overlap multiplies with the parts as they come
   bool operator==(const PrepareInput&) const = default;
 };
 
@@ -67,7 +69,17 @@ struct PrepareOutput {
   bool operator==(const PrepareOutput&) const = default;
 };
 
-using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallelEmbedding, VocabParallelHead, SequenceParallel, PrepareInput, PrepareOutput>;
+/// States where the (first) result of a module lives of which no other style says it (attention cores, blocks), and changes nothing: comparisons with one
+/// device read it, and check_parallel_plan holds it against what the pass gives.
+struct Gives {
+  TensorLayout layout;
+  FeatureCut cut = {};  ///< Features: by which heads; [B, S, H, D] is cut in dimension 2, [B, S, H * D] in its last
+  int dim = -1;         ///< Features: the dimension that is cut
+  bool operator==(const Gives&) const = default;
+};
+
+using ParallelStyle =
+    std::variant<ColumnParallel, RowParallel, VocabParallelEmbedding, VocabParallelHead, SequenceParallel, PrepareInput, PrepareOutput, Gives>;
 std::string to_string(const ParallelStyle& style);  ///< as it is written: "ColumnParallel"
 
 /// Path patterns and what becomes of the modules that match. Several entries may name one module where their meanings add up (PrepareInput and PrepareOutput

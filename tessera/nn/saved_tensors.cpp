@@ -1,5 +1,6 @@
 #include "tessera/nn/saved_tensors.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,10 @@ std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) {
     if (auto saved = hooks->pack(alias_of(tensor))) return saved;
   }
   return std::make_unique<Kept>(tensor);
+}
+
+bool saved_tensors_are_computed_again() {
+  return std::ranges::any_of(scopes, [](const auto& hooks) { return hooks->computes_again(); });
 }
 
 bool recomputing() noexcept { return is_recomputing; }

@@ -28,6 +28,9 @@ class SavedTensorHooks {
   /// shares its storage with what was saved. Null: the scope further out is asked, and beyond the last one the tensor is kept as it is, under libtorch's
   /// rule that it must not be changed in place meanwhile.
   virtual std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor) = 0;
+
+  /// Whether it keeps nothing, and computes in backward again what it is given now.
+  virtual bool computes_again() const { return false; }
 };
 
 /// While alive, `hooks` serves what this thread's operators save. Scopes nest, and the innermost that takes a tensor has it.
@@ -45,6 +48,9 @@ class SavedTensorScope {
 /// backward (the inputs of a block that will be computed again) goes this way, so that a scope further out may drop it or move it elsewhere.
 /// unpack() throws ConfigError where a tensor that was kept as it is has been changed in place.
 std::unique_ptr<SavedTensor> save(const at::Tensor& tensor);
+
+/// Whether a scope that is alive computes again what operators save now: whoever would save memory in another way has nothing to win, and would do it twice.
+bool saved_tensors_are_computed_again();
 
 /// Whether this thread is computing a part of the forward pass again, inside backward. An interceptor that keeps books on forward passes (the order in which
 /// units are gathered) asks.

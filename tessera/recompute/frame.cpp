@@ -48,6 +48,7 @@ class Frame::Dropper final : public nn::SavedTensorHooks {
     entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device()});
     return std::make_unique<Slot>(frame_, entries.size() - 1);
   }
+  bool computes_again() const override { return true; }
 
  private:
   std::shared_ptr<Frame> frame_;
@@ -66,6 +67,7 @@ class Frame::Filler final : public nn::SavedTensorHooks {
     if (++next_ == wanted_) throw AllComputed{};
     return std::make_unique<Held>(tensor);
   }
+  bool computes_again() const override { return true; }
   size_t saved() const { return next_; }
 
  private:

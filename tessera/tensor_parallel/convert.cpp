@@ -22,7 +22,7 @@ constexpr int pair(TensorLayout from, TensorLayout to) { return static_cast<int>
 
 }  // namespace
 
-int64_t sequence_dim(const at::Tensor& x) { return x.dim() > 1 ? 1 : 0; }
+int64_t sequence_dim(const at::Tensor& x) { return x.dim() > (x.is_floating_point() ? 2 : 1) ? 1 : 0; }
 
 bool convertible(TensorLayout from, TensorLayout to) {
   switch (pair(from, to)) {
@@ -40,14 +40,23 @@ bool convertible(TensorLayout from, TensorLayout to) {
   }
 }
 
-nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, int64_t first_feature) {
-  if (layout == Partial) return {.boxes = {}, .partial_over = {context.group.name()}};
-  if (layout == Replicated || layout == Copied) return {};
+nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, const FeatureShare& share, int64_t dim) {
+  const std::vector<std::string> group{context.group.name()};
   Box box = Box::whole(output.sizes().vec());
-  if (layout == Features) {
-    box.offset.back() = first_feature;
-  } else {
-    box.offset[static_cast<size_t>(sequence_dim(output))] = chunk(context.sequence, context.group.size(), context.group.rank()).first;
+  switch (layout) {
+    case Replicated:
+      return {};
+    case Copied:
+      return {.boxes = {}, .partial_over = {}, .gradient_partial_over = group};
+    case Partial:
+      return {.boxes = {}, .partial_over = group};
+    case Features:
+      box.offset[static_cast<size_t>(dim < 0 ? dim + output.dim() : dim)] = share.begin;
+      if (share.holders > 1) return {.boxes = {box}, .partial_over = {}, .gradient_partial_over = group};
+      break;
+    case Sequence:
+      box.offset[static_cast<size_t>(sequence_dim(output))] = chunk(context.sequence, context.group.size(), context.group.rank()).first;
+      break;
   }
   return {.boxes = {box}, .partial_over = {}};
 }

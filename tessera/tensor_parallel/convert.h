@@ -13,14 +13,17 @@
 
 namespace tessera::tensor_parallel {
 
+struct Overlap;
+
 /// What the pieces of one parallelized module share. One rank, one thread.
 struct Context {
   comm::Group group;
   int64_t sequence = 0;  ///< whole length of the sequence in the pass under way: who cuts a sequence writes it, for a part does not tell it
   std::shared_ptr<LayoutTrace> trace = nullptr;  ///< judges the pass under way, if it is for that
+  std::shared_ptr<Overlap> overlap = nullptr;    ///< where collectives hide behind products (overlap.h)
 };
 
-/// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, ...], 0 of [S].
+/// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, D] and of ids [B, S], 0 of ids [S] and of what is looked up for them, [S, D].
 int64_t sequence_dim(const at::Tensor& x);
 
 /// x, which lives as `from` says, as `to` asks; differentiable, and in every pair backward is the conjugate. S elements in the whole tensor, n ranks, elements
@@ -49,7 +52,7 @@ nn::Values own(Context& context, const std::string& path, TensorLayout layout, F
 /// Whether convert() has a meaning for the pair.
 bool convertible(TensorLayout from, TensorLayout to);
 
-/// Where this rank's `output` of one of these layouts lives, for those who compare or refuse (Features: cut by layout's rule from `first` on).
-nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, int64_t first_feature = 0);
+/// Where this rank's `output` of one of these layouts lives, for those who compare or refuse. Features: this rank's `share` of dimension `dim`.
+nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, const FeatureShare& share = {}, int64_t dim = -1);
 
 }  // namespace tessera::tensor_parallel

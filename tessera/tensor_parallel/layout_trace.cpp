@@ -33,6 +33,9 @@ bool adds(const std::string& name) { return is_one_of(name, {"aten::add", "aten:
 
 bool is_elementwise(const std::string& name) { return adds(name) || is_one_of(name, {"aten::mul", "aten::mul_", "aten::div", "aten::div_"}); }
 
+/// Whose operands meet element by element.
+bool meets_elementwise(const std::string& name) { return is_elementwise(name) || name == "tessera::swiglu"; }
+
 /// Of which f(a) + f(b) = f(a + b), where the other operands are the same on every rank.
 bool is_linear(const std::string& name) {
   return moves_only(name) || is_product(name) || (is_elementwise(name) && !adds(name)) || is_one_of(name, {"aten::neg", "aten::sum", "aten::mean"});
@@ -81,18 +84,36 @@ const LayoutTrace::Known* LayoutTrace::find(const at::Tensor& tensor) const {
   return found == known_.end() ? nullptr : &found->second;
 }
 
+TensorLayout LayoutTrace::layout_of(const at::Tensor& tensor) const {
+  const Known* known = find(tensor);
+  return known && known->layout ? *known->layout : Replicated;
+}
+
 void LayoutTrace::remember(const at::Tensor& tensor, Known known) {
   known.alive = tensor;
   known_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(known));
 }
 
 void LayoutTrace::takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const {
-  const Known* known = find(tensor);
-  const TensorLayout held = known && known->layout ? *known->layout : Replicated;
+  const TensorLayout held = layout_of(tensor);
   if (held == layout) return;
+  const Known* known = find(tensor);
   require(false, "tensor parallelism: '", path, "' takes what is ", to_string(layout), ", and gets what is ", to_string(held),
           known && !known->origin.empty() ? " from '" + known->origin + "'" : std::string(),
           "; change the input of the one or the output of the other in the plan, or put PrepareInput on the module around it");
+}
+
+void LayoutTrace::takes_features(const std::string& path, const at::Tensor& tensor, int64_t features) const {
+  if (tensor.size(-1) == features) return;
+  const Known* known = find(tensor);
+  require(false, "tensor parallelism: '", path, "' takes ", features, " of its features on the first rank, and gets ", tensor.size(-1),
+          known ? " from '" + known->origin + "'" : std::string(), "; give both layers the same FeatureCut");
+}
+
+void LayoutTrace::agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const {
+  const TensorLayout held = layout_of(tensor);
+  require(held == layout, "tensor parallelism: the plan says that '", path, "' gives what is ", to_string(layout), ", and it gives what is ", to_string(held),
+          "; correct its Gives, or the styles of the layers inside");
 }
 
 void LayoutTrace::gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout) {
@@ -111,6 +132,7 @@ LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> argumen
     const Known* known = find(tensor);
     if (known && known->layout) {
       operands.cut.push_back(known);
+      if (cut.defined()) operands.parts_fit &= broadcast(cut, tensor);
       cut = tensor;
     } else if (known) {
       operands.parameter = true;
@@ -140,16 +162,17 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
     require(other->layout == first.layout, where, ", with what '", other->origin, "' gives, which is ", to_string(*other->layout),
             ": the two do not go together");
   }
+  require(operands.parts_fit || !meets_elementwise(name), where, ", with what '", operands.cut.back()->origin,
+          "' gives: the two are cut in different ways; give both layers the same FeatureCut");
   require(operands.fit || !is_elementwise(name), where,
           ", with a tensor that is whole: the two do not go together; ask for output = Replicated, or cut the other one as well");
   switch (*first.layout) {
     case Partial:
-      require(is_linear(name) || adds(name), where,
+      require(adds(name) || moves_only(name) || (is_linear(name) && operands.cut.size() == 1), where,
               ": a function of the terms is not a term of the function (max(0, a) + max(0, b) is not max(0, a + b)); let the layer's output be Replicated or "
               "Sequence, or add the terms "
               "up with PrepareOutput before it");
-      require(!adds(name) || !(operands.parameter || operands.replicated), where,
-              ": what is added is the same on every rank, and would be added once for each");
+      require(!adds(name) || operands.cut.size() > 1, where, ": what is added is the same on every rank, and would be added once for each");
       break;
     case Features:
       require(!first.features_last || !over_features(name), where,

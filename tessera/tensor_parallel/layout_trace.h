@@ -25,6 +25,10 @@ class LayoutTrace final : public nn::OperatorHooks {
   /// `path`'s style takes `tensor` as `layout`. Throws ConfigError where it is something else, naming where that came from.
   void takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const;
   void gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout);
+  /// `path`'s weight is that of `features` of the last dimension of `tensor`. Throws ConfigError where the layers before it cut them in another way.
+  void takes_features(const std::string& path, const at::Tensor& tensor, int64_t features) const;
+  /// The plan says that `path` gives `tensor` as `layout`. Throws ConfigError where it is something else.
+  void agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const;
 
   /// While alive, operators are a style's own: they are not judged and hand nothing on. Null: nothing.
   class Trusted {
@@ -61,10 +65,12 @@ class LayoutTrace final : public nn::OperatorHooks {
   struct Operands {
     std::vector<const Known*> cut;  ///< those that are not simply replicated
     bool parameter = false, replicated = false;
-    bool fit = true;  ///< what is cut and what is whole have shapes that go together, dimension by dimension
+    bool fit = true;        ///< what is cut and what is whole have shapes that go together, dimension by dimension
+    bool parts_fit = true;  ///< so have the parts of what is cut
   };
 
   const Known* find(const at::Tensor& tensor) const;
+  TensorLayout layout_of(const at::Tensor& tensor) const;
   Operands operands_of(at::ArrayRef<c10::IValue> arguments) const;
   std::optional<Known> result_of(const std::string& name, const Operands& operands) const;
   void remember(const at::Tensor& tensor, Known known);

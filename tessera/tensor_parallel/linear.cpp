@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "tessera/tensor_parallel/cut_parameter.h"
+#include "tessera/tensor_parallel/overlap.h"
 
 namespace tessera::tensor_parallel {
 namespace {
@@ -13,17 +14,27 @@ class Column : public nn::Interceptor {
       : context_(std::move(context)), style_(style), shares_(std::move(shares)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
-    inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Copied);
-    nn::Values outputs = own(*context_, module.path(), TensorLayout::Features, [&] { return next(std::move(inputs)); });
+    nn::Values outputs{overlapped(static_cast<nn::LinearImpl&>(module), inputs[0].toTensor())};
+    if (!outputs[0].toTensor().defined()) {
+      inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Copied);
+      outputs = own(*context_, module.path(), TensorLayout::Features, [&] { return next(std::move(inputs)); });
+    }
     outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Features, style_.output, features());
     return outputs;
   }
 
   std::optional<nn::OutputLayout> output_layout(const nn::Module&, const at::Tensor& output) const override {
-    return tensor_parallel::output_layout(*context_, output, style_.output, shares_[static_cast<size_t>(context_->group.rank())].begin);
+    return tensor_parallel::output_layout(*context_, output, style_.output, shares_[static_cast<size_t>(context_->group.rank())]);
   }
 
  private:
+  /// The product, prepared already or computed while its input is gathered; undefined where there is nothing to overlap.
+  at::Tensor overlapped(nn::LinearImpl& linear, const at::Tensor& x) const {
+    if (!context_->overlap) return {};
+    const int64_t held = shares_[static_cast<size_t>(context_->group.rank())].size;
+    if (style_.input == TensorLayout::Copied) return context_->overlap->take(linear, x);
+    return can_overlap(linear, x, style_.input, held) ? multiply_columns(*context_, x, style_.input, {&linear}).products[0] : at::Tensor();
+  }
   int64_t features() const { return shares_.back().begin + shares_.back().size; }
 
   std::shared_ptr<Context> context_;
@@ -37,9 +48,11 @@ class Row : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     auto& linear = static_cast<nn::LinearImpl&>(module);
+    if (context_->trace && style_.input == TensorLayout::Features) {
+      context_->trace->takes_features(module.path(), inputs[0].toTensor(), linear.weight.size(1));
+    }
     inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Features);
-    nn::Values outputs = own(*context_, module.path(), TensorLayout::Partial, [&] { return next(std::move(inputs)); });
-    const at::Tensor sum = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Partial, style_.output);
+    const at::Tensor sum = summed(linear, std::move(inputs), next);
     if (!linear.bias.defined()) return {sum};
     return own(*context_, module.path(), style_.output, [&] { return nn::Values{sum + nn::cast(linear.bias, sum.scalar_type())}; });
   }
@@ -49,6 +62,15 @@ class Row : public nn::Interceptor {
   }
 
  private:
+  at::Tensor summed(nn::LinearImpl& linear, nn::Values inputs, const nn::Next& next) const {
+    const at::Tensor& x = inputs[0].toTensor();
+    if (context_->overlap && style_.output != TensorLayout::Partial && can_overlap(linear, x, style_.output, linear.options.out_features())) {
+      return multiply_rows(*context_, x, linear, style_.output);
+    }
+    nn::Values outputs = own(*context_, linear.path(), TensorLayout::Partial, [&] { return next(std::move(inputs)); });
+    return convert(*context_, linear.path(), outputs[0].toTensor(), TensorLayout::Partial, style_.output);
+  }
+
   std::shared_ptr<Context> context_;
   RowParallel style_;
 };

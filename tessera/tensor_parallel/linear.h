@@ -15,7 +15,8 @@ namespace tessera::tensor_parallel {
 void cut_columns(nn::LinearImpl& linear, const FeatureShare& share);
 void cut_rows(nn::LinearImpl& linear, const FeatureShare& share);
 
-/// y [..., O/t] = x [..., I] weight[part]^T + bias[part]; no communication of its own but that of its layouts (convert.h).
+/// y [..., O/t] = x [..., I] weight[part]^T + bias[part]; no communication of its own but that of its layouts (convert.h), or,
+/// where the context has Overlap, that of overlap.h, which goes on during the product.
 std::shared_ptr<nn::Interceptor> column_parallel(std::shared_ptr<Context> context, const ColumnParallel& style, std::vector<FeatureShare> shares);
 
 /// y [..., O] = sum over ranks of x [..., I/t] weight[:, part]^T, then the bias.

@@ -7,11 +7,8 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 
 #include "tessera/comm/backends/record.h"
-#include "tessera/comm/call_site.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
@@ -21,6 +18,8 @@
 #include "tessera/nn/operators.h"
 #include "tessera/tensor_parallel/convert.h"
 #include "tessera/tensor_parallel/linear.h"
+#include "tessera/tensor_parallel/overlap.h"
+#include "tessera/tensor_parallel/same_input.h"
 #include "tessera/tensor_parallel/sequence.h"
 #include "tessera/tensor_parallel/vocabulary.h"
 
@@ -33,23 +32,29 @@ using tensor_parallel::convertible;
 /// Carries a plan out on one module after the other. A style that computes owns its module; Prepare* add to it.
 class Builder {
  public:
-  explicit Builder(std::shared_ptr<tensor_parallel::Context> context) : context_(std::move(context)) {}
+  Builder(std::shared_ptr<tensor_parallel::Context> context, const ParallelPlan& plan, const TensorParallelOptions& options)
+      : context_(std::move(context)),
+        options_(options),
+        embeds_(std::ranges::any_of(plan, [](const auto& entry) { return std::holds_alternative<VocabParallelEmbedding>(entry.second); })) {}
 
   void apply(const std::string& path, nn::Module& module, const ParallelStyle& style) {
     path_ = path;
     style_ = to_string(style);
     if (!std::holds_alternative<PrepareInput>(style) && !std::holds_alternative<PrepareOutput>(style)) own(module);
     auto interceptor = std::visit([&](const auto& one) { return make(module, one); }, style);
-    if (size() > 1) attached_.add(nn::attach(module, std::move(interceptor)));
+    if (size() == 1) return;
+    attached_.add(nn::attach(module, std::move(interceptor)));
+    if (!options_.check_inputs) return;
+    for (const int argument : std::visit([&](const auto& one) { return from_outside(one); }, style)) {
+      attached_.add(nn::attach(module, tensor_parallel::same_input(context_, argument)));
+    }
   }
 
-  std::unique_ptr<TensorParallel> finish() {
-    return std::make_unique<TensorParallel>(context_->group, std::move(attached_), std::move(cut_), std::move(shared_));
-  }
+  std::unique_ptr<TensorParallel> finish() { return std::make_unique<TensorParallel>(context_->group, std::move(attached_), std::move(cuts_)); }
 
  private:
   int size() const { return context_->group.size(); }
-  TensorParallel::Holders everyone() const { return {.holders = size()}; }
+  tensor_parallel::Holders everyone() const { return {.holders = size()}; }
   size_t rank() const { return static_cast<size_t>(context_->group.rank()); }
 
   template <class... What>
@@ -73,8 +78,14 @@ class Builder {
     check(convertible(from, to), "its ", which, " is ", to_string(from), " and ", to_string(to), " is asked for: there is no way between them");
   }
 
+  void cut_vocabulary(const at::Tensor& weight) {
+    tensor_parallel::cut_vocabulary(weight, context_->group);
+    cuts_.even &= nn::slice_of(weight).shape[0] % size() == 0;
+    remember_cut(weight);
+  }
+
   void remember_cut(const at::Tensor& parameter) {
-    if (parameter.defined()) cut_.insert(nn::slice_of(parameter).name);
+    if (parameter.defined()) cuts_.names.insert(nn::slice_of(parameter).name);
   }
 
   /// Where several ranks hold the same share.
@@ -90,8 +101,17 @@ class Builder {
     share_gradient(parameter, {.first = own.first_holder, .holders = own.holders, .set = set, .sets = sets});
   }
 
-  void share_gradient(const at::Tensor& parameter, TensorParallel::Holders holders) {
-    if (parameter.requires_grad() && size() > 1) shared_.insert_or_assign(nn::slice_of(parameter).name, holders);
+  void share_gradient(const at::Tensor& parameter, tensor_parallel::Holders holders) {
+    const Slice& slice = nn::slice_of(parameter);
+    holders.shape = slice.shape;
+    if (parameter.requires_grad() && size() > 1) cuts_.shared.insert_or_assign(slice.name, std::move(holders));
+  }
+
+  /// Of a layer's features; remembers whether they are even.
+  std::vector<FeatureShare> cut_of(const FeatureCut& cut, int64_t features) {
+    auto shares = shares_of(cut, features);
+    cuts_.even &= std::ranges::all_of(shares, [&](const FeatureShare& share) { return share.size == shares.front().size; });
+    return shares;
   }
 
   std::vector<FeatureShare> shares_of(const FeatureCut& cut, int64_t features) const {
@@ -108,12 +128,13 @@ class Builder {
     check_layouts(TensorLayout::Features, style.output, "output");
     check(style.output == TensorLayout::Features || style.cut.by == FeatureCut::By::Feature,
           "features that are cut by heads are not gathered; leave output = Features, and let a RowParallel layer take them");
-    auto shares = shares_of(style.cut, linear.options.out_features());
+    auto shares = cut_of(style.cut, linear.options.out_features());
     tensor_parallel::cut_columns(linear, shares[rank()]);
     for (const at::Tensor& parameter : {linear.weight, linear.bias}) {
       remember_cut(parameter);
       remember_shared(parameter, shares);
     }
+    if (context_->overlap) context_->overlap->features[&linear] = shares[rank()].size;
     return tensor_parallel::column_parallel(context_, style, std::move(shares));
   }
 
@@ -125,7 +146,7 @@ class Builder {
           "an input that is cut by heads has to come that way from the layers before; leave input = Features");
     check(style.output != TensorLayout::Partial || !linear.bias.defined(),
           "output = Partial would have the bias added once a rank; ask for Replicated or Sequence, or build the layer without bias");
-    const FeatureShare share = shares_of(style.cut, linear.options.in_features())[rank()];
+    const FeatureShare share = cut_of(style.cut, linear.options.in_features())[rank()];
     if (size() > 1) tensor_parallel::cut_rows(linear, share);
     remember_cut(linear.weight);
     if (linear.bias.defined() && style.output == TensorLayout::Sequence) share_gradient(linear.bias, everyone());
@@ -136,8 +157,7 @@ class Builder {
     auto& embedding = as<nn::EmbeddingImpl>(module, "nn::Embedding");
     check_layouts(TensorLayout::Partial, style.output, "output");
     check(style.output != TensorLayout::Partial, "what it looks up is a term of the sum on each rank; ask for Replicated or Sequence");
-    tensor_parallel::cut_vocabulary(embedding.weight, context_->group);
-    remember_cut(embedding.weight);
+    cut_vocabulary(embedding.weight);
     if (auto& padding = embedding.options.padding_idx()) {
       const Box& held = nn::slice_of(embedding.weight).boxes.at(0);
       const int64_t row = *padding - held.offset[0];
@@ -149,8 +169,7 @@ class Builder {
   std::shared_ptr<nn::Interceptor> make(nn::Module& module, const VocabParallelHead& style) {
     auto& head = as<nn::LanguageModelHeadImpl>(module, "nn::LanguageModelHead");
     check_layouts(style.input, TensorLayout::Copied, "input");
-    tensor_parallel::cut_vocabulary(head.weight, context_->group);
-    remember_cut(head.weight);
+    cut_vocabulary(head.weight);
     if (size() == 1) return nullptr;
     return tensor_parallel::vocab_parallel_head(context_, style, head);
   }
@@ -163,15 +182,46 @@ class Builder {
     return tensor_parallel::sequence_parallel(context_);
   }
 
-  std::shared_ptr<nn::Interceptor> make(nn::Module&, const PrepareInput& style) {
+  std::shared_ptr<nn::Interceptor> make(nn::Module& module, const PrepareInput& style) {
     check(style.argument >= 0, "argument = ", style.argument, " must not be negative");
     check_prepared(style.from, style.to);
-    return tensor_parallel::prepare_input(context_, style);
+    std::vector<nn::LinearImpl*> layers;
+    for (const std::string& pattern : style.layers) {
+      for (const auto& [path, layer] : nn::interceptable_modules(module, pattern)) layers.push_back(&as<nn::LinearImpl>(*layer, "nn::Linear"));
+    }
+    check(layers.empty() || style.to == TensorLayout::Copied, "its layers take what is copied, and to = ", to_string(style.to));
+    auto plain = tensor_parallel::prepare_input(context_, style);
+    if (!context_->overlap || layers.empty()) return plain;
+    return tensor_parallel::prepare_products(context_, style, std::move(layers), std::move(plain));
   }
 
   std::shared_ptr<nn::Interceptor> make(nn::Module&, const PrepareOutput& style) {
     check_prepared(style.from, style.to);
     return tensor_parallel::prepare_output(context_, style);
+  }
+
+  std::shared_ptr<nn::Interceptor> make(nn::Module&, const Gives& style) {
+    if (style.layout != TensorLayout::Features) return tensor_parallel::gives(context_, style, {});
+    check(style.cut.by != FeatureCut::By::Feature, "how features are cut is known to the layers alone, but for heads; give it the cut of the layers before");
+    const int64_t heads = style.cut.by == FeatureCut::By::QueryHead ? style.cut.heads : style.cut.kv_heads;
+    return tensor_parallel::gives(context_, style, shares_of(style.cut, heads)[rank()]);
+  }
+
+  /// Arguments that have to be the same on every rank and come from outside. Activations do where the plan embeds no ids of which they were made.
+  std::vector<int> from_outside(const VocabParallelEmbedding&) const { return {0}; }
+  std::vector<int> from_outside(const VocabParallelHead& style) const {
+    std::vector<int> arguments = activations(style.input, 0);
+    arguments.push_back(1);  // labels
+    return arguments;
+  }
+  std::vector<int> from_outside(const PrepareInput& style) const { return activations(style.from, style.argument); }
+  template <class Style>
+  std::vector<int> from_outside(const Style& style) const {
+    if constexpr (requires { style.input; }) return activations(style.input, 0);
+    return {};
+  }
+  std::vector<int> activations(TensorLayout layout, int argument) const {
+    return layout == TensorLayout::Replicated && !embeds_ ? std::vector{argument} : std::vector<int>{};
   }
 
   void check_prepared(TensorLayout from, TensorLayout to) const {
@@ -181,50 +231,30 @@ class Builder {
   }
 
   std::shared_ptr<tensor_parallel::Context> context_;
+  TensorParallelOptions options_;
+  bool embeds_;  ///< whether the plan turns ids into activations
   std::string path_, style_;
   std::map<const nn::Module*, std::string> owners_;
-  std::set<std::string> cut_;
-  std::map<std::string, TensorParallel::Holders> shared_;
+  TensorParallel::Cuts cuts_;
   Attachment attached_;
 };
 
 }  // namespace
 
-TensorParallel::TensorParallel(comm::Group group, Attachment attached, std::set<std::string> cut, std::map<std::string, Holders> shared)
-    : group_(std::move(group)), attached_(std::move(attached)), cut_(std::move(cut)), shared_(std::move(shared)) {}
+TensorParallel::TensorParallel(comm::Group group, Attachment attached, Cuts cuts)
+    : group_(std::move(group)), attached_(std::move(attached)), cuts_(std::move(cuts)) {}
 
-void TensorParallel::sum_shared_gradients(const std::vector<nn::NamedParameter>& updated) const {
-  struct Place {
-    at::Tensor gradient;
-    int64_t offset;
-  };
-  const at::NoGradGuard no_grad;
-  std::map<at::ScalarType, std::pair<int64_t, std::vector<Place>>> dtypes;  // elements, and where this rank's terms go
-  for (const auto& [name, tensor, aliases] : updated) {
-    const auto found = shared_.find(name);
-    if (found == shared_.end() || !tensor.grad().defined()) continue;
-    const Holders& holders = found->second;
-    auto& [size, places] = dtypes[tensor.grad().scalar_type()];
-    // Those who hold other elements use other places, and zeros here.
-    const int64_t numel = tensor.grad().numel();
-    places.push_back({tensor.grad(), size + numel * holders.set});
-    size += numel * holders.sets;
-  }
-  const comm::CallSite site("tensor_parallel.shared");
-  for (const auto& [dtype, layout] : dtypes) {
-    const auto& [size, places] = layout;
-    const at::Tensor flat = at::zeros({size}, places.front().gradient.options());
-    for (const Place& place : places) flat.narrow(0, place.offset, place.gradient.numel()).copy_(place.gradient.reshape({-1}));
-    comm::all_reduce(group_, flat);
-    for (const Place& place : places) place.gradient.copy_(flat.narrow(0, place.offset, place.gradient.numel()).view(place.gradient.sizes()));
-  }
+void TensorParallel::sum_shared_gradients(const std::vector<nn::NamedParameter>& updated, const comm::Group& everyone) const {
+  const bool sharded = everyone.size() > group_.size();
+  if (sharded && !cuts_.even) return tensor_parallel::sum_by_place(everyone, cuts_.shared, updated);
+  tensor_parallel::sum_aligned(group_, cuts_.shared, updated);
 }
 
 std::vector<nn::NamedParameter> TensorParallel::counted_in_norm(const std::vector<nn::NamedParameter>& parameters) const {
   std::vector<nn::NamedParameter> counted;
   for (const auto& parameter : parameters) {
-    const auto shared = shared_.find(parameter.name);
-    const int first = shared != shared_.end() ? shared->second.first : cut_.contains(parameter.name) ? group_.rank() : 0;
+    const auto shared = cuts_.shared.find(parameter.name);
+    const int first = shared != cuts_.shared.end() ? shared->second.first : cuts_.names.contains(parameter.name) ? group_.rank() : 0;
     if (first == group_.rank()) counted.push_back(parameter);
   }
   return counted;
@@ -232,10 +262,12 @@ std::vector<nn::NamedParameter> TensorParallel::counted_in_norm(const std::vecto
 
 namespace {
 
-std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context) {
+std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context,
+                                          const TensorParallelOptions& options = {}) {
+  require(!plan.empty(), "parallelize_module: the plan has no entries, so every rank would compute the whole; give it path patterns with their styles");
   nn::assign_paths(module);
   nn::check_no_bypass(module);
-  Builder builder(std::move(context));
+  Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {
     for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) builder.apply(path, *matching, style);
   }
@@ -244,8 +276,11 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
 
 }  // namespace
 
-std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan) {
-  return carry_out(module, plan, std::make_shared<tensor_parallel::Context>(tensor_parallel::Context{.group = std::move(group)}));
+std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
+                                                   const TensorParallelOptions& options) {
+  const auto context = std::make_shared<tensor_parallel::Context>(tensor_parallel::Context{.group = std::move(group)});
+  if (options.overlap) context->overlap = std::make_shared<tensor_parallel::Overlap>();
+  return carry_out(module, plan, context, options);
 }
 
 void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPlan& plan, const std::function<void()>& forward) {

@@ -14,24 +14,28 @@
 #include "tessera/core/attachment.h"
 #include "tessera/nn/parallel_plan.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/tensor_parallel/shared_gradients.h"
 
 namespace tessera {
 
 /// A module whose layers are cut over a group; made by parallelize_module. Destroying it detaches what was attached, while parameters stay cut.
 class TensorParallel {
  public:
-  /// Ranks of the group that hold the same elements of a parameter and each a term of their gradient: `holders` of them from `first` on, the set number `set`
-  /// of `sets`.
-  struct Holders {
-    int first = 0, holders = 1, set = 0, sets = 1;
+  /// What the plan made of the parameters.
+  struct Cuts {
+    std::set<std::string> names{};               ///< logical names of parameters of which each rank holds a part
+    bool even = true;                            ///< whether these parts are of one size, of each parameter
+    tensor_parallel::SharedParameters shared{};  ///< of which several ranks hold the same elements
   };
 
-  TensorParallel(comm::Group group, Attachment attached, std::set<std::string> cut, std::map<std::string, Holders> shared);
+  TensorParallel(comm::Group group, Attachment attached, Cuts cuts);
 
   /// Sums the gradients whose terms several ranks hold (norms and biases under sequence parallelism, keys and values that ranks share), once a step, after data
-  /// parallelism has finished. `updated` are the parameters, or the slices of them that this rank updates, under the parameters' names. One all-reduce for
-  /// all of them together: 2 (n-1)/n of their elements sent, of shared keys and values those of all heads.
-  void sum_shared_gradients(const std::vector<nn::NamedParameter>& updated) const;
+  /// parallelism has finished. `updated` are the parameters, or the slices of them that this rank updates, under the parameters' names; `everyone`, where they
+  /// are slices, this group together with the ranks that share a parameter out (mesh[{"dp_shard", "tp"}]). One all-reduce for all of them together: 2 (n-1)/n
+  /// of their elements sent, of shared keys and values those of all heads. Where layers are cut unevenly, sharding cuts what is shared in another way on each
+  /// rank, and the all-reduce is one of whole tensors over `everyone` (shared_gradients.h).
+  void sum_shared_gradients(const std::vector<nn::NamedParameter>& updated, const comm::Group& everyone = {}) const;
 
   /// Of these parameters, those that this rank answers for in a norm over the group: what several ranks hold alike counts on the first of them.
   std::vector<nn::NamedParameter> counted_in_norm(const std::vector<nn::NamedParameter>& parameters) const;
@@ -41,8 +45,16 @@ class TensorParallel {
  private:
   comm::Group group_;
   Attachment attached_;
-  std::set<std::string> cut_;              ///< logical names of parameters of which each rank holds a part
-  std::map<std::string, Holders> shared_;  ///< by logical name
+  Cuts cuts_;
+};
+
+struct TensorParallelOptions {
+  /// comm.check: ranks compare what has to be the same on all of them and comes from outside, at each call: ids and labels, or, where the plan embeds no ids,
+  /// what its styles take as Replicated. CommError, the same on every rank, names module and ranks. Cost: a hash of the input and 8 bytes from every rank.
+  bool check_inputs = false;
+  /// tensor.overlap: layers compute while their parts are on the way (overlap.h); of those behind a PrepareInput, the ones it names. Same traffic, sums in
+  /// another order.
+  bool overlap = false;
 };
 
 /// Cuts the layers of `module` over `group` as `plan` says, in place. On meta nothing has memory yet, and materialize draws this rank's slices; a module with
@@ -50,7 +62,8 @@ class TensorParallel {
 ///
 /// Checked before anything runs, ConfigError: a pattern that matches no module (naming the nearest path), a style on a module of another kind, a layer with
 /// two styles, a pair of layouts without a way between them, more ranks than features, heads or entries.
-std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan);
+std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
+                                                   const TensorParallelOptions& options = {});
 
 /// Runs `forward` once, on meta and without ranks, with `module` cut over `ranks` of them, and follows the layouts of what goes from layer to layer.
 /// ConfigError for a plan whose pieces do not meet: a layer that takes another layout than it gets, an operator between two of them that has no meaning there.
@@ -60,8 +73,9 @@ void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPla
 
 /// The same for every holder.
 template <class Contained>
-std::unique_ptr<TensorParallel> parallelize_module(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, const ParallelPlan& plan) {
-  return parallelize_module(*module.ptr(), std::move(group), plan);
+std::unique_ptr<TensorParallel> parallelize_module(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, const ParallelPlan& plan,
+                                                   const TensorParallelOptions& options = {}) {
+  return parallelize_module(*module.ptr(), std::move(group), plan, options);
 }
 
 }  // namespace tessera

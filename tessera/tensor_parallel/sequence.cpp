@@ -46,14 +46,18 @@ class Input : public nn::Interceptor {
     const at::Tensor given = inputs[argument].toTensor();
     const at::Tensor prepared = convert(*context_, module.path(), given, style_.from, style_.to);
     inputs[argument] = prepared;
-    if (style_.from != TensorLayout::Sequence || style_.to != TensorLayout::Copied || !at::GradMode::is_enabled() || prepared.is_same(given)) {
-      return next(std::move(inputs));
-    }
+    if (prepared.is_same(given) || !gathers_again()) return next(std::move(inputs));
     const nn::SavedTensorScope scope(regather(context_, given, prepared));
     return next(std::move(inputs));
   }
 
  private:
+  /// A recomputed module gathers again anyhow.
+  bool gathers_again() const {
+    return style_.from == TensorLayout::Sequence && style_.to == TensorLayout::Copied && !style_.keep_gathered && at::GradMode::is_enabled() &&
+           !nn::saved_tensors_are_computed_again();
+  }
+
   std::shared_ptr<Context> context_;
   PrepareInput style_;
 };
@@ -77,7 +81,33 @@ class Output : public nn::Interceptor {
   PrepareOutput style_;
 };
 
+class Stated : public nn::Interceptor {
+ public:
+  Stated(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& heads) : context_(std::move(context)), style_(style), heads_(heads) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    nn::Values outputs = next(std::move(inputs));
+    if (context_->trace) context_->trace->agrees(module.path(), outputs[0].toTensor(), style_.layout);
+    return outputs;
+  }
+
+  std::optional<nn::OutputLayout> output_layout(const nn::Module&, const at::Tensor& output) const override {
+    FeatureShare share = heads_;
+    if (style_.layout == TensorLayout::Features) share.begin *= output.size(style_.dim) / heads_.size;
+    return tensor_parallel::output_layout(*context_, output, style_.layout, share, style_.dim);
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+  Gives style_;
+  FeatureShare heads_;
+};
+
 }  // namespace
+
+std::shared_ptr<nn::Interceptor> gives(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& share) {
+  return std::make_shared<Stated>(std::move(context), style, share);
+}
 
 std::shared_ptr<nn::Interceptor> sequence_parallel(std::shared_ptr<Context> context) { return std::make_shared<SequencePart>(std::move(context)); }
 

@@ -17,4 +17,7 @@ std::shared_ptr<nn::Interceptor> sequence_parallel(std::shared_ptr<Context> cont
 std::shared_ptr<nn::Interceptor> prepare_input(std::shared_ptr<Context> context, const PrepareInput& style);
 std::shared_ptr<nn::Interceptor> prepare_output(std::shared_ptr<Context> context, const PrepareOutput& style);
 
+/// Around a module whose result's layout is stated and not changed. `share`: this rank's heads, where features are cut.
+std::shared_ptr<nn::Interceptor> gives(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& share);
+
 }  // namespace tessera::tensor_parallel

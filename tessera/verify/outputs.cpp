@@ -71,6 +71,13 @@ bool make_up(const std::vector<Slice>& parts, const Slice& whole) {
   }
 }
 
+/// Of a term that was too much to keep, the sum is unknown.
+void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term) {
+  const bool known = sum.values.defined() && term.values.defined();
+  sum.values = known ? sum.values.to(at::kDouble).add_(term.values) : at::Tensor();
+  sum.hash = 0;
+}
+
 }  // namespace
 
 Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink) {
@@ -88,8 +95,8 @@ void RecordedOutputs::begin_step() {
 }
 
 void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) {
-  if (!layout.partial_over.empty()) return;  // a summand says nothing by itself; the module that adds them up is heard, too
-  Output record{.boxes = layout.boxes, .sizes = sizes_of(values), .dtype = values.scalar_type(), .values = {}, .hash = 0};
+  const auto& summed = key.backward ? layout.gradient_partial_over : layout.partial_over;
+  Output record{.boxes = layout.boxes, .term = !summed.empty(), .sizes = sizes_of(values), .dtype = values.scalar_type(), .values = {}, .hash = 0};
   const auto bytes = static_cast<int64_t>(values.nbytes());
   if (bytes <= bytes_left_) {
     bytes_left_ -= bytes;
@@ -100,16 +107,31 @@ void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, con
   outputs_.emplace(key, std::move(record));
 }
 
+/// What the ranks gave out, a sum in place of its terms.
+std::vector<OutputComparer::Given> OutputComparer::take_given(const OutputKey& key) {
+  std::vector<Given> all;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    auto taken = ranks_[rank]->outputs().extract(key);
+    if (taken.empty()) continue;
+    RecordedOutputs::Output& output = taken.mapped();
+    const auto sum = std::ranges::find_if(all, [&](const Given& before) {
+      return output.term && before.output.term && before.output.boxes == output.boxes && before.output.sizes == output.sizes;
+    });
+    if (sum == all.end()) {
+      all.push_back({.rank = static_cast<int>(rank), .output = std::move(output)});
+    } else {
+      add_term(sum->output, output);
+    }
+  }
+  return all;
+}
+
 void OutputComparer::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout&) {
   const int64_t depth = depth_[key.first_sample]++;
   std::vector<Slice> parts;
-  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    auto& recorded = ranks_[rank]->outputs();
-    const auto found = recorded.find(key);
-    if (found == recorded.end()) continue;
-    parts.push_back(part_of(key, found->second, sizes_of(values)));
-    compare(key, static_cast<int>(rank), found->second, values, depth);
-    recorded.erase(found);
+  for (const Given& given : take_given(key)) {
+    parts.push_back(part_of(key, given.output, sizes_of(values)));
+    compare(key, given.rank, given.output, values, depth);
   }
   if (!make_up(parts, Slice::whole(key.module, sizes_of(values)))) ++(key.backward ? backward_ : forward_).unseen;
 }

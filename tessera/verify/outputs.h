@@ -56,6 +56,7 @@ class RecordedOutputs : public OutputSink {
  public:
   struct Output {
     std::vector<Box> boxes;      ///< of the logical output; empty: the whole
+    bool term = false;           ///< of a sum over the ranks that hold the same boxes
     std::vector<int64_t> sizes;  ///< of the rank-local tensor
     at::ScalarType dtype = at::kFloat;
     at::Tensor values;  ///< undefined beyond the budget
@@ -73,7 +74,8 @@ class RecordedOutputs : public OutputSink {
   int64_t budget_bytes_, bytes_left_;
 };
 
-/// Holds each output of the one device against what the ranks recorded of it, part by part, as soon as it appears, and drops the records.
+/// Holds each output of the one device against what the ranks recorded of it, part by part, as soon as it appears, and drops the records. Terms of a sum are
+/// added up first, in double precision, and stand for the first rank that gave one.
 class OutputComparer : public OutputSink {
  public:
   OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch)
@@ -89,6 +91,11 @@ class OutputComparer : public OutputSink {
     int64_t step = 0, depth = 0, micro_batch = 0;
     auto operator<=>(const Place&) const = default;
   };
+  struct Given {
+    int rank = 0;
+    RecordedOutputs::Output output;
+  };
+  std::vector<Given> take_given(const OutputKey& key);
   void compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth);
   void note_parting(const OutputKey& key, const Place& place, Parting parting);
 

@@ -90,7 +90,7 @@ std::string outputs_row(const char* what, const OutputComparison& outputs) {
     out += fmt::format("ok   {} compared, {} bit for bit\n", outputs.compared, outputs.bit_equal);
   }
   if (outputs.beyond_budget > 0) out += fmt::format("{:<46}{} more differ in bits, and were too many to keep\n", "", outputs.beyond_budget);
-  if (outputs.unseen > 0) out += fmt::format("{:<46}{} were given out by no rank as final values\n", "", outputs.unseen);
+  if (outputs.unseen > 0) out += fmt::format("{:<46}{} were given out by no rank, or not as a whole\n", "", outputs.unseen);
   return out;
 }
 

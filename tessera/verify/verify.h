@@ -66,7 +66,7 @@ struct OutputComparison {
   int64_t compared = 0;            ///< outputs of ranks that were held against one device's
   int64_t bit_equal = 0;           ///< of those
   int64_t beyond_budget = 0;       ///< other bits, and too many bytes to say how far apart (VerifyOptions::output_bytes)
-  int64_t unseen = 0;              ///< outputs of one device that the ranks do not make up: held by none, or in part, or only as partial sums
+  int64_t unseen = 0;              ///< outputs of one device that the ranks do not make up: held by none, or in part
   double worst = 0;                ///< of those compared
   std::optional<Parting> first{};  ///< in the first step that has one, in the order of one device's execution, the innermost module first
 };

@@ -98,6 +98,38 @@ TEST(Layers, EmbeddingAndLayerNormAreTorchs) {
   }
 }
 
+/// Of a stream of 16 bits: arithmetic as of the fp32 one, and nothing twice its size is kept.
+TEST(Layers, LayerNormOfNarrowInputsKeepsThemAsTheyAre) {
+  for (const auto narrow : {at::kBFloat16, at::kHalf}) {
+    LayerNorm norm(LayerNormOptions({64}));
+    {
+      const at::NoGradGuard no_grad;
+      norm->weight.normal_();
+      norm->bias.normal_();
+    }
+    const at::Tensor x = at::randn({2, 8, 64}).to(narrow).requires_grad_(), wide = x.detach().to(at::kFloat).requires_grad_();
+    const at::Tensor d = at::randn({2, 8, 64}).to(narrow);
+    MemoryTracker tracker;
+    const TrackMemory tracking(tracker);
+    const at::Tensor y = norm(x);
+    EXPECT_EQ(y.scalar_type(), narrow);
+    EXPECT_EQ(tracker.current(), y.nbytes() + 2 * 2 * 8 * 4) << "the result, and two fp32 numbers a row";
+    y.backward(d);
+    const at::Tensor d_weight = norm->weight.grad().clone(), d_bias = norm->bias.grad().clone();
+    norm->zero_grad();
+    const at::Tensor expected = norm(wide);
+    EXPECT_TRUE(at::equal(y, expected.to(narrow)));
+    expected.backward(d.to(at::kFloat));
+    EXPECT_TRUE(at::equal(x.grad(), wide.grad().to(narrow)));
+    EXPECT_TRUE(at::equal(d_weight, norm->weight.grad()));
+    EXPECT_TRUE(at::equal(d_bias, norm->bias.grad()));
+  }
+  LayerNorm plain(LayerNormOptions({8}).elementwise_affine(false));
+  const at::Tensor x = at::randn({3, 8}).to(at::kBFloat16).requires_grad_();
+  plain(x).sum().backward();
+  EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+}
+
 TEST(Layers, RmsNormAgainstDouble) {
   RMSNorm norm(33, 1e-5);
   expect_gradients(
@@ -122,6 +154,28 @@ TEST(Layers, AttentionCoreAgainstDouble) {
                      },
                      {at::randn({2, length, heads, features}), at::randn({2, length, kv_heads, features}), at::randn({2, length, kv_heads, features})}, 5e-6);
   }
+}
+
+TEST(Layers, AttentionWithMasksAgainstDoubleKeepsItsWeightsAlone) {
+  const at::Tensor documents = at::tensor({0, 0, 0, 1, 1, 2, 2, 2}).expand({2, 8});
+  AttentionCore core;
+  expect_gradients([&](const auto& in) { return core(in[0], in[1], in[2], std::nullopt, documents); },
+                   [&](const auto& in) {
+                     const auto expand = [&](const at::Tensor& x) { return x.repeat_interleave(2, 2).transpose(1, 2); };
+                     const at::Tensor seen = documents.unsqueeze(2).eq(documents.unsqueeze(1)).unsqueeze(1).logical_and(at::ones({8, 8}, at::kBool).tril());
+                     const at::Tensor scores = at::matmul(in[0].transpose(1, 2), expand(in[1]).transpose(-2, -1)) / std::sqrt(8.0);
+                     const at::Tensor weights = at::softmax(scores.masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity()), -1);
+                     return at::matmul(weights, expand(in[2])).transpose(1, 2);
+                   },
+                   {at::randn({2, 8, 4, 8}), at::randn({2, 8, 2, 8}), at::randn({2, 8, 2, 8})}, 5e-6);
+
+  const auto made = [](int64_t heads) { return at::randn({1, 32, heads, 4}).to(at::kBFloat16).requires_grad_(); };
+  const at::Tensor q = made(2), k = made(2), v = made(2);
+  MemoryTracker tracker;
+  const TrackMemory tracking(tracker);
+  const at::Tensor out = core(q, k, v, std::nullopt, at::zeros({1, 32}, at::kLong));
+  const int64_t weights = 2 * 2 * 32 * 32;  // of 16 bits
+  EXPECT_LE(tracker.current(), weights + 5 * q.nbytes()) << "neither their fp32 form nor the mask";
 }
 
 TEST(Layers, AttentionWithMasksEqualsAttentionWithout) {

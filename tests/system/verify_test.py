@@ -28,6 +28,12 @@ class Verify(SystemTest):
         self.assertEqual(done.stdout.splitlines()[-1], "verified: bit for bit")
         self.assertIn("dp_replicate 5 against one device", done.stdout)
 
+    def test_smoothed_labels_and_z_loss_with_the_vocabulary_cut(self):
+        sets = ["loss.label_smoothing=0.1", "loss.z_loss=1e-3"]
+        for mesh, more in (("tp=2", []), ("tp=2,dp_shard=2", ["zero.stage=3", "tensor.sequence_parallel=true", "model.tie_embeddings=true"])):
+            with self.subTest(mesh=mesh):
+                self.verify("--mesh", mesh, sets=[*sets, *more])
+
     def test_sharding_is_within_the_bounds(self):
         for stage, mesh in ((1, "dp_shard=3"), (2, "dp_replicate=2,dp_shard=2"), (3, "dp_shard=3")):
             with self.subTest(stage=stage, mesh=mesh):

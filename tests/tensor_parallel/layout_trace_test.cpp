@@ -99,5 +99,75 @@ TEST(LayoutTrace, AFunctionOfTheTermsIsNoTermOfTheFunction) {
   EXPECT_THAT(check(false, without(plan, "inner")), HasSubstr("would be added once for each"));
 }
 
+/// w2(w1(x) * w3(x)); or, `squared`, the square of what w2 gives; or, `shifted`, that plus one.
+struct PairImpl : nn::Module {
+  explicit PairImpl(bool squared = false, bool shifted = false)
+      : squared(squared),
+        shifted(shifted),
+        w1(nn::LinearOptions(12, 12).bias(false)),
+        w2(nn::LinearOptions(12, 12).bias(false)),
+        w3(nn::LinearOptions(12, 12).bias(false)) {
+    register_module("w1", w1);
+    register_module("w2", w2);
+    register_module("w3", w3);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = w2(w1(x) * w3(x));
+    return squared ? y * y : shifted ? y + 1 : y;
+  }
+  bool squared, shifted;
+  nn::Linear w1, w2, w3;
+};
+TESSERA_MODULE(Pair);
+struct PairHolderImpl : nn::Module {
+  explicit PairHolderImpl(Pair made) : pair(std::move(made)) { register_module("pair", pair); }
+  at::Tensor forward(const at::Tensor& x) { return pair(x); }
+  Pair pair;
+};
+TESSERA_MODULE(PairHolder);
+
+std::string refusal_of_pair(const ParallelPlan& plan, bool squared = false, bool shifted = false) {
+  PairHolder net = on_meta([&] { return PairHolder(Pair(squared, shifted)); });
+  try {
+    check_parallel_plan(*net, 2, plan, [&] { net(at::empty({2, 5, 12}, at::kMeta)); });
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(LayoutTrace, LayersThatAreCutInDifferentWaysAreRefused) {
+  const FeatureCut heads = FeatureCut::query_heads(3, 3), features;  // 8 and 4, or 6 and 6
+  const auto plan = [&](FeatureCut w1, FeatureCut w3, FeatureCut w2) {
+    return ParallelPlan{{"pair.w1", ColumnParallel{.cut = w1}}, {"pair.w3", ColumnParallel{.cut = w3}}, {"pair.w2", RowParallel{.cut = w2}}};
+  };
+  EXPECT_EQ(refusal_of_pair(plan(heads, heads, heads)), "");
+  EXPECT_THAT(refusal_of_pair(plan(heads, heads, features)), HasSubstr("'pair.w2' takes 6 of its features on the first rank, and gets 8 from 'pair.w1'"));
+  EXPECT_THAT(refusal_of_pair(plan(heads, features, heads)), HasSubstr("with what 'pair.w3' gives: the two are cut in different ways"));
+}
+
+TEST(LayoutTrace, TermsAreNeitherMultipliedNorShifted) {
+  const ParallelPlan plan{{"pair.w1", ColumnParallel{}},
+                          {"pair.w3", ColumnParallel{}},
+                          {"pair.w2", RowParallel{.output = TensorLayout::Partial}},
+                          {"pair", PrepareOutput{.from = TensorLayout::Partial, .to = TensorLayout::Replicated}}};
+  EXPECT_EQ(refusal_of_pair(plan), "");
+  EXPECT_THAT(refusal_of_pair(plan, /*squared=*/true), HasSubstr("is not max(0, a + b)"));
+  EXPECT_THAT(refusal_of_pair(plan, /*squared=*/false, /*shifted=*/true), HasSubstr("would be added once for each"));
+}
+
+TEST(LayoutTrace, AStatementIsHeldAgainstWhatThePassGives) {
+  for (const bool sequence : {false, true}) {
+    const TensorLayout stream = sequence ? TensorLayout::Sequence : TensorLayout::Replicated,
+                       other = sequence ? TensorLayout::Replicated : TensorLayout::Sequence;
+    EXPECT_EQ(refusal(with(token_net_plan(sequence), "gated*", PrepareInput{.from = stream, .to = TensorLayout::Copied})), "");
+    ParallelPlan plan = token_net_plan(sequence);
+    plan.emplace_back("gated*", Gives{.layout = stream});
+    EXPECT_EQ(refusal(plan), "");
+    plan.back().second = Gives{.layout = other};
+    EXPECT_THAT(refusal(plan), AllOf(HasSubstr("the plan says that 'gated0' gives what is "), HasSubstr("correct its Gives")));
+  }
+}
+
 }  // namespace
 }  // namespace tessera

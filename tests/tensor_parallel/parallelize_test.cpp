@@ -128,6 +128,29 @@ TEST(TensorParallel, RowAndColumnAlone) {
   });
 }
 
+TEST(TensorParallel, AStatementSaysWhichPartOfTheWholeAModuleGives) {
+  run_ranks(4, [](World& world) {
+    const FeatureCut queries = FeatureCut::query_heads(6, 3), keys = FeatureCut::key_value_heads(6, 3);
+    const auto layout_of = [&](const Gives& style, const at::Tensor& output) {
+      TokenNet net = on_meta([] { return TokenNet(); });
+      const auto tensor = parallelize_module(net, world.group(), {{"gated0", style}});
+      return nn::output_layout(*net->gated[0], output).value();
+    };
+    // Three key-value heads: two ranks hold the first, and a query of it each.
+    const int64_t first_key[] = {0, 0, 1, 2}, first_query[] = {0, 1, 2, 4}, some[] = {1, 1, 2, 2};
+    const int rank = world.rank();
+    const auto merged = layout_of({.layout = TensorLayout::Features, .cut = keys}, at::zeros({2, 8, 5}));
+    EXPECT_EQ(merged.boxes, (std::vector<Box>{{{0, 0, 5 * first_key[rank]}, {2, 8, 5}}}));
+    EXPECT_EQ(merged.gradient_partial_over.size(), rank < 2 ? 1u : 0u) << "each of the two knows a term";
+    const auto heads = layout_of({.layout = TensorLayout::Features, .cut = queries, .dim = 2}, at::zeros({2, 8, some[rank], 5}));
+    EXPECT_EQ(heads.boxes, (std::vector<Box>{{{0, 0, first_query[rank], 0}, {2, 8, some[rank], 5}}}));
+    EXPECT_TRUE(heads.gradient_partial_over.empty());
+    EXPECT_TRUE(layout_of({.layout = TensorLayout::Replicated}, at::zeros({2})).boxes.empty());
+    EXPECT_FALSE(layout_of({.layout = TensorLayout::Copied}, at::zeros({2})).gradient_partial_over.empty());
+    EXPECT_FALSE(layout_of({.layout = TensorLayout::Partial}, at::zeros({2})).partial_over.empty());
+  });
+}
+
 TEST(TensorParallel, Refusals) {
   run_ranks(2, [](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) -> std::string {
@@ -140,6 +163,11 @@ TEST(TensorParallel, Refusals) {
       return "";
     };
     EXPECT_THAT(refusal({{"gatd0.w1", ColumnParallel{}}}), HasSubstr("nearest path is 'gated0.w1'"));
+    EXPECT_THAT(refusal({}), HasSubstr("the plan has no entries"));
+    EXPECT_THAT(refusal({{"gated*.w4", ColumnParallel{}}}), HasSubstr("nearest path is 'gated0.w"));
+    EXPECT_THAT(refusal({{"gated0", Gives{.layout = TensorLayout::Features}}}), HasSubstr("known to the layers alone, but for heads"));
+    EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{}}, {"gated0.w1", Gives{.layout = TensorLayout::Replicated}}}),
+                HasSubstr("Gives of 'gated0.w1': the plan gives this module to ColumnParallel"));
     EXPECT_THAT(refusal({{"norm0", ColumnParallel{}}}), AllOf(HasSubstr("ColumnParallel of 'norm0': it is no nn::Linear")));
     EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{}}, {"gated0.*", RowParallel{}}}),
                 HasSubstr("RowParallel of 'gated0.w1': the plan gives this module to ColumnParallel"));

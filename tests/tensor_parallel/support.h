@@ -66,7 +66,7 @@ TESSERA_MODULE(TokenNet);
 inline ParallelPlan token_net_plan(bool sequence) {
   const TensorLayout stream = sequence ? TensorLayout::Sequence : TensorLayout::Replicated;
   ParallelPlan plan{{"embed", VocabParallelEmbedding{.output = stream}},
-                    {"gated*", PrepareInput{.from = stream, .to = TensorLayout::Copied}},
+                    {"gated*", PrepareInput{.from = stream, .to = TensorLayout::Copied, .layers = {"w1", "w3"}}},
                     {"gated*.w1", ColumnParallel{.input = TensorLayout::Copied}},
                     {"gated*.w3", ColumnParallel{.input = TensorLayout::Copied}},
                     {"gated*.w2", RowParallel{.output = stream}},

@@ -13,10 +13,10 @@ using comm::run_ranks;
 using comm::World;
 using namespace testing_support;
 
-constexpr int64_t kBatch = 2, kLength = 8, kDim = 12, kLayers = 2;
+constexpr int64_t kBatch = 2, kLength = 24, kDim = 12, kLayers = 2;
 
 /// Elements that a rank sends in one forward and backward pass, by call site.
-std::map<std::string, int64_t> sent(int ranks, bool sequence) {
+std::map<std::string, int64_t> sent(int ranks, bool sequence, const kernels::CrossEntropyOptions& loss = {}, const TensorParallelOptions& options = {}) {
   std::map<std::string, int64_t> elements;
   std::mutex mutex;
   run_ranks(ranks, [&](World& world) {
@@ -24,8 +24,9 @@ std::map<std::string, int64_t> sent(int ranks, bool sequence) {
     const comm::Group group({.name = "tp", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
                             comm::make_record_backend(records, {.name = "tp", .rank = world.rank(), .size = ranks}, world.group().backend()));
     TokenNet net = on_meta([] { return TokenNet(TokenNetSizes{.dim = kDim, .hidden = 16, .vocabulary = 32}); });
-    const auto tensor = parallelize_module(net, group, token_net_plan(sequence));
+    const auto tensor = parallelize_module(net, group, token_net_plan(sequence), options);
     materialize(net, 7);
+    net->head->set_loss(loss);
     forward_backward(net, sample(kBatch, kLength, 32));
     const auto passes = records->records();
     tensor->sum_shared_gradients(nn::unique_parameters(*net));
@@ -38,7 +39,7 @@ std::map<std::string, int64_t> sent(int ranks, bool sequence) {
 }
 
 class Traffic : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(TensorParallel, Traffic, ::testing::Values(2, 4));
+INSTANTIATE_TEST_SUITE_P(TensorParallel, Traffic, ::testing::Values(2, 3, 4, 8));
 
 TEST_P(Traffic, OfALayerIsTwoAllReducesEachWay) {
   const int t = GetParam();
@@ -49,6 +50,8 @@ TEST_P(Traffic, OfALayerIsTwoAllReducesEachWay) {
   EXPECT_EQ(elements.at("embed"), all_reduce(stream));
   EXPECT_EQ(elements.at("head"), all_reduce(stream) + 3 * all_reduce(tokens));
   EXPECT_EQ(elements.size(), kLayers + 2u);
+  EXPECT_EQ(sent(t, false, {}, {.overlap = true}), elements) << "in pieces, it is as much";
+  EXPECT_EQ(sent(t, false, {.label_smoothing = 0.1, .z_loss = 1e-4}), elements) << "what the target expects of the logits travels as one number";
 }
 
 TEST_P(Traffic, OfALayerWithSequencesIsFiveGathersAndScatters) {
@@ -63,6 +66,7 @@ TEST_P(Traffic, OfALayerWithSequencesIsFiveGathersAndScatters) {
   // Once a step: weights and biases of three norms, biases of the row-wise layers.
   EXPECT_EQ(elements.at("step"), 2 * part((3 * 2 + kLayers) * kDim));
   EXPECT_EQ(elements.size(), kLayers + 3u);
+  EXPECT_EQ(sent(t, true, {}, {.overlap = true}), elements) << "part by part, it is as much";
 }
 
 }  // namespace

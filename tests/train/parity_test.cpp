@@ -21,6 +21,19 @@ class Parity : public TrainFixture {
     }
     EXPECT_LT(one.steps.back().loss, one.steps.front().loss);
   }
+
+  void expect_same_bits(const Config& config, int fewest, const std::vector<int>& worlds) {
+    const Trace one = train(config, fewest);
+    for (int world : worlds) {
+      const Trace many = train(config, world);
+      EXPECT_EQ(difference(many.gradients, one.gradients), 0) << world << " ranks";
+      EXPECT_EQ(difference(many.weights, one.weights), 0) << world << " ranks";
+      for (size_t i = 0; i < one.steps.size(); ++i) {
+        EXPECT_EQ(many.steps[i].loss, one.steps[i].loss) << world << " ranks, step " << i + 1;
+        EXPECT_EQ(many.steps[i].grad_norm, one.steps[i].grad_norm) << world << " ranks, step " << i + 1;
+      }
+    }
+  }
 };
 
 TEST_F(Parity, LlamaOnUnequalRuns) { expect_equal_runs(config("llama", {"model.kv_heads=2"}), {2, 3, 5}); }
@@ -33,18 +46,12 @@ TEST_F(Parity, ReferenceKernels) {
   EXPECT_LE(difference(fused.gradients, plain.gradients), kGradients);
 }
 
-TEST_F(Parity, DeterministicRunsAreBitIdentical) {
-  const auto settings = config("llama", {"run.deterministic=true"});
-  const Trace one = train(settings, 1);
-  for (int world : {2, 3, 5}) {
-    const Trace many = train(settings, world);
-    EXPECT_EQ(difference(many.gradients, one.gradients), 0) << world << " ranks";
-    EXPECT_EQ(difference(many.weights, one.weights), 0) << world << " ranks";
-    for (size_t i = 0; i < one.steps.size(); ++i) {
-      EXPECT_EQ(many.steps[i].loss, one.steps[i].loss) << world << " ranks, step " << i + 1;
-      EXPECT_EQ(many.steps[i].grad_norm, one.steps[i].grad_norm) << world << " ranks, step " << i + 1;
-    }
-  }
+TEST_F(Parity, DeterministicRunsAreBitIdentical) { expect_same_bits(config("llama", {"run.deterministic=true"}), 1, {2, 3, 5}); }
+
+/// Products whose sums cross ranks have bits of their own, the same ones for any number of data ranks.
+TEST_F(Parity, DeterministicRunsOfLayersThatAreCutAreBitIdentical) {
+  expect_same_bits(config("llama", {"run.deterministic=true", "model.kv_heads=2", "mesh.tp=2", "tensor.sequence_parallel=true"}), 2, {4, 6});
+  expect_same_bits(config("gpt2", {"run.deterministic=true", "model.dropout=0.1", "model.tie_embeddings=true", "mesh.tp=3"}), 3, {6});
 }
 
 TEST_F(Parity, PlantedBugsAreFound) {

@@ -27,7 +27,7 @@ class TensorParallelRuns : public TrainFixture {
   }
 };
 
-const std::string kSequence = "tensor.sequence_parallel=true";
+const std::string kSequence = "tensor.sequence_parallel=true", kOverlap = "tensor.overlap=true";
 
 TEST_F(TensorParallelRuns, LlamaWithSharedKeys) {
   // 4 heads, 2 key-value heads: on 3 and 4 ranks some share their keys; 259 entries of vocabulary and 16 positions are cut unevenly by 3.
@@ -55,15 +55,32 @@ TEST_F(TensorParallelRuns, TogetherWithDataParallelism) {
                 {8, {"mesh.tp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2", "zero.stage=3"}}});
 }
 
+TEST_F(TensorParallelRuns, WithCommunicationBehindProducts) {
+  expect_equal("llama", {"model.kv_heads=2"},
+               {{2, {"mesh.tp=2", kOverlap}},
+                {3, {"mesh.tp=3", kOverlap, kSequence}},
+                {6, {"mesh.tp=3", kOverlap, kSequence, "mesh.dp_shard=2", "zero.stage=3", "recompute.mode=full"}}});
+  expect_equal("gpt2", {"model.dropout=0.1", "model.tie_embeddings=true"}, {{4, {"mesh.tp=4", kOverlap, kSequence, "tensor.keep_gathered=true"}}});
+}
+
 TEST_F(TensorParallelRuns, RecomputesBitForBit) {
   for (const auto& sequence : {std::string("tensor.sequence_parallel=false"), kSequence}) {
-    const Trace kept = train(config("llama", {"mesh.tp=2", sequence}), 2);
-    for (const char* mode : {"recompute.mode=full", "recompute.mode=selective"}) {
-      const Trace again = train(config("llama", {"mesh.tp=2", sequence, mode}), 2);
-      EXPECT_EQ(difference(again.gradients, kept.gradients), 0) << mode << " " << sequence;
-      EXPECT_EQ(again.steps.back().loss, kept.steps.back().loss) << mode << " " << sequence;
+    for (const auto& overlap : {std::string("tensor.overlap=false"), kOverlap}) {
+      const Trace kept = train(config("llama", {"mesh.tp=2", sequence, overlap}), 2);
+      for (const char* mode : {"recompute.mode=full", "recompute.mode=selective"}) {
+        const Trace again = train(config("llama", {"mesh.tp=2", sequence, overlap, mode}), 2);
+        EXPECT_EQ(difference(again.gradients, kept.gradients), 0) << mode << " " << sequence << " " << overlap;
+        EXPECT_EQ(again.steps.back().loss, kept.steps.back().loss) << mode << " " << sequence << " " << overlap;
+      }
     }
   }
+}
+
+TEST_F(TensorParallelRuns, KeepWhatIsGatheredWithTheSameBits) {
+  const std::vector<std::string> sets{"mesh.tp=3", kSequence};
+  const Trace again = train(config("llama", sets), 3), kept = train(config("llama", {sets[0], sets[1], "tensor.keep_gathered=true"}), 3);
+  EXPECT_EQ(difference(kept.gradients, again.gradients), 0);
+  EXPECT_EQ(kept.steps.back().loss, again.steps.back().loss);
 }
 
 }  // namespace

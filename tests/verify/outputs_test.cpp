@@ -61,11 +61,43 @@ TEST_F(SlicedOutputs, ASliceThatIsOffIsNamedWithItsRankAndStep) {
 TEST_F(SlicedOutputs, WhatIsNotMadeUpIsUnseen) {
   give(0, 0, whole_.narrow(1, 0, 3), part(1, 0, 3));
   EXPECT_EQ(compared(0).unseen, 1) << "two columns are nobody's";
-  give(0, 0, whole_ * 0.5, {.boxes = {}, .partial_over = {"tp"}});
-  give(1, 0, whole_ * 0.5, {.boxes = {}, .partial_over = {"tp"}});
-  const auto partial = compared(0);
-  EXPECT_EQ(partial.unseen, 1);
-  EXPECT_EQ(partial.compared, 0) << "a summand says nothing by itself";
+}
+
+TEST_F(SlicedOutputs, TermsOfASumAreAddedUpWhereTheyAreOfTheSamePart) {
+  const nn::OutputLayout term{.boxes = {}, .partial_over = {"tp"}};
+  give(0, 0, whole_ * 0.25, term);
+  give(1, 0, whole_ * 0.75, term);
+  auto result = compared(0);
+  EXPECT_EQ(result.compared, 1) << "a summand says nothing by itself";
+  EXPECT_EQ(result.bit_equal, 1);
+  EXPECT_EQ(result.unseen, 0);
+  give(1, 2, whole_ * 0.25, term);  // the other's is missing
+  EXPECT_NEAR(compared(2).first.value().value, 0.75, 1e-6);
+  // Of the output final, of the gradient that arrives at it partial.
+  nn::OutputLayout shared = part(1, 0, 3);
+  shared.gradient_partial_over = {"tp"};
+  for (const int rank : {0, 1}) {
+    ranks_[rank].output(key(4), whole_.narrow(1, 0, 3), shared);
+    ranks_[rank].output(key(4, /*backward=*/true), whole_.narrow(1, 0, 3) * 0.5, shared);
+  }
+  OutputComparer comparer({&ranks_[0], &ranks_[1]}, bounds_, kBatch);
+  comparer.output(key(4), whole_, {});
+  comparer.output(key(4, /*backward=*/true), whole_, {});
+  EXPECT_EQ(comparer.forward().bit_equal, 2);
+  EXPECT_EQ(comparer.backward().compared, 1);
+  EXPECT_EQ(comparer.backward().bit_equal, 1);
+  EXPECT_EQ(comparer.backward().unseen, 1) << "two columns are nobody's";
+}
+
+TEST_F(SlicedOutputs, ASumOfTermsThatWereNotKeptIsUnknown) {
+  const nn::OutputLayout term{.boxes = {}, .partial_over = {"tp"}};
+  RecordedOutputs full[2]{RecordedOutputs(1 << 20), RecordedOutputs(0)};
+  for (auto& rank : full) rank.output(key(0), whole_ * 0.5, term);
+  OutputComparer comparer({&full[0], &full[1]}, bounds_, kBatch);
+  comparer.output(key(0), whole_, {});
+  EXPECT_EQ(comparer.forward().compared, 1);
+  EXPECT_EQ(comparer.forward().beyond_budget, 1);
+  EXPECT_FALSE(comparer.forward().first);
 }
 
 TEST_F(SlicedOutputs, AnotherShapeThanStatedIsInfinitelyFar) {

@@ -7,7 +7,9 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/decorators/decorator.h"
+#include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/linear.h"
 #include "tests/verify/fixture.h"
 
 namespace tessera {
@@ -16,6 +18,8 @@ namespace {
 using ::testing::HasSubstr;
 
 using Planted = testing::VerifyFixture;
+
+constexpr const char* kSequence = "tensor.sequence_parallel=true";
 
 /// Adds 1e-3 of its largest entry to one number of a module's output.
 struct Nudge : nn::Interceptor {
@@ -100,7 +104,8 @@ TEST_F(Planted, ARanksContributionThatIsDroppedIsFound) {
   EXPECT_THAT(to_string(report), HasSubstr("how gradients are added up"));
 }
 
-TEST_F(Planted, ANormWhoseGradientIsNotReducedIsNamed) {
+/// What a rank adds up by itself takes the place of the sum over all: over data ranks, or over parts of the sequence.
+void expect_unreduced_norm_is_named(const std::function<VerifyReport(const VerifyOptions&)>& run) {
   VerifyOptions options{.steps = 1};  // in the second, the replicas have drifted apart
   std::vector<at::Tensor> local(3);
   options.plant.attach = [&](Composition& run, int rank) {
@@ -116,13 +121,18 @@ TEST_F(Planted, ANormWhoseGradientIsNotReducedIsNamed) {
     parameter(run, "layers.0.ffn_norm.weight").mutable_grad().copy_(own);
     own.zero_();
   };
-  const auto report = run("dp_replicate=3", "llama", {}, options);
+  const auto report = run(options);
   EXPECT_FALSE(report.passed());
   EXPECT_EQ(report.gradients.worst().name, "layers.0.ffn_norm.weight");
   for (const auto& each : report.gradients.each) {
     if (each.name != "layers.0.ffn_norm.weight") EXPECT_LE(each.value, report.gradients.bound) << each.name;
   }
   EXPECT_FALSE(report.weights.within()) << "each rank updates its replica by its own";
+}
+
+TEST_F(Planted, ANormWhoseGradientIsNotReducedIsNamed) {
+  expect_unreduced_norm_is_named([&](const VerifyOptions& options) { return run("dp_replicate=3", "llama", {}, options); });
+  expect_unreduced_norm_is_named([&](const VerifyOptions& options) { return run("tp=3", "llama", {kSequence}, options); });
 }
 
 TEST_F(Planted, AnotherStartAndAnotherUpdateAreFound) {
@@ -273,6 +283,96 @@ TEST_F(Planted, AGradientsSliceThatIsOffByOneElementIsNamed) {
     EXPECT_EQ(report.gradients.worst().rank, 1);
     for (const auto& each : report.gradients.each) EXPECT_EQ(each.value > report.gradients.bound, each.name == name) << each.name;
     EXPECT_THAT(to_string(report), HasSubstr("first that of " + name));
+  }
+}
+
+/// A row-wise layer whose terms carry the bias already, which is added to their sum once more. It begins as zero, so its gradient is the first to show it.
+TEST_F(Planted, ABiasThatEveryRankAddsIsNamed) {
+  constexpr const char* kModule = "layers.1.feed_forward.w2";
+  for (const std::vector<std::string>& sets : {std::vector<std::string>{}, {kSequence}}) {
+    VerifyOptions options;
+    options.plant.attach = [](Composition& run, int) {
+      for (const auto& [path, module] : nn::interceptable_modules(*run.model, kModule)) dynamic_cast<nn::LinearImpl&>(*module).leave_bias_out(false);
+      return Attachment();
+    };
+    const auto report = run("tp=3", "gpt2", sets, options);
+    EXPECT_FALSE(report.passed());
+    EXPECT_EQ(report.gradients.worst().name, std::string(kModule) + ".bias");
+    ASSERT_TRUE(report.forward.first) << to_string(report);
+    EXPECT_EQ(report.forward.first->module, kModule);
+    EXPECT_EQ(report.forward.first->step, 2);
+  }
+}
+
+TEST_F(Planted, GradientsOfPartsOfTheSequenceThatAreNotReducedAreNamed) {
+  VerifyOptions options{.steps = 1};
+  options.plant.network = wrong_network("all_reduce", "tensor_parallel.shared", [](int, const comm::Call&, const auto&) { return comm::completed_work(); });
+  const auto report = run("tp=2", "gpt2", {kSequence}, options);
+  EXPECT_FALSE(report.passed());
+  EXPECT_FALSE(report.forward.first) << to_string(report);
+  EXPECT_FALSE(report.backward.first) << to_string(report);
+  for (const auto& each : report.gradients.each) {
+    const auto is = [&](const char* part) { return each.name.find(part) != std::string::npos; };
+    EXPECT_EQ(each.value > report.gradients.bound, is("norm") || is("wo.bias") || is("w2.bias") || is("embed_positions")) << each.name << ": " << each.value;
+  }
+}
+
+TEST_F(Planted, ATermOfARowWiseLayerThatIsDroppedIsNamed) {
+  constexpr const char* kModule = "layers.1.attention.wo";
+  for (const bool sequence : {false, true}) {
+    VerifyOptions options;
+    options.plant.network = wrong_network(sequence ? "reduce_scatter" : "all_reduce", kModule, [](int rank, const comm::Call& call, const auto& forward) {
+      if (rank == 1) at::Tensor(call.inputs[0]).zero_();
+      return forward();
+    });
+    const auto report = run("tp=3", "llama", sequence ? std::vector<std::string>{kSequence} : std::vector<std::string>{}, options);
+    EXPECT_FALSE(report.passed());
+    ASSERT_TRUE(report.forward.first) << to_string(report);
+    EXPECT_EQ(report.forward.first->module, kModule);
+    EXPECT_EQ(report.forward.first->step, 1);
+    EXPECT_THAT(to_string(report), HasSubstr(std::string("look at ") + kModule + " first"));
+  }
+}
+
+/// Each rank takes its own part's largest logit for that of the whole vocabulary, so the sums of exponentials have different units.
+TEST_F(Planted, AVocabularyPartsMaximumThatIsWrongIsNamed) {
+  VerifyOptions options;
+  options.plant.network = wrong_network("all_reduce", "head", [](int, const comm::Call& call, const auto& forward) {
+    return call.reduction == comm::Op::Max ? comm::completed_work() : forward();
+  });
+  const auto report = run("tp=2", "llama", {}, options);
+  EXPECT_FALSE(report.passed());
+  ASSERT_TRUE(report.forward.first) << to_string(report);
+  EXPECT_EQ(report.forward.first->module, "head");
+  EXPECT_FALSE(report.losses.within());
+}
+
+/// Another id in the batch of one rank of a tensor-parallel group, of an entry that the last of two ranks holds.
+struct OtherId : nn::Interceptor {
+  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+    const at::Tensor ids = inputs[0].toTensor().clone();
+    ids[0][3] = 200;
+    inputs[0] = ids;
+    return next(std::move(inputs));
+  }
+};
+
+TEST_F(Planted, OtherIdsOnARankAreNamedAndRefusedByCommCheck) {
+  VerifyOptions options;
+  options.plant.attach = [](Composition& run, int rank) {
+    return rank == 1 ? nn::attach(*run.model, "embed_tokens", std::make_shared<OtherId>()) : Attachment();
+  };
+  const auto report = run("tp=2", "llama", {}, options);
+  EXPECT_FALSE(report.passed());
+  ASSERT_TRUE(report.forward.first) << to_string(report);
+  EXPECT_EQ(report.forward.first->module, "embed_tokens");
+  for (const char* mesh : {"tp=2", "tp=2,dp_replicate=2"}) {
+    try {
+      run(mesh, "llama", {"comm.check=true", kSequence}, options);
+      FAIL() << "nothing was refused";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("argument 0 of 'embed_tokens' has to be the same on every rank of tp, and rank 1 was given another one"));
+    }
   }
 }
 

@@ -28,6 +28,14 @@ TEST_F(VerifyTest, RecomputationOnOneRankIsBitForBit) {
   EXPECT_EQ(alone.forward.unseen + alone.backward.unseen, 0);
 }
 
+TEST_F(VerifyTest, SlicesOnTheHostPassAndAreBitForBitOnOneRank) {
+  const std::vector<std::string> sets{"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "model.dropout=0.1"};
+  const auto alone = run("dp_shard=1", "llama", sets);
+  EXPECT_TRUE(alone.passed() && alone.bit_for_bit) << to_string(alone);
+  expect_passes("dp_shard=3", "llama", sets);
+  expect_passes("dp_shard=2,dp_replicate=2", "gpt2", sets);
+}
+
 TEST_F(VerifyTest, OneRankAndTheDeterministicTreeAreBitForBit) {
   for (const char* mesh : {"dp_replicate=1", "dp_replicate=3", "dp_replicate=5"}) {
     const auto report = run(mesh, "llama", {"run.deterministic=true"});
@@ -53,6 +61,17 @@ TEST_F(VerifyTest, EveryModuleAndTensorIsCompared) {
   EXPECT_EQ(report.weights.each.size(), report.gradients.each.size());
   EXPECT_EQ(report.initial_weights.each.size(), report.gradients.each.size());
   EXPECT_EQ(report.gradients.each.front().name, "embed_tokens.weight");
+}
+
+TEST_F(VerifyTest, OfLayersThatAreCutEveryModuleIsComparedOnEveryRank) {
+  const auto whole = run("dp_replicate=1", "llama", {"model.kv_heads=2"});
+  for (const char* sequence : {"tensor.sequence_parallel=false", "tensor.sequence_parallel=true"}) {
+    const auto cut = run("tp=4", "llama", {"model.kv_heads=2", sequence});
+    EXPECT_EQ(cut.forward.compared, 4 * whole.forward.compared);
+    // Two ranks hold a key-value head together: their terms of the gradients of 2 layers' wk and wv are compared as one.
+    EXPECT_EQ(cut.backward.compared, 4 * whole.backward.compared - cut.steps * cut.micro_batches * 2 * 2 * 2);
+    EXPECT_EQ(cut.forward.unseen + cut.backward.unseen, 0);
+  }
 }
 
 TEST_F(VerifyTest, OutputsBeyondTheBudgetAreHeldByTheirHashes) {

@@ -1,0 +1,109 @@
+#include "tessera/tensor_parallel/overlap_ring.h"
+
+#include <ATen/ops/empty.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::tensor_parallel {
+namespace {
+
+/// Both kinds of ring may be under way between the same two ranks.
+constexpr int kGatherTag = 1, kSumTag = 2;
+
+/// The rank `steps` before this one.
+int before(const comm::Group& group, int steps) { return (group.rank() - steps % group.size() + group.size()) % group.size(); }
+
+/// Starts sending `out` to the next rank and receiving `in` from the one before. Nothing is exchanged for what is empty: both sides know its size.
+/// Neighbours begin with different halves, for engines that carry out what two ranks exchange in the order of the calls.
+void start_exchange(const comm::Group& group, int tag, const at::Tensor& out, const at::Tensor& in, comm::Pending& sent, comm::Pending& received) {
+  const auto send = [&] {
+    if (out.numel() > 0) sent = comm::send_async(group, out, before(group, group.size() - 1), tag);
+  };
+  const auto receive = [&] {
+    if (in.numel() > 0) received = comm::recv_async(group, in, before(group, 1), tag);
+  };
+  if (group.rank() % 2 == 0) {
+    send();
+    receive();
+  } else {
+    receive();
+    send();
+  }
+}
+
+/// Memory for any part of `whole`, of `options`.
+at::Tensor part_memory(std::vector<int64_t> whole, int ranks, const at::TensorOptions& options) {
+  whole[1] = chunk(whole[1], ranks, 0).second;
+  const MemoryScope scratch(MemoryCategory::Comm);
+  return at::empty({c10::multiply_integers(whole)}, options);
+}
+
+at::Tensor view_of(const at::Tensor& memory, std::vector<int64_t> shape, int64_t positions) {
+  shape[1] = positions;
+  return memory.narrow(0, 0, c10::multiply_integers(shape)).view(shape);
+}
+
+}  // namespace
+
+GatherRing::GatherRing(comm::Group group, const at::Tensor& own, int64_t positions) : group_(std::move(group)), positions_(positions), part_(own) {
+  const int64_t expected = span().second;
+  invariant(own.size(1) == expected, "a part of ", own.size(1), " positions is not this rank's ", expected, " of ", positions);
+  exchange();
+}
+
+std::pair<int64_t, int64_t> GatherRing::span() const { return chunk(positions_, group_.size(), before(group_, step_)); }
+
+void GatherRing::exchange() {
+  if (step_ + 1 >= group_.size()) return;
+  auto whole = part_.sizes().vec();
+  whole[1] = positions_;
+  at::Tensor& memory = memory_[static_cast<size_t>(step_ % 2)];
+  if (!memory.defined()) memory = part_memory(whole, group_.size(), part_.options());
+  next_ = view_of(memory, whole, chunk(positions_, group_.size(), before(group_, step_ + 1)).second);
+  start_exchange(group_, kGatherTag, part_, next_, sent_, received_);
+}
+
+void GatherRing::advance() {
+  received_.wait();
+  sent_.wait();  // what it sent from is overwritten by the next exchange
+  part_ = std::move(next_);
+  ++step_;
+  exchange();
+}
+
+SumRing::SumRing(comm::Group group, std::vector<int64_t> whole, const at::TensorOptions& options)
+    : group_(std::move(group)), whole_(std::move(whole)), options_(options) {
+  begin_term();
+}
+
+std::pair<int64_t, int64_t> SumRing::span() const { return chunk(whole_[1], group_.size(), before(group_, step_ + 1)); }
+
+at::Tensor SumRing::part_of(const at::Tensor& memory) const { return view_of(memory, whole_, span().second); }
+
+void SumRing::begin_term() {
+  if (step_ + 1 == group_.size()) {  // its own: the result
+    auto shape = whole_;
+    shape[1] = span().second;
+    term_ = at::empty(shape, options_);
+    return;
+  }
+  at::Tensor& memory = memory_[static_cast<size_t>(step_ % 2)];
+  if (!memory.defined()) memory = part_memory(whole_, group_.size(), options_);
+  term_ = part_of(memory);
+}
+
+void SumRing::pass_on() {
+  if (step_ > 0) {
+    received_.wait();
+    term_.add_(part_of(incoming_));
+  }
+  sent_.wait();  // its memory is the next term's
+  if (++step_ == group_.size()) return;
+  if (!incoming_.defined()) incoming_ = part_memory(whole_, group_.size(), options_);
+  start_exchange(group_, kSumTag, term_, part_of(incoming_), sent_, received_);
+  begin_term();
+}
+
+}  // namespace tessera::tensor_parallel
