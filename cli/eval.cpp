@@ -13,6 +13,8 @@
 #include "tessera/data/corpus.h"
 #include "tessera/data/sequential_loader.h"
 #include "tessera/data/tokenizer.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/stepper.h"
@@ -29,11 +31,12 @@ struct Flags {
   bool json = false;
 };
 
-// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary].
-void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const Flags& flags) {
+// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
+void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const Flags& flags, bool writes) {
   data::SequentialLoader loader(std::move(corpus), flags.seq_len, flags.micro_size);
   at::NoGradGuard no_grad;
   const at::Tensor logits = model.logits(loader.next()->tokens).to(at::kFloat);
+  if (!writes) return;
   checkpoint::SafetensorsWriter writer(flags.dump_logits, {{"logits", at::kFloat, logits.sizes().vec()}});
   writer.write(logits);
   writer.finish();
@@ -42,25 +45,29 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 int eval(const Flags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
-  auto loaded = load_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
-  const auto& model = loaded.config.model;
+  const auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
+  const Config& config = source.config;
+  const auto& model = config.model;
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
-  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? loaded.config.data.tokenizer : flags.tokenizer);
+  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
   data::check_vocabulary(*tokenizer, model.vocab_size);
-  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, loaded.config.data.cache_dir);
+  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir);
   data::check_windows(*corpus, flags.seq_len, 1, "--seq-len");
-  world_size(flags.nproc);
+  const int ranks = world_size(flags.nproc);
+  reading_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
-  auto world = comm::World::from_environment(comm::world_options(loaded.config.comm));
+  auto world = comm::World::from_environment(comm::world_options(config.comm));
   Evaluation found;
   world.guard([&] {
-    RankScope scope(loaded.config, world.local_size());
-    found = evaluate(*loaded.model, corpus, flags.seq_len, flags.micro_size, world.group());
+    RankScope scope(config, world.local_size());
+    const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
+    const auto loaded = load_model(source, mesh["tp"]);
+    found = evaluate(*loaded.model, corpus, flags.seq_len, flags.micro_size, mesh[data_axes()]);
+    if (!flags.dump_logits.empty() && mesh.rank(data_axes()) == 0) write_logits(*loaded.model, corpus, flags, world.rank() == 0);
   });
   if (world.rank() != 0) return 0;
-  if (!flags.dump_logits.empty()) write_logits(*loaded.model, corpus, flags);
   if (flags.json) {
     std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", format_float(found.loss).c_str(), static_cast<long long>(found.tokens),
                 format_float(found.bits_per_byte).c_str());
@@ -81,7 +88,8 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command->add_option("--seq-len", flags->seq_len, "Tokens of a window")->required();
   command->add_option("--micro-size", flags->micro_size, "Windows of a forward pass")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, parts of its layers")
+      ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");
   command->add_flag("--json", flags->json, "Print one line of JSON");

@@ -2,13 +2,17 @@
 
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "tessera/core/error.h"
 #include "tessera/data/tokenizer.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/train/load_model.h"
+#include "tessera/train/stepper.h"
 
 namespace tessera::cli {
 
@@ -17,6 +21,7 @@ namespace {
 struct Flags {
   std::string from_hf, checkpoint, tokenizer, prompt;
   int64_t max_tokens = 100;
+  int nproc = 1;
   SampleOptions sample{.temperature = 0.8, .top_k = 40};
   std::vector<std::string> sets;
 };
@@ -32,31 +37,67 @@ size_t whole_characters(const std::string& text) {
   return text.size();
 }
 
+/// Writes tokens to stdout as they come.
+class Printer {
+ public:
+  explicit Printer(const data::Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
+
+  void prompt(const std::string& text) { std::fputs(text.c_str(), stdout); }
+
+  void token(int64_t token) {
+    if (token >= tokenizer_.vocab_size()) return;  // ids that the model has beyond the tokenizer's stand for nothing
+    const int32_t id = static_cast<int32_t>(token);
+    waiting_ += tokenizer_.decode({&id, 1});
+    const size_t ready = whole_characters(waiting_);
+    std::fwrite(waiting_.data(), 1, ready, stdout);
+    std::fflush(stdout);
+    waiting_.erase(0, ready);
+  }
+
+  void end() {
+    std::fwrite(waiting_.data(), 1, waiting_.size(), stdout);
+    std::fputc('\n', stdout);
+  }
+
+ private:
+  const data::Tokenizer& tokenizer_;
+  std::string waiting_;
+};
+
+/// One text is made by one copy of the model.
+void check_layout(const Config& config, int ranks) {
+  const auto layout = reading_layout(config, ranks);
+  require(layout.copies == 1, "mesh.dp_replicate = ", layout.copies,
+          ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks, ", or start fewer");
+}
+
 int generate_text(const Flags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
-  auto loaded = load_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
-  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? loaded.config.data.tokenizer : flags.tokenizer);
-  data::check_vocabulary(*tokenizer, loaded.config.model.vocab_size);
+  const auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
+  const Config& config = source.config;
+  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
+  data::check_vocabulary(*tokenizer, config.model.vocab_size);
   const auto ids = tokenizer->encode(flags.prompt);
   require(!ids.empty(), "--prompt is empty: give the text to continue");
   const std::vector<int64_t> prompt(ids.begin(), ids.end());
-
-  std::fputs(flags.prompt.c_str(), stdout);
-  std::string waiting;
   const auto end_of_text = tokenizer->eos() ? std::optional<int64_t>(*tokenizer->eos()) : std::nullopt;
-  generate(*loaded.model, prompt, flags.max_tokens, flags.sample, end_of_text, [&](int64_t token) {
-    // Ids that the model has beyond the tokenizer's stand for nothing.
-    if (token >= tokenizer->vocab_size()) return true;
-    const int32_t id = static_cast<int32_t>(token);
-    waiting += tokenizer->decode({&id, 1});
-    const size_t ready = whole_characters(waiting);
-    std::fwrite(waiting.data(), 1, ready, stdout);
-    std::fflush(stdout);
-    waiting.erase(0, ready);
-    return true;
+  const int ranks = world_size(flags.nproc);
+  check_layout(config, ranks);
+  if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
+
+  auto world = comm::World::from_environment(comm::world_options(config.comm));
+  world.guard([&] {
+    RankScope scope(config, world.local_size());
+    const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
+    const auto loaded = load_model(source, mesh["tp"]);
+    std::optional<Printer> printer;  // every rank draws every token, and one writes it
+    if (world.rank() == 0) printer.emplace(*tokenizer).prompt(flags.prompt);
+    generate(*loaded.model, prompt, flags.max_tokens, flags.sample, end_of_text, [&](int64_t token) {
+      if (printer) printer->token(token);
+      return true;
+    });
+    if (printer) printer->end();
   });
-  std::fwrite(waiting.data(), 1, waiting.size(), stdout);
-  std::fputc('\n', stdout);
   return 0;
 }
 
@@ -74,6 +115,7 @@ void add_generate(CLI::App& app, int& exit_code) {
   command->add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all")->capture_default_str();
   command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
   command->add_option("--seed", flags->sample.seed, "The same text for the same seed")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });
 }

@@ -1,10 +1,14 @@
 #include "tessera/train/load_model.h"
 
+#include <algorithm>
+
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/core/config_missing.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 
@@ -22,12 +26,14 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-std::shared_ptr<LanguageModel> build(const Config& config, at::Device device) {
-  auto model = on_meta([&] { return make_model(config.model); });
-  precision::apply(*model, precision::policy_from(config.precision));
-  materialize(*model, 0, device);
-  model->eval();
-  return model;
+LoadedModel build(const Config& config, const comm::Group& tensor, at::Device device) {
+  LoadedModel built;
+  built.model = on_meta([&] { return make_model(config.model); });
+  precision::apply(*built.model, precision::policy_from(config.precision));
+  built.tensor = cut_layers(config, *built.model, tensor);
+  materialize(*built.model, 0, device);
+  built.model->eval();
+  return built;
 }
 
 }  // namespace
@@ -38,30 +44,55 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   found.manifest = checkpoint::read_manifest(found.folder);
   const std::string source = found.folder.string();
   Config saved = config_of(found.manifest.progress, source);
-  saved.checkpoint = {};  // how that run resumed is not how its checkpoint is to be read
+  saved.checkpoint = {};  // how that run resumed, and over which ranks it was cut, is not how its checkpoint is to be read
+  saved.mesh = {};
+  saved.zero = {};
+  saved.tensor = {};
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   resolve(found.config);
   return found;
 }
 
-LoadedModel load_model(const ModelSource& source, const std::vector<std::string>& sets, at::Device device) {
+FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets) {
   require(source.from_hf.empty() != source.checkpoint.empty(), "a model comes from --from-hf DIR or from --checkpoint DIR: give one of the two");
-  LoadedModel loaded;
-  if (!source.from_hf.empty()) {
-    auto all = sets;
-    all.push_back("model.from_hf=" + source.from_hf.string());
-    loaded.config = parse_config("", std::filesystem::current_path(), all, "--from-hf");
-    loaded.config.model = checkpoint::read_hugging_face_config(loaded.config);
-    resolve(loaded.config);
-    loaded.model = build(loaded.config, device);
-    checkpoint::load_hugging_face(source.from_hf, loaded.config.model, checkpoint::parameter_tensors(*loaded.model));
+  FoundModel found;
+  if (source.from_hf.empty()) {
+    found.checkpoint = find_checkpoint(source.checkpoint, "--checkpoint", sets);
+    found.config = found.checkpoint->config;
+    return found;
+  }
+  auto all = sets;
+  all.push_back("model.from_hf=" + source.from_hf.string());
+  found.config = parse_config("", std::filesystem::current_path(), all, "--from-hf");
+  found.config.model = checkpoint::read_hugging_face_config(found.config);
+  resolve(found.config);
+  return found;
+}
+
+ReadingLayout reading_layout(const Config& config, int world_size) {
+  require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
+          ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
+  const auto axes = resolve_mesh(config.mesh, config.zero.stage, world_size);
+  refuse_missing_techniques(config, axes);
+  const auto size_of = [&](const std::string& name) { return std::ranges::find_if(axes, [&](const auto& axis) { return axis.first == name; })->second; };
+  const ReadingLayout layout{.copies = size_of("dp_replicate"), .tensor_ranks = size_of("tp")};
+  require(size_of("dp_shard") == 1, "mesh.dp_shard = ", size_of("dp_shard"),
+          ": shards what training keeps, and a model that is only read keeps none of it; cut layers by mesh.tp, or leave mesh.dp_shard out");
+  require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
+          "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
+  if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
+  return layout;
+}
+
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, at::Device device) {
+  LoadedModel loaded = build(found.config, tensor, device);
+  if (!found.checkpoint) {
+    checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_tensors(*loaded.model));
     return loaded;
   }
-  const auto found = find_checkpoint(source.checkpoint, "--checkpoint", sets);
-  loaded.config = found.config;
-  loaded.model = build(loaded.config, device);
-  checkpoint::load(found.folder, found.manifest, checkpoint::training_tensors(*loaded.model, nullptr),
-                   {.verify = loaded.config.checkpoint.verify, .ignore_prefixes = {"optimizer.", hook_prefix}, .partial = loaded.config.checkpoint.partial});
+  const auto& [folder, manifest, config] = *found.checkpoint;
+  checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr),
+                   {.verify = config.checkpoint.verify, .ignore_prefixes = {"optimizer.", hook_prefix}, .partial = config.checkpoint.partial});
   return loaded;
 }
 

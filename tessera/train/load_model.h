@@ -2,12 +2,15 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/comm/group.h"
 #include "tessera/core/config.h"
 #include "tessera/models/model.h"
+#include "tessera/tensor_parallel/parallelize.h"
 
 namespace tessera {
 
@@ -17,22 +20,40 @@ struct ModelSource {
   std::filesystem::path checkpoint;  ///< a checkpoint, or a checkpoint.dir, of which the newest valid one is taken
 };
 
-struct LoadedModel {
-  Config config;                         ///< of the run that trained it, with `--set` on top; only [model] is known of a Hugging Face model
-  std::shared_ptr<LanguageModel> model;  ///< in evaluation mode
-};
-
 /// A checkpoint and what it was trained with.
 struct FoundCheckpoint {
   std::filesystem::path folder;
   checkpoint::Manifest manifest;
-  Config config;  ///< with `--set` on top, resolved
+  Config config;  ///< without the layout, which is not the reader's, and with `--set` on top, resolved
+};
+
+/// A model that is known but not yet loaded.
+struct FoundModel {
+  Config config;                              ///< of FoundCheckpoint; only [model] and `--set` are known of a Hugging Face model
+  std::optional<FoundCheckpoint> checkpoint;  ///< none: the folder of config.model.from_hf
+};
+
+/// Members are destroyed from the last to the first.
+struct LoadedModel {
+  std::shared_ptr<LanguageModel> model;    ///< in evaluation mode
+  std::unique_ptr<TensorParallel> tensor;  ///< what cuts its layers; null where they are whole
 };
 
 /// The checkpoint `given`, or the newest valid one where it is a checkpoint.dir. `flag` names it in messages. Throws ConfigError.
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets = {});
 
-/// Loads weights alone, for eval and generate. Throws ConfigError.
-LoadedModel load_model(const ModelSource& source, const std::vector<std::string>& sets, at::Device device = at::kCPU);
+/// Reads what is known of a model without its weights. Throws ConfigError.
+FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets);
+
+/// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, and that many copies. Refuses by name what reading has no use
+/// for (state to shard), techniques that this build lacks, and layers that cannot be cut. Starts no process group. Throws ConfigError.
+struct ReadingLayout {
+  int copies = 1, tensor_ranks = 1;
+};
+ReadingLayout reading_layout(const Config& config, int world_size);
+
+/// Loads weights alone, for eval and generate; of layers that are cut over the ranks of `tensor`, each reads its part. Collective over them. Throws
+/// ConfigError.
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), at::Device device = at::kCPU);
 
 }  // namespace tessera

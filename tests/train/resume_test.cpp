@@ -144,6 +144,20 @@ class Resume : public testing::TrainFixture {
   }
 };
 
+TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
+  const Layout host{"zero3x2 on the host", 2, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}};
+  const Layout device{"zero3x2", 2, {"zero.stage=3"}};
+  for (const Settings& sets : {Settings{}, Settings{"precision.params=bf16", "precision.compute=bf16"}}) {
+    const auto on_host = run_saving(host, sets), on_device = run_saving(device, sets);
+    expect_same_bits(stored(saved(host, kLast)), stored(saved(device, kLast)));
+    for (const Layout* target : {&host, &device}) {
+      expect_same_bits(loaded(*target, sets, saved(host, kSaved)), stored(saved(device, kSaved)));
+      expect_goes_on(host, *target, sets, /*bound=*/0, on_device);
+      expect_goes_on(device, *target, sets, /*bound=*/0, on_host);
+    }
+  }
+}
+
 TEST_F(Resume, EveryLayoutGoesOnInEveryOther) {
   constexpr size_t kAll = 5;
   for (size_t from = 0; from < kAll; ++from) {
@@ -170,6 +184,43 @@ TEST_F(Resume, LayersThatAreCutGoOnCutInAnotherWayOrWhole) {
       SCOPED_TRACE(cut[to].name);
       expect_same_bits(loaded(cut[to], {}, saved(cut[from], kSaved)), state);
       expect_goes_on(cut[from], cut[to], {}, kLosses, whole);
+    }
+  }
+}
+
+/// One run that moves from layout to layout, each leg from the checkpoint of the last, beside one device that never moved.
+TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
+  const Layout together{"tp2 x dp_shard2", 4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"}};
+  const std::vector<Layout> legs{{"tp4", 4, {"mesh.tp=4"}}, {"dp2", 2, {}}, together, {"one", 1, {}}};
+  constexpr int64_t kLeg = 4;  // steps
+  const auto last_step = [&](size_t leg) { return kLeg * static_cast<int64_t>(leg + 1); };
+  for (const Settings& model : {Settings{"model.family=gpt2", "model.kv_heads=4", "model.tie_embeddings=true"}, Settings{"model.tie_embeddings=false"}}) {
+    SCOPED_TRACE(model.front());
+    const auto with = [&](Settings sets, size_t leg) {
+      sets.insert(sets.begin(), model.begin(), model.end());
+      sets.push_back("run.steps=" + std::to_string(last_step(leg)));
+      return sets;
+    };
+    const auto unmoved = run(legs.back(), with({}, legs.size() - 1));
+    const Layout moving{"moving", 0, {}};
+    std::filesystem::remove_all(saved(moving));
+    for (size_t leg = 0; leg < legs.size(); ++leg) {
+      SCOPED_TRACE(legs[leg].name);
+      Settings sets{"checkpoint.dir=" + saved(moving).string()};
+      const auto before = saved(moving, last_step(leg) - kLeg);
+      if (leg > 0) {  // weights and Adam's state arrive to the bit
+        const auto state = stored(before);
+        EXPECT_TRUE(std::ranges::any_of(state, [](const auto& entry) { return entry.first.starts_with("optimizer."); }));
+        expect_same_bits(loaded(legs[leg], with({}, leg), before), state);
+        sets.push_back("checkpoint.resume=" + before.string());
+      }
+      const auto steps = run(legs[leg], with(sets, leg));
+      ASSERT_EQ(steps.size(), kLeg);
+      for (const StepResult& step : steps) {
+        const StepResult& want = unmoved[static_cast<size_t>(step.step - 1)];
+        EXPECT_NEAR(step.loss, want.loss, kLosses * want.loss) << step.step;
+        EXPECT_NEAR(step.grad_norm, want.grad_norm, 2e-5 * want.grad_norm) << step.step;
+      }
     }
   }
 }

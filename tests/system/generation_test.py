@@ -1,0 +1,85 @@
+"""A checkpoint of any layout is read in any other: the same text is written, and the same loss found."""
+
+import json
+import unittest
+
+import numpy
+
+from support import SystemTest, run, safetensors
+
+LOSSES = 5e-6  # relative
+
+
+class Generation(SystemTest):
+    def checkpoint(self, family, kv_heads, sets, nproc):
+        saved = self.folder / family
+        recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=kv_heads)
+        self.train(f"{family}-log", nproc=nproc, sets=[f"checkpoint.dir={saved}", "run.steps=60", "optim.lr=3e-3", *sets], recipe=recipe)
+        return saved
+
+    def read(self, command, saved, *arguments, nproc=1, sets=(), expect=0):
+        flags = [x for s in sets for x in ("--set", s)]
+        done = run(command, "--checkpoint", saved, "--nproc", nproc, *flags, *arguments)
+        self.assertEqual(done.returncode, expect, done.stderr)
+        return done
+
+    def assert_read_alike(self, saved, layouts):
+        greedy = ("--prompt", "the ", "--max-tokens", 40, "--temperature", 0)  # more than the context of 32
+        sampled = ("--prompt", "the ", "--max-tokens", 40, "--temperature", 1, "--top-k", 5, "--seed", 3)
+        text = ("--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--micro-size", 4, "--json", "--dump-logits")
+
+        def results(nproc, sets):
+            dump = self.folder / "logits.safetensors"
+            loss = json.loads(self.read("eval", saved, *text, dump, nproc=nproc, sets=sets).stdout)
+            texts = [self.read("generate", saved, *flags, nproc=nproc, sets=sets).stdout for flags in (greedy, sampled)]
+            return texts, loss, safetensors(dump)["logits"]
+
+        texts, loss, logits = results(1, ())
+        self.assertNotEqual(texts[0], texts[1])
+        for text_of_one in texts:
+            self.assertTrue(text_of_one.startswith("the ") and len(text_of_one) > 20, text_of_one)
+        for nproc, sets in layouts:
+            other_texts, other_loss, other_logits = results(nproc, sets)
+            self.assertEqual(other_texts, texts, sets)
+            self.assertEqual(other_loss["tokens"], loss["tokens"])
+            self.assertLessEqual(abs(other_loss["loss"] - loss["loss"]), LOSSES * loss["loss"], sets)
+            self.assertLessEqual(numpy.abs(other_logits - logits).max(), 1e-4 * numpy.abs(logits).max(), sets)
+
+    def test_llama_with_more_ranks_than_key_heads(self):
+        saved = self.checkpoint("llama", 2, ["mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"], nproc=4)
+        self.assert_read_alike(saved, [(2, ["mesh.tp=2"]), (4, ["mesh.tp=4"])])
+
+    def test_gpt2_with_tied_embeddings(self):
+        saved = self.checkpoint("gpt2", 4, ["model.tie_embeddings=true", "mesh.tp=3"], nproc=3)
+        self.assert_read_alike(saved, [(3, ["mesh.tp=3", "tensor.sequence_parallel=true"])])
+
+    def test_hugging_face_files_are_cut_as_they_are_read(self):
+        saved, exported = self.checkpoint("llama", 2, [], nproc=1), self.folder / "exported"
+        self.assertEqual(run("convert", saved, exported, "--to", "hf").returncode, 0)
+        prompt = ("--prompt", "the ", "--max-tokens", 20, "--temperature", 0)
+        done = run("generate", "--from-hf", exported, "--tokenizer", "byte", "--nproc", 3, "--set", "mesh.tp=3", *prompt)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout, self.read("generate", saved, *prompt).stdout)
+
+    def test_copies_share_the_windows_and_layers_are_cut_inside_them(self):
+        saved = self.checkpoint("llama", 2, [], nproc=1)
+        text = ("--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--json")
+        one, four = (json.loads(self.read("eval", saved, *text, nproc=n, sets=sets).stdout) for n, sets in ((1, ()), (4, ["mesh.tp=2"])))
+        self.assertEqual(four["tokens"], one["tokens"])
+        self.assertLessEqual(abs(four["loss"] - one["loss"]), LOSSES * one["loss"])
+
+    def test_what_cannot_be_read_so_is_refused(self):
+        saved = self.checkpoint("llama", 2, ["run.steps=3"], nproc=1)
+        for nproc, sets, words in (
+            (2, [], "mesh.dp_replicate = 2: one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=2"),
+            (2, ["mesh.tp=2", "zero.stage=3"], "zero.stage = 3: shards what training keeps"),
+            (2, ["mesh.dp_shard=2"], "mesh.dp_shard = 2"),
+            (2, ["mesh.pp=2"], "mesh.pp = 2: pipeline parallelism is not part of this build"),
+            (5, ["mesh.tp=5"], "mesh.tp = 5"),
+        ):
+            done = self.read("generate", saved, "--prompt", "the", nproc=nproc, sets=sets, expect=2)
+            self.assertIn(words, self.refusal(done))
+
+
+if __name__ == "__main__":
+    unittest.main()
