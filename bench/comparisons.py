@@ -17,7 +17,7 @@ class PeerKind:
     @property
     def has_local_steps(self) -> bool:
         """Whether it can leave out what it exchanges."""
-        return not self.ours and "fsdp2" not in self.arguments
+        return not self.ours and "--sharding" not in self.arguments
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,20 @@ class Setting:
     recompute: bool = False  # every block, on both sides
     stage: int = 0  # zero.stage of ours
     bound_goal: float | None = None  # share of the matrix products' rate
+    tensor: bool = False  # the ranks share every layer instead of the batch
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.compute}" + (f" x{self.ranks}" if self.ranks > 1 else "") + (" recompute" if self.recompute else "") + (f" stage {self.stage}" if self.stage else "")
+        ranks = f" x{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.model} {self.compute}{ranks}" + " tensor" * self.tensor + " recompute" * self.recompute + (f" stage {self.stage}" if self.stage else "")
 
     def recipe(self, root: Path) -> Path:
         return root / "recipes" / f"bench_{self.model}.toml"
 
     def our_settings(self, global_size: int, peer: PeerKind | None = None) -> list[str]:
-        """A rank takes its share of the batch in one forward, as the peer does. With `peer`: of ours in another way."""
-        settings = [f"precision.compute={self.compute}", f"batch.micro_size={global_size // self.ranks}"]
+        """A rank takes its share of the batch in one forward, as the peer does: all of it where layers are shared. With `peer`: of ours in another way."""
+        settings = [f"precision.compute={self.compute}", f"batch.micro_size={global_size // (1 if self.tensor else self.ranks)}"]
+        settings += [f"mesh.tp={self.ranks}", "comm.backend=shm"] if self.tensor else []
         settings += ["recompute.mode=full"] if self.recompute else []
         return settings + (list(peer.arguments) if peer else [f"zero.stage={self.stage}"])
 
@@ -60,6 +63,17 @@ def eager(speed_goal=None, memory_goal=None):
 
 def eager_chunked():
     return PeerKind("eager, chunked loss", CHUNKED)
+
+
+def tensor_parallel(model: str, steps: int) -> Setting:
+    """Layers cut over two ranks, through shared memory, beside PyTorch's own, and ours in its other forms."""
+    peers = (
+        PeerKind("PyTorch TP", ("--sharding", "tp"), 1.5),
+        PeerKind("PyTorch TP, sequence parallel", ("--sharding", "tp-sequence"), 1.5),
+        PeerKind("tessera, sequence parallel", ("tensor.sequence_parallel=true",), ours=True),
+        PeerKind("tessera over Gloo", ("comm.backend=gloo",), ours=True),
+    )
+    return Setting(model, "fp32", 2, peers, steps=steps, turns=2, quick=False, bound_goal=0.75, tensor=True)
 
 
 SETTINGS = (
@@ -84,6 +98,8 @@ SETTINGS = (
         quick=False,
         stage=3,
     ),
+    tensor_parallel("vocab", steps=2),
+    tensor_parallel("matmul", steps=1),
     Setting("matmul", "fp32", 1, (eager(),), steps=1, turns=2, quick=False),
     Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE)), steps=2, turns=2, quick=False),
     Setting("matmul", "bf16", 1, (PeerKind("torch.utils.checkpoint", ()),), steps=2, turns=2, quick=False, recompute=True),

@@ -67,7 +67,7 @@ class Report:
             state = STATE_BYTES[setting.stage](setting.ranks) * planned["parameters"]
             held = planned["params"] + planned["gradients"] + planned["optimizer"]
             self.sharded.append([name, *(mebibytes(b) for b in (state, held, planned["total"] - held, planned["total"], ours.peak_bytes))])
-        fastest = min(theirs.values(), key=lambda m: m.median_s)
+        fastest = min((measured for peer, measured in theirs.items() if not peer.ours), key=lambda m: m.median_s)
         products = bound["products_s"]
         share = products / ours.median_s
         if setting.bound_goal and share < setting.bound_goal:

@@ -1,233 +1,15 @@
 #include "cli/bench.h"
 
-#include <algorithm>
-#include <array>
-#include <cstdio>
-#include <fstream>
 #include <memory>
-#include <utility>
-
-#include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "cli/commands.h"
-#include "cli/common.h"
-#include "tessera/comm/algorithms/plan.h"
-#include "tessera/comm/algorithms/table.h"
-#include "tessera/comm/backends/engine.h"
-#include "tessera/comm/bench/measure.h"
-#include "tessera/comm/bench/plot.h"
-#include "tessera/core/config.h"
-#include "tessera/core/error.h"
-#include "tessera/core/log.h"
 
 namespace tessera::cli {
 namespace {
 
-using comm::bench::Buffers;
-using comm::bench::Case;
-using comm::bench::Row;
-using comm::bench::Workload;
-
-constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32", at::kFloat},
-                                                                        {"fp64", at::kDouble},
-                                                                        {"bf16", at::kBFloat16},
-                                                                        {"fp16", at::kHalf},
-                                                                        {"int64", at::kLong},
-                                                                        {"int32", at::kInt},
-                                                                        {"int16", at::kShort},
-                                                                        {"int8", at::kChar},
-                                                                        {"uint8", at::kByte}}};
-
-std::string listed(const std::vector<std::string>& names) { return fmt::format("{}", fmt::join(names, ", ")); }
-
-[[noreturn]] void refuse_unknown(const char* knob, const std::string& name, const std::vector<std::string>& known) {
-  throw ConfigError(detail::concat(knob, " = ", name, ": there is none of this name; did you mean ", nearest(name, known), "? There are ", listed(known)));
-}
-
-void require_known(const char* knob, const std::string& name, const std::vector<std::string>& known) {
-  if (std::ranges::find(known, name) == known.end()) refuse_unknown(knob, name, known);
-}
-
-const std::vector<std::string> everything{"all"};
-
-/// "all", or names out of `known`.
-std::vector<std::string> chosen(const char* knob, const std::vector<std::string>& asked, const std::vector<std::string>& known) {
-  if (asked == everything) return known;
-  for (const auto& name : asked) require_known(knob, name, known);
-  return asked;
-}
-
-std::vector<std::string> chosen_backends(const std::vector<std::string>& asked) {
-  auto chosen_ones = chosen("--backend", asked, comm::engine_names());
-  if (asked != chosen_ones) std::erase(chosen_ones, "auto");  // all: it is one of the others
-  return chosen_ones;
-}
-
-/// The engine's own algorithm serves every operation, another one those that have it.
-bool serves(const std::string& algorithm, const std::string& op) { return algorithm == comm::kEngineAlgorithm || comm::has_algorithm(op, algorithm); }
-
-/// "engine", and the algorithms that one of `ops` has.
-std::vector<std::string> algorithms_of(const std::vector<std::string>& ops) {
-  std::vector<std::string> names{std::string(comm::kEngineAlgorithm)};
-  for (const auto& name : comm::algorithm_names()) {
-    if (std::ranges::any_of(ops, [&](const auto& op) { return serves(name, op); })) names.push_back(name);
-  }
-  return names;
-}
-
-std::vector<std::string> chosen_algorithms(const std::vector<std::string>& asked, const std::vector<std::string>& ops) {
-  if (asked == everything) return algorithms_of(ops);
-  for (const auto& name : asked) {  // "two_level:ring:ring" is in no list, but may serve
-    if (std::ranges::none_of(ops, [&](const auto& op) { return serves(name, op); })) refuse_unknown("--algorithm", name, algorithms_of(ops));
-  }
-  return asked;
-}
-
-at::ScalarType read_dtype(const std::string& asked) {
-  std::vector<std::string> names;
-  for (const auto& [name, dtype] : dtypes) {
-    if (asked == name) return dtype;
-    names.emplace_back(name);
-  }
-  refuse_unknown("--dtype", asked, names);
-}
-
-/// Every check that needs no process.
-BenchPlan read_plan(const BenchFlags& flags) {
-  BenchPlan plan;
-  plan.ops = chosen("--op", flags.ops, comm::bench::operation_names());
-  plan.backends = chosen_backends(flags.backends);
-  plan.algorithms = chosen_algorithms(flags.algorithms, plan.ops);
-  plan.dtype = read_dtype(flags.dtype);
-  const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
-  for (const auto& text : flags.bytes) {
-    plan.bytes.push_back(comm::bench::parse_bytes("--bytes", text));
-    require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
-            " bytes of an element; give one, or another --dtype than ", flags.dtype);
-  }
-  require_known("--buffer", flags.buffers, {"plain", "shared"});
-  plan.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
-  require(flags.iterations >= 0, "--iterations = ", flags.iterations, ": it must be at least 1; leave it out to measure for --seconds");
-  require(flags.seconds > 0 && flags.seconds <= 3600, "--seconds = ", flags.seconds, ": it must be above 0, and at most 3600");
-  plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
-  const auto environment = comm::read_environment();
-  plan.nproc = flags.nproc.value_or(environment.launched ? environment.size : 2);
-  require(plan.nproc >= 2, "--nproc = ", plan.nproc, ": one rank has nobody to talk to; give at least 2");
-  if (environment.launched) {
-    world_size(plan.nproc);
-    require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
-            ": ranks that a launcher started measure one of each; name one, or run without the launcher");
-  } else {
-    check_launchers(plan);
-  }
-  return plan;
-}
-
-void write_lines(std::FILE* file, const std::vector<Row>& rows) {
-  for (const Row& row : rows) std::fprintf(file, "%s\n", nlohmann::json(row).dump().c_str());
-  std::fflush(file);
-}
-
-void write_file(const char* knob, const std::string& name, const std::string& text) {
-  std::ofstream file(name, std::ios::trunc);
-  file << text;
-  file.close();
-  require(file.good(), knob, " = ", name, ": cannot be written; name a file in a folder that exists");
-}
-
-void write_table(const std::string& file, const std::vector<Row>& rows) {
-  std::vector<comm::TableRow> table;
-  for (const Row& row : rows) {
-    if (comm::algorithms_for(row.op).empty()) continue;  // messages between two ranks: nothing to choose
-    table.push_back(
-        {.op = row.op, .backend = row.backend, .algorithm = row.algorithm, .bytes = row.bytes, .ranks = row.ranks, .time_us = row.timing.median_us});
-  }
-  comm::write_table(file, table);
-}
-
-/// All rows, in the order of operations and sizes, and what is wanted of them.
-void present(const BenchFlags& flags, const BenchPlan& plan, std::vector<Row> rows) {
-  for (Row& row : rows) {  // the best link that any algorithm's run over the same backend saw
-    for (const Row& other : rows) {
-      if (other.backend == row.backend) row.link_bandwidth = std::max(row.link_bandwidth, other.link_bandwidth);
-    }
-  }
-  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(plan.ops, row.op) - plan.ops.begin(), row.bytes); };
-  std::ranges::stable_sort(rows, {}, place);
-  if (flags.json) {
-    write_lines(stdout, rows);
-  } else {
-    std::fputs(comm::bench::format_table(rows).c_str(), stdout);
-  }
-  if (!flags.table.empty()) write_table(flags.table, rows);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, comm::bench::plot(rows));
-}
-
-int bench_comm(const BenchFlags& flags) {
-  const BenchPlan plan = read_plan(flags);
-  if (comm::read_environment().launched) {
-    const auto rows = measure_here(flags, plan, plan.backends.front(), plan.algorithms.front());
-    if (comm::read_environment().rank != 0) return 0;
-    if (flags.rows.empty()) {
-      present(flags, plan, rows);
-    } else {
-      std::string lines;
-      for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
-      write_file("--rows", flags.rows, lines);
-    }
-    return 0;
-  }
-  std::vector<Row> rows;
-  for (const auto& backend : plan.backends) {
-    for (const auto& algorithm : plan.algorithms) {
-      log().info("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm);
-      auto more = measure_in_copies(flags, plan, backend, algorithm);
-      if (!more) return 1;
-      rows.insert(rows.end(), more->begin(), more->end());
-    }
-  }
-  present(flags, plan, std::move(rows));
-  return 0;
-}
-
-}  // namespace
-
-std::vector<Row> measure_here(const BenchFlags& flags, const BenchPlan& plan, const std::string& backend, const std::string& algorithm) {
-  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
-  std::vector<Row> rows;
-  world.guard([&] {
-    const auto group = world.group();
-    const double link = comm::bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
-    const auto name = group.backend()->getBackendName();
-    for (const auto& op : plan.ops) {
-      if (!serves(algorithm, op)) continue;
-      for (const int64_t bytes : plan.bytes) {
-        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers});
-        workload.check();
-        const auto timing = comm::bench::measure(group, [&] { workload.run(); }, plan.limits);
-        rows.push_back({.op = op,
-                        .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
-                        .algorithm = algorithm,
-                        .dtype = flags.dtype,
-                        .buffers = flags.buffers,
-                        .bytes = bytes,
-                        .whole_bytes = workload.whole_bytes(),
-                        .ranks = group.size(),
-                        .timing = timing,
-                        .link_bandwidth = link});
-      }
-    }
-  });
-  return rows;
-}
-
-void add_bench(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<BenchFlags>();
-  auto* bench = app.add_subcommand("bench", "Measure this machine");
-  bench->require_subcommand(1);
-  auto* command = bench->add_subcommand("comm", "Time collectives: by operation, size, algorithm and backend");
+void add_comm(CLI::App& bench, int& exit_code) {
+  auto flags = std::make_shared<BenchCommFlags>();
+  auto* command = bench.add_subcommand("comm", "Time collectives: by operation, size, algorithm and backend");
   command->add_option("--op", flags->ops, "Operations, or all")->delimiter(',')->capture_default_str();
   command->add_option("--backend", flags->backends, "Backends, or all")->delimiter(',')->capture_default_str();
   command->add_option("--algorithm", flags->algorithms, "Algorithms, or all; engine is the backend's own")->delimiter(',')->capture_default_str();
@@ -243,6 +25,35 @@ void add_bench(CLI::App& app, int& exit_code) {
   command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
   command->add_flag("--json", flags->json, "Print JSON, a row a line");
   command->callback([flags, &exit_code] { exit_code = bench_comm(*flags); });
+}
+
+void add_tp(CLI::App& bench, int& exit_code) {
+  auto flags = std::make_shared<BenchTpFlags>();
+  auto* command = bench.add_subcommand("tp", "Time a tensor-parallel layer's computation and communication, for growing hidden size");
+  command->add_option("--hidden", flags->hidden, "Hidden sizes of the layer")->delimiter(',')->capture_default_str();
+  command->add_option("--tokens", flags->tokens, "Tokens of the sequence that goes through it")->capture_default_str();
+  command->add_option("--head-dim", flags->head_dim, "Features of an attention head")->capture_default_str();
+  command->add_flag("--sequence-parallel", flags->sequence_parallel, "Cut norms and residual stream along the sequence (tensor.sequence_parallel)");
+  command->add_flag("--overlap", flags->overlap, "Let products hide what is sent (tensor.overlap)");
+  command->add_option("--dtype", flags->dtype, "What products compute in: fp32, bf16")->capture_default_str();
+  command->add_option("--backend", flags->backend, "Backend of the collectives")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks that the layer is cut over, started on this machine (default 2)");
+  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
+  command->add_option("--iterations", flags->iterations, "Passes to measure of each case, instead of --seconds");
+  command->add_option("--svg,--out", flags->svg, "Draw counts and times over the hidden size, beside the square-cube law");
+  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
+  command->add_flag("--json", flags->json, "Print JSON, a row a line");
+  command->callback([flags, &exit_code] { exit_code = bench_tp(*flags); });
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, int& exit_code) {
+  auto* bench = app.add_subcommand("bench", "Measure this machine");
+  bench->require_subcommand(1);
+  add_comm(*bench, exit_code);
+  add_tp(*bench, exit_code);
 }
 
 }  // namespace tessera::cli

@@ -5,12 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/bench/row.h"
-
-/// `tessera bench comm`: what its files share.
+/// `tessera bench`: what its commands share. Flags are values, so that the files that measure need not see the parser of the command line.
 namespace tessera::cli {
 
-struct BenchFlags {
+struct BenchCommFlags {
   std::vector<std::string> ops{"all_reduce"};
   std::vector<std::string> backends{"auto"};
   std::vector<std::string> algorithms{"engine"};
@@ -26,25 +24,46 @@ struct BenchFlags {
   bool json = false;
 };
 
-/// What the flags come to, after every check that needs no process.
-struct BenchPlan {
-  std::vector<std::string> ops, backends, algorithms;
-  std::vector<int64_t> bytes;
-  at::ScalarType dtype = at::kFloat;
-  comm::bench::Buffers buffers = comm::bench::Buffers::Plain;
-  comm::bench::Limits limits{};
-  int nproc = 2;
+struct BenchTpFlags {
+  std::vector<int64_t> hidden{256, 512, 1024, 2048};
+  int64_t tokens = 256;
+  int64_t head_dim = 64;
+  bool sequence_parallel = false;
+  bool overlap = false;
+  std::string dtype = "fp32";
+  std::string backend = "auto";
+  std::string interface{};
+  std::optional<int> nproc{};
+  double seconds = 0.5;
+  int64_t iterations = 0;
+  std::string svg{};
+  std::string rows{};  ///< as above
+  bool json = false;
 };
 
-/// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
-std::vector<comm::bench::Row> measure_here(const BenchFlags& flags, const BenchPlan& plan, const std::string& backend, const std::string& algorithm);
+/// Each checks its flags (ConfigError), measures, shows, and returns the exit code.
+int bench_comm(const BenchCommFlags& flags);
+int bench_tp(const BenchTpFlags& flags);
 
-/// Measures one backend with one algorithm in `plan.nproc` copies of this command on this host: under mpirun for the backend mpi, else started by us.
-/// Throws ConfigError and CommError where a copy says so; returns nothing where the copies failed and their reason is on standard error already.
-std::optional<std::vector<comm::bench::Row>> measure_in_copies(const BenchFlags& flags, const BenchPlan& plan, const std::string& backend,
-                                                               const std::string& algorithm);
+/// Refuses limits that measure nothing.
+void check_limits(double seconds, int64_t iterations);
+/// Ranks to measure with: --nproc, or those of the launcher, or 2. Throws ConfigError for fewer, and where flag and launcher contradict each other.
+int bench_ranks(const std::optional<int>& nproc);
+/// Refuses a name that is none of `known`, with the nearest one.
+void require_known(const char* knob, const std::string& name, const std::vector<std::string>& known);
+[[noreturn]] void refuse_unknown(const char* knob, const std::string& name, const std::vector<std::string>& known);
 
-/// Refuses what starting copies would need and this host lacks (mpirun).
-void check_launchers(const BenchPlan& plan);
+/// Refuses a file, where one is asked for, in a folder that does not exist: before anything is measured for it.
+void check_folder(const char* knob, const std::string& file);
+/// Refuses what starting copies over one of `backends` would need and this host lacks (mpirun).
+void check_launchers(const std::vector<std::string>& backends);
+
+/// Runs `arguments` of this command in `nproc` copies on this host, under mpirun for the backend mpi, else started by us. The first rank writes its rows into
+/// the file that the flag --rows, which is added, names; returned are the lines of that file. Throws ConfigError and CommError where a copy says so; returns
+/// nothing where the copies failed and their reason is on standard error already.
+std::optional<std::vector<std::string>> rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments);
+
+/// Writes `text` into a file that a flag names, or refuses.
+void write_file(const char* knob, const std::string& name, const std::string& text);
 
 }  // namespace tessera::cli

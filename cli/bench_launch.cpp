@@ -1,49 +1,26 @@
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <ranges>
+#include <fstream>
 #include <sstream>
-#include <string>
-#include <vector>
+#include <utility>
 
-#include <nlohmann/json.hpp>
+#include <fmt/ranges.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "cli/bench.h"
+#include "cli/common.h"
+#include "tessera/comm/world.h"
+#include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/core/format.h"
 #include "tessera/launch/local.h"
 #include "tessera/launch/verdict.h"
 #include "tessera/launch/worker.h"
 
 namespace tessera::cli {
 namespace {
-
-using comm::bench::Row;
-
-std::string joined(const std::vector<std::string>& words) {
-  std::string text;
-  for (const auto& word : words) text += (text.empty() ? "" : ",") + word;
-  return text;
-}
-
-/// This command again, for one backend and one algorithm. Its first rank writes the rows into `rows`.
-std::vector<std::string> copy_command(const BenchFlags& flags, const std::string& backend, const std::string& algorithm, const std::string& rows) {
-  std::vector<std::string> command{launch::self_command().front(), "bench", "comm"};
-  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
-  add("--op", joined(flags.ops));
-  add("--backend", backend);
-  add("--algorithm", algorithm);
-  add("--bytes", joined(flags.bytes));
-  add("--dtype", flags.dtype);
-  add("--buffer", flags.buffers);
-  add("--seconds", format_float(flags.seconds));
-  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
-  if (!flags.interface.empty()) add("--interface", flags.interface);
-  add("--rows", rows);
-  return command;
-}
 
 /// Runs mpirun to its end. A rank's reason, where one left it, becomes an exception here, after what mpirun says of it.
 bool run_under_mpi(int nproc, const std::vector<std::string>& command) {
@@ -84,20 +61,55 @@ bool in_path(const std::string& program) {
 
 }  // namespace
 
-void check_launchers(const BenchPlan& plan) {
-  const bool needs_mpi = std::ranges::find(plan.backends, "mpi") != plan.backends.end();
+void check_limits(double seconds, int64_t iterations) {
+  require(iterations >= 0, "--iterations = ", iterations, ": it must be at least 1; leave it out to measure for --seconds");
+  require(seconds > 0 && seconds <= 3600, "--seconds = ", seconds, ": it must be above 0, and at most 3600");
+}
+
+int bench_ranks(const std::optional<int>& nproc) {
+  const auto environment = comm::read_environment();
+  const int ranks = nproc.value_or(environment.launched ? environment.size : 2);
+  require(ranks >= 2, "--nproc = ", ranks, ": one rank has nobody to talk to; give at least 2");
+  return world_size(ranks);
+}
+
+void refuse_unknown(const char* knob, const std::string& name, const std::vector<std::string>& known) {
+  throw ConfigError(detail::concat(knob, " = ", name, ": there is none of this name; did you mean ", nearest(name, known), "? There are ",
+                                   fmt::format("{}", fmt::join(known, ", "))));
+}
+
+void require_known(const char* knob, const std::string& name, const std::vector<std::string>& known) {
+  if (std::ranges::find(known, name) == known.end()) refuse_unknown(knob, name, known);
+}
+
+void check_folder(const char* knob, const std::string& file) {
+  if (file.empty()) return;
+  const auto folder = std::filesystem::absolute(file).parent_path();
+  require(std::filesystem::is_directory(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name another file");
+}
+
+void check_launchers(const std::vector<std::string>& backends) {
+  const bool needs_mpi = std::ranges::find(backends, "mpi") != backends.end();
   require(!needs_mpi || in_path("mpirun"),
           "--backend mpi: there is no mpirun in PATH, which starts its ranks; install Open MPI (Debian: openmpi-bin), or leave mpi out");
 }
 
-std::optional<std::vector<Row>> measure_in_copies(const BenchFlags& flags, const BenchPlan& plan, const std::string& backend, const std::string& algorithm) {
+std::optional<std::vector<std::string>> rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments) {
   const launch::MemoryFile file("tessera_rows");
-  const auto command = copy_command(flags, backend, algorithm, file.path());
-  if (!(backend == "mpi" ? run_under_mpi(plan.nproc, command) : run_here(plan.nproc, command))) return std::nullopt;
-  std::vector<Row> rows;
+  arguments.insert(arguments.begin(), launch::self_command().front());
+  arguments.insert(arguments.end(), {"--rows", file.path()});
+  if (!(backend == "mpi" ? run_under_mpi(nproc, arguments) : run_here(nproc, arguments))) return std::nullopt;
+  std::vector<std::string> rows;
   std::istringstream lines(file.contents());
-  for (std::string line; std::getline(lines, line);) rows.push_back(nlohmann::json::parse(line).get<Row>());
+  for (std::string line; std::getline(lines, line);) rows.push_back(line);
   return rows;
+}
+
+void write_file(const char* knob, const std::string& name, const std::string& text) {
+  std::ofstream file(name, std::ios::trunc);
+  file << text;
+  file.close();
+  require(file.good(), knob, " = ", name, ": cannot be written; name a file in a folder that exists");
 }
 
 }  // namespace tessera::cli

@@ -1,13 +1,16 @@
 // The textbook feed-forward layer, w2(silu(w1(x)) * w3(x)), on several ranks: w1 and w3 cut by columns, w2 by rows (Megatron-LM, arXiv:1909.08053).
 //   tessera run --nproc_per_node 8 path/to/feed_forward_tp       a mesh of 8
-//   feed_forward_tp                                              one process
-// Each rank holds 1/8 of every weight. One all-reduce in forward adds the ranks' outputs up, one in backward the gradients of x. Rank 0 says what it holds, and
-// how far output and gradients are from one device's.
+//   feed_forward_tp                                              one process, which has the whole layer and sends nothing
+// Each rank holds 1/8 of every weight. One all-reduce in forward adds the ranks' outputs up, one in backward the gradients of x. Rank 0 says what it holds,
+// what was sent, and how far output and gradients are from one device's.
 #include <cstdio>
 #include <exception>
+#include <memory>
+#include <string>
 
 #include <ATen/ATen.h>
 
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
@@ -44,22 +47,35 @@ at::Tensor pass(FeedForward& layer, at::Tensor& x) {
 double largest(const at::Tensor& a, const at::Tensor& b) { return ((a - b).abs().max() / b.abs().max()).item<double>(); }
 
 void train() {
-  auto world = tessera::comm::World::from_environment();
+  const auto recorder = std::make_shared<tessera::comm::Recorder>();  // only to show what is sent
+  auto world = tessera::comm::World::from_environment({.decorators = {tessera::comm::recording(recorder)}});
   const tessera::Mesh mesh(world, {{"tp", world.size()}});
 
   FeedForward layer = tessera::on_meta([] { return FeedForward(kDim, kHidden); });
-  const auto parallel =
-      tessera::parallelize_module(layer, mesh["tp"], {{"w1", tessera::ColumnParallel{}}, {"w3", tessera::ColumnParallel{}}, {"w2", tessera::RowParallel{}}});
+  // x is copied to the ranks once for w1 and w3 together, so that its gradient is summed once. (Without the first line and the inputs' layouts, each of the two
+  // would copy x for itself: the same numbers, one all-reduce more.)
+  const tessera::ParallelPlan plan{{"", tessera::PrepareInput{.from = tessera::TensorLayout::Replicated, .to = tessera::TensorLayout::Copied}},
+                                   {"w1", tessera::ColumnParallel{.input = tessera::TensorLayout::Copied}},
+                                   {"w3", tessera::ColumnParallel{.input = tessera::TensorLayout::Copied}},
+                                   {"w2", tessera::RowParallel{}}};
+  const auto parallel = tessera::parallelize_module(layer, mesh["tp"], plan);
   tessera::materialize(layer, /*seed=*/1);  // this rank's part of the values that one device draws
 
   FeedForward whole = tessera::on_meta([] { return FeedForward(kDim, kHidden); });
   tessera::materialize(whole, /*seed=*/1);
 
   at::Tensor x, x_whole;
+  recorder->clear();
   const at::Tensor y = pass(layer, x), y_whole = pass(whole, x_whole);
   if (world.rank() != 0) return;
   for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*layer)) {
-    std::printf("rank 0 of %d holds %s of %s\n", world.size(), tessera::to_string(tessera::nn::slice_of(tensor).boxes.at(0)).c_str(), name.c_str());
+    const tessera::Slice slice = tessera::nn::slice_of(tensor);  // begin:end of rows, and of columns
+    std::printf("rank 0 of %d holds %s of %s, which is [%lld, %lld]\n", world.size(), tessera::to_string(slice.boxes.at(0)).c_str(), name.c_str(),
+                static_cast<long long>(slice.shape[0]), static_cast<long long>(slice.shape[1]));
+  }
+  for (const auto& record : recorder->records()) {
+    const std::string module = record.site.empty() ? "the layer, for what goes in" : record.site + ", for what comes out";
+    std::printf("sent: %s of %lld elements by %s\n", record.op.c_str(), static_cast<long long>(record.elements), module.c_str());
   }
   const at::Tensor w1 = tessera::take(whole->w1->weight.grad(), tessera::nn::slice_of(layer->w1->weight));
   std::printf("largest relative difference from one device: output %.1e, gradient of x %.1e, of w1 %.1e\n", largest(y, y_whole),

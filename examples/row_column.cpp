@@ -1,5 +1,5 @@
 // One product y = x W^T on several ranks, in its two ways, each with what moves:
-//   tessera run --nproc_per_node 2 path/to/row_column
+//   tessera run --nproc_per_node 2 path/to/row_column      (alone, the one rank has everything, and nothing can go wrong)
 // Column-wise, a rank has some rows of W, needs all of x, and computes some columns of y: they are gathered. Row-wise, a rank has some columns of W, takes the
 // matching part of x, and computes a term of y: the terms are added up. A non-linear function may follow at once in the first case, only after the sum in the
 // second: max(0, a) + max(0, b) is not max(0, a + b).
@@ -15,6 +15,8 @@
 #include "tessera/layout/slice.h"
 
 namespace {
+
+long long number(int64_t value) { return value; }
 
 void show(const char* what, const at::Tensor& y, const at::Tensor& expected) {
   std::printf("%-44s differs from one device by %.1e\n", what, (y - expected).abs().max().item<double>());
@@ -45,10 +47,14 @@ void multiply() {
   tessera::comm::all_reduce(group, bent);
 
   if (world.rank() != 0) return;
-  std::printf("%d ranks; x [%lld, %lld], W [%lld, %lld]\n", world.size(), static_cast<long long>(tokens), static_cast<long long>(in),
-              static_cast<long long>(out), static_cast<long long>(in));
+  std::printf("%d rank%s; y = x W^T, x [%lld, %lld], W [%lld, %lld]\n\n", world.size(), world.size() == 1 ? "" : "s", number(tokens), number(in), number(out),
+              number(in));
+  std::printf("column-wise: rank 0 has all of x and rows 0:%lld of W, computes columns 0:%lld of y [%lld, %lld]; all_gather of its %lld elements\n",
+              number(rows), number(rows), number(tokens), number(out), number(tokens * out));
   show("column-wise, gathered", at::cat(gathered, 1), whole);
   show("column-wise, relu of the parts, gathered", at::cat(gathered, 1).relu(), whole.relu());
+  std::printf("\nrow-wise: rank 0 has columns 0:%lld of x and of W, computes a term of all of y; all_reduce of its %lld elements\n", number(size),
+              number(tokens * out));
   show("row-wise, added up", sum, whole);
   show("row-wise, relu after the sum", sum.relu(), whole.relu());
   show("row-wise, relu before the sum (wrong)", bent, whole.relu());

@@ -10,15 +10,18 @@ import torch
 from recipe import Recipe
 
 
-def linear_shapes(recipe: Recipe) -> Counter:
-    """(in features, out features) of every linear layer and of the head, with how often each occurs. The embedding look-up is no product."""
+def linear_shapes(recipe: Recipe, cut: int = 1) -> Counter:
+    """(in features, out features) of every linear layer and of the head, with how often each occurs. The embedding look-up is no product. `cut`: of the first
+    of so many ranks that every layer is cut over, column-wise or row-wise."""
     kv_dim = recipe.dim // recipe.heads * recipe.kv_heads
+    dim, ffn_dim, vocab_size = (-(-size // cut) for size in (recipe.dim, recipe.ffn_dim, recipe.vocab_size))
     shapes = Counter()
-    shapes[recipe.dim, recipe.dim] += 2 * recipe.layers
-    shapes[recipe.dim, kv_dim] += 2 * recipe.layers
-    shapes[recipe.dim, recipe.ffn_dim] += 2 * recipe.layers
-    shapes[recipe.ffn_dim, recipe.dim] += recipe.layers
-    shapes[recipe.dim, recipe.vocab_size] += 1
+    shapes[recipe.dim, dim] += recipe.layers
+    shapes[dim, recipe.dim] += recipe.layers
+    shapes[recipe.dim, -(-kv_dim // cut)] += 2 * recipe.layers
+    shapes[recipe.dim, ffn_dim] += 2 * recipe.layers
+    shapes[ffn_dim, recipe.dim] += recipe.layers
+    shapes[recipe.dim, vocab_size] += 1
     return shapes
 
 
@@ -36,11 +39,11 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def linear_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> float:
+def linear_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype, cut: int) -> float:
     """Forward, gradient of the input and gradient of the weight of every linear layer, for `sequences` sequences."""
     tokens = sequences * recipe.seq_len
     total = 0.0
-    for (fan_in, fan_out), count in linear_shapes(recipe).items():
+    for (fan_in, fan_out), count in linear_shapes(recipe, cut).items():
         x, w, dy = _random(dtype, tokens, fan_in), _random(dtype, fan_out, fan_in), _random(dtype, tokens, fan_out)
         y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
         total += count * _seconds(lambda: torch.mm(x, w.t(), out=y))
@@ -49,10 +52,10 @@ def linear_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> float:
     return total
 
 
-def attention_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> float:
+def attention_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype, cut: int) -> float:
     """Attention's products as full squares: two forward (q k^T, p v) and five backward (p again, dv, dp, dq, dk). A causal kernel needs about half of them."""
     head_dim = recipe.dim // recipe.heads
-    batch = sequences * recipe.heads
+    batch = sequences * -(-recipe.heads // cut)
     q, k = _random(dtype, batch, recipe.seq_len, head_dim), _random(dtype, batch, recipe.seq_len, head_dim)
     p = torch.empty(batch, recipe.seq_len, recipe.seq_len, dtype=dtype)
     out = torch.empty_like(q)
@@ -61,6 +64,6 @@ def attention_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype) -> flo
     return recipe.layers * (3 * outer + 4 * inner)
 
 
-def measure_bound(recipe: Recipe, sequences: int, dtype: torch.dtype) -> dict:
-    """Seconds per step of a rank that holds `sequences` sequences."""
-    return {"products_s": linear_seconds(recipe, sequences, dtype), "attention_products_s": attention_seconds(recipe, sequences, dtype)}
+def measure_bound(recipe: Recipe, sequences: int, dtype: torch.dtype, cut: int = 1) -> dict:
+    """Seconds per step of a rank that holds `sequences` sequences, and its part of layers that are cut over `cut` ranks."""
+    return {"products_s": linear_seconds(recipe, sequences, dtype, cut), "attention_products_s": attention_seconds(recipe, sequences, dtype, cut)}

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from recipe import Recipe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LOSSES = ("whole", "chunked")
@@ -33,6 +35,7 @@ class LlamaLoss(torch.nn.Module):
             attn_implementation="sdpa",
         )
         self.llama = LlamaForCausalLM(config)
+        self.cut_over_ranks = False
         self.chunking = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None, acc_policy="balanced") if loss == "chunked" else None
 
     def recompute_blocks(self, on: bool = True) -> None:
@@ -49,7 +52,38 @@ class LlamaLoss(torch.nn.Module):
             fully_shard(block, mesh=mesh)
         fully_shard(self, mesh=mesh)
 
+    def cut(self, ranks: int, sequence_parallel: bool) -> None:
+        """PyTorch's own tensor parallelism, as its tutorials lay it out: every block's projections column- and row-wise, embedding and head by vocabulary. What
+        goes into a part stays a DTensor, so that the gradients of its projections are summed over ranks once and not one by one."""
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        stream = Shard(1) if sequence_parallel else Replicate()
+        rows, columns = (lambda: RowwiseParallel(output_layouts=stream)), ColwiseParallel
+        norms = {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()} if sequence_parallel else {}
+        block = {
+            "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+            "self_attn.q_proj": columns(),
+            "self_attn.k_proj": columns(),
+            "self_attn.v_proj": columns(),
+            "self_attn.o_proj": rows(),
+            "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+            "mlp.gate_proj": columns(),
+            "mlp.up_proj": columns(),
+            "mlp.down_proj": rows(),
+        }
+        for layer in self.llama.model.layers:
+            parallelize_module(layer, mesh, block | norms)
+        around = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        }
+        parallelize_module(self.llama, mesh, around | ({"model.norm": SequenceParallel()} if sequence_parallel else {}))
+        self.cut_over_ranks = True
+
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.cut_over_ranks:  # logits stay cut by vocabulary: the caller is inside of loss_parallel()
+            positions = torch.arange(tokens.shape[1])[None]  # the hidden states may be a part of the sequence and do not tell
+            logits = self.llama.lm_head(self.llama.model(input_ids=tokens, position_ids=positions).last_hidden_state)
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         if self.chunking is None:
             return self.llama(input_ids=tokens, labels=labels, shift_labels=labels).loss
         hidden = self.llama.model(input_ids=tokens).last_hidden_state.flatten(0, 1)

@@ -1,9 +1,9 @@
-"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP or FSDP2 over Gloo, with or
-without recomputing its blocks in backward.
+"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP, FSDP2 or tensor parallelism over
+Gloo, with or without recomputing its blocks in backward.
 
 Commands come on stdin, one a line; each is answered with one line of JSON on stdout:
-  step N   train N steps                 {"step_s": [...], "loss": ...}
-  local N  N steps without all-reduce    {"step_s": [...], "loss": ...}       (DDP: the difference to `step` is the exposed communication)
+  step N   train N steps                 {"step_s": [...], "loss": [...]}
+  local N  N steps without all-reduce    {"step_s": [...], "loss": [...]}     (DDP: the difference to `step` is the exposed communication)
   memory   train one step under a tracker {"peak_bytes": ..., "resident_bytes": ...}   (maximum over ranks)
   bound    the step's products alone      {"products_s": ..., "attention_products_s": ...}
   quit
@@ -28,53 +28,75 @@ from llama import LOSSES, LlamaLoss
 from memory import live_bytes, optimizer_tensors, peak_bytes, resident_bytes
 from ranks import free_port
 from recipe import Windows, read_recipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+
+TENSOR_PARALLEL = ("tp", "tp-sequence")
+
+
+def clip_grad_norm(groups: list[list[torch.nn.Parameter]], most: float) -> None:
+    """torch.nn.utils.clip_grad_norm_ of parameters in groups, each all plain tensors or all DTensors: it takes no mixture."""
+    norms = [torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups]
+    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, most, total)
 
 
 class Trainer:
-    """One rank's share of a data-parallel step: forward, backward, clip, fused AdamW."""
+    """One rank's share of a step, of the batch or of the layers: forward, backward, clip, fused AdamW."""
 
     def __init__(self, options, recipe):
         torch.manual_seed(0)
         self.recipe = recipe
         self.rank, self.ranks = options.rank, options.ranks
-        self.sequences = recipe.global_size // options.ranks
+        self.is_cut = self.ranks > 1 and options.sharding in TENSOR_PARALLEL
+        self.sequences = recipe.global_size // (1 if self.is_cut else options.ranks)
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.compute]
         self.windows = Windows(recipe)
         self.steps = 0
         self.module = LlamaLoss(recipe, options.loss)
+        if options.from_hf:
+            self.module.llama.load_state_dict(type(self.module.llama).from_pretrained(options.from_hf).state_dict())
         if options.recompute:
             self.module.recompute_blocks()
         if self.ranks > 1 and options.sharding == "fsdp2":
             self.module.shard(self.ranks)
+        if self.is_cut:
+            self.module.cut(self.ranks, sequence_parallel=options.sharding == "tp-sequence")
         self.parameters = list(self.module.parameters())
+        kinds = [[p for p in self.parameters if isinstance(p, DTensor)], [p for p in self.parameters if not isinstance(p, DTensor)]]
+        self.groups = [group for group in kinds if group]
         if self.ranks > 1 and options.sharding == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         self.forward = torch.compile(self.module) if options.compile else self.module
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
+            [{"params": group} for group in self.groups], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
         )
 
     def step(self) -> torch.Tensor:
-        first = self.steps * self.recipe.global_size + self.rank * self.sequences
+        first = self.steps * self.recipe.global_size + (0 if self.is_cut else self.rank * self.sequences)
         tokens, labels = self.windows.batch(first, self.sequences)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            loss = self.forward(tokens, labels)
-        loss.backward()
+        with loss_parallel() if self.is_cut else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                loss = self.forward(tokens, labels)
+            loss.backward()
         if self.recipe.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
+            clip_grad_norm(self.groups, self.recipe.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return loss.detach()
+        return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
 
     def run_steps(self, count: int, synchronise: bool) -> dict:
-        times = []
+        times, losses = [], []
         with contextlib.nullcontext() if synchronise or self.ranks == 1 else self.module.no_sync():
             for _ in range(count):
                 start = time.perf_counter()
                 loss = self.step()
                 times.append(time.perf_counter() - start)
-        return {"step_s": times, "loss": loss.item()}
+                losses.append(loss)
+        return {"step_s": times, "loss": [loss.item() for loss in losses]}
 
     def measure_memory(self) -> dict:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -82,7 +104,7 @@ class Trainer:
         return {"peak_bytes": peak_bytes(before, self.step), "resident_bytes": resident_bytes()}
 
     def measure_bound(self) -> dict:
-        return measure_bound(self.recipe, self.sequences, self.dtype)
+        return measure_bound(self.recipe, self.sequences, self.dtype, cut=self.ranks if self.is_cut else 1)
 
     def answer(self, command: str) -> dict:
         verb, *arguments = command.split()
@@ -124,7 +146,9 @@ def main() -> None:
     parser.add_argument("--loss", choices=LOSSES, default="whole")
     parser.add_argument("--recompute", action="store_true", help="torch.utils.checkpoint around every block, use_reentrant=False")
     parser.add_argument("--ranks", type=int, default=1, help="processes over Gloo")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), default="ddp", help="of several: whole replicas, or fully_shard of each block and of the rest")
+    sharding = "of several: whole replicas; fully_shard of each block and of the rest; layers that are cut, without and with sequence parallelism"
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2", *TENSOR_PARALLEL), default="ddp", help=sharding)
+    parser.add_argument("--from-hf", type=Path, help="start from these weights")
     parser.add_argument("--threads", type=int, default=0, help="per rank; default: cores / ranks")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

@@ -4,7 +4,7 @@ import unittest
 
 import numpy
 
-from support import SystemTest, metrics, safetensors
+from support import SOURCE, SystemTest, metrics, safetensors
 
 GRADIENTS = 1e-5  # of a tensor's largest entry
 LOSSES = 5e-6  # relative
@@ -45,6 +45,15 @@ class Layouts(SystemTest):
 
     def test_tied(self):
         self.compare([2], sets=["model.tie_embeddings=true"])
+
+    def test_the_recipe_that_cuts_layers_and_shards_them(self):
+        recipe = SOURCE / "recipes/llama_tp2_fsdp2.toml"
+        sets = [f'data.files=["{self.folder / "text.txt"}"]', f"data.cache_dir={self.folder / 'cache'}", "run.steps=20"]
+        alone = ["mesh.tp=1", "mesh.dp_shard=1", "zero.stage=0", "tensor.sequence_parallel=false"]
+        four = metrics(self.train("four", nproc=4, sets=sets, recipe=recipe)[1])
+        one = metrics(self.train("one", sets=[*sets, *alone], recipe=recipe)[1])
+        self.assertLess(one[-1]["loss"], 0.8 * one[0]["loss"])
+        self.assert_close_losses(four, one, LOSSES)
 
     def test_deterministic_runs_are_bit_identical(self):
         sets = ["run.deterministic=true", "batch.global_size=14"]

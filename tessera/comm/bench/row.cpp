@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "tessera/core/columns.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm::bench {
@@ -22,9 +23,7 @@ std::string gigabytes(double bytes_per_second) {
 
 std::string microseconds(double us) { return fmt::format("{:.{}f}", us, us < 100 ? 2 : us < 10000 ? 1 : 0); }
 
-using Cells = std::array<std::string, 10>;
-
-Cells cells(const Row& row) {
+std::vector<std::string> cells(const Row& row) {
   return {row.op,
           format_size(row.bytes),
           row.backend,
@@ -35,19 +34,6 @@ Cells cells(const Row& row) {
           gigabytes(row.algorithm_bandwidth()),
           gigabytes(row.bus_bandwidth()),
           fmt::format("{:.0f}%", 100 * row.link_share())};
-}
-
-constexpr size_t first_number = 5;
-
-std::string line(const Cells& cells, const std::array<size_t, 10>& widths) {
-  std::string text;
-  for (size_t i = 0; i < cells.size(); ++i) {
-    const bool right = i == 1 || i >= first_number;
-    text += i == 0 ? "" : "  ";
-    text += right ? fmt::format("{:>{}}", cells[i], widths[i]) : fmt::format("{:<{}}", cells[i], widths[i]);
-  }
-  text.erase(text.find_last_not_of(' ') + 1);
-  return text + "\n";
 }
 
 }  // namespace
@@ -109,19 +95,12 @@ std::string format_size(int64_t bytes) {
 }
 
 std::string format_table(const std::vector<Row>& rows) {
-  const Cells heading{"op", "bytes", "backend", "algorithm", "buffers", "time us", "min us", "algorithm GB/s", "bus GB/s", "of link"};
-  std::array<size_t, 10> widths{};
-  const auto widen = [&](const Cells& line) {
-    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
-  };
-  widen(heading);
-  for (const Row& row : rows) widen(cells(row));
-  std::string text = line(heading, widths);
+  std::vector<std::vector<std::string>> lines{{"op", "bytes", "backend", "algorithm", "buffers", "time us", "min us", "algorithm GB/s", "bus GB/s", "of link"}};
   for (size_t i = 0; i < rows.size(); ++i) {
-    if (i > 0 && rows[i].op != rows[i - 1].op) text += "\n";
-    text += line(cells(rows[i]), widths);
+    if (i > 0 && rows[i].op != rows[i - 1].op) lines.emplace_back();
+    lines.push_back(cells(rows[i]));
   }
-  return text;
+  return format_columns(lines, /*left=*/{0, 2, 3, 4});
 }
 
 }  // namespace tessera::comm::bench

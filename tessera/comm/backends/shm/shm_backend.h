@@ -49,7 +49,7 @@ class ShmBackend : public c10d::Backend {
   std::shared_ptr<shm::Arena> arena_;
   shm::Communicator communicator_;
   shm::Mailbox mailbox_;
-  Work done_;  // of every call that was finished when it returned
+  Work done_;        // of every call that was finished when it returned
   WorkQueue queue_;  // last: it ends first
 };
 
