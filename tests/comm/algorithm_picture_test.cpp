@@ -1,21 +1,13 @@
-#include <filesystem>
-#include <fstream>
-#include <sstream>
+#include <string>
+#include <vector>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/comm/algorithms/picture.h"
+#include "tests/made_docs.h"
 
 namespace tessera::comm {
 namespace {
-
-std::string read(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 // The pictures of docs/communication.md: drawn from the plans that run.
 const std::vector<PlanRequest> kPictures{
@@ -35,18 +27,8 @@ const std::vector<PlanRequest> kPictures{
 };
 
 TEST(Picture, ThePageShowsThePlansThatRun) {
-  const std::filesystem::path docs(TESSERA_SOURCE_DIR "/docs");
-  const auto page = read(docs / "communication.md");
   for (const auto& request : kPictures) {
-    const auto name = request.op + "-" + request.algorithm + ".svg";
-    const auto file = docs / "pictures" / name;
-    const auto svg = svg_of(make_plan(request));
-    if (std::getenv("TESSERA_UPDATE_DOCS")) {
-      std::filesystem::create_directories(file.parent_path());
-      std::ofstream(file) << svg;
-    }
-    EXPECT_EQ(read(file), svg) << name << ": run this test with TESSERA_UPDATE_DOCS=1";
-    EXPECT_THAT(page, ::testing::HasSubstr("pictures/" + name));
+    testing_support::expect_picture_in_docs(request.op + "-" + request.algorithm + ".svg", svg_of(make_plan(request)), "communication.md");
   }
 }
 

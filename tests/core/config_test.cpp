@@ -1,14 +1,13 @@
 #include "tessera/core/config.h"
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/made_docs.h"
 
 namespace tessera {
 namespace {
@@ -210,14 +209,7 @@ TEST(ConfigWrite, SavedConfigurationLoadsBackEqual) {
   EXPECT_FALSE(changed == config);
 }
 
-TEST(ConfigDocs, CommittedFileIsUpToDate) {
-  const fs::path path = fs::path(TESSERA_SOURCE_DIR) / "docs" / "configuration.md";
-  if (std::getenv("TESSERA_UPDATE_DOCS")) std::ofstream(path) << configuration_markdown();
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  EXPECT_EQ(text.str(), configuration_markdown()) << "run this test with TESSERA_UPDATE_DOCS=1";
-}
+TEST(ConfigDocs, CommittedFileIsUpToDate) { testing_support::expect_in_docs("configuration.md", configuration_markdown()); }
 
 TEST(Nearest, FindsTheSmallestEditDistance) {
   const std::vector<std::string> known = {"steps", "seed", "threads"};

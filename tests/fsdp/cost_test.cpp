@@ -59,19 +59,6 @@ TEST(FullyShard, TrafficIsThreeTimesTheParametersPerMicroBatch) {
   }
 }
 
-/// Wide enough that padding and scalars do not count.
-struct WideNetImpl : nn::Module {
-  WideNetImpl() {
-    for (int i = 0; i < 6; ++i) register_module("layer" + std::to_string(i), layers.emplace_back(64, 1024));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (nn::Linear& layer : layers) x = at::tanh(layer(x)).view({16, 64}).mean(0, /*keepdim=*/true);
-    return x;
-  }
-  std::vector<nn::Linear> layers;
-};
-TESSERA_MODULE(WideNet);
-
 TEST(FullyShard, MemoryIsOneShareOfEverythingAndTheUnitsInUse) {
   const int64_t parameters = 6 * (1024 * 64 + 1024), unit = (1024 * 64 + 1024) * 4;
   for (const int ranks : {2, 4, 8}) {

@@ -137,19 +137,6 @@ TEST(FullyShard, AnOffloadedStepThatDidNotEndLeavesNothing) {
   });
 }
 
-/// Wide enough that padding and scalars do not count.
-struct WideLayersImpl : nn::Module {
-  WideLayersImpl() {
-    for (int i = 0; i < 6; ++i) register_module("layer" + std::to_string(i), layers.emplace_back(64, 1024));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (nn::Linear& layer : layers) x = at::tanh(layer(x)).view({16, 64}).mean(0, /*keepdim=*/true);
-    return x;
-  }
-  std::vector<nn::Linear> layers;
-};
-TESSERA_MODULE(WideLayers);
-
 int64_t of(const MemoryByCategory& bytes, MemoryCategory category) { return bytes[static_cast<size_t>(category)]; }
 
 TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
@@ -159,7 +146,7 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
               [&](World& world) {
                 MemoryTracker memory;
                 const TrackMemory track(memory);
-                auto net = on_meta([] { return WideLayers(); });
+                auto net = on_meta([] { return WideNet(); });
                 auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .prefetch = {.units = 0}, .offload = Offload::Host});
                 materialize(net, 1);
                 const int64_t share = parameters / ranks;  // rows divide evenly
@@ -205,7 +192,7 @@ TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
   const auto copies_of_a_step = [](int ranks, FullyShardOptions options) {
     int copies = 0;
     run_ranks(ranks, [&](World& world) {
-      auto net = on_meta([] { return WideLayers(); });
+      auto net = on_meta([] { return WideNet(); });
       options.wrap = "layer*";
       options.offload = Offload::Host;
       auto sharded = fully_shard(net, world.group(), options);
@@ -234,7 +221,7 @@ TEST(FullyShard, OffloadCastsOnceAStep) {
   run_ranks(2, [&](World& world) {
     MemoryTracker memory;
     const TrackMemory track(memory);
-    auto net = on_meta([] { return WideLayers(); });
+    auto net = on_meta([] { return WideNet(); });
     auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
     materialize(net, 1);
     const int64_t slices = of(memory.host_by_category(), MemoryCategory::Parameters);

@@ -2,6 +2,8 @@
 
 #include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/linear.h"
@@ -104,5 +106,18 @@ inline double slice_difference(const torch::nn::Module& module, const Gradients&
   }
   return largest;
 }
+
+/// Wide enough that padding and scalars do not count.
+struct WideNetImpl : nn::Module {
+  WideNetImpl() {
+    for (int i = 0; i < 6; ++i) register_module("layer" + std::to_string(i), layers.emplace_back(64, 1024));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (nn::Linear& layer : layers) x = at::tanh(layer(x)).view({16, 64}).mean(0, /*keepdim=*/true);
+    return x;
+  }
+  std::vector<nn::Linear> layers;
+};
+TESSERA_MODULE(WideNet);
 
 }  // namespace tessera::testing_support

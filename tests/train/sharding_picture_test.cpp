@@ -1,13 +1,8 @@
 // The pictures of docs/sharding.md: who holds what when, and what moves, as a tracker and a recorder on each rank see one step.
 
 #include <algorithm>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include <fmt/format.h>
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/comm/backends/record.h"
@@ -19,6 +14,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/zero/sharded_data_parallel.h"
+#include "tests/made_docs.h"
 #include "tests/nn/net.h"
 
 namespace tessera {
@@ -233,25 +229,12 @@ std::string picture(int stage, const std::vector<Timeline>& lines) {
   return svg.str();
 }
 
-std::string read(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
 class ShardingPicture : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Stages, ShardingPicture, ::testing::Values(1, 2, 3));
 
 TEST_P(ShardingPicture, ThePageShowsWhatTheStepDoes) {
   const int stage = GetParam();
-  const std::filesystem::path docs(TESSERA_SOURCE_DIR "/docs");
-  const auto lines = run_ranks_of(stage);
-  const auto name = fmt::format("sharding-stage{}.svg", stage);
-  const auto svg = picture(stage, lines);
-  if (std::getenv("TESSERA_UPDATE_DOCS")) std::ofstream(docs / "pictures" / name) << svg;
-  EXPECT_EQ(read(docs / "pictures" / name), svg) << name << ": run this test with TESSERA_UPDATE_DOCS=1";
-  EXPECT_THAT(read(docs / "sharding.md"), ::testing::HasSubstr("pictures/" + name));
+  testing_support::expect_picture_in_docs(fmt::format("sharding-stage{}.svg", stage), picture(stage, run_ranks_of(stage)), "sharding.md");
 }
 
 TEST_P(ShardingPicture, EveryRankMakesTheSameCollectives) {

@@ -1,15 +1,11 @@
 // The pictures of docs/tensor-parallel.md: who holds what of weights and activations, and what crosses the network, as probes on every module and a recorder on
 // each rank see one forward and backward pass.
 
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <sstream>
-
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/svg.h"
+#include "tests/made_docs.h"
 #include "tests/train/tensor_parallel_observer.h"
 
 namespace tessera {
@@ -300,21 +296,9 @@ std::string picture(const std::vector<Log>& logs, const Log& whole, const std::v
   return svg.str();
 }
 
-std::string read(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
 /// Holds the file of that name against what was observed, and the page against naming it.
 void expect_picture(const std::string& name, const Scene& scene, const std::vector<Part>& parts) {
-  const std::filesystem::path docs(TESSERA_SOURCE_DIR "/docs");
-  const auto svg = picture(observe(scene, kRanks), observe(scene, 1).front(), parts);
-  const auto file = docs / "pictures" / (name + ".svg");
-  if (std::getenv("TESSERA_UPDATE_DOCS")) std::ofstream(file) << svg;
-  EXPECT_TRUE(read(file) == svg) << file << " shows something else: run this test with TESSERA_UPDATE_DOCS=1";
-  EXPECT_NE(read(docs / "tensor-parallel.md").find("pictures/" + name + ".svg"), std::string::npos) << name << " is not shown";
+  testing_support::expect_picture_in_docs(name + ".svg", picture(observe(scene, kRanks), observe(scene, 1).front(), parts), "tensor-parallel.md");
 }
 
 TEST(TensorParallelPicture, OfAColumnWiseLayer) {
