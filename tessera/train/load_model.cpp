@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/config_missing.h"
 #include "tessera/core/error.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/compose.h"
@@ -72,11 +73,11 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
 ReadingLayout reading_layout(const Config& config, int world_size) {
   require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
-  const auto axes = resolve_mesh(config.mesh, config.zero.stage, world_size);
+  const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
   refuse_missing_techniques(config, axes);
-  const auto size_of = [&](const std::string& name) { return std::ranges::find_if(axes, [&](const auto& axis) { return axis.first == name; })->second; };
-  const ReadingLayout layout{.copies = size_of("dp_replicate"), .tensor_ranks = size_of("tp")};
-  require(size_of("dp_shard") == 1, "mesh.dp_shard = ", size_of("dp_shard"),
+  const ReadingLayout layout{.copies = size_along(axes, "dp_replicate"), .tensor_ranks = size_along(axes, "tp")};
+  const int shards = size_along(axes, "dp_shard");
+  require(shards == 1, "mesh.dp_shard = ", shards,
           ": shards what training keeps, and a model that is only read keeps none of it; cut layers by mesh.tp, or leave mesh.dp_shard out");
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");

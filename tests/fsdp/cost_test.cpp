@@ -11,7 +11,6 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/head.h"
-#include "tessera/nn/operators.h"
 
 /// What stage 3 sends and holds, against the formulas of docs/sharding.md.
 namespace tessera {
@@ -150,20 +149,6 @@ TEST(FullyShard, WaitingForAPeerIsExposedTime) {
     EXPECT_GT(seen.num_early, 0);
   });
 }
-
-/// Counts copies of as many elements as a matrix of interest has.
-class CopyCount final : public nn::OperatorHooks {
- public:
-  explicit CopyCount(int64_t numel) : numel_(numel) {}
-  void call(nn::OperatorCall& operation) override {
-    if (operation.name() == "aten::copy_" && operation.arguments()[0].toTensor().numel() == numel_) ++copies;
-    operation.run();
-  }
-  int copies = 0;
-
- private:
-  int64_t numel_;
-};
 
 /// Look-up, a layer, and the fused loss that computes its weight's gradient in forward.
 struct TinyLanguageModelImpl : nn::Module {

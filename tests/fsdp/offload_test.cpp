@@ -5,7 +5,6 @@
 #include "support.h"
 #include "tessera/core/memory.h"
 #include "tessera/core/memory_history.h"
-#include "tessera/nn/operators.h"
 
 namespace tessera {
 namespace {
@@ -174,20 +173,6 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
   }
 }
 
-/// Counts copies of as many elements as a unit's slice has.
-class SliceCopies final : public nn::OperatorHooks {
- public:
-  explicit SliceCopies(int64_t numel) : numel_(numel) {}
-  void call(nn::OperatorCall& operation) override {
-    if (operation.name() == "aten::copy_" && operation.arguments()[0].toTensor().numel() == numel_) ++copies;
-    operation.run();
-  }
-  int copies = 0;
-
- private:
-  int64_t numel_;
-};
-
 TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
   const auto copies_of_a_step = [](int ranks, FullyShardOptions options) {
     int copies = 0;
@@ -197,7 +182,7 @@ TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
       options.offload = Offload::Host;
       auto sharded = fully_shard(net, world.group(), options);
       materialize(net, 1);
-      const auto counted = std::make_shared<SliceCopies>((1024 * 64 + 1024) / ranks);
+      const auto counted = std::make_shared<CopyCount>((1024 * 64 + 1024) / ranks);
       const nn::OperatorScope scope(counted);
       sharded->begin_step();
       for (int pass = 0; pass < 3; ++pass) {

@@ -9,6 +9,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/operators.h"
 #include "tessera/nn/parameter.h"
 #include "tests/nn/net.h"
 
@@ -119,5 +120,19 @@ struct WideNetImpl : nn::Module {
   std::vector<nn::Linear> layers;
 };
 TESSERA_MODULE(WideNet);
+
+/// Counts copies of as many elements as what is watched.
+class CopyCount final : public nn::OperatorHooks {
+ public:
+  explicit CopyCount(int64_t numel) : numel_(numel) {}
+  void call(nn::OperatorCall& operation) override {
+    if (operation.name() == "aten::copy_" && operation.arguments()[0].toTensor().numel() == numel_) ++copies;
+    operation.run();
+  }
+  int copies = 0;
+
+ private:
+  int64_t numel_;
+};
 
 }  // namespace tessera::testing_support

@@ -8,7 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/backends/record.h"
