@@ -19,7 +19,7 @@ demo: build
 
 # A second try is printed as such: on a busy machine, tests of time limits (a rank that dies ends all within 10 s) may need one.
 test: build
-	@ctest --test-dir $(BUILD) --output-on-failure -j 2 --repeat until-pass:2
+	@tools/run_tests $(BUILD) --output-on-failure -j 2 --repeat until-pass:2
 
 asan:
 	@$(MAKE) --no-print-directory build PRESET=asan
