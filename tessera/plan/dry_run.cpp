@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -60,7 +61,7 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
   const data::LoaderOptions loader = loader_options(config, mesh);
   RankClass result;
   result.examples = {rank};
-  int64_t peak = -1;
+  int64_t peak = -1, tokens = 0;
   for (int step = 1; step <= kDrySteps; ++step) {
     recorder->clear();
     scope.memory().reset_peak();
@@ -73,6 +74,8 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
     result.hardware_flops = counter->flops();
     result.recomputed_flops = counter->recomputed_flops();
     result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
+    tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
+                             [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
     const MemoryByCategory host = scope.memory().host_peak_by_category();
     if (total_of(host) > total_of(result.host_bytes)) result.host_bytes = host;
     if (scope.memory().peak() <= peak) continue;
@@ -82,7 +85,6 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
   }
   result.collectives = sum_up(recorder->records());
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
-  const int64_t tokens = result.micro_batches * config.batch.micro_size * config.data.seq_len;
   result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size("tp");
   return result;
 }

@@ -156,6 +156,19 @@ TEST(FlightRecordVerdict, ACircleIsADeadlock) {
   EXPECT_EQ(verdict.kind, Kind::Deadlock);
 }
 
+TEST(FlightRecordVerdict, WhoWaitsForACircleIsNoCulpritOfIt) {
+  Scene scene(4, 1020);
+  scene.group("ahead", {0, 1}).group("a", {1, 2}).group("b", {1, 2}).group("behind", {2, 3});
+  scene.enter(1, "a", 1010).enter(2, "b", 1010);
+  scene.enter(0, "ahead", 1005).enter(3, "behind", 1011);
+  const auto verdict = scene.verdict();
+  EXPECT_EQ(verdict.sentence,
+            "ranks 1, 2 wait for each other: rank 1 in all_reduce #1 of a for rank 2, rank 2 in all_reduce #1 of b for rank 1; they wait 10 s");
+  EXPECT_EQ(verdict.kind, Kind::Deadlock);
+  EXPECT_THAT(verdict.culprits, ElementsAre(1, 2));
+  EXPECT_THAT(verdict.waiting, ElementsAre(0, 1, 2, 3));
+}
+
 TEST(FlightRecordVerdict, TagsThatDoNotMeetAreADeadlock) {
   Scene scene(2, 1020);
   scene.enter(0, "world", 1010, State::Waiting, message("send", 1, 1)).enter(1, "world", 1010, State::Waiting, message("recv", 0, 2));

@@ -1,5 +1,7 @@
 #include "tessera/data/loader.h"
 
+#include <set>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 
@@ -126,7 +128,22 @@ TEST_F(LoaderTest, ShuffleVisitsEachWindowOnceAnEpoch) {
   }
   EXPECT_NE(epochs[0], epochs[1]);
   EXPECT_NE(epochs[1], epochs[2]);
+  EXPECT_NE(epochs[0], epochs[2]);
   EXPECT_NE(loader.window_of(0) * 97 + loader.window_of(1), other.window_of(0) * 97 + other.window_of(1));
+}
+
+TEST_F(LoaderTest, EachEpochThatIsReadHasAnOrderOfItsOwn) {
+  const auto data = corpus(2 * 50 + 1);
+  Loader loader(data, {.seq_len = 2, .global_size = 10, .micro_size = 5, .shuffle = true, .seed = 11});
+  std::set<std::vector<int64_t>> orders;
+  for (int epoch = 0; epoch < 5; ++epoch) {
+    std::vector<int64_t> read;
+    for (int step = 0; step < 5; ++step) {
+      for (const MicroBatch& micro : loader.next().micro_batches) std::ranges::copy(values(micro.tokens), std::back_inserter(read));
+    }
+    orders.insert(read);
+  }
+  EXPECT_EQ(orders.size(), 5);
 }
 
 TEST_F(LoaderTest, SeekContinuesAsIfNeverStopped) {

@@ -273,6 +273,24 @@ TEST(Round, GoesOnWithoutANodeThatVanished) {
   EXPECT_THAT(job[1].started, ElementsAre(1, 2));
 }
 
+/// Ranks that lost a node fail; the node, which was only slow, is back before all have ended.
+TEST(Round, ANodeThatWasSilentAndIsBackUsesUpNoRestart) {
+  for (const Cause cause : {Cause::Lost, Cause::Failure}) {
+    const Round round{
+        .phase = Phase::Stopping, .number = 1, .nnodes = "2:2", .nodes = {{.id = "me"}, {.id = "slow"}}, .cause = cause, .reason = "node slow vanished"};
+    Self self{.node = {.id = "me"},
+              .record = {.round = 1, .failures = {{0, exited(1), "comm lost a peer"}}},
+              .serving = std::pair<int64_t, comm::Endpoint>{2, {}},
+              .took_part = true};
+    const std::map<std::string, Peer> peers{{"slow", {.record = {.round = 1, .failures = {{1, exited(3), ""}}}}}};
+    const Step step = decide(round, peers, self, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1});
+    EXPECT_EQ(step.proposal.phase, Phase::Running);
+    EXPECT_EQ(step.proposal.nodes.size(), 2u);
+    EXPECT_EQ(step.proposal.restarts, cause == Cause::Lost ? 0 : 1);
+    EXPECT_EQ(step.proposal.reason, cause == Cause::Lost ? "node slow vanished" : "rank 1 failed with exit code 3; restart 1 of 1");
+  }
+}
+
 TEST(Round, HearsSoonerOfAnAgentThatIsGone) {
   Job job(3);
   job.proven_gone = true;
@@ -324,6 +342,7 @@ TEST(Round, TakesANodeInAtARestart) {
   EXPECT_THAT(job.members(), ElementsAre("n0", "n1", "n2"));
   EXPECT_EQ(job.round().number, 2);
   EXPECT_EQ(job.round().restarts, 0);
+  EXPECT_EQ(job.round().cause, Cause::None) << "of the stop, which is over";
   job.add();  // one more than MAX waits for a place
   job.pass(2);
   EXPECT_EQ(job.round().number, 2);

@@ -199,6 +199,25 @@ TEST_F(DryRunTest, RecomputationCountsInHardwareFlopsAlone) {
   EXPECT_EQ(plain.recomputed_flops, 0);
 }
 
+TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {
+  for (const auto& [world, sets] :
+       std::vector<std::pair<int, std::vector<std::string>>>{{1, {}},
+                                                             {7, {"zero.stage=3"}},
+                                                             {5, {}},  // 7 micro-batches: three ranks run one of weight 0, which trains on nothing
+                                                             {4, {"mesh.tp=2", "zero.stage=1"}},
+                                                             {6, {"mesh.tp=3", "mesh.dp_replicate=2", "recompute.mode=full"}},  // 4 heads over 3 ranks
+                                                             {10, {"mesh.tp=2", "zero.stage=3", "run.deterministic=true"}}}) {
+    for (const std::string family : {"llama", "mlp"}) {
+      const Config whole = config(family, sets);
+      const auto run = plan::dry_run(whole, world);
+      double flops = 0;
+      for (const auto& ranks : run.ranks) flops += static_cast<double>(ranks.count) * ranks.flops;
+      const double expected = model_flops_per_token(whole.model, whole.data.seq_len) * static_cast<double>(run.tokens_per_step);
+      EXPECT_NEAR(flops, expected, 1e-9 * expected) << family << " on " << world << " ranks, " << ::testing::PrintToString(sets);
+    }
+  }
+}
+
 TEST_F(DryRunTest, CollectivesShowWhatCrossesCompressed) {
   const auto bytes = [&](const std::vector<std::string>& sets) {
     const auto run = plan::dry_run(config("llama", sets), 7);

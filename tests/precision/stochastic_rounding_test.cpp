@@ -4,6 +4,7 @@
 #include <limits>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/rng.h"
@@ -93,6 +94,29 @@ TEST_P(StochasticOptimizer, BitsDoNotDependOnTheCut) {
       copy_slices({Slice::whole("w", shape)}, {whole[i]}, part, expected);
       EXPECT_TRUE(at::equal(own[i], expected)) << "tensor " << i << " of " << to_string(part.boxes.front());
     }
+  }
+}
+
+/// Of many grains, so that each thread has several blocks of its own.
+TEST_P(StochasticOptimizer, BitsDoNotDependOnTheThreads) {
+  constexpr int64_t n = 5 * (1 << 14) + 77;
+  const int before = at::get_num_threads();
+  std::vector<std::vector<at::Tensor>> seen;
+  for (const int threads : {1, 2, 3}) {
+    at::set_num_threads(threads);
+    at::Tensor weight = values({n}, "w").to(at::kBFloat16);
+    const auto optimizer = make_stochastic_rounding(config_of(GetParam()), 7, {{"w", weight, {}}});
+    for (int step = 0; step < 2; ++step) {
+      weight.mutable_grad() = values({n}, "g" + std::to_string(step), 0.1f);
+      optimizer->step(1e-2);
+    }
+    auto& tensors = seen.emplace_back(1, weight);
+    for (const auto& state : optimizer->state()) tensors.push_back(state.tensor);
+  }
+  at::set_num_threads(before);
+  for (size_t i = 0; i < seen[0].size(); ++i) {
+    EXPECT_TRUE(at::equal(seen[1][i], seen[0][i])) << "tensor " << i;
+    EXPECT_TRUE(at::equal(seen[2][i], seen[0][i])) << "tensor " << i;
   }
 }
 

@@ -1,4 +1,7 @@
+#include "tessera/recompute/thread_state.h"
+
 #include <thread>
+#include <tuple>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -99,6 +102,32 @@ TEST(RecomputeState, KernelsAreThoseOfTheFirstPass) {
   y.sum().backward();
   EXPECT_EQ(choosing->choices, std::vector(2, kernels::KernelChoice::Reference));
   EXPECT_EQ(kernels::kernel_choice(), kernels::KernelChoice::Auto);
+}
+
+/// Backward puts autocast back of its own accord, so what the guard leaves shows only without one.
+TEST(RecomputeState, TheGuardLeavesAutocastAsItFoundIt) {
+  const auto now = [] {
+    return std::tuple(at::autocast::is_autocast_enabled(at::kCPU), at::autocast::get_autocast_dtype(at::kCPU), at::autocast::is_autocast_cache_enabled());
+  };
+  const auto set = [](bool enabled, at::ScalarType dtype, bool cache) {
+    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+    at::autocast::set_autocast_dtype(at::kCPU, dtype);
+    at::autocast::set_autocast_cache_enabled(cache);
+  };
+  const auto before = now();
+  for (const bool on : {true, false}) {
+    set(on, on ? at::kHalf : at::kBFloat16, !on);
+    const auto first = now();
+    const ThreadState state({});
+    set(!on, on ? at::kBFloat16 : at::kHalf, on);
+    const auto second = now();
+    {
+      const ThreadState::Guard guard(state);
+      EXPECT_EQ(now(), first);
+    }
+    EXPECT_EQ(now(), second);
+  }
+  std::apply(set, before);
 }
 
 /// Autocast casts a weight once and keeps the copy: where two blocks share one, the second block finds it cast. So does the second pass, whose own first use

@@ -17,6 +17,7 @@ using ::testing::MatchesRegex;
 /// What rank 0 is told.
 struct Heard {
   std::vector<StepResult> steps;
+  std::vector<ValidationResult> validations;
   RunEnd end;
 };
 
@@ -24,6 +25,7 @@ class Listener : public Observer {
  public:
   explicit Listener(Heard& heard) : heard_(heard) {}
   void after_step(const StepResult& result) override { heard_.steps.push_back(result); }
+  void after_validation(const ValidationResult& result) override { heard_.validations.push_back(result); }
   void on_end(const RunEnd& end) override { heard_.end = end; }
 
  private:
@@ -104,6 +106,22 @@ TEST_F(TrainerTest, AStepThatIsDueAnywayIsSavedOnce) {
   const auto heard = run(config("mlp", {saved(), "checkpoint.every=2"}), 2, [](int, int asked) { return asked == 4 ? SIGTERM : 0; });
   EXPECT_EQ(heard.end.step, 4);
   EXPECT_THAT(checkpoints(), ElementsAre("step-00000002", "step-00000004"));
+}
+
+TEST_F(TrainerTest, ValidationLeavesNoTraceInTheTraining) {
+  std::ofstream(folder_ / "held.txt") << std::string(100, 'x');
+  for (const auto& [world, stage] : std::vector<std::pair<int, std::string>>{{1, "0"}, {2, "0"}, {2, "3"}}) {
+    std::vector<std::string> sets{"model.dropout=0.2", "zero.stage=" + stage};
+    const auto plain = run(config("gpt2", sets), world);
+    sets.insert(sets.end(), {"data.validation_files=[\"" + (folder_ / "held.txt").string() + "\"]", "run.validate_every=2"});
+    const auto validated = run(config("gpt2", sets), world);
+    EXPECT_EQ(validated.validations.size(), 3);
+    ASSERT_EQ(validated.steps.size(), plain.steps.size());
+    for (size_t i = 0; i < plain.steps.size(); ++i) {
+      EXPECT_EQ(validated.steps[i].loss, plain.steps[i].loss) << world << " ranks, stage " << stage << ", step " << i + 1;
+      EXPECT_EQ(validated.steps[i].grad_norm, plain.steps[i].grad_norm) << world << " ranks, stage " << stage << ", step " << i + 1;
+    }
+  }
 }
 
 TEST_F(TrainerTest, ARankThatComputesLongerIsNamedOnce) {

@@ -1,0 +1,44 @@
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/mesh/mesh.h"
+#include "tests/fsdp/support.h"
+
+/// Two copies of a model, each sharded over two ranks: what has to reach all four of them, not only those that share a shard.
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using namespace testing_support;
+
+/// All ranks call the same modules; without `side`, the block's output does not reach the loss.
+at::Tensor loss_with(DeepNet& net, const Batch& batch, bool side) {
+  const at::Tensor h = net->first(batch.x), beside = net->blocks[0](h);
+  return loss_of(net->last(net->out(net->norm(side ? beside : h))), batch.y, samples);
+}
+
+TEST(FullyShardHybrid, AParameterThatOneReplicaAloneUsesHasItsGradientOnAll) {
+  for (const int replica : {0, 1}) {
+    DeepNet whole;
+    for (int rank = 0; rank < 4; ++rank) loss_with(whole, part_of(whole_batch(samples), 4, rank), rank / 2 == replica).backward();
+    const Gradients expected = named_gradients(*whole);
+    ASSERT_TRUE(expected.at("block0.w1.weight").defined());
+    ASSERT_FALSE(expected.at("block1.w1.weight").defined());
+    run_ranks(4, [&](World& world) {
+      const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+      for (const bool each : {true, false}) {
+        DeepNet net;
+        auto sharded = fully_shard(net, mesh["dp_shard"],
+                                   {.wrap = "block*", .reduce_each_micro_batch = each, .find_unused_parameters = true, .replicate = mesh["dp_replicate"]});
+        for (int step = 0; step < 2; ++step) {
+          sharded->begin_step();
+          loss_with(net, part_of(whole_batch(samples), 4, world.rank()), world.rank() / 2 == replica).backward();
+          sharded->finish();
+          EXPECT_LT(slice_difference(*net, expected), parity) << "rank " << world.rank() << ", used by replica " << replica;
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera
