@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 from report import mebibytes, milliseconds, table
-from sides import ROOT, SideFailed, Tessera, progress
+from sides import ROOT, Clock, SideFailed, Tessera
+from spread import turn_order
 
 KINDS = ("none", "bf16", "fp16", "powersgd")
 RECIPE = ROOT / "recipes" / "bench_vocab.toml"
@@ -27,13 +28,13 @@ def sent_bytes(binary: Path, kind: str) -> int:
     return sum(entry["sent_bytes"] for entry in json.loads(run.stdout)["ranks"][0]["collectives"])
 
 
-def measure(binary: Path, scratch: Path, steps: int, turns: int, start: float) -> str:
+def measure(binary: Path, scratch: Path, steps: int, turns: int, clock: Clock) -> str:
     """The section as markdown."""
-    sides = {kind: Tessera(binary, RECIPE, settings(kind), RANKS, scratch / f"compression_{kind}") for kind in KINDS}
+    sides = {kind: Tessera(binary, RECIPE, settings(kind), RANKS, scratch / f"compression_{kind}", clock) for kind in KINDS}
     for turn in range(turns):
-        progress(f"gradient compression: turn {turn + 1} of {turns}", start)
-        for side in sides.values():
-            side.steps(steps)
+        for kind in turn_order(KINDS, turn):
+            clock.say(f"compression: turn {turn + 1} of {turns}, {kind}")
+            sides[kind].steps(steps)
     rows = []
     for kind, side in sides.items():
         measured = side.finish()

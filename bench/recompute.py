@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from report import mebibytes, milliseconds, table
-from sides import ROOT, SideFailed, progress
+from sides import ROOT, Clock, SideFailed
 
 RECIPE = ROOT / "recipes" / "bench_matmul.toml"
 GOAL_POINTS = 5  # time may rise by the share of recomputed FLOPs and this much
@@ -18,13 +18,14 @@ def output_of(command: list) -> str:
     return run.stdout
 
 
-def measure(binary: Path, start: float) -> tuple[str, list[str]]:
+def measure(binary: Path, clock: Clock) -> tuple[str, list[str]]:
     """The section as markdown, and the goals that were missed."""
     rows, missed = [], []
     for compute in ("fp32", "bf16"):
-        progress(f"recompute: {compute}", start)
+        clock.say(f"recomputation: {compute}, tessera")
         answer = output_of([binary.parent / "tessera_train_bench", f"--benchmark_filter=/{compute}_full/", "--benchmark_format=json"])
         (ours,) = json.loads(answer)["benchmarks"]
+        clock.say(f"recomputation: {compute}, torch.utils.checkpoint")
         answer = output_of([ROOT / "tools" / "peer_python", ROOT / "bench" / "peers" / "recompute.py", RECIPE, "--compute", compute])
         peer = json.loads(answer.splitlines()[-1])
         seconds = ours["quickest_ms"] / 1000

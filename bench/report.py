@@ -1,6 +1,9 @@
 """Turns measurements into the tables of `make bench`."""
 
+import statistics
+
 from sides import Measurement
+from spread import MISSED, Spread, number, pair_ratios, verdict
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -23,18 +26,21 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.0f}"
 
 
-def against_goal(ratio: float, goal: float | None, smaller_is_better: bool = False) -> str:
-    """The ratio, and whether it keeps its goal where there is one."""
-    text = f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+def against_goal(value: float | Spread, goal: float | None, smaller_is_better: bool = False) -> str:
+    """The value, and whether it keeps its goal where there is one: `open` where the spread holds both answers."""
+    spread = value if isinstance(value, Spread) else Spread(value, value, value, 2)  # a number that does not vary
+    text = str(value) if isinstance(value, Spread) else number(value)
     if goal is None:
         return text
-    kept = ratio <= goal if smaller_is_better else ratio >= goal
-    return f"{text} ({'<=' if smaller_is_better else '>='} {goal:g}: {'yes' if kept else 'NO'})"
+    return f"{text} ({'<=' if smaller_is_better else '>='} {goal:g}: {verdict(spread, goal, smaller_is_better)})"
 
 
-def percent_against_goal(share: float, goal: float | None) -> str:
-    verdict = "" if goal is None else f" (>= {100 * goal:g}%: {'yes' if share >= goal else 'NO'})"
-    return f"{100 * share:.0f}%{verdict}"
+def percent(spread: Spread) -> str:
+    return f"{100 * spread.median:.0f}%" + (f" [{100 * spread.least:.0f}, {100 * spread.most:.0f}]" if spread.count > 1 else "")
+
+
+def percent_against_goal(share: Spread, goal: float | None) -> str:
+    return percent(share) + ("" if goal is None else f" (>= {100 * goal:g}%: {verdict(share, goal)})")
 
 
 # Bytes of weight (4), gradient (4) and AdamW's state (8) that each of n ranks holds per parameter.
@@ -42,25 +48,26 @@ STATE_BYTES = {1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 
 
 
 class Report:
-    def __init__(self, machine: str):
-        self.machine = machine
+    """Of one setting."""
+
+    def __init__(self):
         self.speed, self.memory, self.bounds, self.sharded, self.raw, self.missed = [], [], [], [], [], []
 
-    def add(self, setting, tokens: int, ours: Measurement, theirs: dict, bound: dict, peer_exposed_s: float | None, planned: dict | None = None) -> None:
-        """One setting: `theirs` maps each PeerKind to its Measurement; `bound` holds the seconds of the products alone, `planned` what `tessera plan` says of
-        a sharded run."""
+    def add(self, setting, tokens: int, ours: Measurement, theirs: dict, bounds: list[dict], peer_exposed_s: float | None, planned: dict | None = None) -> None:
+        """`theirs` maps each PeerKind to its Measurement; `bounds` holds, for each turn, the seconds of the products alone, `planned` what `tessera plan` says
+        of a sharded run."""
         name = setting.name
         for peer, measured in theirs.items():
-            speed, memory = measured.median_s / ours.median_s, ours.peak_bytes / measured.peak_bytes
+            speed, memory = Spread.of(pair_ratios(ours.turns, measured.turns)), ours.peak_bytes / measured.peak_bytes
             self.speed.append(
-                [name, peer.name, f"{tokens / ours.median_s:.0f}", f"{tokens / measured.median_s:.0f}", against_goal(speed, peer.speed_goal)]
+                [name, peer.name, f"{tokens / ours.median_s:.0f}", f"{tokens / measured.median_s:.0f}", str(speed.count), against_goal(speed, peer.speed_goal)]
             )
             self.memory.append(
                 [name, peer.name, mebibytes(ours.peak_bytes), mebibytes(measured.peak_bytes), against_goal(memory, peer.memory_goal, True),
                  mebibytes(ours.resident_bytes), mebibytes(measured.resident_bytes)]
             )  # fmt: skip
-            if peer.speed_goal and speed < peer.speed_goal:
-                self.missed.append(f"{name} against {peer.name}: {speed:.2f}x, goal {peer.speed_goal:g}x")
+            if peer.speed_goal and verdict(speed, peer.speed_goal) == MISSED:
+                self.missed.append(f"{name} against {peer.name}: {speed}x in {speed.count} pairs, goal {peer.speed_goal:g}x")
             if peer.memory_goal and memory > peer.memory_goal:
                 self.missed.append(f"{name} against {peer.name}: {memory:.2f}x of the peak bytes, goal {peer.memory_goal:g}x")
         if planned:
@@ -68,17 +75,18 @@ class Report:
             held = planned["params"] + planned["gradients"] + planned["optimizer"]
             self.sharded.append([name, *(mebibytes(b) for b in (state, held, planned["total"] - held, planned["total"], ours.peak_bytes))])
         fastest = min((measured for peer, measured in theirs.items() if not peer.ours), key=lambda m: m.median_s)
-        products = bound["products_s"]
-        share = products / ours.median_s
-        if setting.bound_goal and share < setting.bound_goal:
-            self.missed.append(f"{name}: {100 * share:.0f}% of the bound, goal {100 * setting.bound_goal:g}%")
+        products = [bound["products_s"] for bound in bounds]
+        share, of_fastest = (Spread.of(pair_ratios(side.turns, [[s] for s in products])) for side in (ours, fastest))
+        if setting.bound_goal and verdict(share, setting.bound_goal) == MISSED:
+            self.missed.append(f"{name}: {percent(share)} of the bound, goal {100 * setting.bound_goal:g}%")
+        attention = statistics.median(bound["attention_products_s"] for bound in bounds)
         self.bounds.append(
-            [name, f"{tokens / products:.0f}", percent_against_goal(share, setting.bound_goal), f"{100 * products / fastest.median_s:.0f}%",
-             milliseconds(bound["attention_products_s"]), milliseconds(ours.exposed_comm_s), milliseconds(peer_exposed_s)]
+            [name, f"{tokens / statistics.median(products):.0f}", percent_against_goal(share, setting.bound_goal), percent(of_fastest),
+             milliseconds(attention), milliseconds(ours.exposed_comm_s), milliseconds(peer_exposed_s)]
         )  # fmt: skip
         self.raw.append(
             {"setting": name, "tokens_per_step": tokens, "tessera": vars(ours), "peers": {p.name: vars(m) for p, m in theirs.items()},
-             "bound": bound, "peer_exposed_comm_s": peer_exposed_s}
+             "bounds": bounds, "peer_exposed_comm_s": peer_exposed_s}
         )  # fmt: skip
 
     def markdown(self) -> str:
@@ -89,8 +97,9 @@ class Report:
         ]
         return "\n\n".join(
             [
-                "**Speed**, median tokens per second over all ranks; ratio = ours / theirs, taken in turns within one run.",
-                table(["setting", "peer", "tessera", "peer's", "ratio (goal)"], self.speed),
+                "**Speed**, median tokens per second over all ranks; ratio = ours / theirs, of each pair of turns: median [least, most]. A goal is missed (NO) "
+                "where no pair kept it, and open where some did and the median does not.",
+                table(["setting", "peer", "tessera", "peer's", "pairs", "ratio (goal)"], self.speed),
                 "**Bound**: the step's matrix products alone (same shapes, type, threads, library), and how much of a step they are. Attention's own "
                 "products (as full squares) and the communication that backward does not hide, in milliseconds per step.",
                 table(

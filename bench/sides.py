@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,24 +18,53 @@ class SideFailed(Exception):
     """A process of a comparison ended early; the message holds its last lines."""
 
 
+class OutOfTime(Exception):
+    """What --quick promises is over; what was measured so far stands."""
+
+
+class Clock:
+    """Since the run began, and how long it may take; without a limit it may take as long as it does."""
+
+    def __init__(self, limit_s: float | None = None):
+        self.start, self.limit_s = time.monotonic(), limit_s
+
+    def passed(self) -> float:
+        return time.monotonic() - self.start
+
+    def left(self) -> float:
+        return float("inf") if self.limit_s is None else self.limit_s - self.passed()
+
+    def timeout(self) -> float | None:
+        """For a process that is waited for."""
+        if self.limit_s is None:
+            return None
+        if self.left() <= 0:
+            raise OutOfTime
+        return self.left()
+
+    def say(self, text: str) -> None:
+        print(f"[{self.passed():5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 @dataclass
 class Measurement:
     """What a side has shown so far. Times are seconds of one optimizer step, memory is the maximum over ranks."""
 
-    step_s: list[float] = field(default_factory=list)
+    turns: list[list[float]] = field(default_factory=list)  # each: its steps
     peak_bytes: int = 0
     resident_bytes: int = 0
     exposed_comm_s: float | None = None
 
     @property
     def median_s(self) -> float:
-        return statistics.median(self.step_s)
+        return statistics.median(step for turn in self.turns for step in turn)
 
 
 class Tessera:
     """`tessera train` on a recipe; each call of `steps` is a fresh run of the command."""
 
-    def __init__(self, binary: Path, recipe: Path, settings: list[str], ranks: int, scratch: Path):
+    def __init__(self, binary: Path, recipe: Path, settings: list[str], ranks: int, scratch: Path, clock: Clock, warmup: int = WARMUP_STEPS):
+        self.clock, self.warmup = clock, warmup
         self.log_dir = scratch / "tessera"
         self.command = [str(binary), "train", str(recipe)]
         if ranks > 1:
@@ -45,21 +75,33 @@ class Tessera:
         self.exposed: list[float] = []
 
     def steps(self, count: int) -> None:
-        command = [*self.command, "--set", f"run.steps={WARMUP_STEPS + count}"]
+        command = [*self.command, "--set", f"run.steps={self.warmup + count}"]
         self.log_dir.mkdir(parents=True, exist_ok=True)
         output = self.log_dir / "output.txt"
         with open(output, "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+            usage = self.wait(process)
         if process.returncode != 0:
             raise SideFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{tail(output)}")
         lines = [json.loads(line) for line in (self.log_dir / "metrics.jsonl").read_text().splitlines()]
-        kept = lines[WARMUP_STEPS:]
-        self.measured.step_s += [line["step_s"] for line in kept]
+        kept = lines[self.warmup :]
+        self.measured.turns.append([line["step_s"] for line in kept])
         self.measured.peak_bytes = max(self.measured.peak_bytes, *(line["peak_bytes"] for line in kept))
         self.measured.resident_bytes = max(self.measured.resident_bytes, usage.ru_maxrss * 1024)
         self.exposed += [line["exposed_comm_s"] for line in kept if "exposed_comm_s" in line]
+
+    def wait(self, process: subprocess.Popen):
+        """Its use of resources, which Popen does not tell. Out of time it is asked to stop, and launches no more."""
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return usage
+            if self.clock.left() <= 0:
+                process.terminate()
+                process.wait()
+                raise OutOfTime
+            time.sleep(0.01)
 
     def planned(self) -> dict:
         """What `tessera plan` says of the rank that needs most, with the number of the model's parameters."""
@@ -84,7 +126,8 @@ class Tessera:
 class Peer:
     """A process of bench/peers/peer.py that waits for commands between its turns."""
 
-    def __init__(self, recipe: Path, arguments: list[str], scratch: Path):
+    def __init__(self, recipe: Path, arguments: list[str], scratch: Path, clock: Clock, warmup: int = WARMUP_STEPS):
+        self.clock, self.warmup = clock, warmup
         self.log = scratch / "peer.txt"
         self.command = [str(ROOT / "tools" / "peer_python"), str(ROOT / "bench" / "peers" / "peer.py"), str(recipe), *arguments]
         scratch.mkdir(parents=True, exist_ok=True)
@@ -99,16 +142,25 @@ class Peer:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # the peer has died: its last lines say why
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
+        guard = None if self.clock.limit_s is None else threading.Timer(max(0.0, self.clock.left()), self.process.kill)
+        if guard:
+            guard.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("{"):
+                    return json.loads(line)
+        finally:
+            if guard:
+                guard.cancel()
+        if self.clock.left() <= 0:
+            raise OutOfTime
         raise SideFailed(f"{' '.join(self.command)}\nended with {self.process.wait()}:\n{tail(self.log)}")
 
     def steps(self, count: int) -> None:
         if not self.warm:
-            self.ask(f"step {WARMUP_STEPS}")
+            self.ask(f"step {self.warmup}")
             self.warm = True
-        self.measured.step_s += self.ask(f"step {count}")["step_s"]
+        self.measured.turns.append(self.ask(f"step {count}")["step_s"])
 
     def local_steps(self, count: int) -> list[float]:
         """Seconds of steps without all-reduce; of use under DDP alone."""
@@ -125,7 +177,7 @@ class Peer:
     def close(self) -> None:
         """Ends the process, also one that hangs."""
         try:
-            self.process.communicate("quit\n", timeout=30)
+            self.process.communicate("quit\n", timeout=5 if self.clock.limit_s else 30)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
@@ -134,6 +186,3 @@ class Peer:
 def tail(path: Path, lines: int = 15) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
-
-def progress(text: str, start: float) -> None:
-    print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)

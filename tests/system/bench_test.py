@@ -1,0 +1,120 @@
+"""The parts of tools/bench that are arithmetic: spreads, verdicts, which sections run and for how long. Nothing is measured here."""
+
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from pathlib import Path
+
+from support import SOURCE
+
+sys.path.insert(0, str(SOURCE / "bench"))
+import plan  # noqa: E402
+import run as bench  # noqa: E402
+from report import Report, against_goal  # noqa: E402
+from sides import Clock, Measurement, OutOfTime  # noqa: E402
+from spread import KEPT, MISSED, OPEN, Spread, goes_on, pair_ratios, turn_order, verdict  # noqa: E402
+
+
+class Bench(unittest.TestCase):
+    def test_a_goal_is_missed_only_where_the_spread_excludes_it(self):
+        around = Spread.of([0.79, 1.15, 0.9, 1.0])  # one row of a busy machine
+        self.assertEqual((around.least, around.most, around.count), (0.79, 1.15, 4))
+        self.assertEqual(verdict(around, 1.1), OPEN)
+        self.assertEqual(verdict(around, 0.95), KEPT)
+        self.assertEqual(verdict(around, 1.2), MISSED)
+        self.assertEqual(verdict(Spread.of([0.5]), 1.1), OPEN, "one pair excludes nothing")
+        self.assertEqual([verdict(around, goal, smaller_is_better=True) for goal in (1.0, 0.8, 0.7)], [KEPT, OPEN, MISSED])
+        self.assertEqual(against_goal(around, 1.1), "0.95 [0.79, 1.15] (>= 1.1: open)")
+        self.assertEqual(against_goal(0.6, 0.5, True), "0.60 (<= 0.5: NO)", "bytes do not vary")
+
+    def test_ratios_are_of_pairs_of_turns(self):
+        # The machine is half as fast in the second turn: each pair still says 1.5.
+        self.assertEqual(pair_ratios([[1.0, 9.0, 1.0], [2.0]], [[1.5], [3.0]]), [1.5, 1.5])
+        sides = ["ours", "eager", "chunked"]
+        self.assertEqual([turn_order(sides, turn)[0] for turn in range(4)], ["ours", "chunked", "ours", "chunked"])
+        self.assertEqual(sorted(turn_order(sides, 1)), sorted(sides))
+
+    def test_turns_go_on_while_there_is_time(self):
+        self.assertTrue(goes_on(0, 3, 8, 0, 240))
+        self.assertTrue(goes_on(2, 3, 8, 400, -10), "the least, however long")
+        self.assertFalse(goes_on(3, 3, 8, 600, 100))
+        self.assertTrue(goes_on(3, 3, 8, 30, 100))
+        self.assertFalse(goes_on(8, 3, 8, 8, 100))
+        self.assertFalse(goes_on(1, 2, 5, 60, 100, run_left_s=50), "a run that has promised to end")
+        self.assertFalse(goes_on(0, 2, 5, 0, 100, run_left_s=-1))
+
+    def test_only_runs_nothing_else(self):
+        names = lambda *a: [section.name for section in plan.choose(*a)]  # noqa: E731
+        self.assertEqual(names("communication", False), ["communication"])
+        self.assertEqual(names("vocab bf16", False), ["vocab bf16"])
+        self.assertEqual(names("vocab bf16", True), ["vocab bf16"])
+        self.assertEqual(names("parts", False), ["parts"])
+        self.assertEqual(names("nothing", False), [])
+        everything = names(None, False)
+        self.assertEqual(sorted(everything), sorted(plan.names()))
+        self.assertEqual(everything[-1], "parts", "they take minutes, and nobody waits for them")
+        self.assertNotIn("parts", names(None, False, False))
+        quick = names(None, True)
+        self.assertTrue({"vocab fp32", "vocab bf16", "communication"} <= set(quick))
+        self.assertFalse({"parts", "recomputation", "compression", "matmul fp32"} & set(quick))
+
+    def test_a_quick_run_shares_its_time_and_ends(self):
+        left, shares = plan.QUICK_S, []
+        for sections in (4, 3, 2, 1):
+            shares.append(plan.share_of(left, sections))
+            left -= shares[-1]
+        self.assertAlmostEqual(sum(shares), plan.QUICK_S - plan.TAIL_S)
+        over = Clock(limit_s=0)
+        self.assertRaises(OutOfTime, over.timeout)
+        self.assertIsNone(Clock().timeout())
+
+    def test_the_command_lists_its_sections_and_refuses_unknown_ones(self):
+        def listed(*flags):
+            return subprocess.run([sys.executable, SOURCE / "bench" / "run.py", "--list", *flags], capture_output=True, text=True, timeout=60)
+
+        self.assertEqual(listed("--only", "compression").stdout.split("\n"), ["compression", ""])
+        refused = listed("--only", "everything")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("names no section; there are: vocab fp32, ", refused.stderr)
+
+    def test_a_report_states_the_spread_and_what_was_missed(self):
+        peer = types.SimpleNamespace(name="eager", speed_goal=1.25, memory_goal=0.5, ours=False)
+        setting = types.SimpleNamespace(name="vocab fp32", stage=0, ranks=1, bound_goal=0.85)
+        ours = Measurement(turns=[[1.0, 1.0], [2.0, 2.0]], peak_bytes=1 << 20, resident_bytes=1 << 21)
+        for factor, missed in ((1.5, 0), (1.1, 1)):
+            theirs = Measurement(turns=[[factor], [2.4 * factor]], peak_bytes=4 << 20, resident_bytes=1 << 22)
+            report = Report()
+            report.add(setting, 2048, ours, {Key(peer): theirs}, [{"products_s": 0.9, "attention_products_s": 0.1}] * 2, None)
+            self.assertIn(f"{1.1 * factor:.2f} [{factor:.2f}, {1.2 * factor:.2f}]", report.markdown())
+            self.assertEqual(len([m for m in report.missed if "against" in m]), 0 if 1.2 * factor >= 1.25 else missed)
+
+    def test_results_are_printed_and_kept_as_sections_end(self):
+        with tempfile.TemporaryDirectory() as folder:
+            results = bench.Results("a machine", Path(folder))
+            results.add("vocab fp32", "a table", [{"setting": "vocab fp32"}], ["a goal"])
+            self.assertIn("### vocab fp32\na table", (Path(folder) / "results.md").read_text(), "before the next section begins")
+            results.add("communication", "another")
+            self.assertIn("another", (Path(folder) / "results.md").read_text())
+
+    def test_the_machine_names_its_number_formats(self):
+        both = {"avx512_bf16": True, "amx_bf16": False, "avx512_fp16": True}
+        self.assertEqual(bench.formats(both), "16-bit products by avx512_bf16, avx512_fp16")
+        self.assertIn("no bf16 products (ONEDNN_MAX_CPU_ISA=AVX512_CORE)", bench.formats(both, "AVX512_CORE"))
+        self.assertIn("no bf16 products: tessera widens", bench.formats({"avx2": True}))
+        self.assertEqual(bench.formats(both, "", "fp32"), "TESSERA_CPU_FORMATS=fp32")
+        source = (SOURCE / "tessera" / "kernels" / "products.cpp").read_text()
+        for isa in bench.WITHOUT_BF16:
+            self.assertIn(f'"{isa}"', source, "the two lists are one")
+
+
+class Key:
+    """A peer by its attributes, hashable as PeerKind is."""
+
+    def __init__(self, peer):
+        self.__dict__.update(vars(peer))
+
+
+if __name__ == "__main__":
+    unittest.main()
