@@ -1,7 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/attachment.h"
+#include "tessera/nn/parameter.h"
 
 namespace tessera {
 
@@ -20,13 +25,25 @@ struct SynchronizationStatistics {
   int64_t num_early = 0;        ///< of those, begun while backward still ran
 };
 
-/// Turns the gradients of each rank's micro-batches into the gradient of the global batch, the same bits on every rank. The loop calls, in each step:
+/// Turns the gradients of each rank's micro-batches into the gradient of the global batch, the same bits on every rank.
+///
+/// The loop of a program on one device is enough: zero_grad, forward, backward, step. A step begins with its first forward or gradient and is complete when the
+/// last backward pass returns: then `grad()` of each parameter (of what a rank holds of it, where it is sharded) is that of the global batch. Every backward
+/// pass is the last of its step unless it runs under `no_sync()`; one that follows without a zero_grad adds to what is there, as on one device.
+///
+/// An engine that knows its micro-batches says so, and then in each step:
 ///   begin_step, then per micro-batch before_micro_batch, forward, backward, after_micro_batch, then finish;
-/// then `grad()` of each parameter (of what a rank holds of it, where it is sharded) holds the result until the next begin_step, which clears it; after the
-/// optimizer's step, after_update. Not thread-safe: one rank, one thread.
+/// `grad()` holds the result until the next begin_step, which clears it; after the optimizer's step, after_update. A call that is missing or out of order is
+/// refused by name at the next one. Not thread-safe: one rank, one thread.
 class GradientSynchronizer {
  public:
   virtual ~GradientSynchronizer() = default;
+
+  /// While it lives, backward passes only accumulate on this rank: the first one without it completes the step. They nest; each may outlive this object.
+  [[nodiscard]] Attachment no_sync() {
+    ++*holds_;
+    return Attachment([holds = holds_] { --*holds; });
+  }
 
   virtual void begin_step() = 0;
   virtual void before_micro_batch(const MicroBatchPosition& position) = 0;
@@ -40,8 +57,22 @@ class GradientSynchronizer {
 
   virtual const SynchronizationStatistics& statistics() const = 0;
 
+  /// What an optimizer updates on this rank and a norm is taken of: the parameters, or, where updates are sharded, this rank's part of each (which may be
+  /// empty), whose grad() is its part of the gradient. Tied ones once; frozen ones are among them, without a gradient.
+  virtual std::vector<nn::NamedParameter> updated() const { return {}; }
+
+  /// Ranks over which these are cut: what a norm sums over. A group of one where each rank holds the whole.
+  virtual comm::Group norm_group() const { return comm::Group::self(); }
+
   /// How many elements of each parameter that is updated `rank` of the sharding group holds, for every rank the same list; empty where all hold the same.
   virtual std::vector<int64_t> held_elements(int /*rank*/) const { return {}; }
+
+ protected:
+  /// What no_sync() counts: gradients meet in passes that run while it is 0.
+  const std::shared_ptr<int>& holds() const { return holds_; }
+
+ private:
+  std::shared_ptr<int> holds_ = std::make_shared<int>(0);
 };
 
 }  // namespace tessera

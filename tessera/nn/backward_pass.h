@@ -1,0 +1,15 @@
+#pragma once
+
+#include <functional>
+
+namespace tessera::nn {
+
+/// A number that no two backward passes of the process share, of the pass that runs on this thread; -1 outside of one. A pass that ended by an exception is
+/// told by it, too: the next one has another number.
+int backward_pass();
+
+/// Calls `done` once, when the backward pass that runs on this thread has accumulated every gradient, before `backward()` returns; never where it ends by an
+/// exception, so keep no state that only `done` resets. Throws InternalError outside of a pass.
+void at_end_of_backward(std::function<void()> done);
+
+}  // namespace tessera::nn
