@@ -55,15 +55,7 @@ void give_memory(torch::nn::Module& root, at::Device device) {
   for (const auto& parameter : nn::unique_parameters(root)) {
     if (parameter.tensor.is_meta() && !nn::keeps_memory(parameter.tensor)) nn::materialize_storage(parameter.tensor, device);
   }
-  for (const auto& module : root.modules()) {
-    bool any = false;
-    for (const at::Tensor& buffer : module->buffers(/*recurse=*/false)) {
-      if (!buffer.defined() || !buffer.is_meta()) continue;
-      nn::materialize_storage(buffer, device);
-      any = true;
-    }
-    if (auto* ours = dynamic_cast<nn::Module*>(module.get()); any && ours) ours->reset_buffers();
-  }
+  nn::materialize_buffers(root, /*seed=*/0, device);
 }
 
 void initialize_units(torch::nn::Module& root, const UnitPlan& plan, ShardedUnits& units, const FullyShardOptions& options) {

@@ -112,7 +112,7 @@ WrapPolicy wrap_by_size(int64_t parameters) {
 }
 
 UnitPlan plan_units(torch::nn::Module& root, const FullyShardOptions& options) {
-  UnitPlan plan = Planner(wrapped_modules(root, options), root).plan(root.shared_from_this());
+  UnitPlan plan = Planner(wrapped_modules(root, options), root).plan(nn::share(root));
   require(!plan.units.empty(), "fully_shard: module '", root.name(), "' has no parameters; there is nothing to shard");
   return plan;
 }

@@ -7,6 +7,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/rope.h"
 #include "tessera/kernels/swiglu.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -62,6 +63,7 @@ SelfAttentionImpl::SelfAttentionImpl(const ModelConfig& config, bool bias)
 
 at::Tensor SelfAttentionImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
                                       const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids) {
+  if (nn::bypassed(*this)) return nn::call(*this, x, cos, sin, positions, document_ids);
   const auto heads = [&](const at::Tensor& projected) { return projected.unflatten(-1, {-1, head_dim_}); };
   at::Tensor q = heads(wq_(x)), k = heads(wk_(x));
   const at::Tensor v = heads(wv_(x));
@@ -81,7 +83,10 @@ GatedFeedForwardImpl::GatedFeedForwardImpl(const ModelConfig& config)
   register_module("w3", w3_);
 }
 
-at::Tensor GatedFeedForwardImpl::forward(const at::Tensor& x) { return w2_(kernels::swiglu(w1_(x), w3_(x))); }
+at::Tensor GatedFeedForwardImpl::forward(const at::Tensor& x) {
+  if (nn::bypassed(*this)) return nn::call(*this, x);
+  return w2_(kernels::swiglu(w1_(x), w3_(x)));
+}
 
 FeedForwardImpl::FeedForwardImpl(const ModelConfig& config)
     : w1_(linear(config.dim, ffn_dim(config), true, kInitStd)), w2_(linear(ffn_dim(config), config.dim, true, residual_std(config.layers))) {
@@ -89,6 +94,9 @@ FeedForwardImpl::FeedForwardImpl(const ModelConfig& config)
   register_module("w2", w2_);
 }
 
-at::Tensor FeedForwardImpl::forward(const at::Tensor& x) { return w2_(at::gelu(w1_(x), "tanh")); }
+at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
+  if (nn::bypassed(*this)) return nn::call(*this, x);
+  return w2_(at::gelu(w1_(x), "tanh"));
+}
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sample_scope.h"
 
@@ -24,6 +25,7 @@ Gpt2BlockImpl::Gpt2BlockImpl(const ModelConfig& config)
 }
 
 at::Tensor Gpt2BlockImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids) {
+  if (nn::bypassed(*this)) return nn::call(*this, x, positions, document_ids);
   const at::Tensor h = add_to_stream(x, attention_dropout_(attention_(attention_norm_(x), std::nullopt, std::nullopt, positions, document_ids)));
   return add_to_stream(h, ffn_dropout_(feed_forward_(ffn_norm_(h))));
 }

@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -23,6 +24,7 @@ LlamaBlockImpl::LlamaBlockImpl(const ModelConfig& config)
 
 at::Tensor LlamaBlockImpl::forward(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& positions,
                                    const std::optional<at::Tensor>& document_ids) {
+  if (nn::bypassed(*this)) return nn::call(*this, x, cos, sin, positions, document_ids);
   const at::Tensor h = add_to_stream(x, attention_dropout_(attention_(attention_norm_(x), cos, sin, positions, document_ids)));
   return add_to_stream(h, ffn_dropout_(feed_forward_(ffn_norm_(h))));
 }

@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -12,7 +13,10 @@ MlpBlockImpl::MlpBlockImpl(const ModelConfig& config) : ffn_norm_(norm_options(c
   register_module("ffn_dropout", ffn_dropout_);
 }
 
-at::Tensor MlpBlockImpl::forward(const at::Tensor& x) { return add_to_stream(x, ffn_dropout_(feed_forward_(ffn_norm_(x)))); }
+at::Tensor MlpBlockImpl::forward(const at::Tensor& x) {
+  if (nn::bypassed(*this)) return nn::call(*this, x);
+  return add_to_stream(x, ffn_dropout_(feed_forward_(ffn_norm_(x))));
+}
 
 MlpImpl::MlpImpl(const ModelConfig& config) : LanguageModel(config), embed_tokens_(config.vocab_size, config.dim), norm_(norm_options(config)) {
   nn::set_init(embed_tokens_->weight, nn::InitRule::normal(0, kInitStd));

@@ -6,18 +6,11 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "tessera/comm/call_site.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
-
-Values Next::operator()(Values inputs) const {
-  const comm::CallSite site(module_->path());
-  if (remaining_ == 0) return forward_(*module_, inputs);
-  return (*chain_)[remaining_ - 1]->call(*module_, std::move(inputs), Next(chain_, remaining_ - 1, module_, forward_));
-}
 
 std::optional<OutputLayout> output_layout(const Module& module, const at::Tensor& output) {
   if (!module.intercepted()) return std::nullopt;
@@ -30,20 +23,24 @@ std::optional<OutputLayout> output_layout(const Module& module, const at::Tensor
 
 Attachment attach(Module& module, std::shared_ptr<Interceptor> interceptor) {
   invariant(interceptor != nullptr, "attach: no interceptor given for '", module.path(), "'");
+  // The module may be gone by the time of the undo. One on the stack has no owner to ask: its chain holds a link that dies with it.
+  const auto link = std::make_shared<std::shared_ptr<Interceptor>>(interceptor);
   auto chain = module.chain_ ? std::make_shared<Chain>(*module.chain_) : std::make_shared<Chain>();
-  chain->push_back(interceptor);
+  chain->emplace_back(link, interceptor.get());
   module.chain_ = std::move(chain);
 
-  // The module may be gone by the time of the undo; one interceptor attached twice loses its outermost place first.
-  std::weak_ptr<torch::nn::Module> alive = module.shared_from_this();
-  return Attachment([alive, interceptor = std::move(interceptor)] {
-    const auto module = std::static_pointer_cast<Module>(alive.lock());
-    if (!module || !module->chain_) return;
-    Chain left = *module->chain_;
-    const auto found = std::find(left.rbegin(), left.rend(), interceptor);
+  const std::weak_ptr<torch::nn::Module> owned = module.weak_from_this();
+  const bool has_owner = !owned.expired();
+  return Attachment([owned, has_owner, raw = &module, link = std::weak_ptr(link), key = interceptor.get()] {
+    const auto kept = owned.lock();
+    if (has_owner ? kept == nullptr : link.expired()) return;
+    if (!raw->chain_) return;
+    // One interceptor attached twice loses its outermost place first.
+    Chain left = *raw->chain_;
+    const auto found = std::find_if(left.rbegin(), left.rend(), [&](const auto& one) { return one.get() == key; });
     if (found == left.rend()) return;
     left.erase(std::next(found).base());
-    module->chain_ = left.empty() ? nullptr : std::make_shared<const Chain>(std::move(left));
+    raw->chain_ = left.empty() ? nullptr : std::make_shared<const Chain>(std::move(left));
   });
 }
 
@@ -142,7 +139,7 @@ bool matches(std::string_view pattern, std::string_view path) { return path_matc
 std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_matching(torch::nn::Module& root, const std::string& pattern) {
   std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> matched;
   std::vector<std::string> paths;
-  if (pattern.empty()) return {{"", root.shared_from_this()}};
+  if (pattern.empty()) return {{"", share(root)}};
   for (const auto& module : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
     if (matches(pattern, module.key())) matched.emplace_back(module.key(), module.value());
     paths.push_back(module.key());
@@ -157,15 +154,20 @@ std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_
 
 void assign_paths(torch::nn::Module& root, const std::string& prefix) { assign_paths_below(root, prefix); }
 
+std::shared_ptr<torch::nn::Module> share(torch::nn::Module& module) {
+  if (auto owner = module.weak_from_this().lock()) return owner;
+  return {std::shared_ptr<void>(), &module};
+}
+
 void check_no_bypass(torch::nn::Module& root) {
-  for (const auto& module : root.named_modules()) {
-    if (dynamic_cast<torch::nn::SequentialImpl*>(module.value().get()) == nullptr) continue;
-    for (const auto& child : module.value()->named_children()) {
-      const std::string path = module.key().empty() ? child.key() : module.key() + "." + child.key();
+  root.apply([](const std::string& within, torch::nn::Module& module) {
+    if (dynamic_cast<torch::nn::SequentialImpl*>(&module) == nullptr) return;
+    for (const auto& child : module.named_children()) {
+      const std::string path = within.empty() ? child.key() : within + "." + child.key();
       require(dynamic_cast<Module*>(child.value().get()) == nullptr, "'", path, "' (", child.value()->name(),
               ") is inside a torch::nn::Sequential, which calls forward directly and passes by every interceptor; use tessera::nn::Sequential there");
     }
-  }
+  });
 }
 
 }  // namespace tessera::nn

@@ -24,6 +24,10 @@ namespace tessera::nn {
 using InterceptorFactory = std::function<std::shared_ptr<Interceptor>(Module&)>;
 [[nodiscard]] Attachment attach(torch::nn::Module& root, const std::string& pattern, const InterceptorFactory& make);
 
+/// The handle of a module; of one that nobody owns (`Net model;`, on the stack: below it every module has an owner), one that owns nothing either.
+/// What walks a model uses this, or torch's `apply`, in place of shared_from_this, named_modules and modules, which throw there.
+std::shared_ptr<torch::nn::Module> share(torch::nn::Module& module);
+
 /// Whether `path` matches: '*' stands for any text within one component, '**' for any number of components, also none.
 bool matches(std::string_view pattern, std::string_view path);
 

@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/attention.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
@@ -51,6 +52,7 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
 
 at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions,
                                       const std::optional<at::Tensor>& document_ids) {
+  if (bypassed(*this)) return call(*this, q, k, v, positions, document_ids);
   const int64_t queries = q.size(1), keys = k.size(1);
   require(queries <= keys, "attention '", path(), "': ", queries, " queries cannot be the last of ", keys, " keys");
   const bool masked = positions || document_ids;

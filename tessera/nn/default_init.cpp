@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
@@ -36,6 +37,20 @@ std::optional<InitRule> embedding_rule(const torch::nn::Module& module) {
   return rule;
 }
 
+/// Glorot's, as attention draws its projections; biases are zero, and the rows that it may add to keys and values come from the normal form.
+std::optional<InitRule> attention_rule(const torch::nn::Module& module, const std::string& name) {
+  const auto* attention = dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(&module);
+  if (!attention) return std::nullopt;
+  const auto parameters = module.named_parameters(/*recurse=*/false);
+  const auto* const weight = parameters.find(name);
+  if (!weight || !weight->defined()) return std::nullopt;
+  if (weight->dim() == 1) return InitRule::zeros();
+  const int64_t field = weight->dim() == 3 ? weight->size(2) : 1;
+  const double fans = static_cast<double>((weight->size(0) + weight->size(1)) * field);
+  if (weight->dim() == 3) return InitRule::normal(0, std::sqrt(2 / fans));
+  return InitRule::uniform(-std::sqrt(6 / fans), std::sqrt(6 / fans));
+}
+
 template <class Recurrent>
 std::optional<InitRule> recurrent_rule(const torch::nn::Module& module) {
   const auto* recurrent = dynamic_cast<const Recurrent*>(&module);
@@ -67,6 +82,7 @@ std::optional<InitRule> default_init(const torch::nn::Module& module, const std:
   if (const auto* bilinear = dynamic_cast<const BilinearImpl*>(&module)) return uniform_by_fan_in(bilinear->options.in1_features());
   if (auto rule = embedding_rule<EmbeddingImpl>(module)) return rule;
   if (auto rule = embedding_rule<EmbeddingBagImpl>(module)) return rule;
+  if (auto rule = attention_rule(module, name)) return rule;
   return first_recurrent_rule<RNNImpl, LSTMImpl, GRUImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl>(module);
 }
 

@@ -3,6 +3,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/kernels/dropout.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
@@ -10,6 +11,7 @@ namespace tessera::nn {
 DropoutImpl::DropoutImpl(double p) : p(p) { require(p >= 0 && p < 1, "Dropout: p = ", p, " must be at least 0 and below 1"); }
 
 at::Tensor DropoutImpl::forward(const at::Tensor& x) {
+  if (bypassed(*this)) return call(*this, x);
   if (!is_training() || p == 0) return x;
   require(x.dim() >= 2, "Dropout '", path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions; it takes [B, S, D] or [B, D]");
   const auto& context = SampleScope::current();

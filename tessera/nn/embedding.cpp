@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
@@ -67,6 +68,7 @@ void EmbeddingImpl::reset_parameters() {
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
+  if (bypassed(*this)) return call(*this, ids);
   const at::Tensor rows = look_up(weight, ids, options.padding_idx().value_or(-1));
   return compute_dtype() ? cast(rows, at::kFloat) : rows;
 }

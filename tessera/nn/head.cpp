@@ -10,6 +10,7 @@
 #include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
@@ -42,6 +43,7 @@ LanguageModelHeadImpl::LanguageModelHeadImpl(at::Tensor tied) {
 }
 
 at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::optional<at::Tensor>& labels) {
+  if (bypassed(*this)) return call(*this, hidden, labels);
   const MemoryScope scope(MemoryCategory::Outputs);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   if (!labels) return project(cast(hidden, dtype), cast(weight, dtype));

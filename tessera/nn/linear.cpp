@@ -8,6 +8,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/half.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
@@ -35,6 +36,7 @@ void LinearImpl::reset_parameters() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  if (bypassed(*this)) return call(*this, x);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor added = bias_left_out_ ? at::Tensor() : bias;
   if (fp8_) return kernels::fp8_linear(x, weight, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);

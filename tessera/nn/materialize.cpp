@@ -1,6 +1,11 @@
-#include <unordered_set>
+#include <cmath>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
 
 #include <ATen/ops/empty.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/instancenorm.h>
 
@@ -8,6 +13,7 @@
 #include "tessera/core/memory.h"
 #include "tessera/core/rng.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/init_tape.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/parameter.h"
@@ -70,8 +76,6 @@ void draw(const at::Tensor& parameter, uint64_t seed) {
   }
 }
 
-}  // namespace nn
-
 namespace {
 
 using PlainBuffers = bool (*)(torch::nn::Module&);
@@ -83,46 +87,148 @@ bool reset_norm(torch::nn::Module& module) {
   return norm != nullptr;
 }
 
+std::string below(const std::string& path, const std::string& name) { return path.empty() ? name : path + "." + name; }
+
+/// The same numbers, computed in another way.
+bool nearly_equal(const InitRule& a, const InitRule& b) {
+  const auto near = [](double x, double y) { return std::abs(x - y) <= 1e-9 * std::max(std::abs(x), std::abs(y)); };
+  return a.kind == b.kind && a.zero_row == b.zero_row && near(a.a, b.a) && (a.kind == InitRule::Kind::Constant || near(a.b, b.b));
+}
+
+/// What computes tensors that no rule describes: their recipes, of one model. Random numbers that several tensors are computed from belong to the first of
+/// them, so all see the same.
+class Recipes {
+ public:
+  explicit Recipes(uint64_t seed) : seed_(seed) {}
+
+  void add(const at::Tensor& tensor, const std::string& name, InitTape::Recipe recipe) {
+    for (const size_t op : recipe.random) owners_.emplace(std::pair(origin_of(tensor)->tape.get(), op), name);
+    recipes_.emplace(tensor.unsafeGetTensorImpl(), std::move(recipe));
+  }
+
+  bool contains(const at::Tensor& tensor) const { return recipes_.contains(tensor.unsafeGetTensorImpl()); }
+
+  /// A tensor that is drawn by a rule gets other numbers than the constructor's; what is computed from those would not fit it.
+  void drawn_by_rule(const at::Tensor& tensor, const std::string& name, const InitTape::Recipe& recipe) {
+    for (const size_t op : recipe.random) drawn_.emplace(std::pair(origin_of(tensor)->tape.get(), op), name);
+  }
+
+  void check() const {
+    for (const auto& [op, name] : owners_) {
+      const auto drawn = drawn_.find(op);
+      require(
+          drawn == drawn_.end(), "materialize: '", name, "' is computed from the random numbers of '", drawn == drawn_.end() ? "" : drawn->second,
+          "', which every rank draws anew for its own part; give both a rule with tessera::nn::set_init, or compute the one from the other after materialize");
+    }
+  }
+
+  at::Tensor compute(const at::Tensor& tensor, const std::string& name) const {
+    const auto origin = origin_of(tensor);
+    return origin->tape->run(origin->view, recipes_.at(tensor.unsafeGetTensorImpl()), name, [&](size_t op) {
+      const auto owner = owners_.find({origin->tape.get(), op});
+      return CounterRng(seed_, (owner == owners_.end() ? name : owner->second) + "#" + std::to_string(op)).key();
+    });
+  }
+
+ private:
+  using Drawing = std::pair<const InitTape*, size_t>;
+  uint64_t seed_;
+  std::unordered_map<const c10::TensorImpl*, InitTape::Recipe> recipes_;
+  std::map<Drawing, std::string> owners_, drawn_;
+};
+
 /// Buffers of one module get memory and values. Those that have memory are left alone: their values are the user's.
-void materialize_buffers(torch::nn::Module& module, const std::string& path, at::Device device) {
-  bool any = false;
+void materialize_buffers_of(torch::nn::Module& module, const std::string& path, uint64_t seed, at::Device device) {
+  std::vector<std::pair<std::string, at::Tensor>> made;
   for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
     if (!buffer.value().defined() || !buffer.value().is_meta()) continue;
-    nn::materialize_storage(buffer.value(), device);
-    any = true;
+    materialize_storage(buffer.value(), device);
+    made.emplace_back(below(path, buffer.key()), buffer.value());
   }
-  if (!any) return;
-  if (auto* ours = dynamic_cast<nn::Module*>(&module); ours && ours->reset_buffers()) return;
+  if (made.empty()) return;
+  if (auto* ours = dynamic_cast<Module*>(&module); ours && ours->reset_buffers()) return;
+  std::erase_if(made, [&](const auto& buffer) {
+    const auto& [name, tensor] = buffer;
+    const auto origin = origin_of(tensor);
+    if (!origin || origin->view.sizes != tensor.sizes()) return false;
+    auto recipe = origin->tape->recipe_for(origin->view);
+    if (!recipe.written) return false;
+    if (tensor.is_meta()) return true;
+    const at::NoGradGuard no_grad;
+    Recipes recipes(seed);
+    recipes.add(tensor, name, std::move(recipe));
+    tensor.copy_(recipes.compute(tensor, name));
+    return true;
+  });
+  if (made.empty()) return;
   using namespace torch::nn;
   for (PlainBuffers reset : {&reset_norm<BatchNorm1dImpl>, &reset_norm<BatchNorm2dImpl>, &reset_norm<BatchNorm3dImpl>, &reset_norm<InstanceNorm1dImpl>,
                              &reset_norm<InstanceNorm2dImpl>, &reset_norm<InstanceNorm3dImpl>}) {
     if (reset(module)) return;
   }
-  require(false, "materialize: nobody knows the values of the buffers of '", path, "' (", module.name(),
-          "), which was built on meta; override reset_buffers() of tessera::nn::Module, or build it outside on_meta");
+  require(false, "materialize: nobody knows the values of the buffer '", made.front().first, "' of '", path, "' (", module.name(),
+          "), which was built on meta and never filled there; fill it in the constructor or in the init of on_meta, override reset_buffers() of "
+          "tessera::nn::Module, or build the module outside of on_meta");
 }
 
-/// Gives every parameter without a rule the one of its kind of module; names those for which there is none.
-void complete_rules(torch::nn::Module& root) {
+/// Finds for every parameter what gives it values; names those for which nothing does.
+Recipes find_values(torch::nn::Module& root, uint64_t seed) {
+  Recipes recipes(seed);
+  std::set<const c10::TensorImpl*> seen;
   std::string missing;
-  for (const auto& module : root.named_modules()) {
-    for (const auto& parameter : module.value()->named_parameters(/*recurse=*/false)) {
-      if (!parameter.value().defined() || nn::init_of(parameter.value())) continue;
-      if (const auto rule = nn::default_init(*module.value(), parameter.key())) {
-        nn::set_init(parameter.value(), *rule);
+  root.apply([&](const std::string& path, torch::nn::Module& module) {
+    // Attention sets the bias of the linear layer that it owns.
+    if (auto* attention = dynamic_cast<torch::nn::MultiheadAttentionImpl*>(&module)) {
+      const at::Tensor& bias = attention->out_proj->bias;
+      if (bias.defined() && !init_of(bias) && !origin_of(bias)) set_init(bias, InitRule::zeros());
+    }
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = parameter.value();
+      if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      const std::string& name = slice_of(tensor).name;
+      const auto given = init_of(tensor);
+      const auto usual = default_init(module, parameter.key());
+      if (const auto origin = origin_of(tensor); origin && origin->view.sizes == slice_of(tensor).shape) {
+        auto recipe = origin->tape->recipe_for(origin->view);
+        if (recipe.written && (!given || recipe.last > init_position(tensor))) {
+          if (!recipe.rule) {
+            recipes.add(tensor, name, std::move(recipe));
+            continue;
+          }
+          if (given && nearly_equal(*given, *recipe.rule)) continue;
+          recipes.drawn_by_rule(tensor, name, recipe);
+          set_init(tensor, usual && nearly_equal(*usual, *recipe.rule) ? *usual : *recipe.rule);
+          continue;
+        }
+        if (given) continue;
+        missing += (missing.empty() ? "'" : ", '") + below(path, parameter.key()) + "'";
+        continue;
+      }
+      if (given) continue;
+      if (usual) {
+        set_init(tensor, *usual);
       } else {
-        missing += (missing.empty() ? "'" : ", '") + (module.key().empty() ? "" : module.key() + ".") + parameter.key() + "'";
+        missing += (missing.empty() ? "'" : ", '") + below(path, parameter.key()) + "'";
       }
     }
-  }
-  require(missing.empty(), "materialize: nothing says how to initialize ", missing, "; give each a rule with tessera::nn::set_init");
+  });
+  require(missing.empty(), "materialize: nothing says how to initialize ", missing,
+          "; fill it in its constructor or in the init of on_meta, or give it a rule with tessera::nn::set_init");
+  recipes.check();
+  return recipes;
 }
 
 }  // namespace
 
+void materialize_buffers(torch::nn::Module& root, uint64_t seed, at::Device device) {
+  root.apply([&](const std::string& path, torch::nn::Module& module) { materialize_buffers_of(module, path, seed, device); });
+}
+
+}  // namespace nn
+
 void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
   nn::assign_paths(root);
-  complete_rules(root);
+  const auto recipes = nn::find_values(root, seed);
   for (const auto& parameter : nn::unique_parameters(root)) {
     const at::Tensor& tensor = parameter.tensor;
     const bool fits = tensor.sizes() == at::IntArrayRef(nn::slice_of(tensor).local_shape());
@@ -132,9 +238,14 @@ void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
     } else if (tensor.is_meta() || tensor.device() != device || !fits) {
       nn::materialize_storage(tensor, device);
     }
-    nn::draw(tensor, seed);
+    if (!recipes.contains(tensor)) {
+      nn::draw(tensor, seed);
+    } else if (!tensor.is_meta()) {
+      const at::NoGradGuard no_grad;
+      tensor.detach().copy_(take(recipes.compute(tensor, parameter.name), nn::slice_of(tensor)));
+    }
   }
-  for (const auto& module : root.named_modules()) materialize_buffers(*module.value(), module.key(), device);
+  nn::materialize_buffers(root, seed, device);
 }
 
 }  // namespace tessera

@@ -6,13 +6,27 @@
 #include <torch/library.h>
 
 #include "tessera/core/memory.h"
+#include "tessera/nn/init_tape.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
 
 namespace {
 
-/// Every operator that is asked for a device is asked for meta instead; then it goes on as it would without us.
+thread_local std::shared_ptr<InitTape> recording;
+
+/// Operators that an operator is made of are not recorded beside it.
+class Inside {
+ public:
+  Inside() : recorded_(std::exchange(recording, nullptr)) {}
+  ~Inside() { recording = std::move(recorded_); }
+  const std::shared_ptr<InitTape>& tape() const { return recorded_; }
+
+ private:
+  std::shared_ptr<InitTape> recorded_;
+};
+
+/// Every operator that is asked for a device is asked for meta instead; then it goes on as it would without us, and what it does to its tensors is noted.
 void make_on_meta(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
@@ -20,7 +34,10 @@ void make_on_meta(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch
     if (arguments[i].name() == "device") (*stack)[first + i] = c10::Device(c10::kMeta);
     if (arguments[i].name() == "pin_memory") (*stack)[first + i] = c10::IValue();
   }
+  auto noted = recording ? recording->begin(op, *stack) : nullptr;
+  const Inside inside;
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit), stack);
+  if (noted) InitTape::end(inside.tape(), std::move(noted), *stack);
 }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&make_on_meta>()); }
@@ -32,6 +49,16 @@ struct OnMeta::Guard {
   MemoryTracker unread;
   TrackMemory track{unread};
   c10::impl::IncludeDispatchKeyGuard include{c10::DispatchKey::DeferredInit};
+  std::shared_ptr<InitTape> tape = recording ? nullptr : std::make_shared<InitTape>();  // one for guards inside each other
+
+  Guard() {
+    if (tape) recording = tape;
+  }
+  ~Guard() {
+    if (!tape) return;
+    recording = nullptr;
+    tape->close();
+  }
 };
 
 OnMeta::OnMeta() : guard_(std::make_unique<Guard>()) {}

@@ -8,6 +8,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/rms_norm.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 
@@ -59,6 +60,7 @@ void LayerNormImpl::reset_parameters() {
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
+  if (bypassed(*this)) return call(*this, x);
   const auto out = compute_dtype().value_or(x.scalar_type());
   const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(parameter) : std::nullopt; };
   if (at::isReducedFloatingType(x.scalar_type())) {
@@ -83,7 +85,10 @@ void RMSNormImpl::reset_parameters() {
   weight.fill_(1);
 }
 
-at::Tensor RMSNormImpl::forward(const at::Tensor& x) { return kernels::rms_norm(x, weight, eps, compute_dtype()); }
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
+  if (bypassed(*this)) return call(*this, x);
+  return kernels::rms_norm(x, weight, eps, compute_dtype());
+}
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::RMSNorm(" << weight.size(0) << ", eps=" << eps << ")"; }
 

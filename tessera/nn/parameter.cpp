@@ -5,6 +5,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/init_tape.h"
 
 namespace tessera::nn {
 
@@ -15,6 +16,8 @@ namespace {
 struct ParameterData : c10::BackendMeta {
   std::optional<Slice> slice;
   std::optional<InitRule> init;
+  size_t init_position = 0;
+  std::shared_ptr<const Origin> origin;
   bool keeps_memory = false;
 };
 
@@ -30,6 +33,8 @@ void change(const at::Tensor& tensor, Change&& how) {
   if (const auto before = data_of(tensor)) {
     data->slice = before->slice;
     data->init = before->init;
+    data->init_position = before->init_position;
+    data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
   }
   how(*data);
@@ -39,7 +44,24 @@ void change(const at::Tensor& tensor, Change&& how) {
 }  // namespace
 
 void set_init(const at::Tensor& parameter, InitRule rule) {
-  change(parameter, [&](ParameterData& data) { data.init = rule; });
+  change(parameter, [&](ParameterData& data) {
+    data.init = rule;
+    data.init_position = tape_position();
+  });
+}
+
+size_t init_position(const at::Tensor& tensor) {
+  const auto data = data_of(tensor);
+  return data ? data->init_position : 0;
+}
+
+void set_origin(const at::Tensor& tensor, std::shared_ptr<const Origin> origin) {
+  change(tensor, [&](ParameterData& data) { data.origin = std::move(origin); });
+}
+
+std::shared_ptr<const Origin> origin_of(const at::Tensor& tensor) {
+  const auto data = data_of(tensor);
+  return data ? data->origin : nullptr;
 }
 
 std::optional<InitRule> init_of(const at::Tensor& parameter) {

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/calls.h"
 
 namespace tessera::nn {
 
@@ -50,6 +51,11 @@ class HookedEngine final : public torch::autograd::Engine {
   static Engine& get() {
     static HookedEngine engine;
     return engine;
+  }
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs, bool keep_graph,
+                                         bool create_graph, bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
+    if (accumulate_grad) detail::arm_expected_calls();
+    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return scopes.empty() ? nullptr : std::make_unique<Hooks>();

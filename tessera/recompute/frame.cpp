@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/operators.h"
 #include "tessera/recompute/operator_trace.h"
 
@@ -84,7 +85,7 @@ class Frame::Filler final : public nn::SavedTensorHooks {
 };
 
 Frame::Frame(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
-    : module_(module.shared_from_this()), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
+    : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
   if (keep) outputs_.emplace(std::move(keep), path_);
 }
 

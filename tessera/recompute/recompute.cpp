@@ -10,6 +10,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
+#include "tessera/nn/calls.h"
 #include "tessera/recompute/budget.h"
 #include "tessera/recompute/frame.h"
 
@@ -41,9 +42,11 @@ std::vector<Found> every_nth(const std::vector<Found>& found, int64_t n) {
 std::vector<Found> attention_cores(const std::vector<Found>& modules, const std::string& pattern) {
   std::vector<Found> cores;
   for (const auto& [path, module] : modules) {
-    for (const auto& inside : module->named_modules(path)) {
-      if (auto core = std::dynamic_pointer_cast<nn::AttentionCoreImpl>(inside.value())) cores.emplace_back(inside.key(), core);
-    }
+    module->apply(
+        [&](const std::string& within, torch::nn::Module& inside) {
+          if (auto core = std::dynamic_pointer_cast<nn::AttentionCoreImpl>(nn::share(inside))) cores.emplace_back(within, core);
+        },
+        path);
   }
   require(!cores.empty(), "recompute.mode = selective: no attention core in the modules of recompute.modules = ", pattern,
           "; name operators to keep in recompute.keep, or use full");
@@ -74,7 +77,10 @@ Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options) {
   if (selective && options.keep.empty()) modules = attention_cores(modules, options.modules);
   const auto keep = options.keep.empty() ? nullptr : std::make_shared<const std::set<std::string>>(keepable_operators(options.keep));
   Attachment attached;
-  for (const auto& found : modules) attached.add(nn::attach(*found.second, std::make_shared<Recompute>(keep)));
+  for (const auto& [path, module] : modules) {
+    attached.add(nn::attach(*module, std::make_shared<Recompute>(keep)));
+    attached.add(nn::expect_call(*module, "recompute.modules = " + options.modules));
+  }
   return attached;
 }
 

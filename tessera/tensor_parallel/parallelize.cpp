@@ -12,6 +12,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
@@ -44,6 +45,7 @@ class Builder {
     auto interceptor = std::visit([&](const auto& one) { return make(module, one); }, style);
     if (size() == 1) return;
     attached_.add(nn::attach(module, std::move(interceptor)));
+    attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
     if (!options_.check_inputs) return;
     for (const int argument : std::visit([&](const auto& one) { return from_outside(one); }, style)) {
       attached_.add(nn::attach(module, tensor_parallel::same_input(context_, argument)));

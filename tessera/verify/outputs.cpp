@@ -83,9 +83,9 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink) {
   const auto tap = std::make_shared<Tap>(samples, sink);
   Attachment attached;
-  for (const auto& module : root.modules(/*include_self=*/true)) {
-    if (auto* ours = dynamic_cast<nn::Module*>(module.get())) attached.add(nn::attach(*ours, tap));
-  }
+  root.apply([&](torch::nn::Module& module) {
+    if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));
+  });
   return attached;
 }
 

@@ -1,12 +1,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
 
 namespace tessera::nn {
@@ -233,6 +238,83 @@ TEST(Interceptor, TheOutermostOpinionSaysWhereAnOutputLives) {
   const auto b = attach(*linear, std::make_shared<Placed>("cp"));
   const auto c = attach(*linear, std::make_shared<Placed>(""));
   EXPECT_THAT(output_layout(*linear, out)->partial_over, ElementsAre("cp"));
+}
+
+TEST(Calls, LayersOfOursGoThroughTheChainHoweverTheyAreCalled) {
+  std::vector<std::string> log;
+  Linear linear(2, 2);
+  const auto attached = attach(*linear, std::make_shared<Tracer>("a", log));
+  const at::Tensor x = at::ones({1, 2});
+  linear->forward(x);
+  torch::nn::AnyModule any(linear.ptr());
+  any.forward(x);
+  EXPECT_THAT(log, ElementsAre("+a", "-a", "+a", "-a"));
+
+  Sequential sequence(Linear(2, 2));
+  const auto around = attach(*sequence, std::make_shared<Tracer>("s", log));
+  log.clear();
+  sequence->forward(x);
+  sequence(x);
+  EXPECT_THAT(log, ElementsAre("+s", "-s", "+s", "-s"));
+}
+
+/// A user's module, which knows nothing of that.
+struct UsersImpl : Module {
+  UsersImpl() : inner(2, 2) { register_module("inner", inner); }
+  at::Tensor forward(const at::Tensor& x) { return inner(x); }
+  Linear inner;
+};
+TESSERA_MODULE(Users);
+
+TEST(Calls, AModuleThatIsNeverCalledThroughItsHolderIsNamedAtItsFirstGradient) {
+  Users users;
+  users->set_path("layers.0");
+  const at::Tensor x = at::ones({1, 2});
+  {
+    const auto expecting = expect_call(*users, "recompute");
+    const std::string refused = refusal([&] { users->forward(x).sum().backward(); });
+    EXPECT_THAT(refused, HasSubstr("recompute: 'layers.0'"));
+    EXPECT_THAT(refused, HasSubstr("`layer(x)` for `layer->forward(x)`"));
+  }
+  users->forward(x).sum().backward();  // nobody expects it any more
+  std::vector<std::string> log;
+  const auto attached = attach(*users, std::make_shared<Tracer>("a", log));
+  const auto expecting = expect_call(*users, "recompute");
+  at::ones({2}).requires_grad_().sum().backward();  // another model's step
+  users(x).sum().backward();
+  users->forward(x).sum().backward();  // it has been called
+}
+
+TEST(Attach, AModelOnTheStackIsWalkedAsAnyOther) {
+  struct Root : Module {
+    Root() : first(2, 2) {
+      register_module("first", first);
+      register_module("norm", torch::nn::BatchNorm1d(2));
+    }
+    at::Tensor forward(const at::Tensor& x) { return first(x); }
+    Linear first;
+  };
+  std::vector<std::string> log;
+  Attachment late;
+  {
+    Root root;
+    assign_paths(root);
+    check_no_bypass(root);
+    materialize(root, 1);
+    EXPECT_EQ(unique_parameters(root).size(), 4u);
+    EXPECT_EQ(modules_matching(root, "")[0].second.get(), &root);
+    EXPECT_EQ(modules_matching(root, "*").size(), 2u);
+    const auto attached = attach(root, "", std::make_shared<Tracer>("r", log));
+    late = attach(root, std::make_shared<Tracer>("late", log));
+    const auto expecting = expect_call(root, "test");
+    call(root, at::ones({1, 2})).sum().backward();
+    EXPECT_THAT(log, ElementsAre("+late", "+r", "-r", "-late"));
+  }
+  late.detach();  // the model is gone
+
+  auto lazy = on_meta([] { return std::make_unique<Root>(); });
+  materialize(*lazy, 1);
+  EXPECT_FALSE(lazy->parameters()[0].is_meta());
 }
 
 TEST(Attach, PatternsMatchComponents) {

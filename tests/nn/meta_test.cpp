@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
@@ -9,6 +10,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/modules/rnn.h>
+#include <torch/nn/modules/transformercoder.h>
+#include <torch/nn/modules/transformerlayer.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
@@ -16,6 +19,7 @@
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/head.h"
+#include "tessera/nn/init_tape.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
@@ -67,7 +71,7 @@ TEST(Materialize, BuffersAreRightAndUnknownOnesAreRefused) {
   EXPECT_TRUE(at::equal(norm->weight, at::ones({3})));
 
   struct TableImpl : Module {
-    explicit TableImpl(bool knows) : knows(knows) { table = register_buffer("table", at::arange(4, at::kFloat)); }
+    explicit TableImpl(bool knows) : knows(knows) { table = register_buffer("table", at::empty({4})); }
     bool reset_buffers() override {
       if (knows) at::arange_out(table, 4);
       return knows;
@@ -89,7 +93,7 @@ TEST(Materialize, BuffersAreRightAndUnknownOnesAreRefused) {
 
 TEST(Materialize, ParametersWithoutARuleAreNamed) {
   struct RawImpl : torch::nn::Module {
-    RawImpl() { scale = register_parameter("scale", at::ones({3})); }
+    RawImpl() { scale = register_parameter("scale", at::empty({3})); }
     at::Tensor scale;
   };
   auto raw = on_meta([] { return std::make_shared<RawImpl>(); });
@@ -109,6 +113,169 @@ TEST(Materialize, ParametersWithoutARuleAreNamed) {
   set_init(raw->scale, InitRule::constant(3));
   materialize(*holder, 1);
   EXPECT_TRUE(at::equal(raw->scale, at::full({3}, 3.0)));
+}
+
+/// What a rule says of a tensor, held against the values: within bounds, and spread over them.
+void expect_uniform(const at::Tensor& values, double bound) {
+  EXPECT_LE(values.abs().max().item<double>(), bound * 1.0001);
+  EXPECT_GT(values.abs().max().item<double>(), bound * 0.8);
+}
+
+TEST(OnMetaModules, OfLibtorchGetTheValuesOfTheirOwnConstructors) {
+  auto encoder = on_meta([] {
+    return torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16), 2));
+  });
+  materialize(encoder, 3);
+  const auto parameters = encoder->named_parameters();
+  expect_uniform(parameters["layers.0.self_attn.in_proj_weight"], std::sqrt(6.0 / (24 + 8)));
+  EXPECT_TRUE(at::equal(parameters["layers.0.self_attn.in_proj_bias"], at::zeros({24})));
+  EXPECT_TRUE(at::equal(parameters["layers.1.self_attn.out_proj.bias"], at::zeros({8})));
+  EXPECT_TRUE(at::equal(parameters["layers.1.norm2.weight"], at::ones({8})));
+  EXPECT_FALSE(at::equal(parameters["layers.0.linear1.weight"], parameters["layers.1.linear1.weight"]));  // a copy is drawn under its own name
+
+  auto attention = on_meta([] { return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(8, 2).kdim(6).vdim(4).add_bias_kv(true)); });
+  materialize(attention, 3);
+  expect_uniform(attention->k_proj_weight, std::sqrt(6.0 / (8 + 6)));
+  EXPECT_GT(attention->bias_k.abs().max().item<float>(), 0);
+
+  auto recurrent = on_meta([] { return torch::nn::Sequential(torch::nn::LSTM(4, 9), torch::nn::GRU(4, 9), torch::nn::RNN(4, 9)); });
+  materialize(recurrent, 3);
+  for (const at::Tensor& parameter : recurrent->parameters()) expect_uniform(parameter, 1.0 / 3);
+
+  auto norm = on_meta([] { return torch::nn::BatchNorm2d(3); });
+  materialize(norm, 3);
+  EXPECT_TRUE(at::equal(norm->running_var, at::ones({3})));
+  EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 0);
+}
+
+TEST(OnMetaModules, DrawOnMetaWhatTheyDrawBesideIt) {
+  const auto make = [] {
+    return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::Linear(5, 3), torch::nn::BatchNorm1d(4),
+                                 torch::nn::LSTM(4, 4), torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 5).padding_idx(2)), torch::nn::GroupNorm(2, 4));
+  };
+  auto on = on_meta(make), beside = make();
+  materialize(on, 5);
+  materialize(beside, 5);
+  for (size_t i = 0; i < on->parameters().size(); ++i) EXPECT_TRUE(at::equal(on->parameters()[i], beside->parameters()[i])) << i;
+
+  torch::nn::MultiheadAttention attention(8, 2), plain(8, 2);
+  auto lazily = on_meta([] { return torch::nn::MultiheadAttention(8, 2); });
+  materialize(plain, 5);
+  materialize(lazily, 5);
+  for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::equal(plain->parameters()[i], lazily->parameters()[i])) << i;
+}
+
+/// A norm, tables and initializations as users write them.
+struct HandWrittenImpl : torch::nn::Module {
+  HandWrittenImpl() {
+    scale = register_parameter("scale", torch::ones({6}));
+    shift = register_parameter("shift", torch::full({6}, 0.25));
+    positions = register_parameter("positions", torch::randn({12, 6}) * 0.02);
+    square = register_parameter("square", torch::empty({6, 6}));
+    torch::nn::init::orthogonal_(square);
+    mask = register_buffer("mask", torch::tril(torch::ones({4, 4})).view({1, 4, 4}));
+    at::Tensor table = torch::zeros({5, 6});
+    const at::Tensor angles = torch::arange(0, 5, torch::kFloat).unsqueeze(1) * torch::exp(torch::arange(0, 6, 2, torch::kFloat) * -0.5);
+    table.index_put_({torch::indexing::Slice(), torch::indexing::Slice(0, torch::indexing::None, 2)}, torch::sin(angles));
+    table.index_put_({torch::indexing::Slice(), torch::indexing::Slice(1, torch::indexing::None, 2)}, torch::cos(angles));
+    positional = register_buffer("positional", table);
+    weights = register_buffer("weights", torch::tensor({1.0F, 2.0F, 0.5F}));
+    linear = register_module("linear", torch::nn::Linear(6, 6));
+    torch::nn::init::normal_(linear->weight, 0.0, 0.02);
+    torch::nn::init::zeros_(linear->bias);
+  }
+  at::Tensor scale, shift, positions, square, mask, positional, weights;
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(HandWritten);
+
+TEST(OnMetaModules, HandWrittenOnesGetTheValuesOfTheirConstructor) {
+  HandWritten plain;
+  auto lazy = on_meta([] { return HandWritten(); });
+  for (const at::Tensor& tensor : lazy->buffers()) EXPECT_TRUE(tensor.is_meta());
+  materialize(lazy, 4);
+  EXPECT_TRUE(at::equal(lazy->scale, at::ones({6})));
+  EXPECT_TRUE(at::equal(lazy->shift, plain->shift));
+  EXPECT_TRUE(at::equal(lazy->mask, plain->mask));
+  EXPECT_TRUE(at::equal(lazy->positional, plain->positional));
+  EXPECT_TRUE(at::equal(lazy->weights, plain->weights));
+  EXPECT_TRUE(at::equal(lazy->linear->bias, at::zeros({6})));
+  EXPECT_NEAR(lazy->linear->weight.std().item<double>(), 0.02, 0.01);  // not libtorch's own 0.24
+  EXPECT_NEAR(lazy->positions.std().item<double>(), 0.02, 0.005);
+  EXPECT_TRUE(at::allclose(lazy->square.matmul(lazy->square.t()), at::eye(6), 1e-4, 1e-5));
+
+  // Layouts hold parts of the same.
+  auto cut = on_meta([] { return HandWritten(); });
+  assign_paths(*cut);
+  for (const auto& parameter : unique_parameters(*cut)) {
+    const auto shape = parameter.tensor.sizes().vec();
+    set_slice(parameter.tensor, Slice::along(parameter.name, shape, 0, 1, shape[0] - 1));
+  }
+  materialize(cut, 4);
+  for (size_t i = 0; i < cut->parameters().size(); ++i) {
+    const at::Tensor whole = lazy->parameters()[i];
+    EXPECT_TRUE(at::equal(cut->parameters()[i], whole.narrow(0, 1, whole.size(0) - 1))) << i;
+  }
+}
+
+TEST(OnMetaModules, AnInitFunctionHasTheLastWord) {
+  const auto init = [](torch::nn::Module& module) {
+    if (auto* conv = module.as<torch::nn::Conv2dImpl>()) torch::nn::init::normal_(conv->weight, 0.0, 0.02);
+    if (auto* norm = module.as<torch::nn::BatchNorm2dImpl>()) {
+      torch::nn::init::normal_(norm->weight, 1.0, 0.02);
+      torch::nn::init::constant_(norm->running_var, 4);
+    }
+  };
+  auto net = on_meta([] { return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(8, 8, 3)), torch::nn::BatchNorm2d(8), Linear(4, 4)); }, init);
+  materialize(net, 1);
+  EXPECT_NEAR(net->parameters()[0].std().item<double>(), 0.02, 0.004);
+  EXPECT_NEAR(net->named_parameters()["1.weight"].mean().item<double>(), 1, 0.03);
+  EXPECT_TRUE(at::equal(net->named_buffers()["1.running_var"], at::full({8}, 4.0)));
+
+  auto ours = on_meta([] { return Sequential(Linear(4, 4)); },
+                      [](torch::nn::Module& module) {
+                        if (auto* linear = module.as<LinearImpl>()) torch::nn::init::constant_(linear->weight, 7);
+                      });
+  materialize(ours, 1);
+  EXPECT_TRUE(at::equal(ours->parameters()[0], at::full({4, 4}, 7.0)));
+  set_init(ours->parameters()[0], InitRule::constant(3));  // later still
+  materialize(ours, 1);
+  EXPECT_TRUE(at::equal(ours->parameters()[0], at::full({4, 4}, 3.0)));
+}
+
+TEST(OnMetaModules, WhatIsNeverFilledIsRefusedByName) {
+  const auto refusal = [](auto&& make) -> std::string {
+    auto module = on_meta(make);
+    try {
+      materialize(*module, 1);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  struct EmptyBuffer : torch::nn::Module {
+    EmptyBuffer() { register_buffer("cache", torch::empty({3})); }
+  };
+  EXPECT_THAT(refusal([] { return std::make_shared<EmptyBuffer>(); }), HasSubstr("'cache'"));
+  struct HalfFilled : torch::nn::Module {
+    HalfFilled() {
+      at::Tensor half = register_parameter("half", torch::empty({4, 2}));
+      const at::NoGradGuard no_grad;
+      half.narrow(0, 0, 2).normal_();
+    }
+  };
+  EXPECT_THAT(refusal([] { return std::make_shared<HalfFilled>(); }), HasSubstr("part of 'half'"));
+  struct Dice : torch::nn::Module {
+    Dice() { register_buffer("dice", torch::randint(1, 7, {5})); }
+  };
+  EXPECT_EQ(refusal([] { return std::make_shared<Dice>(); }), "accepted");
+  struct WeightNorm : torch::nn::Module {
+    WeightNorm() {
+      const at::Tensor v = register_parameter("v", torch::randn({4, 2}));
+      register_parameter("g", v.detach().norm(2, 1));
+    }
+  };
+  EXPECT_THAT(refusal([] { return std::make_shared<WeightNorm>(); }), HasSubstr("'g' is computed from the random numbers of 'v'"));
 }
 
 TEST(Materialize, ValuesDependOnSeedAndNameAlone) {

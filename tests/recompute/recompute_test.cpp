@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/any.h>
 
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/saved_tensors.h"
@@ -269,6 +270,32 @@ TEST(Recompute, RanksThatAreThreads) {
     });
   }
   for (auto& rank : ranks) rank.join();
+}
+
+TEST(Recompute, APatternThatSeesNoCallIsNamedAtTheFirstBackward) {
+  Net net(2);
+  const auto attached = recompute(net, {.modules = "layers.*"});
+  const at::Tensor x = input();
+  const auto directly = [&](auto&& layer) { return refusal([&] { layer(layer(x)).sum().backward(); }); };
+  EXPECT_THAT(directly([&](const at::Tensor& h) { return net->layers[1]->forward(h); }),
+              AllOf(HasSubstr("recompute.modules = layers.*: 'layers.1'"), HasSubstr("`layer(x)` for `layer->forward(x)`")));
+  torch::nn::AnyModule any(net->layers[0].ptr());
+  EXPECT_THAT(directly([&](const at::Tensor& h) { return any.forward(h); }), HasSubstr("'layers.0'"));
+  net(x).sum().backward();
+  EXPECT_EQ(directly([&](const at::Tensor& h) { return net->layers[1]->forward(h); }), "not refused");
+}
+
+TEST(Recompute, AModelOnTheStack) {
+  NetImpl net(2), plain(2);
+  const auto attached = recompute(net, {.modules = "layers.*"});
+  const at::Tensor x = input();
+  net.forward(x).sum().backward();
+  plain.forward(x).sum().backward();
+  EXPECT_EQ(net.layers[0]->calls, 2);
+  for (size_t i = 0; i < net.parameters().size(); ++i) EXPECT_TRUE(at::equal(net.parameters()[i].grad(), plain.parameters()[i].grad()));
+  const auto whole = recompute(plain, {.modules = ""});
+  nn::call(plain, x).sum().backward();
+  EXPECT_EQ(plain.layers[0]->calls, 3);
 }
 
 TEST(Recompute, RefusesWhatDoesNotFit) {

@@ -151,6 +151,53 @@ TEST(TensorParallel, AStatementSaysWhichPartOfTheWholeAModuleGives) {
   });
 }
 
+/// Calls its layers as torch::nn::AnyModule and `->forward` do.
+struct DirectImpl : nn::Module {
+  explicit DirectImpl(bool any) : gated(4, 6), any(any) { register_module("gated", gated); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (!any) return gated->forward(x);
+    return gated->w2->forward(kernels::swiglu(gated->w1->forward(x), gated->w3->forward(x)));
+  }
+  Gated gated;
+  bool any;
+};
+
+TEST(TensorParallel, LayersThatAreCalledDirectlyAreCutAllTheSame) {
+  const ParallelPlan plan{{"gated.w1", ColumnParallel{}}, {"gated.w3", ColumnParallel{}}, {"gated.w2", RowParallel{}}};
+  const at::Tensor x = at::sin(at::arange(12, at::kFloat)).view({3, 4});
+  for (const bool any : {false, true}) {
+    DirectImpl whole(any);
+    materialize(whole, 2);
+    const at::Tensor expected = whole.forward(x);
+    run_ranks(2, [&](World& world) {
+      DirectImpl net(any);  // on the stack
+      const auto tensor = parallelize_module(net, world.group(), plan);
+      materialize(net, 2);
+      EXPECT_LT((net.forward(x) - expected).abs().max().item<double>(), 1e-6);
+      net.forward(x).sum().backward();
+    });
+  }
+}
+
+TEST(TensorParallel, AModuleOfTheUserThatIsCalledDirectlyIsNamed) {
+  const ParallelPlan plan{{"gated", PrepareInput{TensorLayout::Sequence, TensorLayout::Copied}},
+                          {"gated.w1", ColumnParallel{TensorLayout::Copied}},
+                          {"gated.w3", ColumnParallel{TensorLayout::Copied}},
+                          {"gated.w2", RowParallel{.output = TensorLayout::Sequence}}};
+  run_ranks(2, [&](World& world) {
+    DirectImpl net(/*any=*/false);
+    const auto tensor = parallelize_module(net, world.group(), plan);
+    materialize(net, 2);
+    std::string refused;
+    try {
+      net.forward(at::ones({1, 2, 4})).sum().backward();
+    } catch (const ConfigError& error) {
+      refused = error.what();
+    }
+    EXPECT_THAT(refused, AllOf(HasSubstr("PrepareInput of 'gated'"), HasSubstr("`layer(x)` for `layer->forward(x)`")));
+  });
+}
+
 TEST(TensorParallel, Refusals) {
   run_ranks(2, [](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) -> std::string {
