@@ -10,12 +10,13 @@
 #include <signal.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "tessera/comm/flight_record/flight_record.h"
+#include "tessera/comm/stores.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/link.h"
 #include "tessera/launch/record_verdict.h"
 #include "tessera/launch/signals.h"
-#include "tessera/launch/stores.h"
 #include "tessera/launch/watch.h"
 
 namespace tessera::launch {
@@ -208,7 +209,7 @@ class Agent {
       return;
     }
     master_ = {};  // the last round's ranks have ended
-    master_ = serve_store({self_.node.address, 0});
+    master_ = comm::serve_store({self_.node.address, 0});
     self_.serving = {number, {self_.node.address, master_->getPort()}};
     wake_.ring();
   }
