@@ -220,6 +220,9 @@ class Agent {
     const auto plans = plan_workers(options_.job, round, self_.node.id, record_folder_);
     if (record_folder_.empty() && plans.front().variables.contains("TESSERA_RECORD_DIR")) record_folder_ = plans.front().variables.at("TESSERA_RECORD_DIR");
     watch_.reset();
+    std::vector<int> ranks;
+    for (const auto& plan : plans) ranks.push_back(plan.rank);
+    comm::FlightRecord::remove_files(record_folder_, ranks, place_of(round, self_.node.id)->world_size);
     watch_ = std::make_unique<Watch>(plans);
     self_.record = {.beat = 0, .round = round.number, .running = true};
   }

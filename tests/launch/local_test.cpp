@@ -21,6 +21,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/launch/worker.h"
+#include "tessera/comm/flight_record/flight_record.h"
 
 namespace tessera::launch {
 namespace {
@@ -215,6 +216,27 @@ TEST_F(Local, InterruptsAreHandedOnOnce) {
     std::filesystem::remove(folder_ / "pid.0");
     std::filesystem::remove(folder_ / "pid.1");
     const std::string count = "n=0; trap 'n=$((n+1)); echo got $RANK $n' INT TERM; " + note_pid() + "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.3; exit 1";
+TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
+  const auto records = folder_ / "record";
+  const auto leave_records = [&](int ranks) {
+    for (int rank = ranks - 1; rank >= 0; --rank) {
+      comm::FlightRecord record(records, {.rank = rank, .size = ranks, .local_rank = rank, .local_size = ranks}, 8);
+      const auto group = record.add_group({.name = "world", .rank = rank, .size = ranks});
+      if (rank != 1) record.enter(*group, {.op = "all_reduce"});
+    }
+  };
+  const auto fails = [&] { return launch(2, {"sh", "-c", "echo 'other disk is full' > $TESSERA_ERROR_FILE; exit 1"}, {}, {{"TESSERA_RECORD_DIR", records}}); };
+  for (const int ranks : {2, 4}) {
+    leave_records(ranks);
+    ASSERT_TRUE(std::filesystem::exists(comm::FlightRecord::file_of(records, ranks - 1)));
+    const Outcome outcome = fails();
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_THAT(outcome.err, ::testing::Not(HasSubstr("last entered"))) << "of a run of " << ranks;
+    EXPECT_THAT(outcome.last_line(), HasSubstr("disk is full"));
+    EXPECT_TRUE(std::filesystem::is_empty(records));
+  }
+}
+
     const Outcome outcome = launch_shell(2, count, [&](pid_t launcher) {
       pids(2);
       kill(launcher, signal);
