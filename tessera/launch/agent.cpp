@@ -256,7 +256,7 @@ class Agent {
   }
 
   const AgentOptions& options_;
-  BlockedSignals signals_;  // before threads start, which must not take them
+  CaughtSignals signals_;  // before threads start, whose calls they must not interrupt
   Wake wake_;
   Rules rules_;
   std::shared_ptr<Rendezvous> rendezvous_;

@@ -1,5 +1,6 @@
 #include "tessera/launch/local.h"
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -10,18 +11,21 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/flight_record/flight_record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/core/parallel.h"
 #include "tessera/launch/worker.h"
-#include "tessera/comm/flight_record/flight_record.h"
 
 namespace tessera::launch {
 namespace {
@@ -50,6 +54,12 @@ TEST(Launcher, Process) {
   const char* command = std::getenv("LAUNCH_COMMAND");
   if (command == nullptr) GTEST_SKIP() << "runs as a child of the other tests";
   LocalOptions options{.nproc = std::atoi(std::getenv("LAUNCH_NPROC")), .command = {}, .environment = {{"FROM_OPTIONS", "yes"}}, .grace_s = 1};
+  if (std::getenv("LAUNCH_POOL") != nullptr) {  // threads that block nothing, as whoever prepares the text leaves them
+    at::set_num_threads(3);
+    std::atomic<int> parts = 0;
+    parallel_for(0, 3, 1, [&](int64_t, int64_t) { ++parts; });
+    invariant(parts == 3, "no pool");
+  }
   std::istringstream arguments(command);
   for (std::string argument; std::getline(arguments, argument, separator);) options.command.push_back(argument);
   std::_Exit(run_local(options));
@@ -206,16 +216,6 @@ TEST_F(Local, ARefusalIsTheLastLineOnce) {
   EXPECT_EQ(outcome.err, "optim.lr = x: expected a number\n");
 }
 
-TEST_F(Local, AReasonIsQuoted) {
-  EXPECT_EQ(launch_shell(2, "[ $RANK = 0 ] || exit 0; echo 'other loss is nan' > $TESSERA_ERROR_FILE; exit 1").last_line(),
-            "rank 0 failed with exit code 1: loss is nan");
-}
-
-TEST_F(Local, InterruptsAreHandedOnOnce) {
-  for (const auto& [signal, name] : {std::pair(SIGINT, "SIGINT (interrupt)"), std::pair(SIGTERM, "SIGTERM (terminated)")}) {
-    std::filesystem::remove(folder_ / "pid.0");
-    std::filesystem::remove(folder_ / "pid.1");
-    const std::string count = "n=0; trap 'n=$((n+1)); echo got $RANK $n' INT TERM; " + note_pid() + "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.3; exit 1";
 TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
   const auto records = folder_ / "record";
   const auto leave_records = [&](int ranks) {
@@ -237,6 +237,16 @@ TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
   }
 }
 
+TEST_F(Local, AReasonIsQuoted) {
+  EXPECT_EQ(launch_shell(2, "[ $RANK = 0 ] || exit 0; echo 'other loss is nan' > $TESSERA_ERROR_FILE; exit 1").last_line(),
+            "rank 0 failed with exit code 1: loss is nan");
+}
+
+TEST_F(Local, InterruptsAreHandedOnOnce) {
+  for (const auto& [signal, name] : {std::pair(SIGINT, "SIGINT (interrupt)"), std::pair(SIGTERM, "SIGTERM (terminated)")}) {
+    std::filesystem::remove(folder_ / "pid.0");
+    std::filesystem::remove(folder_ / "pid.1");
+    const std::string count = "n=0; trap 'n=$((n+1)); echo got $RANK $n' INT TERM; " + note_pid() + "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.3; exit 1";
     const Outcome outcome = launch_shell(2, count, [&](pid_t launcher) {
       pids(2);
       kill(launcher, signal);
@@ -248,6 +258,36 @@ TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
     for (const char* line : {"got 0 1\n", "got 1 1\n"}) EXPECT_THAT(outcome.out, HasSubstr(line));
     EXPECT_THAT(outcome.out, ::testing::Not(HasSubstr(" 2\n")));
   }
+}
+
+/// Threads of a process, its first aside, to which the kernel may give a signal.
+std::vector<pid_t> threads_that_take(pid_t process, int signal) {
+  std::vector<pid_t> found;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task")) {
+    const pid_t thread = std::atoi(task.path().filename().c_str());
+    for (const std::string& line : lines_of(read_file(task.path() / "status"))) {
+      const bool takes = line.starts_with("SigBlk:") && (std::stoull(line.substr(7), nullptr, 16) >> (signal - 1) & 1) == 0;
+      if (takes && thread != process) found.push_back(thread);
+    }
+  }
+  return found;
+}
+
+TEST_F(Local, InterruptsAreHandedOnWhicheverThreadTakesThem) {
+  const std::string obey = "trap 'echo got $RANK; exit 0' TERM; " + note_pid() + "while true; do sleep 0.05; done";
+  const auto check = [&](const std::function<void(pid_t)>& interrupt) {
+    for (const char* file : {"pid.0", "pid.1"}) std::filesystem::remove(folder_ / file);
+    const auto meanwhile = [&](pid_t launcher) {
+      pids(2);
+      EXPECT_GE(threads_that_take(launcher, SIGTERM).size(), 2) << "the pool that this is about";
+      interrupt(launcher);
+    };
+    const Outcome outcome = launch(2, {"sh", "-c", obey}, meanwhile, {{"LAUNCH_POOL", "yes"}});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    for (const char* line : {"got 0\n", "got 1\n"}) EXPECT_THAT(outcome.out, HasSubstr(line));
+  };
+  check([](pid_t launcher) { kill(launcher, SIGTERM); });
+  check([](pid_t launcher) { syscall(SYS_tgkill, launcher, threads_that_take(launcher, SIGTERM).front(), SIGTERM); });
 }
 
 TEST_F(Local, RanksThatEndWellAfterAnInterruptAreASuccess) {
