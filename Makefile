@@ -17,9 +17,9 @@ build: $(BUILD)/build.ninja
 demo: build
 	@tools/demo
 
-# A second try is printed as such: on a busy machine, tests of time limits (a rank that dies ends all within 10 s) may need one.
+# On a busy machine, tests of time limits may need a second try; no other test has one.
 test: build
-	@tools/run_tests $(BUILD) --output-on-failure -j 2 --repeat until-pass:2
+	@tools/run_tests $(BUILD)
 
 asan:
 	@$(MAKE) --no-print-directory build PRESET=asan

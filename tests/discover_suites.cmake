@@ -1,6 +1,6 @@
 # Lists the suites of a GoogleTest binary as tests of ctest: one process a suite, for each has to load libtorch, which takes longer than most cases do.
 # tools/run_tests counts the cases. Run after the binary was linked:
-#   cmake -D BINARY=... -D PREFIX=room. -D OUTPUT=file.cmake -D LABELS=unit -D TIMEOUT=600 -P discover_suites.cmake
+#   cmake -D BINARY=... -D PREFIX=room. -D OUTPUT=file.cmake -D TIMED="Suite;Other" -D TIMEOUT=600 -P discover_suites.cmake
 execute_process(COMMAND ${BINARY} --gtest_list_tests OUTPUT_VARIABLE listing RESULT_VARIABLE failed)
 if(failed)
   file(REMOVE ${BINARY})
@@ -18,7 +18,11 @@ endforeach()
 list(REMOVE_DUPLICATES names)
 set(script "")
 foreach(name ${names})
+  set(labels unit)
+  if(name IN_LIST TIMED)
+    list(APPEND labels timing)
+  endif()
   string(APPEND script "add_test([=[${PREFIX}${name}]=] [=[${BINARY}]=] [=[--gtest_filter=${name}.*:*/${name}.*:${name}/?.*:*/${name}/?.*]=])\n"
-    "set_tests_properties([=[${PREFIX}${name}]=] PROPERTIES LABELS ${LABELS} TIMEOUT ${TIMEOUT} ENVIRONMENT OMP_NUM_THREADS=1)\n")
+    "set_tests_properties([=[${PREFIX}${name}]=] PROPERTIES LABELS [=[${labels}]=] TIMEOUT ${TIMEOUT} ENVIRONMENT OMP_NUM_THREADS=1)\n")
 endforeach()
 file(WRITE ${OUTPUT} "${script}")

@@ -2,6 +2,8 @@
 set(python ${CMAKE_SOURCE_DIR}/tools/python)
 add_test(NAME system.include_direction COMMAND ${python} ${CMAKE_SOURCE_DIR}/tests/include_direction/include_direction_test.py)
 set_tests_properties(system.include_direction PROPERTIES LABELS system TIMEOUT 60)
+# Those that kill, stop or interrupt processes, and ask that others notice in time.
+set(timed failure faults hosts netns run sigterm soak verdict)
 file(GLOB scripts CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/system/*_test.py)
 foreach(script ${scripts})
   get_filename_component(name ${script} NAME_WE)
@@ -14,7 +16,11 @@ foreach(script ${scripts})
     elseif(line MATCHES "def (test_[a-z0-9_A-Z]+)")
       set(method ${CMAKE_MATCH_1})
       add_test(NAME system.${name}.${method} COMMAND ${python} ${script} ${class}.${method})
-      set_tests_properties(system.${name}.${method} PROPERTIES TIMEOUT 600 LABELS system
+      set(labels system)
+      if(name IN_LIST timed)
+        list(APPEND labels timing)
+      endif()
+      set_tests_properties(system.${name}.${method} PROPERTIES TIMEOUT 600 LABELS "${labels}"
         ENVIRONMENT "TESSERA_BINARY=${CMAKE_BINARY_DIR}/bin/tessera;TESSERA_BUILD=${CMAKE_BINARY_DIR}")
     endif()
   endforeach()

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -76,12 +77,12 @@ int listen_on(int descriptor, const sockaddr* address, socklen_t size) {
   return ::listen(descriptor, SOMAXCONN) == 0 ? 0 : errno;
 }
 
-struct Listening {
+struct Bound {
   int descriptor = -1;
   int error = 0;
 };
 
-Listening listen_ipv6(int port, const in6_addr& address) {
+Bound listen_ipv6(int port, const in6_addr& address) {
   const int descriptor = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return {-1, errno};
   const int off = 0;
@@ -96,7 +97,7 @@ Listening listen_ipv6(int port, const in6_addr& address) {
   return {-1, error};
 }
 
-Listening listen_ipv4(int port, uint32_t address) {
+Bound listen_ipv4(int port, uint32_t address) {
   const int descriptor = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return {-1, errno};
   sockaddr_in socket_address{};
@@ -109,11 +110,28 @@ Listening listen_ipv4(int port, uint32_t address) {
   return {-1, error};
 }
 
+struct Listening {
+  int descriptor = -1;
+  int error = 0;
+  std::string address;  ///< under which this host reaches it
+};
+
+Listening listen_everywhere(int port) {
+  const Bound both = listen_ipv6(port, in6addr_any);
+  const Bound any = both.error == 0 || both.error == EADDRINUSE ? both : listen_ipv4(port, INADDR_ANY);  // a kernel without IPv6
+  return {any.descriptor, any.error, "127.0.0.1"};
+}
+
 Listening start_listening(const Endpoint& endpoint) {
-  if (endpoint.host == "::1") return listen_ipv6(endpoint.port, in6addr_loopback);
-  if (is_loopback(endpoint.host)) return listen_ipv4(endpoint.port, INADDR_LOOPBACK);
-  const Listening both = listen_ipv6(endpoint.port, in6addr_any);
-  return both.error == 0 || both.error == EADDRINUSE ? both : listen_ipv4(endpoint.port, INADDR_ANY);  // a kernel without IPv6
+  const std::string host = endpoint.host == "localhost" ? "127.0.0.1" : endpoint.host;
+  in_addr four{};
+  in6_addr six{};
+  Bound bound{-1, EADDRNOTAVAIL};
+  if (::inet_pton(AF_INET, host.c_str(), &four) == 1 && four.s_addr != INADDR_ANY) bound = listen_ipv4(endpoint.port, ntohl(four.s_addr));
+  if (::inet_pton(AF_INET6, host.c_str(), &six) == 1 && !IN6_IS_ADDR_UNSPECIFIED(&six)) bound = listen_ipv6(endpoint.port, six);
+  const bool is_ours = bound.error == 0 || bound.error == EADDRINUSE || bound.error == EACCES;
+  if (!is_ours && !is_loopback(host)) return listen_everywhere(endpoint.port);
+  return {bound.descriptor, bound.error, host};
 }
 
 int port_of(int descriptor) {
@@ -184,7 +202,7 @@ std::optional<Listener> try_listen(const Endpoint& endpoint) {
   const Listening listening = start_listening(endpoint);
   if (listening.error == EADDRINUSE) return std::nullopt;
   if (listening.error != 0) throw CommError(detail::concat("cannot listen at ", describe(endpoint), ": ", std::strerror(listening.error)));
-  return Listener(listening.descriptor, endpoint.host == "::1" ? "::1" : "127.0.0.1");
+  return Listener(listening.descriptor, listening.address);
 }
 
 Listener::Listener(int descriptor, std::string address) : descriptor_(descriptor), port_(port_of(descriptor)), address_(std::move(address)) {}

@@ -56,8 +56,9 @@ class Listener {
   std::string address_;
 };
 
-/// Listens on the endpoint's port (0: any free one) of the loopback interface where the host is_loopback, of all interfaces and both families for any
-/// other host. Nothing where the port is taken: another process of this host listens there. Throws CommError with address, port and cause.
+/// Listens on the endpoint's port (0: any free one) of its address alone. Of all interfaces and both families where the host is a name other than localhost,
+/// which others may read as another address of this host than we do, or an address that this host does not have itself (of a router before it).
+/// Nothing where the port is taken: another process of this host listens there. Throws CommError with address, port and cause.
 std::optional<Listener> try_listen(const Endpoint& endpoint);
 
 }  // namespace tessera::comm

@@ -11,6 +11,7 @@
 #include "tessera/comm/endpoint.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/network.h"
+#include "tessera/comm/stores.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -108,8 +109,10 @@ class Rendezvous {
   }
 
   Store serve() {
-    auto store = open(/*server=*/true, master_.hosts.front());
-    master_.port = static_cast<const c10d::TCPStore&>(*store).getPort();
+    // Of several addresses, no one knows which of them the others will reach.
+    auto store = serve_store({.host = master_.hosts.size() == 1 ? master_.hosts.front() : "0.0.0.0", .port = master_.port});
+    if (!store) throw CommError("Address already in use");
+    master_.port = store->getPort();
     local_address_ = own_address();
     return store;
   }
@@ -126,7 +129,7 @@ class Rendezvous {
         if (found.problem.empty()) {
           local_address_ = std::move(found.local_address);
           master_.hosts = {host};
-          return open(/*server=*/false, host);
+          return join(host);
         }
         problem = std::move(found.problem);
       }
@@ -135,11 +138,10 @@ class Rendezvous {
     }
   }
 
-  Store open(bool server, const std::string& host) const {
+  Store join(const std::string& host) const {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(master_.port);
     options.timeout = until(deadline_);
-    options.isServer = server;
     options.waitWorkers = false;  // it would count, but not say who is missing
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   }

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
+#include "tessera/comm/stores.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 
@@ -98,11 +99,7 @@ void run_rank_processes(int n, const std::string& test, const std::function<void
     return;
   }
   // The store is served here, as an agent does it: no port to guess, and no rank that must outlive the others.
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const auto store = serve_store({"127.0.0.1", 0});
 
   std::vector<std::unique_ptr<Process>> processes;
   for (int rank = 0; rank < n; ++rank) {

@@ -84,7 +84,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
                                                        int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
                                                        const std::optional<at::Tensor>& place, double label_smoothing, double z_loss, const Parts& parts) {
   const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
-  const int64_t chunk = linear_cross_entropy_chunk(tokens, vocabulary, compute, chunk_tokens, place ? kLogitsBytesInPlace : kLogitsBytes);
+  // Parts meet once a chunk: what a part that has a column less could do in fewer chunks must not count.
+  const int64_t columns = parts ? (*parts)->largest : vocabulary;
+  const int64_t chunk = linear_cross_entropy_chunk(tokens, columns, compute, chunk_tokens, place ? kLogitsBytesInPlace : kLogitsBytes);
   const auto& routines = routines_for(hidden);
   const int64_t entries = parts ? (*parts)->total : vocabulary;
   const LossTerms terms = loss_terms({label_smoothing, z_loss}, entries);

@@ -23,7 +23,7 @@ struct LinearCrossEntropyOptions {
   /// Label smoothing and z-loss, over the whole vocabulary.
   CrossEntropyOptions loss{};
   /// Where `weight` is some rows of the vocabulary and others hold the rest: labels are those of the whole, the loss is that of the whole, the gradient of
-  /// hidden is this part's term of the sum. Besides, three fp32 numbers a token of a chunk.
+  /// hidden is this part's term of the sum. Besides, three fp32 numbers a token of a chunk. The default chunk is that of the largest part, on all of them.
   c10::intrusive_ptr<VocabularyParts> parts{};
 };
 

@@ -11,10 +11,12 @@ namespace tessera::kernels {
 /// rows meets. Kept by the operator for the length of a forward pass.
 class VocabularyParts : public torch::CustomClassHolder {
  public:
-  VocabularyParts(int64_t first, int64_t total) : first(first), total(total) {}
+  /// `largest`: see below; 0: not known, and then all of `total` is room enough.
+  VocabularyParts(int64_t first, int64_t total, int64_t largest = 0) : first(first), total(total), largest(largest > 0 ? largest : total) {}
 
-  const int64_t first;  ///< the column of the whole that is column 0 here
-  const int64_t total;  ///< columns of the whole
+  const int64_t first;    ///< the column of the whole that is column 0 here
+  const int64_t total;    ///< columns of the whole
+  const int64_t largest;  ///< columns of the largest part: chunks of tokens follow from it, so that all parts meet equally often
 
   /// Makes the statistics of some rows, fp32 [T] each, those of all columns, in place:
   ///   most    largest logit

@@ -10,12 +10,13 @@
 #include <signal.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "tessera/comm/flight_record/flight_record.h"
+#include "tessera/comm/stores.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/link.h"
 #include "tessera/launch/record_verdict.h"
 #include "tessera/launch/signals.h"
-#include "tessera/launch/stores.h"
 #include "tessera/launch/watch.h"
 
 namespace tessera::launch {
@@ -208,7 +209,7 @@ class Agent {
       return;
     }
     master_ = {};  // the last round's ranks have ended
-    master_ = serve_store({self_.node.address, 0});
+    master_ = comm::serve_store({self_.node.address, 0});
     self_.serving = {number, {self_.node.address, master_->getPort()}};
     wake_.ring();
   }
@@ -219,6 +220,9 @@ class Agent {
     const auto plans = plan_workers(options_.job, round, self_.node.id, record_folder_);
     if (record_folder_.empty() && plans.front().variables.contains("TESSERA_RECORD_DIR")) record_folder_ = plans.front().variables.at("TESSERA_RECORD_DIR");
     watch_.reset();
+    std::vector<int> ranks;
+    for (const auto& plan : plans) ranks.push_back(plan.rank);
+    comm::FlightRecord::remove_files(record_folder_, ranks, place_of(round, self_.node.id)->world_size);
     watch_ = std::make_unique<Watch>(plans);
     self_.record = {.beat = 0, .round = round.number, .running = true};
   }
@@ -252,7 +256,7 @@ class Agent {
   }
 
   const AgentOptions& options_;
-  BlockedSignals signals_;  // before threads start, which must not take them
+  CaughtSignals signals_;  // before threads start, whose calls they must not interrupt
   Wake wake_;
   Rules rules_;
   std::shared_ptr<Rendezvous> rendezvous_;

@@ -21,7 +21,7 @@ struct AgentOptions {
 };
 
 /// Runs this node's workers until the job ends, and returns its exit code: 0 every rank ended with 0; 2 a rank refused its input; 1 anything else. The last
-/// line on standard error names the cause. Call it from the main thread, before threads exist that do not block SIGINT, SIGTERM, SIGHUP and SIGCHLD.
+/// line on standard error names the cause. SIGINT, SIGTERM and SIGHUP to this process reach the workers, whatever threads it has. One at a time in a process.
 /// Throws ConfigError for a program that cannot be started, CommError where nobody can listen at the rendezvous.
 int run_agent(const AgentOptions& options);
 

@@ -10,9 +10,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
+#include "tessera/comm/stores.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
-#include "tessera/launch/stores.h"
 
 namespace tessera::launch {
 namespace {
@@ -35,7 +35,7 @@ Rendezvous::Rendezvous(RendezvousOptions options) : options_(std::move(options))
     node_.address = "127.0.0.1";
     alone_ = c10::make_intrusive<c10d::HashStore>();
   } else if (options_.rules.max_nodes > 1) {
-    spare_ = serve_store({comm::is_loopback(known_.place.host) ? known_.place.host : "0.0.0.0", 0});
+    spare_ = comm::serve_store({comm::is_loopback(known_.place.host) ? known_.place.host : "0.0.0.0", 0});
     node_.spare_port = spare_->getPort();
   }
 }
@@ -96,7 +96,7 @@ Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
   std::optional<bool> must_serve = options_.serves;
   if (!must_serve && options_.node_rank >= 0) must_serve = options_.node_rank == 0;
   if (must_serve.value_or(comm::is_local(endpoint.host))) {
-    if (c10::intrusive_ptr<c10d::TCPStore> store = serve_store(endpoint)) {
+    if (c10::intrusive_ptr<c10d::TCPStore> store = comm::serve_store(endpoint)) {
       c10d::Store& keys = *store;  // strings as values: its base's
       keys.set(key("server"), node_.id);
       commit(known, [&] {
@@ -110,7 +110,7 @@ Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
   }
   const comm::Probe probe = comm::probe(endpoint, patience);
   if (!probe.problem.empty()) throw CommError(probe.problem);
-  Store store = join_store(endpoint, patience);
+  Store store = comm::join_store(endpoint, patience);
   commit(known, [&] {
     if (node_.address.empty()) node_.address = probe.local_address;
   });
@@ -136,7 +136,7 @@ Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
     const comm::Probe probe = comm::probe(spare, patience);
     Store store;
     try {
-      if (probe.problem.empty()) store = join_store(spare, patience);
+      if (probe.problem.empty()) store = comm::join_store(spare, patience);
     } catch (const std::exception&) {
     }
     if (!store) {

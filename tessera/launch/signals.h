@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <optional>
+#include <vector>
 
 #include <signal.h>
 
@@ -24,21 +25,29 @@ class Wake {
   int descriptor_;
 };
 
-/// Blocks SIGINT, SIGTERM, SIGCHLD, and SIGHUP unless it is ignored (nohup means what it says), in this thread and in those that it starts; restores the mask
-/// at the end.
-class BlockedSignals {
+/// Catches SIGINT, SIGTERM, SIGCHLD, and SIGHUP unless it is ignored (nohup means what it says), whichever thread of the process the kernel gives them to:
+/// threads that were there before (a pool that prepared the text) do not block them and would end the process by taking one. This thread and those that it
+/// starts from here on block them, so that none of their calls is interrupted, but for `wait`. One object at a time; the end restores handlers and mask.
+class CaughtSignals {
  public:
-  BlockedSignals();
-  ~BlockedSignals();
-  BlockedSignals(const BlockedSignals&) = delete;
-  BlockedSignals& operator=(const BlockedSignals&) = delete;
+  CaughtSignals();
+  ~CaughtSignals();
+  CaughtSignals(const CaughtSignals&) = delete;
+  CaughtSignals& operator=(const CaughtSignals&) = delete;
 
-  /// Until a signal comes, `wake` rings or `patience` is over. Returns a signal other than SIGCHLD if one came.
+  /// Until a signal comes, `wake` rings or `patience` is over. Returns a signal other than SIGCHLD if one came. From the thread that made the object.
   std::optional<int> wait(const Wake& wake, std::chrono::milliseconds patience) const;
 
+  /// For a child between fork and exec: what it does when a signal comes is not ours.
+  static void restore_defaults();
+
  private:
-  sigset_t signals_, before_;
-  int descriptor_;
+  struct Saved {
+    int signal;
+    struct sigaction action;
+  };
+  std::vector<Saved> before_;
+  sigset_t mask_before_{}, mask_in_wait_{};
 };
 
 }  // namespace tessera::launch

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/launch/signals.h"
 
 namespace tessera::launch {
 namespace {
@@ -29,6 +30,7 @@ int become(char* const* command, char* const* environment, pid_t launcher, int n
   setpgid(0, 0);
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return errno;
   if (getppid() != launcher) _exit(1);  // it ended before the kernel could promise anything
+  CaughtSignals::restore_defaults();
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);

@@ -17,6 +17,9 @@ namespace {
 struct Rows {
   int64_t first, size, total;
   explicit Rows(const at::Tensor& weight) : first(nn::slice_of(weight).boxes.at(0).offset[0]), size(weight.size(0)), total(nn::slice_of(weight).shape[0]) {}
+
+  /// Of those that the ranks hold, the most: the rule deals the larger parts first.
+  int64_t largest(int ranks) const { return chunk(total, ranks, 0).second; }
 };
 
 class Embedding : public nn::Interceptor {
@@ -68,7 +71,7 @@ class Head : public nn::Interceptor {
 /// The ranks of the group meet in three all-reduces.
 class GroupParts : public kernels::VocabularyParts {
  public:
-  GroupParts(comm::Group group, const Rows& rows) : VocabularyParts(rows.first, rows.total), group_(std::move(group)) {}
+  GroupParts(comm::Group group, const Rows& rows) : VocabularyParts(rows.first, rows.total, rows.largest(group.size())), group_(std::move(group)) {}
 
   void meet(const at::Tensor& most, const at::Tensor& sum, const at::Tensor& target) override {
     const at::Tensor own = most.clone();

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tests/comm/listeners.h"
 
 namespace tessera::comm {
 namespace {
@@ -38,6 +39,22 @@ TEST(Endpoint, TellsWhoListens) {
   const Probe unknown = probe({"no-such-host.invalid", 5}, 1s);
   EXPECT_THAT(unknown.problem, ::testing::StartsWith("the name does not resolve"));
   EXPECT_FALSE(unknown.refused);
+}
+
+TEST(Endpoint, IsListenedAtAlone) {
+  const auto listening_at = [](const std::string& host) {
+    const auto listener = try_listen({host, 0});
+    return listener ? listening_addresses(listener->port()) : std::set<std::string>{"nowhere"};
+  };
+  EXPECT_EQ(listening_at("127.0.0.1"), std::set{kLoopback4});
+  EXPECT_EQ(listening_at("localhost"), std::set{kLoopback4});
+  EXPECT_EQ(listening_at("127.0.0.2"), std::set<std::string>{"0200007F"});
+  EXPECT_EQ(listening_at("::1"), std::set{kLoopback6});
+  // A name may be another address to others, and what this host does not have may be an address of what stands before it.
+  const auto everywhere = listening_at("0.0.0.0");
+  EXPECT_EQ(listening_at("192.0.2.1"), everywhere);
+  EXPECT_EQ(listening_at("this-host.invalid"), everywhere);
+  EXPECT_FALSE(everywhere.contains(kLoopback4));
 }
 
 TEST(Endpoint, KnowsThisHost) {

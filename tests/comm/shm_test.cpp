@@ -1,5 +1,7 @@
 // What the shared-memory engine promises beyond what collectives_test.cpp asks of every engine.
+#include <atomic>
 #include <thread>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -189,6 +191,53 @@ TEST(ShmMessages, MoveWhileTheSenderIsInACollective) {
               }
             },
             {.backend = "shm"});
+}
+
+/// Memory whose tensor can be seen to be freed, and that stays readable then: what is written later shows.
+class WatchedMemory {
+ public:
+  explicit WatchedMemory(int64_t length) : values_(static_cast<size_t>(length), -1.0f) {}
+  at::Tensor tensor() {
+    return at::from_blob(values_.data(), {static_cast<int64_t>(values_.size())}, [this](void*) { freed_ = true; });
+  }
+  at::Tensor contents() { return at::from_blob(values_.data(), {static_cast<int64_t>(values_.size())}); }
+  bool freed() const { return freed_; }
+  bool freed_soon() const {
+    for (int i = 0; i < 1000 && !freed_; ++i) std::this_thread::sleep_for(10ms);
+    return freed_;
+  }
+
+ private:
+  std::vector<float> values_;
+  std::atomic<bool> freed_ = false;
+};
+
+TEST(ShmMessages, ThatNobodyWaitsForKeepTheirTensors) {
+  for (const int64_t length : {1000, 1000003}) {  // a message that fits into the ring, and one that does not
+    run_ranks(2,
+              [length](World& world) {
+                const auto group = world.group();
+                const auto sent = values(7, length, at::kFloat);
+                WatchedMemory memory(length);
+                if (world.rank() == 0) memory.contents().copy_(sent);
+                if (world.rank() == 1) {
+                  (void)recv_async(group, memory.tensor(), 0, 1);
+                  EXPECT_FALSE(memory.freed()) << "what comes later would be written over whatever is there then";
+                }
+                barrier(group);
+                if (world.rank() == 0) {
+                  (void)send_async(group, memory.tensor(), 1, 1);
+                  send(group, sent, 1, 2);
+                } else {
+                  auto got = at::empty({length});
+                  recv(group, got, 0, 2);
+                  EXPECT_TRUE(same_bits(got, sent)) << "the dropped message takes its own place, not the next one's";
+                  EXPECT_TRUE(same_bits(memory.contents(), sent));
+                }
+                EXPECT_TRUE(memory.freed_soon());
+              },
+              {.backend = "shm"});
+  }
 }
 
 TEST(ShmMessages, OfAnotherSizeAreRefused) {

@@ -13,6 +13,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tests/comm/listeners.h"
 
 namespace tessera::comm {
 namespace {
@@ -152,7 +153,7 @@ TEST(World, SaysWhichRanksDidNotCome) {
               AllOf(HasSubstr("no rendezvous at address 127.0.0.1, port "), HasSubstr("1 of 3 ranks have come; missing: 1, 2; waited 0.")));
 }
 
-TEST(World, RankZeroServesAndLeavesLast) {
+TEST(World, RankZeroServesOnTheNamedAddressAloneAndLeavesLast) {
   for (const std::string host : {"127.0.0.1", "::1"}) {
     if (host == "::1" && !has_ipv6()) continue;
     const int port = free_port();
@@ -165,6 +166,7 @@ TEST(World, RankZeroServesAndLeavesLast) {
         auto sum = at::ones({2});
         all_reduce(world.group(), sum);
         EXPECT_EQ(sum[0].item<float>(), 3);
+        if (rank == 0) EXPECT_EQ(listening_addresses(port), std::set{host == "::1" ? kLoopback6 : kLoopback4}) << "who reaches the store may write into it";
         if (rank == 2) std::this_thread::sleep_for(50ms);
         EXPECT_TRUE(world.leave());
         EXPECT_TRUE(world.leave());

@@ -1,5 +1,6 @@
 #include "tessera/launch/local.h"
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -10,16 +11,20 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/flight_record/flight_record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/core/parallel.h"
 #include "tessera/launch/worker.h"
 
 namespace tessera::launch {
@@ -49,6 +54,12 @@ TEST(Launcher, Process) {
   const char* command = std::getenv("LAUNCH_COMMAND");
   if (command == nullptr) GTEST_SKIP() << "runs as a child of the other tests";
   LocalOptions options{.nproc = std::atoi(std::getenv("LAUNCH_NPROC")), .command = {}, .environment = {{"FROM_OPTIONS", "yes"}}, .grace_s = 1};
+  if (std::getenv("LAUNCH_POOL") != nullptr) {  // threads that block nothing, as whoever prepares the text leaves them
+    at::set_num_threads(3);
+    std::atomic<int> parts = 0;
+    parallel_for(0, 3, 1, [&](int64_t, int64_t) { ++parts; });
+    invariant(parts == 3, "no pool");
+  }
   std::istringstream arguments(command);
   for (std::string argument; std::getline(arguments, argument, separator);) options.command.push_back(argument);
   std::_Exit(run_local(options));
@@ -205,6 +216,27 @@ TEST_F(Local, ARefusalIsTheLastLineOnce) {
   EXPECT_EQ(outcome.err, "optim.lr = x: expected a number\n");
 }
 
+TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
+  const auto records = folder_ / "record";
+  const auto leave_records = [&](int ranks) {
+    for (int rank = ranks - 1; rank >= 0; --rank) {
+      comm::FlightRecord record(records, {.rank = rank, .size = ranks, .local_rank = rank, .local_size = ranks}, 8);
+      const auto group = record.add_group({.name = "world", .rank = rank, .size = ranks});
+      if (rank != 1) record.enter(*group, {.op = "all_reduce"});
+    }
+  };
+  const auto fails = [&] { return launch(2, {"sh", "-c", "echo 'other disk is full' > $TESSERA_ERROR_FILE; exit 1"}, {}, {{"TESSERA_RECORD_DIR", records}}); };
+  for (const int ranks : {2, 4}) {
+    leave_records(ranks);
+    ASSERT_TRUE(std::filesystem::exists(comm::FlightRecord::file_of(records, ranks - 1)));
+    const Outcome outcome = fails();
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_THAT(outcome.err, ::testing::Not(HasSubstr("last entered"))) << "of a run of " << ranks;
+    EXPECT_THAT(outcome.last_line(), HasSubstr("disk is full"));
+    EXPECT_TRUE(std::filesystem::is_empty(records));
+  }
+}
+
 TEST_F(Local, AReasonIsQuoted) {
   EXPECT_EQ(launch_shell(2, "[ $RANK = 0 ] || exit 0; echo 'other loss is nan' > $TESSERA_ERROR_FILE; exit 1").last_line(),
             "rank 0 failed with exit code 1: loss is nan");
@@ -226,6 +258,36 @@ TEST_F(Local, InterruptsAreHandedOnOnce) {
     for (const char* line : {"got 0 1\n", "got 1 1\n"}) EXPECT_THAT(outcome.out, HasSubstr(line));
     EXPECT_THAT(outcome.out, ::testing::Not(HasSubstr(" 2\n")));
   }
+}
+
+/// Threads of a process, its first aside, to which the kernel may give a signal.
+std::vector<pid_t> threads_that_take(pid_t process, int signal) {
+  std::vector<pid_t> found;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task")) {
+    const pid_t thread = std::atoi(task.path().filename().c_str());
+    for (const std::string& line : lines_of(read_file(task.path() / "status"))) {
+      const bool takes = line.starts_with("SigBlk:") && (std::stoull(line.substr(7), nullptr, 16) >> (signal - 1) & 1) == 0;
+      if (takes && thread != process) found.push_back(thread);
+    }
+  }
+  return found;
+}
+
+TEST_F(Local, InterruptsAreHandedOnWhicheverThreadTakesThem) {
+  const std::string obey = "trap 'echo got $RANK; exit 0' TERM; " + note_pid() + "while true; do sleep 0.05; done";
+  const auto check = [&](const std::function<void(pid_t)>& interrupt) {
+    for (const char* file : {"pid.0", "pid.1"}) std::filesystem::remove(folder_ / file);
+    const auto meanwhile = [&](pid_t launcher) {
+      pids(2);
+      EXPECT_GE(threads_that_take(launcher, SIGTERM).size(), 2) << "the pool that this is about";
+      interrupt(launcher);
+    };
+    const Outcome outcome = launch(2, {"sh", "-c", obey}, meanwhile, {{"LAUNCH_POOL", "yes"}});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    for (const char* line : {"got 0\n", "got 1\n"}) EXPECT_THAT(outcome.out, HasSubstr(line));
+  };
+  check([](pid_t launcher) { kill(launcher, SIGTERM); });
+  check([](pid_t launcher) { syscall(SYS_tgkill, launcher, threads_that_take(launcher, SIGTERM).front(), SIGTERM); });
 }
 
 TEST_F(Local, RanksThatEndWellAfterAnInterruptAreASuccess) {

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "support.h"
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
+#include "tessera/kernels/linear_cross_entropy.h"
 
 /// The head whose vocabulary is cut, against libtorch's own cross-entropy of whole logits.
 namespace tessera {
@@ -19,7 +21,7 @@ using namespace testing_support;
 constexpr int64_t kDim = 10, kVocabulary = 29;
 
 struct Net : torch::nn::Module {
-  Net() : head(kDim, kVocabulary) {
+  explicit Net(int64_t vocabulary = kVocabulary) : head(kDim, vocabulary) {
     register_module("head", head);
     nn::assign_paths(*this);
   }
@@ -70,6 +72,33 @@ TEST_P(VocabularyHead, SmoothsAndBoundsLogitsAsOneDeviceDoes) {
       }
     }
   }
+}
+
+// 2049 and 2048 columns: 2,048 tokens of the former take two chunks of the default size, of the latter one.
+TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
+  constexpr int64_t tokens = 2048, vocabulary = 4097;
+  ASSERT_NE(kernels::linear_cross_entropy_chunk(tokens, 2049, at::kFloat), kernels::linear_cross_entropy_chunk(tokens, 2048, at::kFloat));
+  const Sample batch = sample(2, tokens / 2, vocabulary);
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
+  const at::Tensor hidden = at::randn({2, tokens / 2, kDim}, generator), weight = at::randn({vocabulary, kDim}, generator);
+  const Expected want = expected_of(hidden, weight, batch.labels, {}, at::kFloat);
+  std::vector<std::vector<comm::Record>> calls(2);
+  run_ranks(2, [&](World& world) {
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const comm::GroupInfo info{.name = "tp", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)};
+    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const auto net = std::make_shared<Net>(vocabulary);
+    net->head->weight.data().copy_(weight);
+    const auto tensor = parallelize_module(*net, group, {{"head", VocabParallelHead{}}});
+    const at::Tensor h = hidden.clone().requires_grad_();
+    const at::Tensor loss = net->head->loss_sum(h, batch.labels);
+    loss.backward();
+    EXPECT_NEAR(loss.item<double>(), want.loss, 1e-5 * want.loss);
+    EXPECT_LE(largest(h.grad() - want.d_hidden), 1e-5 * largest(want.d_hidden));
+    calls[static_cast<size_t>(world.rank())] = recorder->records();
+  });
+  ASSERT_EQ(calls[0].size(), calls[1].size());
+  for (size_t i = 0; i < calls[0].size(); ++i) EXPECT_EQ(calls[0][i].shape, calls[1][i].shape) << "collective " << i;
 }
 
 TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -78,10 +79,12 @@ void* map_new_file(const std::filesystem::path& path, size_t bytes) {
   return mapping;
 }
 
-void remove_files_of_larger_worlds(const std::filesystem::path& dir, int world_size) {
-  std::error_code ignored;
-  for (int rank = world_size; std::filesystem::remove(FlightRecord::file_of(dir, rank), ignored); ++rank) {
-  }
+// Whose file it is; nothing where it is no record.
+std::optional<int> rank_of(const std::filesystem::path& file) {
+  const std::string name = file.filename().string();
+  int rank = -1, length = 0;
+  const bool record = std::sscanf(name.c_str(), "rank_%d.bin%n", &rank, &length) == 1 && length == static_cast<int>(name.size());
+  return record ? std::optional(rank) : std::nullopt;
 }
 
 // Signals are for the program's own threads.
@@ -98,6 +101,19 @@ std::thread start_thread_without_signals(auto body) {
 
 std::filesystem::path FlightRecord::file_of(const std::filesystem::path& dir, int rank) { return dir / ("rank_" + std::to_string(rank) + ".bin"); }
 
+void FlightRecord::remove_files(const std::filesystem::path& dir, const std::vector<int>& ranks, int world_size) noexcept {
+  try {
+    std::vector<std::filesystem::path> stale;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator(dir, ignored)) {
+      const auto rank = rank_of(entry.path());
+      if (rank && (*rank >= world_size || std::ranges::find(ranks, *rank) != ranks.end())) stale.push_back(entry.path());
+    }
+    for (const auto& file : stale) std::filesystem::remove(file, ignored);
+  } catch (const std::exception&) {  // no memory for names: the launcher has something to say all the same
+  }
+}
+
 FlightRecord::FlightRecord(const std::filesystem::path& dir, const Environment& environment, uint64_t capacity) : path_(file_of(dir, environment.rank)) {
   const size_t groups_bytes = up_to((64 << 10) + size_t{128} * environment.size, kPage);
   const size_t entries_offset = kPage + groups_bytes;
@@ -106,7 +122,7 @@ FlightRecord::FlightRecord(const std::filesystem::path& dir, const Environment& 
   std::filesystem::create_directories(dir, error);
   if (error) fail(error.value(), dir);
   mapping_ = map_new_file(path_, bytes_);
-  if (environment.rank == 0) remove_files_of_larger_worlds(dir, environment.size);
+  if (environment.rank == 0) remove_files(dir, {}, environment.size);
 
   header_ = new (mapping_) Header{};
   header_->version = flight::kVersion;

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
@@ -30,6 +31,10 @@ class FlightRecord {
 
   /// The file of a rank.
   static std::filesystem::path file_of(const std::filesystem::path& dir, int rank);
+
+  /// Removes the files of `ranks`, and of all ranks that a world of `world_size` does not have. For whoever is about to start them: until a rank makes its
+  /// record, one that lies there is of an earlier run.
+  static void remove_files(const std::filesystem::path& dir, const std::vector<int>& ranks, int world_size) noexcept;
 
   /// Makes the folder and the rank's file anew; rank 0 also removes those that a larger world left. Throws std::system_error where that cannot be done.
   FlightRecord(const std::filesystem::path& dir, const Environment& environment, uint64_t capacity = kCapacity);

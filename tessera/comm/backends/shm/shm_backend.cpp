@@ -100,7 +100,10 @@ std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int6
   return bytes;
 }
 
-/// A send or receive under way. Keeps the tensor.
+/// Keeps the tensor whether or not anybody still waits: a receive that was dropped is written all the same.
+std::shared_ptr<const void> owner_of(const at::Tensor& tensor) { return std::make_shared<const at::Tensor>(tensor); }
+
+/// A send or receive under way.
 class MessageWork : public c10d::Work {
  public:
   MessageWork(shm::Mailbox& mailbox, shm::Mailbox::Pointer request, at::Tensor tensor)
@@ -214,14 +217,14 @@ ShmBackend::Work ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inp
 }
 
 ShmBackend::Work ShmBackend::send(Tensors& tensors, int destination, int tag) {
-  auto request = mailbox_.send(bytes_of(tensors[0]), tensors[0].nbytes(), destination, tag);
+  auto request = mailbox_.send(bytes_of(tensors[0]), tensors[0].nbytes(), destination, tag, owner_of(tensors[0]));
   if (request->done()) return done_;
   if (!CallerWaits::now()) mailbox_.move_on_alone();
   return c10::make_intrusive<MessageWork>(mailbox_, std::move(request), tensors[0]);
 }
 
 ShmBackend::Work ShmBackend::recv(Tensors& tensors, int source, int tag) {
-  auto request = mailbox_.receive(bytes_of(tensors[0]), tensors[0].nbytes(), source, tag);
+  auto request = mailbox_.receive(bytes_of(tensors[0]), tensors[0].nbytes(), source, tag, owner_of(tensors[0]));
   if (!request->done() && !CallerWaits::now()) mailbox_.move_on_alone();
   return c10::make_intrusive<MessageWork>(mailbox_, std::move(request), tensors[0]);
 }

@@ -46,13 +46,15 @@ void Mailbox::take(const Incoming& in, void* data, size_t bytes) const {
 }
 
 void Mailbox::finish(Request& request, std::exception_ptr error) {
+  request.owner_ = nullptr;  // before whoever waits goes on, lest memory is freed some time later
   request.error_ = std::move(error);
   request.done_.store(true, std::memory_order_release);
 }
 
-Mailbox::Pointer Mailbox::send(const void* data, size_t bytes, int to, int tag) {
+Mailbox::Pointer Mailbox::send(const void* data, size_t bytes, int to, int tag, std::shared_ptr<const void> owner) {
   auto request = std::make_shared<Request>();
   request->data_ = static_cast<std::byte*>(const_cast<void*>(data));
+  request->owner_ = std::move(owner);
   request->bytes_ = bytes;
   request->tag_ = tag;
   session_->check_sound();
@@ -67,9 +69,10 @@ Mailbox::Pointer Mailbox::send(const void* data, size_t bytes, int to, int tag) 
   return request;
 }
 
-Mailbox::Pointer Mailbox::receive(void* data, size_t bytes, int from, int tag) {
+Mailbox::Pointer Mailbox::receive(void* data, size_t bytes, int from, int tag, std::shared_ptr<const void> owner) {
   auto request = std::make_shared<Request>();
   request->data_ = static_cast<std::byte*>(data);
+  request->owner_ = std::move(owner);
   request->bytes_ = bytes;
   request->tag_ = tag;
   session_->check_sound();

@@ -24,7 +24,7 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  /// A send or receive. The buffer has to live until it is done.
+  /// A send or receive. The buffer has to live until it is done, whoever still looks at the request then: `owner` is kept so long.
   class Request {
    public:
     bool done() const { return done_.load(std::memory_order_acquire); }
@@ -34,6 +34,7 @@ class Mailbox {
    private:
     friend class Mailbox;
     std::byte* data_ = nullptr;
+    std::shared_ptr<const void> owner_;
     size_t bytes_ = 0, moved_ = 0;
     int tag_ = 0;
     bool header_sent_ = false;
@@ -42,8 +43,8 @@ class Mailbox {
   };
   using Pointer = std::shared_ptr<Request>;
 
-  Pointer send(const void* data, size_t bytes, int to, int tag);
-  Pointer receive(void* data, size_t bytes, int from, int tag);
+  Pointer send(const void* data, size_t bytes, int to, int tag, std::shared_ptr<const void> owner = nullptr);
+  Pointer receive(void* data, size_t bytes, int from, int tag, std::shared_ptr<const void> owner = nullptr);
 
   /// Blocks until it is done; throws what went wrong with it, Failure as Session::await.
   void wait(const Pointer& request);

@@ -1,4 +1,4 @@
-#include "tessera/launch/stores.h"
+#include "tessera/comm/stores.h"
 
 #include <future>
 #include <memory>
@@ -8,10 +8,10 @@
 
 #include "tessera/core/error.h"
 
-namespace tessera::launch {
+namespace tessera::comm {
 
-c10::intrusive_ptr<c10d::TCPStore> serve_store(const comm::Endpoint& endpoint) {
-  std::optional<comm::Listener> listener = comm::try_listen(endpoint);
+c10::intrusive_ptr<c10d::TCPStore> serve_store(const Endpoint& endpoint) {
+  std::optional<Listener> listener = try_listen(endpoint);
   if (!listener) return {};
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(listener->port());
@@ -21,9 +21,9 @@ c10::intrusive_ptr<c10d::TCPStore> serve_store(const comm::Endpoint& endpoint) {
   return c10::make_intrusive<c10d::TCPStore>(listener->address(), options);
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const comm::Endpoint& endpoint, std::chrono::milliseconds patience) {
-  const comm::Probe probe = comm::probe(endpoint, patience);
-  if (!probe.problem.empty()) throw CommError(probe.problem);
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, std::chrono::milliseconds patience) {
+  const Probe found = probe(endpoint, patience);
+  if (!found.problem.empty()) throw CommError(found.problem);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(endpoint.port);
   options.waitWorkers = false;
@@ -42,4 +42,4 @@ c10::intrusive_ptr<c10d::Store> join_store(const comm::Endpoint& endpoint, std::
   return answer.get();
 }
 
-}  // namespace tessera::launch
+}  // namespace tessera::comm
