@@ -1,6 +1,7 @@
 # Lists the suites of a GoogleTest binary as tests of ctest: one process a suite, for each has to load libtorch, which takes longer than most cases do.
 # tools/run_tests counts the cases. Run after the binary was linked:
 #   cmake -D BINARY=... -D PREFIX=room. -D OUTPUT=file.cmake -D TIMED="Suite;Other" -D TIMEOUT=600 -P discover_suites.cmake
+cmake_minimum_required(VERSION 3.22)
 execute_process(COMMAND ${BINARY} --gtest_list_tests OUTPUT_VARIABLE listing RESULT_VARIABLE failed)
 if(failed)
   file(REMOVE ${BINARY})
