@@ -170,7 +170,7 @@ class DistributedDataParallel::Impl {
     }
     if (options_.find_unused_parameters) return;
     const comm::CallSite site("ddp.unused");
-    plain_ ? used_.refuse_unused_anywhere(group_) : used_.refuse_unused(group_);
+    plain_ ? used_.refuse_unused_anywhere({group_}) : used_.refuse_unused(group_);
   }
 
   /// What a pass that failed, and those under no_sync() before it, have left: their part of a gradient goes, what was there before them comes back.

@@ -202,7 +202,7 @@ class TreeReduction::Impl {
   std::vector<bool> used_parameters() const {
     if (group_.size() == 1 || options_.find_unused_parameters) return used_.anywhere(group_);
     if (plain_) {
-      used_.refuse_unused_anywhere(group_);
+      used_.refuse_unused_anywhere({group_});
     } else if (run().size > 0) {
       used_.refuse_unused(group_);
     }

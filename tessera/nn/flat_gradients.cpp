@@ -1,6 +1,7 @@
 #include "tessera/nn/flat_gradients.h"
 
 #include <algorithm>
+#include <array>
 
 #include <ATen/ATen.h>
 
@@ -12,9 +13,8 @@ namespace tessera {
 
 namespace {
 
-std::string missing_gradients(int64_t rank, const comm::Group& group, int64_t missing, int64_t wanted, const std::string& names) {
-  return detail::concat("data parallelism: on rank ", rank, " of ", group.name(), ", ", missing, " of ", wanted,
-                        " parameters got no gradient in this step: ", names,
+std::string missing_gradients(int64_t rank, const std::string& group, int64_t missing, int64_t wanted, const std::string& names) {
+  return detail::concat("data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
                         "; use them in the loss, set requires_grad to false, or set find_unused_parameters");
 }
 
@@ -25,12 +25,6 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
   std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
   require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
           "' has no parameter that requires a gradient; there is nothing to keep equal");
-  return parameters;
-}
-
-std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module) {
-  std::vector<nn::NamedParameter> parameters = floating_parameters(module);
-  std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.requires_grad(); });
   return parameters;
 }
 
@@ -116,23 +110,28 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
     names += (named++ > 0 ? ", '" : "'") + parameters_[i].name + "'";
   }
   if (missing > max_named) names += detail::concat(" and ", missing - max_named, " more");
-  throw ConfigError(missing_gradients(group.rank(), group, missing, std::ranges::count(wanted_, true), names));
+  throw ConfigError(missing_gradients(group.rank(), group.name(), missing, std::ranges::count(wanted_, true), names));
 }
 
-void UsedParameters::refuse_unused_anywhere(const comm::Group& group) const {
+void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups) const {
   const at::Tensor& parameter = parameters_.front().tensor;
-  const at::Tensor mine = at::tensor({count_missing(), first_missing()}, at::kLong).to(message_device(parameter));
-  at::Tensor words = at::zeros({2 * group.size()}, mine.options());
-  comm::all_gather(group, words, mine);
-  refuse_unused(group);
-  if (parameter.is_meta()) return;  // a dry run: the message was counted, its contents mean nothing
-  words = words.cpu();
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
-    const int64_t missing = words[2 * rank].item<int64_t>(), first = words[2 * rank + 1].item<int64_t>();
-    if (missing == 0) continue;
-    throw ConfigError(missing_gradients(rank, group, missing, std::ranges::count(wanted_, true),
-                                        detail::concat("'", parameters_.at(static_cast<size_t>(first)).name, missing > 1 ? "' and others" : "'")));
+  constexpr int64_t words = 3;
+  std::array<int64_t, words> found{count_missing(), first_missing(), 0};
+  for (const comm::Group& group : groups) {
+    if (group.size() == 1) continue;
+    if (&group == &groups.front()) found[2] = group.world_rank(group.rank());
+    const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter));
+    at::Tensor all = at::zeros({words * group.size()}, mine.options());
+    comm::all_gather(group, all, mine);
+    if (parameter.is_meta()) continue;  // a dry run: the message was counted, its contents mean nothing
+    all = all.cpu();
+    const int64_t* const rows = all.const_data_ptr<int64_t>();
+    for (int64_t rank = 0; rank < group.size() && found[0] == 0; ++rank) std::copy_n(rows + words * rank, words, found.begin());
   }
+  refuse_unused(groups.front());
+  require(found[0] == 0,
+          missing_gradients(found[2], "world", found[0], std::ranges::count(wanted_, true),
+                            "'" + (found[0] > 0 ? parameters_.at(static_cast<size_t>(found[1])).name : "") + "'" + (found[0] > 1 ? " and others" : "")));
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group) const {

@@ -16,9 +16,6 @@ namespace tessera {
 /// now.
 std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module);
 
-/// Those that want a gradient now. Throws ConfigError where there are none.
-std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module);
-
 /// Which of them want a gradient now that `owner` synchronizes (nn::GradientDispatcher::claim).
 std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner);
 
@@ -64,8 +61,9 @@ class UsedParameters {
   /// Throws ConfigError naming those without a gradient on this rank, and the way out.
   void refuse_unused(const comm::Group& group) const;
 
-  /// The same on every rank of `group` where any of them misses one, so that none goes on alone: an all-gather of two words each.
-  void refuse_unused_anywhere(const comm::Group& group) const;
+  /// The same on every rank where any misses one, so that none goes on alone. Ranks are those of the groups one after the other (of each rank of the first, its
+  /// peers in the second): an all-gather of three words in each.
+  void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
 
   /// Which were used on any rank: one all-reduce of a word each.
   std::vector<bool> anywhere(const comm::Group& group) const;

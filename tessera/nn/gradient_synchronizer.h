@@ -61,6 +61,11 @@ class GradientSynchronizer {
   /// empty), whose grad() is its part of the gradient. Tied ones once; frozen ones are among them, without a gradient.
   virtual std::vector<nn::NamedParameter> updated() const { return {}; }
 
+  /// What zero_grad does, of all there is: of the parameters and of what is updated in their place.
+  virtual void clear_gradients() {
+    for (const auto& [name, tensor, aliases] : updated()) tensor.mutable_grad() = at::Tensor();
+  }
+
   /// Ranks over which these are cut: what a norm sums over. A group of one where each rank holds the whole.
   virtual comm::Group norm_group() const { return comm::Group::self(); }
 
