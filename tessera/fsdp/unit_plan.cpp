@@ -112,7 +112,9 @@ WrapPolicy wrap_by_size(int64_t parameters) {
 }
 
 UnitPlan plan_units(torch::nn::Module& root, const FullyShardOptions& options) {
-  UnitPlan plan = Planner(wrapped_modules(root, options), root).plan(root.shared_from_this());
+  std::shared_ptr<torch::nn::Module> shared = root.weak_from_this().lock();
+  if (!shared) shared = std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &root);  // a module on the stack, which outlives whatever is made of it
+  UnitPlan plan = Planner(wrapped_modules(root, options), root).plan(shared);
   require(!plan.units.empty(), "fully_shard: module '", root.name(), "' has no parameters; there is nothing to shard");
   return plan;
 }
