@@ -1,0 +1,236 @@
+#include "tessera/checkpoint/torch_optimizer.h"
+
+#include <functional>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include "tessera/checkpoint/gather_json.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/core/error.h"
+#include "tessera/core/memory.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using torch::optim::OptimizerParamState;
+
+/// What there is to know of one kind of optimizer's state.
+struct Kind {
+  struct Field {
+    const char* name;
+    std::function<at::Tensor&(OptimizerParamState&)> tensor;
+  };
+  std::string name;  ///< torch.optim's, in lower case
+  std::vector<Field> fields;
+  std::function<int64_t(OptimizerParamState&)> count;
+  std::function<void(OptimizerParamState&, int64_t)> set_count;
+  std::function<std::unique_ptr<OptimizerParamState>()> make;
+};
+
+template <class State>
+Kind::Field field(const char* name, at::Tensor& (State::*tensor)() noexcept) {
+  return {name, [tensor](OptimizerParamState& state) -> at::Tensor& { return (static_cast<State&>(state).*tensor)(); }};
+}
+
+template <class State>
+Kind counted(std::string name, std::vector<Kind::Field> fields) {
+  return {std::move(name), std::move(fields), [](OptimizerParamState& state) { return static_cast<State&>(state).step(); },
+          [](OptimizerParamState& state, int64_t count) { static_cast<State&>(state).step(count); }, [] { return std::make_unique<State>(); }};
+}
+
+template <class State>
+Kind of_adam(std::string name) {
+  return counted<State>(std::move(name), {field<State>("exp_avg", &State::exp_avg), field<State>("exp_avg_sq", &State::exp_avg_sq),
+                                          field<State>("max_exp_avg_sq", &State::max_exp_avg_sq)});
+}
+
+Kind kind_of(const torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  if (dynamic_cast<const Adam*>(&optimizer)) return of_adam<AdamParamState>("adam");
+  if (dynamic_cast<const AdamW*>(&optimizer)) return of_adam<AdamWParamState>("adamw");
+  if (dynamic_cast<const Adagrad*>(&optimizer)) return counted<AdagradParamState>("adagrad", {field<AdagradParamState>("sum", &AdagradParamState::sum)});
+  if (dynamic_cast<const RMSprop*>(&optimizer)) {
+    using State = RMSpropParamState;
+    return counted<State>("rmsprop", {field<State>("square_avg", &State::square_avg), field<State>("momentum_buffer", &State::momentum_buffer),
+                                      field<State>("grad_avg", &State::grad_avg)});
+  }
+  require(
+      dynamic_cast<const SGD*>(&optimizer) != nullptr,
+      "checkpoint: this optimizer of libtorch is none of Adam, AdamW, SGD, Adagrad and RMSprop, whose state lies over the parameters element by element; use "
+      "one of these, or save its state yourself");
+  // Without counts: its momentum is there from the first update on.
+  return {"sgd",
+          {field<SGDParamState>("momentum_buffer", &SGDParamState::momentum_buffer)},
+          [](OptimizerParamState&) { return int64_t{1}; },
+          [](OptimizerParamState&, int64_t) {},
+          [] { return std::make_unique<SGDParamState>(); }};
+}
+
+struct Updated {
+  std::string name;
+  at::Tensor tensor;
+  torch::optim::OptimizerParamGroup* group;
+};
+
+std::vector<Updated> updated_by(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& parameter : nn::unique_parameters(model)) names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
+  std::vector<Updated> updated;
+  // param_groups() of a const optimizer gives groups that cannot tell their learning rate.
+  for (auto& group : const_cast<torch::optim::Optimizer&>(optimizer).param_groups()) {
+    for (const at::Tensor& tensor : group.params()) {
+      const auto known = names.find(tensor.unsafeGetTensorImpl());
+      const std::string name = known != names.end() ? known->second : nn::slice_of(tensor).name;
+      require(!name.empty(), "checkpoint: the optimizer updates a tensor of shape ", tensor.sizes(),
+              " that is no parameter of this model, so there is no name to save its state under; give it the model that it updates");
+      updated.push_back({name, tensor, &group});
+    }
+  }
+  return updated;
+}
+
+SlicedTensor over(const Updated& parameter, const std::string& state, const at::Tensor& tensor) {
+  Slice slice = nn::slice_of(parameter.tensor);
+  slice.name = "optimizer." + state + "." + parameter.name;
+  return {tensor, std::move(slice)};
+}
+
+/// Entries of a JSON object, or none.
+template <class F>
+auto read(const nlohmann::json& saved, F&& f) {
+  try {
+    return f(saved);
+  } catch (const nlohmann::json::exception& error) {
+    throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", error.what()));
+  }
+}
+
+std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, std::vector<SlicedTensor> tensors, nlohmann::json optimizer,
+                               const nlohmann::json& progress, const comm::Group& group) {
+  return save(dir,
+              CheckpointState{
+                  .step = step, .tensors = std::move(tensors), .optimizer = std::move(optimizer), .progress = progress, .agreement = nlohmann::json::object()},
+              group);
+}
+
+}  // namespace
+
+std::vector<SlicedTensor> optimizer_tensors(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
+  const Kind kind = kind_of(optimizer);
+  std::vector<SlicedTensor> tensors;
+  for (const auto& parameter : updated_by(model, optimizer)) {
+    const auto state = optimizer.state().find(parameter.tensor.unsafeGetTensorImpl());
+    if (state == optimizer.state().end()) continue;
+    for (const auto& field : kind.fields) {
+      if (const at::Tensor& tensor = field.tensor(*state->second); tensor.defined()) tensors.push_back(over(parameter, field.name, tensor));
+    }
+  }
+  return tensors;
+}
+
+nlohmann::json optimizer_json(const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const comm::Group& group) {
+  const Kind kind = kind_of(optimizer);
+  nlohmann::json mine{{"kind", kind.name}, {"update_counts", nlohmann::json::object()}, {"lr", nlohmann::json::object()}};
+  for (const auto& parameter : updated_by(model, optimizer)) {
+    mine["lr"][parameter.name] = parameter.group->options().get_lr();
+    const auto state = optimizer.state().find(parameter.tensor.unsafeGetTensorImpl());
+    if (state != optimizer.state().end()) mine["update_counts"][parameter.name] = kind.count(*state->second);
+  }
+  nlohmann::json all = std::move(mine);
+  for (const auto& other : gather_json(group, all)) {
+    for (const char* key : {"update_counts", "lr"}) all[key].update(other.at(key));
+  }
+  return all;
+}
+
+namespace {
+
+/// State that a checkpoint has for an optimizer's parameters, beside the one that it has now.
+struct Restored {
+  std::vector<SlicedTensor> targets;
+  std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>> states;  ///< null: never updated
+  std::vector<std::pair<torch::optim::OptimizerParamGroup*, double>> rates;
+
+  void install(torch::optim::Optimizer& optimizer) {
+    for (auto& [key, state] : states) {
+      optimizer.state().erase(key);
+      if (state) optimizer.state()[key] = std::move(state);
+    }
+    for (const auto& [group, rate] : rates) group->options().set_lr(rate);
+  }
+};
+
+Restored states_from(const Manifest& manifest, const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
+  const Kind kind = kind_of(optimizer);
+  const auto saved = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("kind").get<std::string>(); });
+  require(saved == kind.name, "the checkpoint's optimizer is ", saved, " and this one is ", kind.name,
+          "; make the one that was saved, or load the model alone");
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  const at::NoGradGuard no_grad;
+  Restored restored;
+  for (const auto& parameter : updated_by(model, optimizer)) {
+    const auto count = read(manifest.optimizer, [&](const nlohmann::json& json) -> std::optional<int64_t> {
+      const auto rates = json.find("lr");
+      if (rates != json.end() && rates->contains(parameter.name)) restored.rates.emplace_back(parameter.group, rates->at(parameter.name).get<double>());
+      const auto& counts = json.at("update_counts");
+      return counts.contains(parameter.name) ? std::optional(to_integer(counts.at(parameter.name))) : std::nullopt;
+    });
+    auto& state = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr).second;
+    for (const auto& field : kind.fields) {
+      auto held = over(parameter, field.name, {});
+      if (!count || !manifest.tensors.contains(held.slice.name)) continue;
+      if (!state) state = kind.make();
+      field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor);
+      restored.targets.push_back(std::move(held));
+    }
+    if (state) kind.set_count(*state, *count);
+  }
+  return restored;
+}
+
+}  // namespace
+
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                           const comm::Group& group, const nlohmann::json& progress) {
+  auto tensors = training_tensors(model, nullptr);
+  for (auto& state : optimizer_tensors(model, optimizer)) tensors.push_back(std::move(state));
+  return save_all(dir, step, std::move(tensors), optimizer_json(model, optimizer, group), progress, group);
+}
+
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
+                           const comm::Group& group, const nlohmann::json& progress) {
+  return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer), progress, group);
+}
+
+Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {
+  const Manifest manifest = read_manifest(folder);
+  auto targets = training_tensors(model, nullptr);
+  Restored restored = states_from(manifest, model, optimizer);
+  targets.insert(targets.end(), restored.targets.begin(), restored.targets.end());
+  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, targets, options)};
+  restored.install(optimizer);
+  return resumed;
+}
+
+Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options) {
+  const Manifest manifest = read_manifest(folder);
+  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, &optimizer), options)};
+  restore_optimizer(manifest.optimizer, optimizer, resumed.report);
+  return resumed;
+}
+
+Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, LoadOptions options) {
+  const Manifest manifest = read_manifest(folder);
+  options.ignore_prefixes.emplace_back("optimizer.");
+  return {manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, nullptr), options)};
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,206 @@
+#include "tessera/checkpoint/torch_optimizer.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/optim.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/attach.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/zero/sharded_data_parallel.h"
+#include "tests/checkpoint/files.h"
+#include "tests/nn/net.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using checkpoint::SlicedTensor;
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+
+using TorchOptimizer = std::unique_ptr<torch::optim::Optimizer>;
+using Make = std::function<TorchOptimizer(std::vector<at::Tensor>)>;
+
+const std::map<std::string, Make> kinds{
+    {"adam", [](auto p) { return std::make_unique<torch::optim::Adam>(p, torch::optim::AdamOptions(0.01).amsgrad(true)); }},
+    {"adamw", [](auto p) { return std::make_unique<torch::optim::AdamW>(p, torch::optim::AdamWOptions(0.01)); }},
+    {"sgd", [](auto p) { return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.02).momentum(0.9)); }},
+    {"sgd_plain", [](auto p) { return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.02)); }},
+    {"adagrad", [](auto p) { return std::make_unique<torch::optim::Adagrad>(p, torch::optim::AdagradOptions(0.02).lr_decay(0.1)); }},
+    {"rmsprop", [](auto p) { return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.005).momentum(0.5).centered(true)); }},
+};
+
+constexpr int64_t kSamples = 12;
+
+/// One rank of a run: the net, wrapped, and an optimizer of libtorch over what the rank updates.
+struct TorchRun {
+  TorchRun(const std::string& wrapper, World& world, const std::string& kind) : ranks(world.size()), rank(world.rank()) {
+    nn::assign_paths(*net);
+    auto parameters = net->parameters();
+    if (wrapper == "ddp") ddp = std::make_unique<DistributedDataParallel>(*net, world.group());
+    if (wrapper == "fsdp") fsdp = fully_shard(*net, world.group());
+    if (wrapper.starts_with("zero")) {
+      zero = std::make_unique<ShardedDataParallel>(*net, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = wrapper == "zero1" ? 1 : 2});
+      parameters.clear();
+      for (const auto& shard : zero->shards()) parameters.push_back(shard.tensor);
+    }
+    optimizer = kinds.at(kind)(parameters);
+  }
+
+  GradientSynchronizer& wrapper() {
+    if (ddp) return *ddp;
+    if (zero) return *zero;
+    return *fsdp;
+  }
+
+  /// The loss of the whole batch of step `step`, before its update.
+  double run_step(int64_t step, const comm::Group& group) {
+    const Batch mine = part_of(whole_batch(kSamples, step), ranks, rank);
+    wrapper().begin_step();
+    const at::Tensor loss = loss_of(net->forward(mine.x), mine.y, kSamples);
+    loss.backward();
+    wrapper().finish();
+    optimizer->step();
+    wrapper().after_update();
+    const at::Tensor sum = loss.detach().clone();
+    comm::all_reduce(group, sum);
+    return sum.item<double>();
+  }
+
+  /// What the rank holds of the optimizer's state, with the values that a whole copy has there.
+  void expect_state(const std::map<std::string, at::Tensor>& whole) {
+    const auto held = checkpoint::optimizer_tensors(*net, *optimizer);
+    EXPECT_EQ(held.size(), whole.size());
+    for (const auto& [tensor, slice] : held) EXPECT_TRUE(at::equal(tensor, take(whole.at(slice.name), slice))) << slice.name;
+  }
+
+  int ranks, rank;
+  std::shared_ptr<Net> net = std::make_shared<Net>();
+  std::unique_ptr<DistributedDataParallel> ddp;
+  std::unique_ptr<ShardedDataParallel> zero;
+  std::unique_ptr<FullyShardedDataParallel> fsdp;
+  TorchOptimizer optimizer;
+};
+
+class TorchOptimizers : public ::testing::TestWithParam<std::tuple<std::string, std::string>> {};
+
+std::vector<std::string> kind_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, make] : kinds) names.push_back(name);
+  return names;
+}
+INSTANTIATE_TEST_SUITE_P(Checkpoint, TorchOptimizers, ::testing::Combine(::testing::Values("ddp", "zero1", "zero2", "fsdp"), ::testing::ValuesIn(kind_names())),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
+
+TEST_P(TorchOptimizers, AreSavedByNameAndLoadInOtherLayouts) {
+  const auto& [wrapper, kind] = GetParam();
+  const checkpoint::TemporaryFolder folder;
+  std::vector<double> expected;
+  std::filesystem::path saved;
+  run_ranks(2, [&, &wrapper = wrapper, &kind = kind](World& world) {
+    TorchRun run(wrapper, world, kind);
+    for (int step = 0; step < 2; ++step) run.run_step(step, world.group());
+    const auto path = checkpoint::save(folder.path(), 2, *run.net, *run.optimizer, world.group(), {{"tokens", 24}});
+    std::vector<double> losses;
+    for (int step = 2; step < 4; ++step) losses.push_back(run.run_step(step, world.group()));
+    if (world.rank() == 0) {
+      saved = path;
+      expected = losses;
+    }
+  });
+
+  // Put together again by the plan of one rank.
+  std::map<std::string, at::Tensor> whole;
+  run_ranks(1, [&, &kind = kind](World& world) {
+    TorchRun run("ddp", world, kind);
+    checkpoint::load(saved, *run.net, *run.optimizer);
+    for (const auto& [tensor, slice] : checkpoint::optimizer_tensors(*run.net, *run.optimizer)) whole[slice.name] = tensor.clone();
+  });
+  const size_t states = kind == "sgd_plain" ? 0 : kind == "adam" || kind == "rmsprop" ? 3 : kind == "adamw" ? 2 : 1;
+  EXPECT_EQ(whole.size(), states * Net().parameters().size());
+
+  for (const int ranks : {1, 2, 3}) {
+    run_ranks(ranks, [&, &wrapper = wrapper, &kind = kind](World& world) {
+      TorchRun run(wrapper, world, kind);
+      run.optimizer->param_groups()[0].options().set_lr(5);  // the saved one comes back
+      const auto resumed = checkpoint::load(saved, *run.net, *run.optimizer);
+      EXPECT_EQ(resumed.step, 2);
+      EXPECT_EQ(resumed.progress.at("tokens"), 24);
+      run.expect_state(whole);
+      for (int step = 2; step < 4; ++step) {
+        const double loss = run.run_step(step, world.group()), was = expected[static_cast<size_t>(step) - 2];
+        if (ranks == 2) {
+          EXPECT_EQ(loss, was);
+        } else {
+          EXPECT_NEAR(loss, was, 5e-6 * was);
+        }
+      }
+    });
+  }
+}
+
+TEST(TorchOptimizerCheckpoints, KnowWhichParametersWereNeverUpdated) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(1, [&](World& world) {
+    TorchRun run("ddp", world, "adamw");
+    run.net->scale.requires_grad_(false);
+    run.ddp = std::make_unique<DistributedDataParallel>(*run.net, world.group());
+    run.run_step(0, world.group());
+    const auto saved = checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group());
+    TorchRun other("ddp", world, "adamw");
+    other.run_step(0, world.group());
+    checkpoint::load(saved, *other.net, *other.optimizer);
+    EXPECT_EQ(other.optimizer->state().count(other.net->scale.unsafeGetTensorImpl()), 0u);
+    EXPECT_EQ(checkpoint::optimizer_tensors(*other.net, *other.optimizer).size(), 2 * (other.net->parameters().size() - 1));
+  });
+}
+
+TEST(TorchOptimizerCheckpoints, AdamWAndOursReadEachOther) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(1, [&](World& world) {
+    TorchRun run("ddp", world, "adamw");
+    run.run_step(0, world.group());
+    const auto saved = checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group());
+    Net net;
+    nn::assign_paths(net);
+    optim::AdamW ours({{nn::unique_parameters(net), 0.01}}, {0.9, 0.999, 1e-8});
+    checkpoint::load(saved, net, ours);
+    EXPECT_EQ(ours.update_counts().at("first.weight"), 1);
+    EXPECT_TRUE(at::equal(ours.state().front().tensor, checkpoint::optimizer_tensors(*run.net, *run.optimizer).front().tensor));
+  });
+}
+
+TEST(TorchOptimizerCheckpoints, RefuseWhatDoesNotFit) {
+  const checkpoint::TemporaryFolder folder;
+  const auto refusal = [](auto&& action) -> std::string {
+    try {
+      action();
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  run_ranks(1, [&](World& world) {
+    TorchRun run("ddp", world, "adamw"), sgd("ddp", world, "sgd");
+    run.run_step(0, world.group());
+    const auto saved = checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group());
+    EXPECT_THAT(refusal([&] { checkpoint::load(saved, *sgd.net, *sgd.optimizer); }), HasSubstr("the checkpoint's optimizer is adamw and this one is sgd"));
+    EXPECT_EQ(checkpoint::load(saved, *sgd.net).step, 1);
+    torch::optim::LBFGS other(run.net->parameters());
+    EXPECT_THAT(refusal([&] { checkpoint::save(folder.path(), 2, *run.net, other, world.group()); }), HasSubstr("none of Adam, AdamW"));
+    torch::optim::AdamW foreign(std::vector<at::Tensor>{at::ones({3}).requires_grad_()});
+    EXPECT_THAT(refusal([&] { checkpoint::save(folder.path(), 2, *run.net, foreign, world.group()); }), HasSubstr("no parameter of this model"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera
