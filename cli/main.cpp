@@ -25,7 +25,8 @@ namespace {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+/// The program's main, called by start.cpp.
+extern "C" int tessera_command(int argc, char** argv) {
   using tessera::launch::Failure;
   CLI::App app{"tessera trains models that do not fit, or do not finish, on one device."};
   app.set_version_flag("--version", tessera::version());

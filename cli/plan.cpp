@@ -1,8 +1,12 @@
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <unistd.h>
 
 #include "cli/commands.h"
 #include "tessera/core/error.h"
@@ -34,6 +38,32 @@ Config planned(const Flags& flags) {
   throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names));
 }
 
+/// Above it, lists of ranks alone take longer than anybody waits; the largest machines have a tenth of it.
+constexpr int kMostRanks = 1 << 20;
+
+/// One line on standard error, written again and again on a terminal, and every ten seconds elsewhere; nothing of a plan that is done at once.
+class ProgressLine {
+ public:
+  ~ProgressLine() {
+    if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
+  }
+  void operator()(const plan::DryRunProgress& progress) {
+    const auto now = Clock::now();
+    if (now < next_) return;
+    next_ = now + (terminal_ ? std::chrono::milliseconds(500) : std::chrono::milliseconds(10000));
+    shown_ = true;
+    std::fprintf(stderr, "%splan: kind %d of %d of ranks, step %d of %d: %2.0f%%%s", terminal_ ? "\r" : "", progress.kind, progress.kinds, progress.step,
+                 progress.steps, 100 * progress.share, terminal_ ? "" : "\n");
+    std::fflush(stderr);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  bool terminal_ = isatty(STDERR_FILENO) != 0;
+  bool shown_ = false;
+  Clock::time_point next_ = Clock::now() + std::chrono::seconds(2);
+};
+
 }  // namespace
 
 void add_plan(CLI::App& app, int& exit_code) {
@@ -45,9 +75,13 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_flag("--json", flags->json, "Print JSON");
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
+    require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     const Config config = planned(*flags);
     validate(config, flags->world, Purpose::Plan);
-    const auto run = plan::dry_run(config, flags->world);
+    const auto run = [&] {
+      ProgressLine line;
+      return plan::dry_run(config, flags->world, {.progress = std::ref(line)});
+    }();
     std::string text = flags->json ? plan::to_json(run).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);

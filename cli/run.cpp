@@ -32,7 +32,7 @@ std::optional<std::string> variable(const std::string& name) {
   return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
 }
 
-/// Flight records of a run without a --log-dir: kept where it fails, for `tessera inspect record`.
+/// Flight records of a run without a --log-dir: for the verdict at its end, and then gone.
 class ScratchFolder {
  public:
   ScratchFolder() {
@@ -41,14 +41,13 @@ class ScratchFolder {
             ": no folder can be made there; name one that can be written");
     path_ = pattern;
   }
-  const std::string& path() const { return path_; }
-  /// Unless something was left there, and is worth a look.
-  void close(bool failed) const {
+  ~ScratchFolder() {
     std::error_code error;
-    bool used = false;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(path_, error)) used = used || entry.is_regular_file(error);
-    if (!(failed && used)) std::filesystem::remove_all(path_, error);
+    std::filesystem::remove_all(path_, error);
   }
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  const std::string& path() const { return path_; }
 
  private:
   std::string path_;
@@ -66,8 +65,9 @@ class ScratchFolder {
   std::optional<ScratchFolder> scratch;
   if (options.job.output.folder.empty()) scratch.emplace();
   options.record_folder = scratch ? scratch->path() : options.job.output.folder;
+  options.keeps_records = !scratch;
   const int exit_code = launch::run_agent(options);
-  if (scratch) scratch->close(exit_code == 1);
+  scratch.reset();
   std::fflush(nullptr);
   _exit(exit_code);  // a thread that waits for a host that does not answer must not hold us up
 }

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -11,15 +13,19 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/host_memory.h"
 #include "tessera/core/log.h"
 #include "tessera/core/memory_history.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/models/flops.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
@@ -28,6 +34,7 @@
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/state_bytes.h"
 #include "tessera/train/stop.h"
 #include "tessera/train/trainer.h"
 
@@ -122,6 +129,40 @@ void check_report(const Flags& flags) {
   throw Error(report.sentence);
 }
 
+// Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later.
+void check_host_memory(const Config& config, int size) {
+  const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
+  const auto kept = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, "dp_shard")).total();
+  const auto environment = comm::read_environment();
+  const int local_ranks = environment.launched ? environment.local_size : size;
+  const auto parameters = static_cast<double>(num_parameters(config.model));
+  const double needed = kept * parameters / size_along(mesh, "tp") * local_ranks;
+  const int64_t host = host_memory_bytes();
+  require(host == 0 || needed <= static_cast<double>(host), "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
+          " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
+          local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host),
+          "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+}
+
+// Tried before any rank is started, rather than at the first save.
+void check_checkpoint_dir(const Config& config) {
+  if (config.checkpoint.dir.empty()) return;
+  const std::filesystem::path folder = config.checkpoint.dir;
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  std::string problem = error ? error.message() : "";
+  if (problem.empty()) {
+    const auto probe = folder / detail::concat(".tessera_", getpid());
+    std::ofstream file(probe);
+    file << "written to see whether it can be\n" << std::flush;
+    if (!file.good()) problem = std::strerror(errno);
+    file.close();
+    std::filesystem::remove(probe, error);
+  }
+  require(problem.empty(), "checkpoint.dir = ", config.checkpoint.dir, ": nothing can be written there: ", problem,
+          "; set checkpoint.dir to a folder that can be, or to \"\" for no checkpoints");
+}
+
 int train(const Flags& flags) {
   const Config config = read_config(flags.file, flags.sets);
   const int size = world_size(flags.nproc);
@@ -132,9 +173,11 @@ int train(const Flags& flags) {
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
   check_report(flags);
+  check_host_memory(config, size);
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
   Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
+  check_checkpoint_dir(config);
   if (starts_copies(flags.nproc)) {
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);

@@ -7,6 +7,7 @@ target_compile_features(tessera INTERFACE cxx_std_20)
 
 install(TARGETS tessera EXPORT tesseraTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS tessera_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS tessera_commands LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h" PATTERN "gloo_abi" EXCLUDE)
 install(EXPORT tesseraTargets NAMESPACE tessera:: DESTINATION ${package_dir})
 configure_package_config_file(${CMAKE_SOURCE_DIR}/cmake/tesseraConfig.cmake.in ${CMAKE_BINARY_DIR}/tesseraConfig.cmake

@@ -132,7 +132,10 @@ void validate_optim(const OptimConfig& optim, int64_t steps) {
 }
 
 void validate_rest(const Config& config) {
-  require(config.comm.timeout_s > 0, "comm.timeout_s = ", config.comm.timeout_s, ": expected a positive number of seconds");
+  // What waits for a socket counts milliseconds in 32 bits.
+  constexpr double longest_s = 1'000'000;
+  require(config.comm.timeout_s > 0 && config.comm.timeout_s <= longest_s, "comm.timeout_s = ", format_float(config.comm.timeout_s),
+          ": expected a positive number of seconds, at most 1000000 (11 days); set comm.timeout_s");
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
   at_least("checkpoint.every", config.checkpoint.every, 0);
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
@@ -144,7 +147,11 @@ void validate_rest(const Config& config) {
           ": expected a number above 1, such as 1.2, or 0 to name nobody");
   at_least("run.steps", config.run.steps, 1);
   at_least("run.seed", config.run.seed, 0);
+  // More than any host has cores; what the thread pool cannot start ends the process.
+  constexpr int most_threads = 1024;
   at_least("run.threads", config.run.threads.value_or(1), 1);
+  require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
+          " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");
   at_least("run.validate_every", config.run.validate_every, 0);
   at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
 }

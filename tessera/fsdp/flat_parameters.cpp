@@ -229,6 +229,7 @@ void FlatParameters::finish_gather() {
 }
 
 void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) const {
+  if (parts.is_meta()) return;  // a dry run of many ranks
   for (int rank = 0; rank < layout_.ranks; ++rank) {
     const int64_t size = layout_.begin[rank + 1] - layout_.begin[rank];
     whole.narrow(0, layout_.begin[rank], size).copy_(parts.narrow(0, rank * layout_.part, size));
@@ -237,6 +238,7 @@ void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) con
 
 at::Tensor FlatParameters::padded(const at::Tensor& whole) const {
   at::Tensor parts = at::zeros({layout_.ranks * layout_.part}, whole.options());
+  if (parts.is_meta()) return parts;
   for (int rank = 0; rank < layout_.ranks; ++rank) {
     const int64_t size = layout_.begin[rank + 1] - layout_.begin[rank];
     parts.narrow(0, rank * layout_.part, size).copy_(whole.narrow(0, layout_.begin[rank], size));

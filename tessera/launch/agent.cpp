@@ -104,7 +104,8 @@ class Agent {
     const RecordVerdict verdict = explain_records(record_folder_);
     if (verdict.sentence.empty()) return;
     std::fprintf(stderr, "%s", verdict.table.c_str());
-    if (options_.talkative) std::fprintf(stderr, "flight records: %s\n", record_folder_.c_str());
+    if (options_.talkative)
+      std::fprintf(stderr, "flight records: %s\n", options_.keeps_records ? record_folder_.c_str() : "gone with this job; --log-dir keeps them");
     if (verdict.names_cause) self_.record.record_sentence = verdict.sentence;
   }
 
@@ -219,10 +220,10 @@ class Agent {
     record_folder_ = options_.record_folder.empty() ? "" : detail::concat(options_.record_folder, "/attempt_", round.number - 1, "/record");
     const auto plans = plan_workers(options_.job, round, self_.node.id, record_folder_);
     if (record_folder_.empty() && plans.front().variables.contains("TESSERA_RECORD_DIR")) record_folder_ = plans.front().variables.at("TESSERA_RECORD_DIR");
-    watch_.reset();
     std::vector<int> ranks;
     for (const auto& plan : plans) ranks.push_back(plan.rank);
     comm::FlightRecord::remove_files(record_folder_, ranks, place_of(round, self_.node.id)->world_size);
+    watch_.reset();
     watch_ = std::make_unique<Watch>(plans);
     self_.record = {.beat = 0, .round = round.number, .running = true};
   }

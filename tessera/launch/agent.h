@@ -17,6 +17,7 @@ struct AgentOptions {
   double heartbeat_s = 0.5;
   double monitor_s = 0.1;
   std::string record_folder{};  ///< of flight records: FOLDER/attempt_0/record; empty: where TESSERA_RECORD_DIR of the workers says, if it does
+  bool keeps_records = true;    ///< the folder outlives the job
   bool talkative = false;       ///< logs what happens
 };
 

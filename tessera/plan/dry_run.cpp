@@ -15,6 +15,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
 #include "tessera/nn/operators.h"
+#include "tessera/plan/agreement.h"
 #include "tessera/plan/rank_classes.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
@@ -48,7 +49,35 @@ Config shortened(Config config) {
   return config;
 }
 
-RankClass run_rank(const Config& config, int world_size, int rank, const DryRunOptions& options) {
+/// Says how far a step is while its operators pass.
+class ProgressHooks final : public nn::OperatorHooks {
+ public:
+  ProgressHooks(const DryRunOptions& options, DryRunProgress& progress, const nn::FlopCounter& counter, double expected_flops)
+      : options_(options), progress_(progress), counter_(counter), expected_flops_(expected_flops) {}
+
+  void call(nn::OperatorCall& operation) override {
+    constexpr int64_t rarely = 64;
+    if (++calls_ % rarely == 0) {
+      progress_.share = std::min(1.0, counter_.flops() / std::max(1.0, expected_flops_));
+      options_.progress(progress_);
+    }
+    operation.run();
+  }
+
+ private:
+  const DryRunOptions& options_;
+  DryRunProgress& progress_;
+  const nn::FlopCounter& counter_;
+  double expected_flops_;
+  int64_t calls_ = 0;
+};
+
+struct RankRun {
+  RankClass ranks;
+  std::vector<comm::Record> records;  ///< of the last step
+};
+
+RankRun run_rank(const Config& config, int world_size, int rank, const DryRunOptions& options, DryRunProgress progress) {
   auto recorder = std::make_shared<comm::Recorder>();
   auto world = comm::World::dry(world_size, rank, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
@@ -59,23 +88,29 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
   std::optional<MemoryWatch> watch;
   if (options.largest) watch.emplace(memory, stepper.run());
   const data::LoaderOptions loader = loader_options(config, mesh);
-  RankClass result;
+  RankRun run;
+  RankClass& result = run.ranks;
   result.examples = {rank};
-  int64_t peak = -1, tokens = 0;
+  progress.steps = kDrySteps;
+  int64_t peak = -1;
   for (int step = 1; step <= kDrySteps; ++step) {
     recorder->clear();
     scope.memory().reset_peak();
     const auto batch = data::dry_batch(loader, step, at::kMeta);
     const auto counter = std::make_shared<nn::FlopCounter>();
+    const auto tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
+                                        [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
+    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size("tp");
+    progress.step = step;
     {
+      std::optional<nn::OperatorScope> told;
+      if (options.progress) told.emplace(std::make_shared<ProgressHooks>(options, progress, *counter, step == 1 ? result.flops : result.hardware_flops));
       const nn::OperatorScope counted(counter);
       stepper.step(batch);
     }
     result.hardware_flops = counter->flops();
     result.recomputed_flops = counter->recomputed_flops();
     result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
-    tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
-                             [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
     const MemoryByCategory host = scope.memory().host_peak_by_category();
     if (total_of(host) > total_of(result.host_bytes)) result.host_bytes = host;
     if (scope.memory().peak() <= peak) continue;
@@ -83,10 +118,10 @@ RankClass run_rank(const Config& config, int world_size, int rank, const DryRunO
     result.peak_bytes = scope.memory().peak_by_category();
     result.largest = memory.largest_at_peak();
   }
-  result.collectives = sum_up(recorder->records());
+  run.records = recorder->records();
+  result.collectives = sum_up(run.records);
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
-  result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size("tp");
-  return result;
+  return run;
 }
 
 nlohmann::json to_json(const CollectiveSum& sum) {
@@ -130,13 +165,20 @@ DryRun dry_run(const Config& config, int world, const DryRunOptions& options) {
   run.memory_limit = config.run.memory_limit_bytes;
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   run.parameters = num_parameters(config.model);
-  for (auto& members : rank_classes(config, world)) {
-    RankClass ranks = run_rank(shortened(config), world, members.front(), options);
+  auto classes = rank_classes(config, world);
+  Agreement agreement(mesh_shape(config.mesh, config.zero.stage, world));
+  DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
+  for (auto& members : classes) {
+    ++progress.kind;
+    auto [ranks, records] = run_rank(shortened(config), world, members.front(), options, progress);
+    agreement.add(members, records);
     ranks.count = static_cast<int64_t>(members.size());
     members.resize(std::min<size_t>(members.size(), 8));
     ranks.examples = std::move(members);
     run.ranks.push_back(std::move(ranks));
   }
+  const std::string problem = agreement.first_disagreement();
+  invariant(problem.empty(), "ranks of this layout would wait for each other in vain: ", problem);
   try {
     validate(config, world, Purpose::Train);
   } catch (const ConfigError& e) {
@@ -160,9 +202,10 @@ std::string to_string(const DryRun& run) {
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
   for (const auto& ranks : run.ranks) {
-    out += fmt::format("\n{} rank{} like rank {}: {} micro-batches, {}FLOP a step, {}FLOP run ({}FLOP of them again)\n", ranks.count,
-                       ranks.count == 1 ? "" : "s", ranks.examples.front(), ranks.micro_batches, format_count(ranks.flops), format_count(ranks.hardware_flops),
-                       format_count(ranks.recomputed_flops));
+    const std::string again = ranks.recomputed_flops > 0 ? fmt::format(" ({}FLOP of them again)", format_count(ranks.recomputed_flops)) : std::string();
+    out += fmt::format("\n{} rank{} like rank {}: {} micro-batch{}, {}FLOP a step, {}FLOP run{}\n", ranks.count, ranks.count == 1 ? "" : "s",
+                       ranks.examples.front(), ranks.micro_batches, ranks.micro_batches == 1 ? "" : "es", format_count(ranks.flops),
+                       format_count(ranks.hardware_flops), again);
     const bool beside = total_of(ranks.host_bytes) > 0;
     const auto row = [&](std::string_view name, int64_t device, int64_t host, std::string_view remark) {
       return fmt::format("  {:<12}{:>12}{}{}\n", name, format_bytes(device), beside ? fmt::format("{:>12}", format_bytes(host)) : "", remark);

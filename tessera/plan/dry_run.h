@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -49,14 +50,23 @@ struct DryRun {
   bool fits() const;
 };
 
+/// How far a dry run is.
+struct DryRunProgress {
+  int kind = 1, kinds = 1;  ///< of ranks
+  int step = 1, steps = 1;  ///< of that kind
+  double share = 0;         ///< of the step, by its FLOPs
+};
+
 struct DryRunOptions {
-  bool largest = false;  ///< the largest tensors at the peak, too, for some 2 us an operator
+  bool largest = false;                                            ///< the largest tensors at the peak, too, for some 2 us an operator
+  std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };
 
 /// Runs the very step of `train` on meta tensors with groups that record, for one rank of each class, at any world size, on no device and without data.
 /// Three steps are run: the first, in which buckets follow the order of registration; the second, in which they are made anew; and one as all others are.
 /// Peaks are over all three, collectives are those of the third. `config` must be validated for `world`.
-/// Cost: milliseconds a layer and class; no memory to speak of.
+/// The classes' collectives are compared (agreement.h): InternalError where ranks that share a group would not meet in it.
+/// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
 

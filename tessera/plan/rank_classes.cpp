@@ -4,12 +4,14 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <tuple>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
 #include "tessera/data_parallel/tree_schedule.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/positions.h"
 #include "tessera/train/compose.h"
 
 namespace tessera::plan {
@@ -19,23 +21,38 @@ namespace {
 using Elements = std::vector<int64_t>;
 
 constexpr int kExactRanks = 8;
+constexpr int kWeighedRanks = 4096;  // of a larger sharding group, those after them hold as much, give or take a row
 
-// What a rank does in the deterministic tree, peers left out: the levels it keeps, and in which order it adds, sends and receives.
-std::vector<int64_t> tree_role(const TreeSchedule& schedule, int rank) {
-  std::vector<int64_t> role;
-  for (const auto& node : schedule.kept[static_cast<size_t>(rank)]) role.push_back(node.level);
-  for (const auto& merge : schedule.merges)
-    if (merge.owner == rank || merge.right_owner == rank) role.push_back(merge.owner == merge.right_owner ? -1 : merge.owner == rank ? -2 : -3);
-  role.push_back(schedule.root_owner == rank ? -4 : -5);
-  return role;
+// By data rank, what it does in the deterministic tree, peers left out: the levels it keeps, and in which order it adds, sends and receives.
+std::vector<std::vector<int64_t>> tree_roles(const TreeSchedule& schedule) {
+  std::vector<std::vector<int64_t>> roles(schedule.kept.size());
+  const auto role_of = [&](int rank) -> std::vector<int64_t>& { return roles[static_cast<size_t>(rank)]; };
+  for (size_t rank = 0; rank < roles.size(); ++rank) {
+    for (const auto& node : schedule.kept[rank]) roles[rank].push_back(node.level);
+  }
+  for (const auto& merge : schedule.merges) {
+    role_of(merge.owner).push_back(merge.owner == merge.right_owner ? -1 : -2);
+    if (merge.owner != merge.right_owner) role_of(merge.right_owner).push_back(-3);
+  }
+  for (size_t rank = 0; rank < roles.size(); ++rank) roles[rank].push_back(schedule.root_owner == static_cast<int>(rank) ? -4 : -5);
+  return roles;
 }
 
-// By rank of the sharding group: what it holds of each parameter. One empty list where nothing is sharded.
-std::vector<Elements> held_elements(const Config& config, const Mesh& mesh) {
-  if (config.zero.stage == 0) return {{}};
+/// What the ranks of the sharding group hold of the parameters.
+struct Held {
+  std::vector<Elements> of_each;  ///< by rank, where few ranks are told apart
+  std::vector<int64_t> total;     ///< by rank, of the first ranks
+};
+
+Held held_elements(const Config& config, const Mesh& mesh, bool apart) {
+  if (config.zero.stage == 0) return {};
   const Composition run = compose(config, mesh, at::kMeta);
-  std::vector<Elements> held;
-  for (int rank = 0; rank < run.shard.size(); ++rank) held.push_back(run.synchronizer->held_elements(rank));
+  Held held;
+  for (int rank = 0; rank < std::min(run.shard.size(), kWeighedRanks); ++rank) {
+    Elements elements = run.synchronizer->held_elements(rank);
+    held.total.push_back(std::accumulate(elements.begin(), elements.end(), int64_t{0}));
+    if (apart) held.of_each.push_back(std::move(elements));
+  }
   return held;
 }
 
@@ -45,26 +62,32 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
-  const auto held = held_elements(config, mesh);
-  const auto held_by = [&](int rank) -> const Elements& { return held.size() == 1 ? held.front() : held[static_cast<size_t>(mesh.rank(rank, "dp_shard"))]; };
+  const bool apart = world_size <= kExactRanks;
+  const Held held = held_elements(config, mesh, apart);
+  const auto& shape = mesh.shape();
+  const auto data = ranks_along(shape, data_axes()), tp = ranks_along(shape, {"tp"}), shard = ranks_along(shape, {"dp_shard"});
 
   const int data_ranks = mesh.size(data_axes());
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  const TreeSchedule schedule = config.run.deterministic ? make_tree_schedule(micro_batches, data_ranks) : TreeSchedule{};
-  std::map<std::pair<std::vector<int64_t>, Elements>, std::vector<int>> classes;
+  const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
+  const std::vector<int64_t> no_role;
+  const Elements none;
+  // What tp cuts need not be equal, so each of its ranks is a class of its own.
+  using Key = std::tuple<int64_t, int, const std::vector<int64_t>&, const Elements&>;
+  std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
-    const int data_rank = mesh.rank(rank, data_axes());
-    std::vector<int64_t> role{chunk(micro_batches, data_ranks, data_rank).second, mesh.rank(rank, "tp")};  // what tp cuts need not be equal
-    if (config.run.deterministic) {
-      const auto in_tree = tree_role(schedule, data_rank);
-      role.insert(role.end(), in_tree.begin(), in_tree.end());
-    }
-    classes[{role, world_size <= kExactRanks ? held_by(rank) : Elements{}}].push_back(rank);
+    const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
+    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, tp[static_cast<size_t>(rank)],
+                roles.empty() ? no_role : roles[data_rank], held.of_each.empty() ? none : held.of_each[shard_rank])]
+        .push_back(rank);
   }
   std::vector<std::vector<int>> result;
   for (auto& [key, ranks] : classes) result.push_back(std::move(ranks));
   std::ranges::sort(result);
-  const auto total = [&](int rank) { return std::accumulate(held_by(rank).begin(), held_by(rank).end(), int64_t{0}); };
+  const auto total = [&](int rank) {
+    const auto shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
+    return shard_rank < held.total.size() ? held.total[shard_rank] : 0;
+  };
   for (auto& ranks : result) std::iter_swap(ranks.begin(), std::ranges::max_element(ranks, {}, total));
   return result;
 }

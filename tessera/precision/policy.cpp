@@ -62,6 +62,8 @@ void require_support(const Policy& policy, at::Device device) {
       const at::Tensor x = at::ones({kSize, kSize}, options).to(policy.compute);
       at::mm(x, x);
     }
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // run.memory_limit_bytes is to be named, not a format
   } catch (const std::exception& error) {
     const std::string reason = error.what();
     throw ConfigError(detail::concat("precision.compute = ", wanted, ": ", device, " has no such products (", reason.substr(0, reason.find('\n')),

@@ -163,6 +163,7 @@ TEST(Validate, TheRest) {
   EXPECT_EQ(refusal([](Config& c) { c.log.straggler_ratio = 0; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.threads = 100000; }), StartsWith("run.threads = 100000: expected at most 1024 threads"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.betas[1] = 1; }), StartsWith("optim.betas = [0.9, 1.0]"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.warmup_steps = 11; }), StartsWith("optim.warmup_steps = 11"));
@@ -171,6 +172,8 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = -1; }), StartsWith("optim.max_grad_norm"));
   EXPECT_THAT(refusal([](Config& c) { c.zero.stage = 4; }), StartsWith("zero.stage = 4"));
   EXPECT_THAT(refusal([](Config& c) { c.comm.timeout_s = 0; }), StartsWith("comm.timeout_s"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.timeout_s = 1e30; }), AllOf(StartsWith("comm.timeout_s = 1e+30"), HasSubstr("at most 1000000 (11 days)")));
+  EXPECT_EQ(refusal([](Config& c) { c.comm.timeout_s = 1e6; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.checkpoint.resume = "latest"; }), HasSubstr("checkpoint.dir"));
 }
 

@@ -280,6 +280,24 @@ TEST_F(DryRunTest, LargeWorldsAreQuick) {
   EXPECT_EQ(run.ranks.at(0).count, 4096);
 }
 
+TEST_F(DryRunTest, RunsNoMoreOperatorsForMoreRanks) {
+  const auto operators = [&](const std::vector<std::string>& sets, int world) {
+    int64_t told = 0;
+    plan::DryRunProgress last;
+    const auto progress = [&](const plan::DryRunProgress& now) { ++told, last = now; };
+    EXPECT_EQ(plan::dry_run(config("llama", sets), world, {.progress = progress}).ranks.size(), 1);
+    EXPECT_EQ(last.kind, last.kinds);
+    EXPECT_EQ(last.step, last.steps);
+    EXPECT_GT(last.share, 0.5);
+    return told;
+  };
+  for (const std::string stage : {"zero.stage=0", "zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
+    const int64_t few = operators({stage, "batch.global_size=32"}, 16);
+    EXPECT_GT(few, 10);
+    EXPECT_NEAR(static_cast<double>(operators({stage, "batch.global_size=8192"}, 4096)), static_cast<double>(few), 0.05 * static_cast<double>(few)) << stage;
+  }
+}
+
 TEST(Presets, HaveThePublishedNumberOfParameters) {
   const std::map<std::string, double> published{{"7b", 6.74e9},           {"llama3-8b", 8.03e9},           {"llama3-70b", 70.6e9},
                                                 {"llama3-405b", 405.9e9}, {"mistral-large-123b", 122.6e9}, {"gpt3-175b", 174.6e9},

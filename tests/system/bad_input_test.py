@@ -77,6 +77,14 @@ class BadInput(SystemTest):
         self.refused("mesh.tp=2", "model.heads=1", "model.kv_heads=1", nproc=2, expect=["mesh.tp = 2", "model.heads = 1"])
         self.refused("tensor.sequence_parallel=true", nproc=2, expect=["tensor.sequence_parallel", "mesh.tp"])
 
+    def test_checkpoint_folder_that_cannot_be_written(self):
+        for nproc in (1, 2):
+            self.refused(f"checkpoint.dir={self.folder / 'text.txt' / 'saved'}", nproc=nproc, expect=["checkpoint.dir", "nothing can be written there", "Not a"])
+
+    def test_model_beyond_the_hosts_memory(self):
+        for nproc in (1, 2):
+            self.refused("model.vocab_size=1000000000", nproc=nproc, expect=["96.0 B parameters", "16.0 bytes", f"the {nproc} rank", "on this host, and it has"])
+
     def test_hugging_face_folder_that_is_none(self):
         self.refused(f"model.from_hf={self.folder}", expect=["config.json"])
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -55,6 +56,23 @@ class Failure(SystemTest):
         self.assertNotIn("Traceback", stderr)
         self.assertLess(len([line for line in stderr.splitlines() if "interrupt" in line.lower()]), 2)
         self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+
+    def test_control_c_is_answered_from_the_start(self):
+        """Also while libraries are loaded, and before any rank is started."""
+        self.assertNotIn(b"libtorch", pathlib.Path(TESSERA).read_bytes(), "what takes long to load is loaded after that")
+        for nproc, delay in ((1, 0), (1, 0.03), (2, 0), (2, 0.1)):
+            process = subprocess.Popen([TESSERA, "train", self.recipe, "--nproc", str(nproc), "--set", f"log.dir={self.folder / 'early'}"],
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+            caught = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+            deadline = time.time() + 10
+            while not int(caught.search(pathlib.Path(f"/proc/{process.pid}/status").read_text())[1], 16) & (1 << (signal.SIGINT - 1)):
+                self.assertLess(time.time(), deadline)
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            stderr, _ = self.end(process, 10)
+            self.assertEqual(process.returncode, 1, stderr)
+            self.assertEqual(len([line for line in stderr.splitlines() if "SIGINT" in line]), 1, stderr)
+            self.assertIn("interrupted by SIGINT", stderr.strip().splitlines()[-1])
 
     def test_killing_the_launcher_leaves_no_orphan(self):
         process = self.start()

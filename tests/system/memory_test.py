@@ -85,9 +85,11 @@ class MemoryTest(SystemTest):
                 self.assertLessEqual(max(m["peak_bytes"] for m in metrics(log)), limit)
 
     def test_where_nothing_fits_it_says_so(self):
-        _, sentence = self.out_of_memory("hopeless", 20000)
-        self.assertIn("before the first step", sentence)
-        self.assertRegex(sentence, r"none of \d+ settings tried would fit: the smallest peak, .*, is that of --set")
+        for limit in (20000, 1000):  # the latter is less than the first look at what the device can multiply
+            _, sentence = self.out_of_memory("hopeless", limit)
+            self.assertIn("before the first step", sentence)
+            self.assertIn(f"run.memory_limit_bytes = {limit}", sentence)
+            self.assertRegex(sentence, r"none of \d+ settings tried would fit: the smallest peak, .*, is that of --set")
 
     def test_what_was_saved_is_kept(self):
         saving = [f"checkpoint.dir={self.folder}/ckpt", "checkpoint.every=2", "checkpoint.async=true"]

@@ -62,6 +62,17 @@ class Plan(SystemTest):
         moved = sum(c["bytes"] for c in ranks["collectives"] if c["op"] == "all_reduce")
         self.assertEqual(moved, ranks["parameters"] * 4)
 
+    def test_worlds_of_any_size_are_answered_or_refused(self):
+        (ranks,) = self.plan(self.recipe, "--world", 1 << 20, sets=("batch.global_size=4194304",))["ranks"]
+        self.assertEqual(ranks["count"], 1 << 20)
+        refusal = self.refusal(run("plan", self.recipe, "--world", 1000000000, timeout=20))
+        self.assertIn("--world = 1000000000: a plan is made for at most 1048576 ranks", refusal)
+
+    def test_what_was_not_computed_again_is_not_mentioned(self):
+        for mode in ("none", "full"):
+            said = run("plan", self.recipe, "--set", f"recompute.mode={mode}").stdout
+            self.assertEqual("of them again)" in said, mode == "full", said)
+
     def test_presets(self):
         answer = self.plan("7b", "--world", 1)
         (ranks,) = answer["ranks"]

@@ -246,6 +246,14 @@ class Faults(RunTest):
         self.assert_same_weights("whole", "killed")
         self.assertEqual([row["loss"] for row in metrics(self.folder / "whole")], [row["loss"] for row in metrics(self.folder / "killed")])
 
+    def test_what_fails_leaves_no_folder_behind(self):
+        killed = self.start("--nproc-per-node=2", "--inject=rank=1,op=all_reduce,count=5,do=kill", *self.train_line("killed"))
+        self.ends(killed, 1, 40)
+        self.assertIn("rank  last entered", killed.errors())
+        self.assertIn("flight records: gone with this job; --log-dir keeps them", killed.errors())
+        self.ends(self.start("--nproc-per-node=2", "no-such-program-of-ours"), 2)
+        self.assertEqual(list(self.folder.glob("tessera_run_*")), [])
+
     def test_restarts_run_out(self):
         logs = self.folder / "logs"
         agent = self.start("--nproc-per-node=2", "--max-restarts=2", f"--log-dir={logs}", "sh", "-c",

@@ -1,0 +1,47 @@
+// What the command is before it is anything else. Loading libtorch takes a third of a second, from a cold disk many; a program that is linked to it has no word
+// in what a signal does meanwhile. So this one is linked to nothing, says what becomes of Ctrl-C, and only then loads the rest. Until somebody else takes
+// over (a launcher, a run that can stop after a step and save), the answer is one sentence and exit code 1.
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr const char* kCommands = "libtessera_cli.so";
+constexpr const char* kEntry = "tessera_command";
+
+// On whichever thread, so nothing here may allocate or lock.
+extern "C" void end_here(int signal) {
+  const char* const sentence = signal == SIGINT ? "tessera: interrupted by SIGINT (interrupt); what was under way is not finished\n"
+                                                : "tessera: interrupted by SIGTERM (terminated); what was under way is not finished\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, sentence, std::strlen(sentence));
+  _exit(EXIT_FAILURE);
+}
+
+// Then whoever started us says what ended us, once for all ranks.
+bool is_a_rank() {
+  for (const char* variable : {"TESSERA_ERROR_FILE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
+    if (std::getenv(variable) != nullptr) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (!is_a_rank()) {
+    for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, end_here);
+  }
+  void* const commands = dlopen(kCommands, RTLD_NOW | RTLD_GLOBAL);
+  void* const entry = commands != nullptr ? dlsym(commands, kEntry) : nullptr;
+  if (entry == nullptr) {
+    std::fprintf(stderr, "tessera: %s; it belongs beside this program, or in ../lib\n", dlerror());
+    return EXIT_FAILURE;
+  }
+  return reinterpret_cast<int (*)(int, char**)>(entry)(argc, argv);
+}

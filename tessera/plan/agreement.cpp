@@ -1,0 +1,146 @@
+#include "tessera/plan/agreement.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "tessera/comm/dtype_name.h"
+#include "tessera/mesh/positions.h"
+
+namespace tessera::plan {
+namespace {
+
+constexpr int kNobody = -1;
+
+bool is_message(const comm::Record& record) { return record.op == "send" || record.op == "recv"; }
+
+/// "dp_shard+tp" -> its axes; all of them for a name that is no list of axes: the world's own group.
+std::vector<std::string> axes_of(const std::string& group, const MeshShape& shape) {
+  std::vector<std::string> axes, all;
+  for (const auto& [axis, size] : shape) all.push_back(axis);
+  std::istringstream names(group);
+  for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
+  const bool known = std::ranges::all_of(axes, [&](const auto& axis) { return std::ranges::find(all, axis) != all.end(); });
+  return known ? axes : all;
+}
+
+std::vector<std::string> others_of(const std::vector<std::string>& axes, const MeshShape& shape) {
+  std::vector<std::string> others;
+  for (const auto& [axis, size] : shape) {
+    if (std::ranges::find(axes, axis) == axes.end()) others.push_back(axis);
+  }
+  return others;
+}
+
+template <class Map>
+typename Map::mapped_type found_or_empty(const Map& map, const typename Map::key_type& key) {
+  const auto found = map.find(key);
+  return found == map.end() ? typename Map::mapped_type{} : found->second;
+}
+
+}  // namespace
+
+Agreement::Agreement(MeshShape shape) : shape_(std::move(shape)) {
+  size_t ranks = 1;
+  for (const auto& [axis, size] : shape_) ranks *= static_cast<size_t>(size);
+  class_of_.assign(ranks, kNobody);
+}
+
+uint32_t Agreement::number_of(const comm::Record& record) {
+  const bool uneven = record.op == "all_to_all";  // each rank knows its own rows
+  const auto [at, fresh] =
+      numbers_.try_emplace({record.op, static_cast<int>(record.dtype), uneven ? 0 : record.elements, record.peer}, static_cast<uint32_t>(texts_.size()));
+  if (fresh) {
+    texts_.push_back(fmt::format("{} of [{}] {}{}{}", record.op, fmt::join(record.shape, ", "), comm::dtype_name(record.dtype),
+                                 record.peer >= 0 ? fmt::format(" with root {}", record.peer) : "", record.site.empty() ? "" : " (" + record.site + ")"));
+  }
+  return at->second;
+}
+
+void Agreement::add(const std::vector<int>& ranks, const std::vector<comm::Record>& records) {
+  Class& one = classes_.emplace_back();
+  one.example = ranks.front();
+  for (const int rank : ranks) class_of_.at(static_cast<size_t>(rank)) = static_cast<int>(classes_.size()) - 1;
+  for (const auto& record : records) {
+    auto& calls = one.calls[record.group];
+    if (!is_message(record)) {
+      calls.push_back(number_of(record));
+    } else if (record.op == "send") {
+      one.messages[record.group].sent[{record.tag, record.group_rank, record.peer}].push_back(record.bytes);
+    } else {
+      one.messages[record.group].received[{record.tag, record.peer, record.group_rank}].push_back(record.bytes);
+    }
+  }
+}
+
+std::string Agreement::compare_calls(const std::string& group, const Class& a, const Class& b) const {
+  const Calls of_a = found_or_empty(a.calls, group), of_b = found_or_empty(b.calls, group);
+  const auto [at_a, at_b] = std::ranges::mismatch(of_a, of_b);
+  if (at_a == of_a.end() && at_b == of_b.end()) return {};
+  const auto number = at_a - of_a.begin() + 1;
+  const auto asks = [&](const Class& who, const Calls& calls, auto at) {
+    return at == calls.end() ? fmt::format("rank {} makes {} in all", who.example, calls.size()) : fmt::format("rank {} asks for {}", who.example, texts_[*at]);
+  };
+  return fmt::format("collective #{} of {} in a step: {}; {}", number, group, asks(a, of_a, at_a), asks(b, of_b, at_b));
+}
+
+std::string Agreement::compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b) {
+  const Messages of_a = found_or_empty(a.messages, group), of_b = found_or_empty(b.messages, group);
+  std::set<int> tags;
+  for (const auto* lines : {&of_a.sent, &of_b.received}) {
+    for (const auto& [line, bytes] : *lines) tags.insert(std::get<0>(line));
+  }
+  for (const int tag : tags) {
+    const auto sent = found_or_empty(of_a.sent, {tag, place_of_a, place_of_b}), received = found_or_empty(of_b.received, {tag, place_of_a, place_of_b});
+    if (sent == received) continue;
+    const auto at = std::ranges::mismatch(sent, received).in1 - sent.begin();
+    const auto what = [&](const std::vector<int64_t>& bytes) {
+      return static_cast<size_t>(at) < bytes.size() ? fmt::format("{} bytes", bytes[at]) : std::string("none");
+    };
+    return fmt::format("message #{} of {} with tag {} from rank {} to rank {} in a step: sent {}, received {}", at + 1, group, tag, a.example, b.example,
+                       what(sent), what(received));
+  }
+  return {};
+}
+
+std::string Agreement::first_disagreement() const {
+  std::set<std::string> groups;
+  for (const auto& one : classes_) {
+    for (const auto& [group, calls] : one.calls) groups.insert(group);
+  }
+  constexpr int several = -2;
+  for (const auto& group : groups) {
+    const auto axes = axes_of(group, shape_);
+    const std::vector<int> place = ranks_along(shape_, axes), row = ranks_along(shape_, others_of(axes, shape_));
+    // A class's one place in the group, if it has one; and which classes meet somewhere: each with the first of its row, all with each other where peers count.
+    std::vector<int> place_of(classes_.size(), kNobody);
+    std::map<int, std::set<int>> rows;
+    for (size_t rank = 0; rank < class_of_.size(); ++rank) {
+      const int one = class_of_[rank];
+      if (one == kNobody) continue;
+      int& known = place_of[static_cast<size_t>(one)];
+      known = known == kNobody || known == place[rank] ? place[rank] : several;
+      rows[row[rank]].insert(one);
+    }
+    std::set<std::set<int>> meetings;
+    for (auto& [number, classes] : rows) meetings.insert(std::move(classes));
+    for (const auto& classes : meetings) {
+      for (const int b : classes) {
+        const auto difference = compare_calls(group, classes_[static_cast<size_t>(*classes.begin())], classes_[static_cast<size_t>(b)]);
+        if (!difference.empty()) return difference;
+        for (const int a : classes) {
+          const int from = place_of[static_cast<size_t>(a)], to = place_of[static_cast<size_t>(b)];
+          if (from < 0 || to < 0) continue;
+          const auto lost = compare_messages(group, classes_[static_cast<size_t>(a)], from, classes_[static_cast<size_t>(b)], to);
+          if (!lost.empty()) return lost;
+        }
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace tessera::plan

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tessera/comm/backends/record.h"
+#include "tessera/mesh/mesh.h"
+
+namespace tessera::plan {
+
+/// Whether ranks that share a group would ask it for the same: what a dry run of one rank of each class recorded, compared. A rank that makes one call more
+/// than another waits for ever in the real run; here it is a sentence.
+///
+///   collectives   of a group: op, elements and dtype of the whole, root, in this order, alike on all members (of an uneven all_to_all op and dtype)
+///   messages      what a rank sends to another under a tag is what that one receives, where a class has one place in the group, so that peers are known
+class Agreement {
+ public:
+  explicit Agreement(MeshShape shape);
+
+  /// A class: its ranks, all of which call what `records` says.
+  void add(const std::vector<int>& ranks, const std::vector<comm::Record>& records);
+
+  /// One sentence about the first group whose members disagree; empty where all would meet.
+  std::string first_disagreement() const;
+
+ private:
+  using Calls = std::vector<uint32_t>;  ///< indices in texts_
+  /// Tag, and the places of sender and receiver in the group.
+  using Line = std::tuple<int, int, int>;
+  struct Messages {
+    std::map<Line, std::vector<int64_t>> sent, received;  ///< bytes, one after the other
+  };
+  struct Class {
+    int example = 0;
+    std::map<std::string, Calls> calls;
+    std::map<std::string, Messages> messages;
+  };
+
+  uint32_t number_of(const comm::Record& record);
+  std::string compare_calls(const std::string& group, const Class& a, const Class& b) const;
+  static std::string compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b);
+
+  MeshShape shape_;
+  std::vector<Class> classes_;
+  std::vector<int> class_of_;  ///< by rank
+  std::map<std::tuple<std::string, int, int64_t, int>, uint32_t> numbers_;
+  std::vector<std::string> texts_;
+};
+
+}  // namespace tessera::plan

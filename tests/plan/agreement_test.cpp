@@ -1,0 +1,84 @@
+#include "tessera/plan/agreement.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/plan/dry_run.h"
+#include "tests/train/fixture.h"
+
+namespace tessera::plan {
+namespace {
+
+using ::testing::HasSubstr;
+
+comm::Record call(const std::string& op, const std::string& group, int64_t elements) {
+  return {.op = op, .group = group, .shape = {elements}, .elements = elements, .bytes = 4 * elements, .dtype = at::kFloat, .site = "head"};
+}
+
+comm::Record message(const std::string& op, const std::string& group, int from, int to, int64_t elements) {
+  comm::Record record = call(op, group, elements);
+  record.group_rank = op == "send" ? from : to;
+  record.peer = op == "send" ? to : from;
+  return record;
+}
+
+using Records = std::vector<comm::Record>;
+
+/// Ranks 0, 2 are one class and 1, 3 the other, of a mesh of dp 2 x tp 2.
+std::string compared(const Records& even, const Records& odd) {
+  Agreement agreement({{"dp_replicate", 2}, {"tp", 2}});
+  agreement.add({0, 2}, even);
+  agreement.add({1, 3}, odd);
+  return agreement.first_disagreement();
+}
+
+TEST(Agreement, OfRanksThatShareAGroup) {
+  const Records some{call("all_reduce", "tp", 8), call("all_gather", "dp_replicate", 6), call("all_reduce", "tp", 4)};
+  EXPECT_EQ(compared(some, some), "");
+  const Records longer{some[0], some[1], some[2], call("all_reduce", "tp", 4)};
+  EXPECT_EQ(compared(longer, some), "collective #3 of tp in a step: rank 0 asks for all_reduce of [4] float32 (head); rank 1 makes 2 in all");
+  EXPECT_EQ(compared(some, longer), "collective #3 of tp in a step: rank 0 makes 2 in all; rank 1 asks for all_reduce of [4] float32 (head)");
+  const Records turned{some[2], some[1], some[0]};
+  EXPECT_EQ(compared(some, turned),
+            "collective #1 of tp in a step: rank 0 asks for all_reduce of [8] float32 (head); rank 1 asks for all_reduce of [4] float32 (head)");
+  EXPECT_THAT(compared({call("all_reduce", "tp", 8)}, {call("all_gather", "tp", 8)}), HasSubstr("rank 1 asks for all_gather of [8]"));
+  EXPECT_THAT(compared({call("barrier", "world", 0)}, {}), HasSubstr("collective #1 of world"));
+  // The two classes never meet along dp_replicate: there each meets itself.
+  EXPECT_EQ(compared({call("all_reduce", "dp_replicate", 8)}, {}), "");
+  // What each rank gives the others of an all_to_all it knows alone.
+  EXPECT_EQ(compared({call("all_to_all", "tp", 8)}, {call("all_to_all", "tp", 7)}), "");
+}
+
+TEST(Agreement, OfMessages) {
+  const Records ring0{message("send", "tp", 0, 1, 8), message("recv", "tp", 1, 0, 8)}, ring1{message("recv", "tp", 0, 1, 8), message("send", "tp", 1, 0, 8)};
+  EXPECT_EQ(compared(ring0, ring1), "");
+  EXPECT_EQ(compared(ring0, {ring1[1]}), "message #1 of tp with tag 0 from rank 0 to rank 1 in a step: sent 32 bytes, received none");
+  EXPECT_THAT(compared({ring0[0], message("recv", "tp", 1, 0, 7)}, ring1), HasSubstr("from rank 1 to rank 0 in a step: sent 32 bytes, received 28 bytes"));
+}
+
+class DryRunAgreement : public testing::TrainFixture {};
+
+TEST_F(DryRunAgreement, OfAVocabularyThatCannotBeCutEvenly) {
+  // 2,048 tokens of 2049 columns take two chunks, of 2048 columns one; with those of the former all meet equally often.
+  const auto run = dry_run(config("llama", {"model.vocab_size=4097", "mesh.tp=2", "data.seq_len=1024", "batch.micro_size=2", "batch.global_size=2"}), 2);
+  ASSERT_EQ(run.ranks.size(), 2);
+  const auto reductions = [](const RankClass& ranks) {
+    int64_t count = 0;
+    for (const auto& sum : ranks.collectives) count += sum.op == "all_reduce" && sum.axis == "tp" ? sum.count : 0;
+    return count;
+  };
+  EXPECT_EQ(reductions(run.ranks[0]), reductions(run.ranks[1]));
+}
+
+TEST_F(DryRunAgreement, OfEveryKindOfRank) {
+  for (const std::vector<std::string>& sets : std::vector<std::vector<std::string>>{{"mesh.tp=3"},
+                                                                                    {"mesh.tp=3", "tensor.sequence_parallel=true", "tensor.overlap=true"},
+                                                                                    {"run.deterministic=true", "mesh.tp=2"},
+                                                                                    {"mesh.tp=2", "zero.stage=3"},
+                                                                                    {"zero.stage=2", "mesh.dp_replicate=2"}}) {
+    EXPECT_NO_THROW(dry_run(config("llama", sets), 6)) << ::testing::PrintToString(sets);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::plan
