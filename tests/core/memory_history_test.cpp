@@ -55,6 +55,17 @@ TEST(MemoryDetails, AreThoseOfWhatWasAliveAtThePeak) {
   }
 }
 
+TEST(MemoryHistory, APeakIsAboveWhatWasAliveBefore) {
+  const auto event = [](int64_t alive) { return MemoryEvent{.after = {alive}}; };
+  MemoryHistory history;
+  history.before = {8};
+  EXPECT_EQ(history.peak(), nullptr);
+  history.events = {event(6), event(8)};
+  EXPECT_EQ(history.peak(), nullptr) << "as much as before is no peak of the step";
+  history.events = {event(9), event(12), event(12)};
+  EXPECT_EQ(history.peak(), &history.events[1]);
+}
+
 TEST(MemoryDetails, AreTenAtMostWhetherAliveOrDead) {
   MemoryTracker tracker;
   const TrackMemory track(tracker);

@@ -74,6 +74,11 @@ TEST(Memory, TellsTheHostFromTheDevice) {
     EXPECT_EQ(tracker.host_peak_by_category()[optimizer], 17 * kib);
     tracker.retag(state, MemoryCategory::Gradients);
     EXPECT_EQ(tracker.host_by_category()[gradients], 16 * kib) << "it stays where it is";
+    {
+      const HostMemory beside;
+      const auto less = floats(kib / 2, device);
+    }
+    EXPECT_EQ(tracker.host_peak_by_category()[optimizer], 17 * kib) << "what came later was less";
     tracker.reset_peak();
     EXPECT_EQ(tracker.host_peak_by_category(), tracker.host_by_category());
     state.reset();

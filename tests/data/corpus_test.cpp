@@ -73,6 +73,17 @@ TEST(Corpus, SeparatesFilesAndWidensIds) {
   }
 }
 
+TEST(Corpus, BytesOfManyIdsAreEachIdsOwn) {
+  Folder folder;
+  const FakeTokenizer fake(300);  // the end of a text stands for no byte
+  const auto corpus =
+      Corpus::open_or_build({folder.write("a.txt", std::string(70000, 'a')), folder.write("b.txt", std::string(70000, 'b'))}, fake, folder / "cache");
+  EXPECT_EQ(corpus->tokens(), 140001);
+  EXPECT_EQ(corpus->bytes(0, 140001), 140000);
+  EXPECT_EQ(corpus->bytes(1, 69999), 69999);
+  EXPECT_EQ(corpus->bytes(69999, 3), 2);
+}
+
 TEST(Corpus, CountsWindows) {
   Folder folder;
   const auto byte = Tokenizer::load("byte");
@@ -119,6 +130,12 @@ TEST(Corpus, UsesTheCacheAndRebuildsADamagedOne) {
     EXPECT_EQ(slurp(path), good);
     EXPECT_EQ(corpus->text_bytes(), static_cast<int64_t>(std::filesystem::file_size(text)));
   }
+  // Sound, but of another text than its name says.
+  const auto other = Corpus::open_or_build({folder.write("b.txt", words(50))}, *byte, folder / "cache")->path();
+  std::filesystem::copy_file(other, path, std::filesystem::copy_options::overwrite_existing);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(slurp(Corpus::open_or_build({text}, *byte, folder / "cache")->path()), good);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("holds other data than its name says"));
   // What a crashed builder left behind is no obstacle.
   std::filesystem::remove(path);
   std::ofstream(path.string() + ".partial") << "half a corpus";

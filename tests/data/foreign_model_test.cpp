@@ -77,6 +77,9 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
     EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(malformed)), malformed);
   } else {
     EXPECT_THAT(refusal([&] { tokenizer_->encode(malformed); }), testing::HasSubstr("not valid UTF-8 at byte 13"));
+    // In a part that is not the first, of a text that began before.
+    EXPECT_THAT(refusal([&] { ParallelEncoder(*tokenizer_, 2).append(text + malformed, true, ids, 1000); }),
+                testing::HasSubstr("not valid UTF-8 at byte " + std::to_string(1000 + text.size() + 13)));
   }
 }
 

@@ -179,6 +179,13 @@ TEST_F(LoaderTest, SeekRefusesAnotherPosition) {
   EXPECT_THAT(seek([](Cursor& c) { c.content = "other"; }), HasSubstr("data.files"));
   EXPECT_THAT(seek([](Cursor& c) { c.step = -1; }), HasSubstr("step -1"));
   EXPECT_EQ(loader.cursor().step, 0);
+
+  Loader in_order(data, {.seq_len = 4, .global_size = 6, .micro_size = 2, .shuffle = false, .seed = 5});
+  Cursor cursor = in_order.cursor();
+  cursor.seed = 1;
+  cursor.step = 2;
+  in_order.seek(cursor);
+  EXPECT_EQ(in_order.cursor().step, 2) << "without shuffle no order depends on the seed";
 }
 
 TEST_F(LoaderTest, RefusesSizesThatCannotBeDealt) {

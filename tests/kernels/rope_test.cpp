@@ -58,6 +58,12 @@ TEST(Rope, AViewOfAPackedProductIsNotCopied) {
   EXPECT_TRUE(at::equal(out, rope(query.contiguous(), cos, sin)));
 }
 
+TEST(Rope, FeaturesNeedNotLieSideBySide) {
+  const at::Tensor x = random({2, 8, 3, 6}).transpose(1, 3);  // [2, 6, 3, 8], a feature every 18 elements
+  const auto [cos, sin] = tables(6, 4);
+  EXPECT_TRUE(at::equal(rope(x, cos, sin), rope(x.contiguous(), cos, sin)));
+}
+
 TEST(Rope, RefusesTablesOfAnotherLength) {
   const auto [cos, sin] = tables(4, 4);
   EXPECT_THAT(message_of<ConfigError>([c = cos, s = sin] { rope(random({1, 5, 2, 8}), c, s); }), ::testing::HasSubstr("must be fp32 [5, 4]"));

@@ -136,6 +136,13 @@ TEST(Reshard, RowsToColumnsIsOnePieceEach) {
   EXPECT_EQ(pieces[1].target_local, (Box{{3, 0}, {2, 2}}));
 }
 
+TEST(Reshard, WholeRowsOfAFlatSliceAreOnePiece) {
+  const Slice whole = Slice::whole("x", {6, 4});
+  const std::vector<Slice> flat{elements(whole, 0, 14), elements(whole, 14, 10)};
+  for (const Slice& slice : flat) ASSERT_EQ(slice.concat_dim(), -1);
+  EXPECT_EQ(reshard(flat, whole).size(), 4) << "three rows, two halves of one, and two rows";
+}
+
 TEST(Elements, OfEveryRunAreTheRunItself) {
   for (const std::vector<int64_t>& shape :
        std::vector<std::vector<int64_t>>{{}, {0}, {1}, {7}, {3, 4}, {1, 5}, {5, 1}, {2, 3, 4}, {2, 1, 3}, {2, 0, 3}, {1, 1, 1}, {2, 2, 2, 3}}) {

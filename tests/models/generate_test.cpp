@@ -94,6 +94,11 @@ TEST(SampleToken, FollowsTheProbabilities) {
   for (uint64_t index = 0; index < draws; ++index) ++counts[sample_token(logits, {.seed = 9}, index)];
   EXPECT_NEAR(counts[0] / double(draws), 0.5, 0.015);
   EXPECT_NEAR(counts[1] / double(draws), 0.3, 0.015);
+  // Of what top_p leaves, each as likely beside the others as before.
+  std::vector<int> kept(3);
+  for (uint64_t index = 0; index < draws; ++index) ++kept[sample_token(logits, {.top_p = 0.7, .seed = 9}, index)];
+  EXPECT_NEAR(kept[0] / double(draws), 0.625, 0.015);
+  EXPECT_EQ(kept[2], 0);
   const at::Tensor hot = logits * 2;  // temperature 2 undoes it
   EXPECT_EQ(sample_token(hot, {.temperature = 2, .seed = 9}, 5), sample_token(logits, {.seed = 9}, 5));
 }

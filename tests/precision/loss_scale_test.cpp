@@ -85,6 +85,25 @@ TEST(LossScale, GoesOnFromItsStateBitForBit) {
   EXPECT_EQ(first.state(), second.state());
 }
 
+TEST(LossScale, SkipsInARowGoOnCounting) {
+  for (const std::string mode : {"dynamic", "1000"}) {
+    auto first = make(mode);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(first.after_backward(false), Verdict::Skip);
+    auto second = make(mode);
+    second.restore(first.state(), "ckpt");
+    EXPECT_EQ(second.after_backward(false), Verdict::Stop) << "the fourth, although another process skipped the first three";
+  }
+}
+
+TEST(LossScale, ANumberInTheConfigurationWins) {
+  auto before = make("1000"), after = make("256");
+  for (int i = 0; i < 3; ++i) before.after_backward(false);
+  after.restore(before.state(), "ckpt");
+  EXPECT_EQ(after.value(), 256);
+  EXPECT_EQ(after.skipped(), 3);
+  EXPECT_EQ(after.after_backward(false), Verdict::Skip) << "at this scale nothing was skipped yet";
+}
+
 TEST(LossScale, AnotherKindTakesOverTheSkippedStepsAlone) {
   auto before = make("dynamic");
   before.after_backward(false);

@@ -121,6 +121,22 @@ TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
   EXPECT_EQ(parameters[0].tensor.item<float>(), 1 + 64.0f / 1024);
 }
 
+/// Gradients are copied in several goes where they are many: a parameter that was updated in the first is left alone in the second.
+TEST(MasterWeights, UpdateEachParameterOnceHoweverTheyAreStaged) {
+  OptimConfig config = config_of("sgd");
+  config.momentum = 0;
+  config.weight_decay = 0;
+  auto parameters = make_parameters({{2}, {0}}, at::kBFloat16);
+  parameters[0].tensor.fill_(1);
+  parameters[1].tensor = at::ones({MasterWeights::kStagingBytes / 4 + 1}, at::kBFloat16);
+  nn::set_slice(parameters[1].tensor, Slice::whole("p1", parameters[1].tensor.sizes().vec()));
+  const auto optimizer = make_optimizer(config, policy(at::kBFloat16), 0, parameters);
+  for (auto& parameter : parameters) parameter.tensor.mutable_grad() = at::full_like(parameter.tensor, 0.25);
+  optimizer->step(0.5);
+  EXPECT_EQ(parameters[0].tensor[0].item<float>(), 0.875);
+  EXPECT_EQ(parameters[1].tensor[-1].item<float>(), 0.875);
+}
+
 TEST(MasterWeights, PolicyPicksTheOptimizer) {
   const auto fp32 = make_parameters({{3}}, at::kFloat), bf16 = make_parameters({{3}}, at::kBFloat16);
   EXPECT_EQ(make_optimizer(config_of("adamw"), {}, 0, fp32)->state().size(), 2);

@@ -76,6 +76,17 @@ TEST(Policy, ParametersOfSixteenBitsKeepTheirRulesAndRoundTheSameValues) {
   }
 }
 
+TEST(Policy, PartsStayThePartsThatTheyWere) {
+  MixedImpl model;
+  const Slice part = Slice::along("ours.weight", {8, 3}, 0, 4, 2);
+  nn::set_slice(model.ours->weight, part);
+  precision::apply(model, policy_from(config_of("bf16", "bf16")));
+  EXPECT_EQ(model.ours->weight.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(nn::slice_of(model.ours->weight).name, part.name);
+  EXPECT_EQ(nn::slice_of(model.ours->weight).shape, part.shape);
+  EXPECT_EQ(nn::slice_of(model.ours->weight).boxes, part.boxes);
+}
+
 TEST(Policy, NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights) {
   for (const std::string name : {"bf16", "fp16"}) {
     const auto model = on_meta([] { return std::make_shared<MixedImpl>(); });

@@ -128,20 +128,22 @@ TEST_P(StochasticOptimizer, TakesGradientsOfEitherType) {
 
 TEST_P(StochasticOptimizer, FollowsFp32OnTheAverage) {
   constexpr int64_t n = 4096;
-  OptimConfig config = config_of(GetParam());
-  config.weight_decay = 0;
-  at::Tensor narrow = at::ones({n}, at::kBFloat16), wide = at::ones({n}), nearest = at::ones({1}, at::kBFloat16);
-  const auto rounded = make_stochastic_rounding(config, 3, {{"w", narrow, {}}});
-  const auto exact = optim::make_optimizer(config, {{"w", wide, {}}});
-  for (int step = 0; step < 50; ++step) {
-    narrow.mutable_grad() = at::full({n}, 0.25);
-    wide.mutable_grad() = at::full({n}, 0.25);
-    rounded->step(2e-4);  // far below bf16's spacing at 1: rounded to nearest, nothing would ever move
-    exact->step(2e-4);
+  for (const double decay : {0.0, 10.0}) {
+    OptimConfig config = config_of(GetParam());
+    config.weight_decay = decay;
+    at::Tensor narrow = at::ones({n}, at::kBFloat16), wide = at::ones({n});
+    const auto rounded = make_stochastic_rounding(config, 3, {{"w", narrow, {}}});
+    const auto exact = optim::make_optimizer(config, {{"w", wide, {}}});
+    for (int step = 0; step < 50; ++step) {
+      narrow.mutable_grad() = at::full({n}, 0.25);
+      wide.mutable_grad() = at::full({n}, 0.25);
+      rounded->step(2e-4);  // far below bf16's spacing at 1: rounded to nearest, nothing would ever move
+      exact->step(2e-4);
+    }
+    const double expected = wide.mean().item<double>(), spread = 1.0 / 128;
+    EXPECT_LT(expected, 0.995);
+    EXPECT_NEAR(narrow.to(at::kDouble).mean().item<double>(), expected, 5 * spread / std::sqrt(static_cast<double>(n))) << "decay " << decay;
   }
-  const double expected = wide.mean().item<double>(), spread = 1.0 / 128;
-  EXPECT_LT(expected, 0.995);
-  EXPECT_NEAR(narrow.to(at::kDouble).mean().item<double>(), expected, 5 * spread / std::sqrt(static_cast<double>(n)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, StochasticOptimizer, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });

@@ -9,6 +9,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/any.h>
 
+#include "tessera/core/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tests/recompute/net.h"
@@ -252,6 +253,45 @@ TEST(Recompute, AnExceptionInTheSecondPassComesOutAndLeavesNothingBehind) {
   fickle->change = [](const at::Tensor& y) { return (y * y).sin(); };
   loss.backward();
   EXPECT_TRUE(x.grad().defined());
+}
+
+/// Beside its output, something large that somebody else may hold.
+struct AsideImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor large = x.repeat({64, 1}).exp();
+    if (fails) throw std::runtime_error("out of luck");
+    aside = large;
+    return x.exp();
+  }
+  at::Tensor aside;
+  bool fails = false;
+};
+TESSERA_MODULE(Aside);
+
+TEST(Recompute, ASecondPassLeavesNoMoreThanBackwardNeeds) {
+  for (const bool fails : {false, true}) {
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    Aside module;
+    const auto again = recompute(module, {.modules = ""});
+    const at::Tensor x = input().requires_grad_();
+    at::Tensor loss = module(x).sum();
+    if (fails) {
+      loss = loss + module->aside.sum();
+    } else {
+      module->aside.reset();  // what was saved for it is needed no more
+    }
+    module->fails = fails;
+    const int64_t before = tracker.current();
+    if (fails) {
+      EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), std::runtime_error);
+    } else {
+      loss.backward({}, /*retain_graph=*/true);
+      module->aside.reset();
+      x.mutable_grad().reset();
+    }
+    EXPECT_LE(tracker.current(), before + 64) << (fails ? "broken off" : "complete");  // autograd may hold on to a scalar
+  }
 }
 
 TEST(Recompute, RanksThatAreThreads) {

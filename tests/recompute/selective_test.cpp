@@ -155,6 +155,26 @@ TEST(Selective, NestsInsideFull) {
   expect_same(step(stack), plain);
 }
 
+struct DroppingImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor q = x.view({1, 1, 3, 4});
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, q, q, /*dropout_p=*/0.5));
+  }
+};
+TESSERA_MODULE(Dropping);
+
+TEST(Selective, RefusesToKeepWhatDropsAtRandom) {
+  Dropping module;
+  module->set_path("layers.0");
+  const auto again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = {"_scaled_dot_product_flash_attention_for_cpu"}});
+  try {
+    module(at::ones({3, 4}).requires_grad_());
+    FAIL();
+  } catch (const std::exception& e) {
+    EXPECT_THAT(e.what(), HasSubstr("recompute 'layers.0': aten::_scaled_dot_product_flash_attention_for_cpu drops at random"));
+  }
+}
+
 struct InPlaceImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) { return at::mm(x, x).add_(1).exp(); }
 };

@@ -152,5 +152,28 @@ TEST(RecomputeState, AutocastIsTheOneOfTheFirstPass) {
   }
 }
 
+/// Copies that autocast made for a second pass are those of weights that change before the next step.
+TEST(RecomputeState, AutocastForgetsWhatItCastForTheSecondPass) {
+  const auto second_loss = [](bool recomputed) {
+    Net net(2);
+    Attachment again;
+    if (recomputed) again = recompute(net);
+    at::Tensor loss;
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      loss = net(input()).to(at::kFloat).sum();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      at::autocast::clear_cache();
+      loss.backward();
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.sub_(parameter.grad(), 0.1);
+    }
+    return loss.detach();
+  };
+  EXPECT_TRUE(at::equal(second_loss(true), second_loss(false)));
+}
+
 }  // namespace
 }  // namespace tessera

@@ -69,6 +69,29 @@ TEST_P(WorldSizes, AnUnevenNetEqualsOneDevice) {
   }
 }
 
+/// The row of the padding gets no gradient, on whichever rank it lies.
+TEST(TensorParallel, PaddingIsTheRowOfTheWholeVocabulary) {
+  struct PaddedImpl : nn::Module {
+    explicit PaddedImpl(int64_t padding) : embed(nn::EmbeddingOptions(8, 3).padding_idx(padding)) {
+      register_module("embed", embed);
+      const at::NoGradGuard no_grad;
+      embed->weight.copy_(at::arange(24, at::kFloat).view({8, 3}));
+    }
+    nn::Embedding embed;
+  };
+  const at::Tensor ids = at::arange(8).repeat({2, 1});
+  for (const int64_t padding : {1, 4, 7}) {
+    at::Tensor expected = at::full({8, 3}, 2.0);
+    expected[padding].zero_();
+    run_ranks(3, [&](World& world) {
+      const auto net = std::make_shared<PaddedImpl>(padding);
+      const auto tensor = parallelize_module(*net, world.group(), {{"embed", VocabParallelEmbedding{}}});
+      net->embed(ids).sum().backward();
+      EXPECT_TRUE(at::equal(net->embed->weight.grad(), take(expected, nn::slice_of(net->embed->weight)))) << "padding " << padding << ", rank " << world.rank();
+    });
+  }
+}
+
 TEST(TensorParallel, AModuleWithValuesKeepsItsPart) {
   const Sample batch = sample(2, 7, 29);
   const Reference expected = reference(batch);
