@@ -148,6 +148,8 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void after_micro_batch(const MicroBatchPosition& position) override;
   void finish() override;
   const SynchronizationStatistics& statistics() const override;
+  std::vector<nn::NamedParameter> updated() const override;
+  comm::Group norm_group() const override;
   std::vector<int64_t> held_elements(int rank) const override;
 
   /// Gives the whole module back: every parameter in memory of its own, without gradient. Collective, between steps. Afterwards the module can be wrapped

@@ -41,7 +41,7 @@ class ShardedStep {
     std::function<void()> complete;  ///< collective work of a step that is complete
   };
 
-  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, Callbacks callbacks);
+  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks);
   ShardedStep(const ShardedStep&) = delete;
   ShardedStep& operator=(const ShardedStep&) = delete;
 
@@ -92,8 +92,7 @@ class ShardedStep {
  private:
   FlatParameters& flat_of(const UnitPlace& place) { return units_.flats(place.unit)[place.flat]; }
   void follow_requires_grad();
-  void listen(size_t parameter);
-  void hook(size_t parameter);
+  void listen(GradientSynchronizer* owner);
   void offer_places();
   void withdraw_places();
   void accumulated(size_t parameter);
@@ -106,7 +105,7 @@ class ShardedStep {
   void complete_pass();
   void hold();
   void land();
-  void excuse_frozen();
+  void forgive_frozen();
   std::vector<bool> used_parameters() const;
 
   ShardedUnits& units_;
@@ -118,9 +117,7 @@ class ShardedStep {
   std::vector<UnitPlace> places_;               ///< of parameters_
   std::vector<nn::NamedParameter> parameters_;  ///< all
   std::vector<bool> trained_;                   ///< of those: since the step began
-  std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, once they are trained; live as long as the tensors
-  std::vector<bool> hooked_;                          ///< before a gradient is accumulated, too
-  bool loops_ = false;                                ///< a step was not an engine's
+  std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors
   UsedParameters used_;
 
   bool running_ = false, in_backward_ = false;
@@ -129,7 +126,7 @@ class ShardedStep {
   bool last_ = true;         ///< the pass at hand completes its step
   bool last_done_ = false;  ///< of an engine's step: that pass is over
   bool came_ = false;       ///< a gradient in this backward
-  int task_ = -1;           ///< the backward pass at hand
+  std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;
   UseOrder order_;
   std::vector<bool> retired_;     ///< per unit, in this backward
