@@ -171,7 +171,7 @@ void ShardedStep::begin_backward() {
     require(drive_ == Drive::Loop, "fully_shard: a backward pass of this step ended by an exception; call begin_step and forward before the next");
     recover();
   }
-  if (in_backward_) return;  // a pass inside of another belongs to it
+  if (in_backward_) return;           // a pass inside of another belongs to it
   if (!running_) begin(Drive::Loop);  // over a graph that was kept
   in_backward_ = true;
   came_ = false;
