@@ -99,7 +99,8 @@ class CommunicationHook {
  public:
   virtual ~CommunicationHook() = default;
 
-  /// Once, before the first step: the parameters whose gradients will come, whose buckets hold `dtypes` (one per parameter), and the group that shares them.
+  /// Before the first step: the parameters whose gradients will come, whose buckets hold `dtypes` (one per parameter), and the group that shares them. Again
+  /// before a step of parameters that were frozen until then, with these alone.
   /// The place to allocate what is carried from step to step, so that a plan sees it.
   virtual void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group);
 

@@ -18,7 +18,7 @@ namespace tessera {
 struct DdpOptions {
   BucketSizes sizes = {};
   bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalises by itself
-  bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise finish() refuses them by name
+  bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
@@ -32,27 +32,34 @@ struct DdpOptions {
 ///
 ///   DistributedDataParallel ddp(*model, world.group(), {.average = true});
 ///   for (...) {
-///     ddp.begin_step();                                   // clears gradients, in place of optimizer.zero_grad()
-///     loss(model->forward(x), y).backward();              // with accumulation: set_last_micro_batch(false) before all passes but the last
-///     ddp.finish();
+///     optimizer.zero_grad();
+///     loss(model->forward(x), y).backward();              // with accumulation: all passes but the last under `const auto local = ddp.no_sync();`
 ///     optimizer.step();
 ///   }
 ///
+/// When backward returns, grad() of each parameter is that of the global batch, on every rank the same bits. A pass without a zero_grad before it adds to that,
+/// as on one process (GANs call backward twice for a discriminator): the sum over passes of the reduced gradients, at one all-reduce each.
+///
 /// The first gradient of a step is copied into its bucket (a pass less over memory than to clear the bucket and add), unless who computes it takes that place
-/// on offer (nn/gradient_dispatcher.h; the embedding and the head do). `grad()` of the parameter is a view of the bucket from then on, so that further passes
+/// on offer (nn/gradient_dispatcher.h; the embedding and the head do). `grad()` of the parameter lies in the bucket from then on, so that further passes
 /// accumulate in place. The hook of the last gradient of a bucket starts its all-reduce, while backward goes on; buckets start in the order of the plan on
 /// every rank, so that collectives match. After the first step the plan is made anew from the order that rank 0 saw. Accumulation passes but the last
 /// communicate nothing.
 ///
 ///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation; a hook
-///                      (communication_hook.h) may compress it
+///                      (communication_hook.h) may compress it. With BufferBroadcast::EachStep a broadcast of the buffers
 ///   at construction    one all-gather of 3 words per rank (ReplicaStart::Check), buffers broadcast from rank 0
-///   after step 1       one broadcast of a word per parameter; with find_unused_parameters an all-reduce of a word per parameter in every step
-///   memory             gradients once, in the buckets; a group of one has no buckets and no hooks, and communicates nothing
+///   after step 1       one broadcast of a word per parameter; in every step with find_unused_parameters an all-reduce of a word per parameter, without it,
+///                      in the plain loop, an all-gather of two words
+///   memory             gradients once, in the buckets, twice while a pass adds to what is there; a group of one has no buckets and no hooks, and communicates
+///                      nothing
 ///
-/// Frozen parameters (requires_grad false at construction) are skipped, tied ones reduced once. A parameter that gets a second gradient after
-/// its bucket has left is refused by name. Throws ConfigError for replicas that differ, a plan of another model, a module without trainable parameters.
-/// The module must outlive this object and keep its parameters; the hooks go with it.
+/// Frozen parameters (requires_grad false when a step begins) are skipped, tied ones reduced once; parameters may be frozen and unfrozen between steps, on
+/// every rank alike, and the plan follows. A parameter that gets a second gradient after its bucket has left is refused by name. A backward pass that ends by
+/// an exception takes its step with it: what it and passes under no_sync() before it have accumulated is dropped by the next one. Several live side by side in
+/// any order, also over modules that are used in each other's losses, as long as no parameter is in two; ranks have to use them in the same order. Throws
+/// ConfigError for replicas that differ, a plan of another model, a module without trainable parameters. The module must outlive this object and keep its
+/// parameters; the hooks go with it, gradients stay.
 class DistributedDataParallel final : public GradientSynchronizer {
  public:
   DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options = {});
@@ -64,10 +71,9 @@ class DistributedDataParallel final : public GradientSynchronizer {
   void before_micro_batch(const MicroBatchPosition& position) override;
   void after_micro_batch(const MicroBatchPosition& position) override;
   void finish() override;
+  void after_update() override;
   const SynchronizationStatistics& statistics() const override;
-
-  /// Whether the passes that follow are the step's last; true after begin_step.
-  void set_last_micro_batch(bool last);
+  std::vector<nn::NamedParameter> updated() const override;
 
   /// The plan that the next step uses: what a checkpoint keeps. Empty in a group of one.
   const BucketPlan& plan() const;

@@ -190,10 +190,10 @@ PowerSgd::PowerSgd(PowerSgdOptions options) : options_(options), step_(options.s
 }
 
 void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group&) {
-  invariant(names_.empty(), "a PowerSgd serves one DistributedDataParallel; make one for each");
   const MemoryScope scope(MemoryCategory::Comm);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters[i];
+    invariant(!matrices_.contains(name), "a PowerSgd serves one DistributedDataParallel; make one for each");
     const auto shape = matrix_shape(tensor);
     if (!shape) continue;
     const auto [n, m] = *shape;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -13,101 +14,158 @@
 #include "tessera/core/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/step_protocol.h"
 
 namespace tessera {
 
 class TreeReduction::Impl {
  public:
-  Impl(torch::nn::Module& module, comm::Group group, TreeReductionOptions options)
-      : module_(module),
+  Impl(TreeReduction& self, torch::nn::Module& module, comm::Group group, TreeReductionOptions options)
+      : self_(self),
+        module_(module),
         group_(std::move(group)),
         options_(options),
-        parameters_(trainable_parameters(module)),
+        parameters_(floating_parameters(module)),
         schedule_(make_tree_schedule(options.num_micro_batches, group_.size())),
         used_(parameters_),
-        stack_(options.num_micro_batches) {
+        stack_(options.num_micro_batches),
+        protocol_("TreeReduction", self.holds(),
+                  {.open = [this](bool plain) { open(plain); },
+                   .begin_pass =
+                       [this](bool) {
+                         if (!padding_ && !leaf_.defined()) begin_leaf();
+                       },
+                   .end_pass = [this](bool) { end_leaf(); },
+                   .complete = [this] { complete(); },
+                   .abandon = [this] { abandon(); }}) {
     const comm::CallSite site("tree.start");
     equalize_replicas(module_, group_, options_.replicas);
     if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
-    for (const auto& parameter : parameters_) {
-      offsets_.push_back(numel_);
-      numel_ += parameter.tensor.numel();
-      dtype_ = c10::promoteTypes(dtype_, parameter.tensor.scalar_type());
-    }
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      hooks_.add(nn::GradientDispatcher::of(parameters_[i].tensor).listen([this, i](const at::Tensor&) {
+      nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
+      hooks_.add(dispatcher.claim(&self_));
+      hooks_.add(dispatcher.listen_arriving([this, i, &dispatcher](const at::Tensor&) {
+        if (dispatcher.owner() == &self_) protocol_.arriving(parameters_[i].name);
+      }));
+      hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
         if (!padding_) used_.mark(i);
       }));
     }
   }
 
-  void begin_step() {
-    if (options_.buffers == BufferBroadcast::EachStep && steps_++ > 0) {
-      const comm::CallSite site("tree.buffers");
-      broadcast_buffers(module_, group_);
-    }
-    clear_gradients();
-    sums_.clear();
-    stack_ = TreeStack(options_.num_micro_batches);
-    next_index_ = schedule_.runs[group_.rank()].begin;
-    used_.clear();
-    statistics_ = {};
-  }
+  StepProtocol& protocol() { return protocol_; }
 
-  /// Gives the micro-batch gradients of its own: views of a flat tensor of zeros, so that autograd adds into it and nothing is copied.
+  /// Gives the micro-batch gradients of its own.
   void before_micro_batch(const MicroBatchPosition& position) {
+    protocol_.before_micro_batch(position);
     padding_ = position.padding;
     if (padding_) return clear_gradients();
     invariant(position.index == next_index_, "micro-batch ", position.index, " came where ", next_index_,
               " was expected: a rank's run is taken in ascending order");
-    leaf_ = new_flat(/*zeroed=*/true);
-    views_ = views_of(leaf_);
-    for (size_t i = 0; i < parameters_.size(); ++i) set_gradient(parameters_[i].tensor, views_[i]);
+    begin_leaf();
   }
 
-  void after_micro_batch(const MicroBatchPosition& position) {
-    if (!position.padding) {
-      for (size_t i = 0; i < parameters_.size(); ++i) recover_gradient(parameters_[i].tensor, views_[i]);
+  const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
+  const SynchronizationStatistics& statistics() const { return statistics_; }
+  const TreeSchedule& schedule() const { return schedule_; }
+
+ private:
+  void open(bool plain) {
+    plain_ = plain;
+    lay_out();
+    carried_.assign(parameters_.size(), {});
+    for (size_t i = 0; plain && i < parameters_.size(); ++i) {
+      if (trained_[i]) carried_[i] = parameters_[i].tensor.grad();
+    }
+    clear_gradients();
+    sums_.clear();
+    stack_ = TreeStack(options_.num_micro_batches);
+    next_index_ = run().begin;
+    padding_ = false;
+    used_.clear();
+    statistics_ = {};
+  }
+
+  TreeSchedule::Run run() const { return schedule_.runs[group_.rank()]; }
+
+  /// Where the gradient of each parameter that is trained now lies in a flat one.
+  void lay_out() {
+    trained_ = trained_parameters(parameters_, &self_);
+    used_.want(trained_);
+    offsets_.assign(parameters_.size(), 0);
+    numel_ = 0;
+    dtype_ = at::kFloat;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
+      offsets_[i] = numel_;
+      numel_ += parameters_[i].tensor.numel();
+      dtype_ = c10::promoteTypes(dtype_, parameters_[i].tensor.scalar_type());
+    }
+  }
+
+  /// Views of a flat tensor of zeros, so that autograd adds into it and nothing is copied.
+  void begin_leaf() {
+    require(next_index_ < run().begin + run().size, "TreeReduction: backward pass ", next_index_ - run().begin + 1, " of a step in which rank ", group_.rank(),
+            " has ", run().size, " of ", options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
+    leaf_ = new_flat(/*zeroed=*/true);
+    views_.assign(parameters_.size(), {});
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
+      views_[i] = gradient_view(leaf_, offsets_[i], parameters_[i].tensor);
+      set_gradient(parameters_[i].tensor, views_[i]);
+    }
+  }
+
+  void end_leaf() {
+    if (leaf_.defined()) {
       const at::NoGradGuard no_grad;
-      sums_.push_back(std::move(leaf_));
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (trained_[i]) recover_gradient(parameters_[i].tensor, views_[i]);
+      }
+      sums_.push_back(std::exchange(leaf_, {}));
       for (int merges = stack_.push(next_index_++); merges > 0; --merges) {
         const at::Tensor right = std::move(sums_.back());
         sums_.pop_back();
         sums_.back().add_(right);
       }
     }
+    padding_ = false;
     views_.clear();
     clear_gradients();
   }
 
-  void finish() {
-    const TreeSchedule::Run run = schedule_.runs[group_.rank()];
-    invariant(next_index_ == run.begin + run.size, "TreeReduction::finish after ", next_index_ - run.begin, " of ", run.size, " micro-batches");
+  void complete() {
+    const int64_t done = next_index_ - run().begin;
+    require(done == run().size, "TreeReduction: the step ended after ", done, " of the ", run().size, " micro-batches of rank ", group_.rank(),
+            " (num_micro_batches = ", options_.num_micro_batches, "); each has a backward pass of its own, in the plain loop all but the last under no_sync()");
     const at::NoGradGuard no_grad;
     const auto start = std::chrono::steady_clock::now();
     const at::Tensor sum = exchange();
-    hand_over(sum, used_parameters(run));
+    hand_over(sum, used_parameters());
     statistics_.exposed_s = group_.size() > 1 ? std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() : 0;
+    if (options_.buffers != BufferBroadcast::EachStep) return;
+    const comm::CallSite site("tree.buffers");
+    broadcast_buffers(module_, group_);
   }
 
-  const SynchronizationStatistics& statistics() const { return statistics_; }
-  const TreeSchedule& schedule() const { return schedule_; }
+  void abandon() {
+    leaf_.reset();
+    sums_.clear();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i]) set_gradient(parameters_[i].tensor, carried_[i]);
+    }
+  }
 
- private:
   at::Tensor new_flat(bool zeroed) const {
     const MemoryScope scope(MemoryCategory::Gradients);
     const at::TensorOptions options = parameters_.front().tensor.options().dtype(dtype_).requires_grad(false);
     return zeroed ? at::zeros({numel_}, options) : at::empty({numel_}, options);
   }
 
-  std::vector<at::Tensor> views_of(const at::Tensor& flat) const {
-    std::vector<at::Tensor> views;
-    for (size_t i = 0; i < parameters_.size(); ++i) views.push_back(gradient_view(flat, offsets_[i], parameters_[i].tensor));
-    return views;
-  }
-
   void clear_gradients() {
-    for (const nn::NamedParameter& parameter : parameters_) set_gradient(parameter.tensor, {});
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i]) set_gradient(parameters_[i].tensor, {});
+    }
   }
 
   /// Runs this rank's part of the schedule's merges, then brings the root to every rank.
@@ -141,10 +199,14 @@ class TreeReduction::Impl {
     return sum;
   }
 
-  std::vector<bool> used_parameters(const TreeSchedule::Run& run) const {
+  std::vector<bool> used_parameters() const {
     if (group_.size() == 1 || options_.find_unused_parameters) return used_.anywhere(group_);
-    if (run.size > 0) used_.refuse_unused(group_);
-    return std::vector<bool>(parameters_.size(), true);
+    if (plain_) {
+      used_.refuse_unused_anywhere({group_});
+    } else if (run().size > 0) {
+      used_.refuse_unused(group_);
+    }
+    return trained_;
   }
 
   void send(const at::Tensor& flat, int to) {
@@ -153,46 +215,60 @@ class TreeReduction::Impl {
     statistics_.bytes += static_cast<int64_t>(flat.nbytes());
   }
 
-  /// The sum becomes the parameters' gradients: views of it, or copies where the parameter's dtype is another. None where nobody used the parameter.
+  /// The sum becomes the parameters' gradients, on top of those from before the step: views of it, or copies where the parameter's dtype is another. None where
+  /// nobody used the parameter.
   void hand_over(const at::Tensor& sum, const std::vector<bool>& used) {
     const MemoryScope scope(MemoryCategory::Gradients);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (!used[i]) continue;
+      if (!trained_[i]) continue;
       const at::Tensor& parameter = parameters_[i].tensor;
-      set_gradient(parameter, gradient_view(sum, offsets_[i], parameter).to(parameter.scalar_type()));
+      const at::Tensor before = std::exchange(carried_[i], {});
+      if (!used[i]) {
+        set_gradient(parameter, before);
+        continue;
+      }
+      const at::Tensor gradient = gradient_view(sum, offsets_[i], parameter).to(parameter.scalar_type());
+      if (before.defined()) at::Tensor(gradient).add_(before);
+      set_gradient(parameter, gradient);
     }
   }
 
+  TreeReduction& self_;
   torch::nn::Module& module_;
   comm::Group group_;
   TreeReductionOptions options_;
-  std::vector<nn::NamedParameter> parameters_;
-  std::vector<int64_t> offsets_;  ///< of each parameter in a flat gradient
+  std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
+  std::vector<bool> trained_;                   ///< which of them want a gradient in this step
+  std::vector<int64_t> offsets_;                ///< of each of these in a flat gradient
   int64_t numel_ = 0;
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;
 
-  int64_t steps_ = 0;
+  bool plain_ = false;  ///< the step is one of the plain loop
   int64_t next_index_ = 0;
   bool padding_ = false;
-  at::Tensor leaf_;                ///< of the micro-batch at hand
-  std::vector<at::Tensor> views_;  ///< into leaf_
-  std::vector<at::Tensor> sums_;   ///< of stack_'s nodes
+  std::vector<at::Tensor> carried_;  ///< gradients from before this step
+  at::Tensor leaf_;                  ///< of the micro-batch at hand
+  std::vector<at::Tensor> views_;    ///< into leaf_
+  std::vector<at::Tensor> sums_;     ///< of stack_'s nodes
   UsedParameters used_;
   TreeStack stack_;
   SynchronizationStatistics statistics_;
+  StepProtocol protocol_;
   Attachment hooks_;
 };
 
 TreeReduction::TreeReduction(torch::nn::Module& module, comm::Group group, TreeReductionOptions options)
-    : impl_(std::make_unique<Impl>(module, std::move(group), options)) {}
+    : impl_(std::make_unique<Impl>(*this, module, std::move(group), options)) {}
 TreeReduction::~TreeReduction() = default;
 
-void TreeReduction::begin_step() { impl_->begin_step(); }
+void TreeReduction::begin_step() { impl_->protocol().begin_step(); }
 void TreeReduction::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
-void TreeReduction::after_micro_batch(const MicroBatchPosition& position) { impl_->after_micro_batch(position); }
-void TreeReduction::finish() { impl_->finish(); }
+void TreeReduction::after_micro_batch(const MicroBatchPosition& position) { impl_->protocol().after_micro_batch(position); }
+void TreeReduction::finish() { impl_->protocol().finish(); }
+void TreeReduction::after_update() { impl_->protocol().after_update(); }
 const SynchronizationStatistics& TreeReduction::statistics() const { return impl_->statistics(); }
+std::vector<nn::NamedParameter> TreeReduction::updated() const { return impl_->parameters(); }
 const TreeSchedule& TreeReduction::schedule() const { return impl_->schedule(); }
 
 }  // namespace tessera

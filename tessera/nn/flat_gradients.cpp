@@ -1,6 +1,7 @@
 #include "tessera/nn/flat_gradients.h"
 
 #include <algorithm>
+#include <array>
 
 #include <ATen/ATen.h>
 
@@ -10,17 +11,42 @@
 
 namespace tessera {
 
-std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module) {
+namespace {
+
+std::string missing_gradients(int64_t rank, const std::string& group, int64_t missing, int64_t wanted, const std::string& names) {
+  return detail::concat("data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
+                        "; use them in the loss, set requires_grad to false, or set find_unused_parameters");
+}
+
+}  // namespace
+
+std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module) {
   std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module);
-  std::erase_if(parameters, [](const nn::NamedParameter& parameter) { return !parameter.tensor.requires_grad(); });
-  require(!parameters.empty(), "data parallelism: module '", module.name(), "' has no parameter that requires a gradient; there is nothing to keep equal");
+  std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
+  require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
+          "' has no parameter that requires a gradient; there is nothing to keep equal");
   return parameters;
 }
 
+std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner) {
+  std::vector<bool> trained;
+  for (const auto& [name, tensor, aliases] : parameters) trained.push_back(tensor.requires_grad() && nn::GradientDispatcher::of(tensor).owner() == owner);
+  return trained;
+}
+
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes) {
+  at::Tensor piece = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()), flat.key_set(), flat.dtype());
+  c10::TensorImpl* const impl = piece.unsafeGetTensorImpl();
+  impl->set_storage_offset(flat.storage_offset() + offset);
+  impl->set_sizes_contiguous(sizes);
+  return piece;
+}
+
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
-  const at::Tensor piece = flat.narrow(0, offset, parameter.numel());
-  if (!parameter.is_non_overlapping_and_dense()) return piece.view(parameter.sizes());
-  return piece.as_strided(parameter.sizes(), parameter.strides(), piece.storage_offset());
+  at::Tensor piece = gradient_view(flat, offset, parameter.sizes());
+  if (!parameter.is_non_overlapping_and_dense()) return piece;
+  piece.unsafeGetTensorImpl()->set_sizes_and_strides(parameter.sizes(), parameter.strides(), piece.storage_offset());
+  return piece;
 }
 
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }
@@ -54,26 +80,58 @@ void release_scratch(at::Tensor& scratch) {
 
 at::Device message_device(const at::Tensor& parameter) { return parameter.is_meta() ? at::Device(at::kCPU) : parameter.device(); }
 
-UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters) : parameters_(parameters), used_(parameters.size(), 0) {}
+UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters)
+    : parameters_(parameters), wanted_(parameters.size(), true), used_(parameters.size(), 0) {}
 
 void UsedParameters::clear() { std::ranges::fill(used_, 0); }
 
-bool UsedParameters::all() const { return std::ranges::find(used_, 0) == used_.end(); }
+void UsedParameters::want(std::vector<bool> wanted) { wanted_ = std::move(wanted); }
+
+int64_t UsedParameters::first_missing() const {
+  for (size_t i = 0; i < used_.size(); ++i) {
+    if (wanted_[i] && used_[i] == 0) return static_cast<int64_t>(i);
+  }
+  return -1;
+}
+
+int64_t UsedParameters::count_missing() const {
+  int64_t count = 0;
+  for (size_t i = 0; i < used_.size(); ++i) count += wanted_[i] && used_[i] == 0;
+  return count;
+}
 
 void UsedParameters::refuse_unused(const comm::Group& group) const {
   if (all()) return;
-  constexpr int max_named = 10;
+  constexpr int64_t max_named = 10;
+  const int64_t missing = count_missing();
   std::string names;
-  int count = 0;
-  for (size_t i = 0; i < used_.size(); ++i) {
-    if (used_[i]) continue;
-    if (count < max_named) names += (count ? ", '" : "'") + parameters_[i].name + "'";
-    ++count;
+  for (size_t i = 0, named = 0; i < used_.size() && named < max_named; ++i) {
+    if (!wanted_[i] || used_[i] != 0) continue;
+    names += (named++ > 0 ? ", '" : "'") + parameters_[i].name + "'";
   }
-  if (count > max_named) names += detail::concat(" and ", count - max_named, " more");
-  throw ConfigError(detail::concat("data parallelism: on rank ", group.rank(), " of ", group.name(), ", ", count, " of ", used_.size(),
-                                   " parameters got no gradient in this step: ", names,
-                                   "; use them in the loss, set requires_grad to false before wrapping, or set find_unused_parameters"));
+  if (missing > max_named) names += detail::concat(" and ", missing - max_named, " more");
+  throw ConfigError(missing_gradients(group.rank(), group.name(), missing, std::ranges::count(wanted_, true), names));
+}
+
+void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups) const {
+  const at::Tensor& parameter = parameters_.front().tensor;
+  constexpr int64_t words = 3;
+  std::array<int64_t, words> found{count_missing(), first_missing(), 0};
+  for (const comm::Group& group : groups) {
+    if (group.size() == 1) continue;
+    if (&group == &groups.front()) found[2] = group.world_rank(group.rank());
+    const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter));
+    at::Tensor all = at::zeros({words * group.size()}, mine.options());
+    comm::all_gather(group, all, mine);
+    if (parameter.is_meta()) continue;  // a dry run: the message was counted, its contents mean nothing
+    all = all.cpu();
+    const int64_t* const rows = all.const_data_ptr<int64_t>();
+    for (int64_t rank = 0; rank < group.size() && found[0] == 0; ++rank) std::copy_n(rows + words * rank, words, found.begin());
+  }
+  refuse_unused(groups.front());
+  require(found[0] == 0,
+          missing_gradients(found[2], "world", found[0], std::ranges::count(wanted_, true),
+                            "'" + (found[0] > 0 ? parameters_.at(static_cast<size_t>(found[1])).name : "") + "'" + (found[0] > 1 ? " and others" : "")));
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group) const {

@@ -6,17 +6,25 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/comm/group.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 
 /// What data-parallel techniques share. Not part of the public surface.
 namespace tessera {
 
-/// Parameters of `module` that want a gradient, each once. Throws ConfigError where there are none.
-std::vector<nn::NamedParameter> trainable_parameters(const torch::nn::Module& module);
+/// Parameters of `module` that have a gradient or may have one later (of a floating dtype, frozen ones too), each once. Throws ConfigError where none wants one
+/// now.
+std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module);
 
-/// A view of `flat` from element `offset` on, in the shape of `parameter` and, where those leave no gaps, with its strides: the layout that autograd keeps
-/// when it accumulates in place.
+/// Which of them want a gradient now that `owner` synchronizes (nn::GradientDispatcher::claim).
+std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner);
+
+/// The elements of `flat` from `offset` on, in the shape of `parameter` and, where those leave no gaps, with its strides: the layout that autograd keeps when
+/// it accumulates in place. It shares the memory, and keeps it alive; to autograd it is no view, so that zero_grad may detach it in place.
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+
+/// The same in a shape of its own, row-major.
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes);
 
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
@@ -39,23 +47,33 @@ void release_scratch(at::Tensor& scratch);
 /// Where small host-made messages of a group live: on the parameters' device, or on the CPU for parameters on meta, whose messages are real.
 at::Device message_device(const at::Tensor& parameter);
 
-/// Which parameters got a gradient in this step.
+/// Which parameters got a gradient in this step, of those that want one.
 class UsedParameters {
  public:
   explicit UsedParameters(const std::vector<nn::NamedParameter>& parameters);
 
   void clear();
-  void mark(size_t index) { used_[index] = 1; }
-  bool all() const;
+  void want(std::vector<bool> wanted);  ///< which of them are to have one; all until this is said
+  void mark(size_t index, bool used = true) { used_[index] = used; }
+  bool used(size_t index) const { return used_[index] != 0; }
+  bool all() const { return first_missing() < 0; }
 
   /// Throws ConfigError naming those without a gradient on this rank, and the way out.
   void refuse_unused(const comm::Group& group) const;
+
+  /// The same on every rank where any misses one, so that none goes on alone. Ranks are those of the groups one after the other (of each rank of the first, its
+  /// peers in the second): an all-gather of three words in each.
+  void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
 
   /// Which were used on any rank: one all-reduce of a word each.
   std::vector<bool> anywhere(const comm::Group& group) const;
 
  private:
+  int64_t first_missing() const;  ///< -1: none
+  int64_t count_missing() const;
+
   const std::vector<nn::NamedParameter>& parameters_;
+  std::vector<bool> wanted_;
   std::vector<int32_t> used_;
 };
 

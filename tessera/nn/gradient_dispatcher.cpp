@@ -5,7 +5,9 @@
 
 #include <ATen/ops/add.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
@@ -34,10 +36,22 @@ class Listeners {
   std::vector<std::shared_ptr<const Listener>> list_;
 };
 
+/// Whether the pass at hand only reads the gradient (torch::autograd::grad) and accumulates none.
+bool is_only_captured() {
+  const auto* const passes_through = torch::autograd::get_current_graph_task_exec_info();
+  if (passes_through == nullptr || passes_through->empty()) return false;
+  const auto found = passes_through->find(torch::autograd::get_current_node().get());
+  return found != passes_through->end() && !found->second.needed_;
+}
+
+bool has_autograd_meta(const at::Tensor& tensor) { return tensor.defined() && torch::autograd::impl::get_autograd_meta(tensor) != nullptr; }
+
 }  // namespace
 
 struct GradientDispatcher::State {
-  Listeners accumulated, final;
+  Listeners arriving, accumulated, final;
+  bool hears_arrivals = false;                ///< the hook for them is there
+  std::vector<GradientSynchronizer*> owners;  ///< the last one is
   std::shared_ptr<const StepPhase> phase;
   int outstanding = 0;          ///< deliveries promised and not made
   int64_t announced_step = -1;  ///< of the phase; the last step whose gradient was called final
@@ -62,16 +76,49 @@ class GradientDispatcher::Hook : public torch::autograd::PostAccumulateGradHook 
   std::unique_ptr<PostAccumulateGradHook> former_;
 };
 
+/// Runs before autograd's accumulation, and changes nothing of what it accumulates. It cannot be taken back: without listeners it does nothing.
+class GradientDispatcher::ArrivalHook : public torch::autograd::FunctionPreHook {
+ public:
+  ArrivalHook(c10::TensorImpl* parameter, std::shared_ptr<State> state) : parameter_(parameter), state_(std::move(state)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (!gradients.at(0).defined() || is_only_captured()) return gradients;
+    state_->arriving.call(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_)));
+    return gradients;
+  }
+
+ private:
+  c10::TensorImpl* parameter_;  ///< owner of this hook
+  std::shared_ptr<State> state_;
+};
+
 GradientDispatcher::GradientDispatcher(c10::TensorImpl* parameter) : parameter_(parameter), state_(std::make_shared<State>()) {}
 
+GradientDispatcher* GradientDispatcher::find(const at::Tensor& parameter) {
+  if (!has_autograd_meta(parameter)) return nullptr;
+  auto* const ours = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  return ours == nullptr ? nullptr : &ours->dispatcher;
+}
+
 GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
-  invariant(parameter.defined() && parameter.is_leaf() && parameter.requires_grad(), "GradientDispatcher: only a leaf that requires a gradient has one");
-  auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  if (auto* ours = dynamic_cast<Hook*>(slot.get())) return ours->dispatcher;
-  auto hook = std::make_unique<Hook>(parameter, std::move(slot));
+  if (auto* const found = find(parameter)) return *found;
+  invariant(parameter.defined() && parameter.is_leaf() && (parameter.is_floating_point() || parameter.is_complex()),
+            "GradientDispatcher: only a leaf that can have a gradient has one");
+  torch::autograd::impl::materialize_autograd_meta(parameter);  // of a frozen parameter, which may get its first gradient later
+  auto hook = std::make_unique<Hook>(parameter, std::move(torch::autograd::impl::post_acc_grad_hooks(parameter)));
   auto& dispatcher = hook->dispatcher;
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
   return dispatcher;
+}
+
+Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
+  if (!std::exchange(state_->hears_arrivals, true)) {
+    torch::autograd::impl::add_hook(parameter(), std::make_unique<ArrivalHook>(parameter_, state_));
+  }
+  auto added = state_->arriving.add(std::move(before_accumulation));
+  return Attachment([state = std::weak_ptr(state_), added] {
+    if (auto alive = state.lock()) alive->arriving.remove(added);
+  });
 }
 
 Attachment GradientDispatcher::listen(Listener on_accumulated) {
@@ -93,6 +140,19 @@ void GradientDispatcher::follow(std::shared_ptr<const StepPhase> phase) {
   state_->announced_step = -1;
 }
 
+void GradientDispatcher::unfollow(const std::shared_ptr<const StepPhase>& phase) {
+  if (state_->phase == phase) follow(nullptr);
+}
+
+Attachment GradientDispatcher::claim(GradientSynchronizer* owner) {
+  state_->owners.push_back(owner);
+  return Attachment([state = std::weak_ptr(state_), owner] {
+    if (const auto alive = state.lock()) std::erase(alive->owners, owner);
+  });
+}
+
+GradientSynchronizer* GradientDispatcher::owner() const { return state_->owners.empty() ? nullptr : state_->owners.back(); }
+
 void GradientDispatcher::expect(int count) { state_->outstanding += count; }
 
 at::Tensor GradientDispatcher::parameter() const { return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_)); }
@@ -100,6 +160,7 @@ at::Tensor GradientDispatcher::parameter() const { return at::Tensor(c10::intrus
 void GradientDispatcher::deliver(const at::Tensor& gradient) {
   const at::Tensor parameter = this->parameter();
   invariant(gradient.sizes() == parameter.sizes(), "a gradient of shape ", gradient.sizes(), " was delivered to a parameter of shape ", parameter.sizes());
+  state_->arriving.call(parameter);
   {
     at::NoGradGuard no_grad;
     at::Tensor& grad = parameter.mutable_grad();
@@ -126,10 +187,10 @@ void GradientDispatcher::withdraw_place() { offer_place(PlaceMaker()); }
 
 at::Tensor GradientDispatcher::take_place(const at::Tensor& parameter) {
   if (!parameter.is_leaf() || !parameter.requires_grad() || parameter.grad().defined()) return {};
-  const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
-  if (hook == nullptr || !hook->dispatcher.state_->place) return {};
-  hook->dispatcher.state_->is_place_taken = true;
-  return std::exchange(hook->dispatcher.state_->place, {})().alias();
+  const auto* const dispatcher = find(parameter);
+  if (dispatcher == nullptr || !dispatcher->state_->place) return {};
+  dispatcher->state_->is_place_taken = true;
+  return std::exchange(dispatcher->state_->place, {})().detach();  // no view to autograd, which refuses to detach one in place
 }
 
 bool GradientDispatcher::is_place_taken() const { return state_->is_place_taken; }

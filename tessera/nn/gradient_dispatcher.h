@@ -8,6 +8,10 @@
 
 #include "tessera/core/attachment.h"
 
+namespace tessera {
+class GradientSynchronizer;
+}
+
 namespace tessera::nn {
 
 /// What an engine announces about the backward passes it runs. One per engine, shared with the dispatchers that follow it; changed between
@@ -21,17 +25,25 @@ struct StepPhase {
 /// post-accumulate slot of that tensor (taking it a second time would silently replace the first owner), lives as long as the tensor and holds
 /// no reference to it. Take it after materialize. Listeners run on the thread that runs backward, in the order in which they came.
 ///
-/// Two moments are served. *Accumulated*: `grad` has just taken up another contribution (once per backward, however often the
-/// parameter was used in it, plus once per `deliver`). *Final*: nothing more will be added in this step; announced once per step, as soon as the phase that
-/// the engine set says that the last micro-batch runs and every delivery that was promised has come, or by announce_final.
-/// With no phase to follow, each backward is a step of its own.
+/// Three moments are served. *Arriving*: autograd, or `deliver`, is about to add a contribution to `grad`. *Accumulated*: `grad` has just taken up another
+/// contribution (once per backward, however often the parameter was used in it, plus once per `deliver`). *Final*: nothing more will be added in this step;
+/// announced once per step, as soon as the phase that the engine set says that the last micro-batch runs and every delivery that was promised has come, or by
+/// announce_final. With no phase to follow, each backward is a step of its own.
 class GradientDispatcher {
  public:
   using Listener = std::function<void(const at::Tensor& parameter)>;
   using PlaceMaker = std::function<at::Tensor()>;
 
-  /// The dispatcher of `parameter`, made at the first use. Throws InternalError for a tensor that is no leaf or takes no gradient.
+  /// The dispatcher of `parameter`, made at the first use; it may be frozen now, and later not. Throws InternalError for a tensor that is no leaf or can have
+  /// no gradient.
   static GradientDispatcher& of(const at::Tensor& parameter);
+
+  /// That of `parameter` if it has one, else null. Never throws.
+  static GradientDispatcher* find(const at::Tensor& parameter);
+
+  /// Called before each accumulation, while `grad` is what it was: the moment to set that aside. Not where torch::autograd::grad asks for the gradient, which
+  /// accumulates nothing.
+  [[nodiscard]] Attachment listen_arriving(Listener before_accumulation);
 
   /// Called after each accumulation, with the parameter, whose `grad` is complete up to here. Capture what identifies it, never a tensor.
   [[nodiscard]] Attachment listen(Listener on_accumulated);
@@ -41,6 +53,13 @@ class GradientDispatcher {
 
   /// From now on `phase` says which backward is the step's last.
   void follow(std::shared_ptr<const StepPhase> phase);
+
+  /// Ends that, unless another phase is followed by now.
+  void unfollow(const std::shared_ptr<const StepPhase>& phase);
+
+  /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then.
+  [[nodiscard]] Attachment claim(GradientSynchronizer* owner);
+  GradientSynchronizer* owner() const;  ///< null where nobody has claimed it
 
   /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they
   /// were delivered.
@@ -70,6 +89,7 @@ class GradientDispatcher {
 
  private:
   class Hook;
+  class ArrivalHook;
   struct State;
   explicit GradientDispatcher(c10::TensorImpl* parameter);
   void accumulated(const at::Tensor& parameter);

@@ -4,7 +4,9 @@
 #include <memory>
 #include <vector>
 
+#include "tessera/comm/group.h"
 #include "tessera/core/attachment.h"
+#include "tessera/nn/parameter.h"
 
 namespace tessera {
 
@@ -54,6 +56,18 @@ class GradientSynchronizer {
   virtual void after_update() {}
 
   virtual const SynchronizationStatistics& statistics() const = 0;
+
+  /// What an optimizer updates on this rank and a norm is taken of: the parameters, or, where updates are sharded, this rank's part of each (which may be
+  /// empty), whose grad() is its part of the gradient. Tied ones once; frozen ones are among them, without a gradient.
+  virtual std::vector<nn::NamedParameter> updated() const { return {}; }
+
+  /// What zero_grad does, of all there is: of the parameters and of what is updated in their place.
+  virtual void clear_gradients() {
+    for (const auto& [name, tensor, aliases] : updated()) tensor.mutable_grad() = at::Tensor();
+  }
+
+  /// Ranks over which these are cut: what a norm sums over. A group of one where each rank holds the whole.
+  virtual comm::Group norm_group() const { return comm::Group::self(); }
 
   /// How many elements of each parameter that is updated `rank` of the sharding group holds, for every rank the same list; empty where all hold the same.
   virtual std::vector<int64_t> held_elements(int /*rank*/) const { return {}; }

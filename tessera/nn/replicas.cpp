@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
@@ -93,7 +94,9 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
 
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
   if (group.size() == 1) return;
-  const at::NoGradGuard no_grad;
+  // Quietly: a graph whose backward pass is still to come may hold a buffer (BatchNorm's statistics), and does not mind, as it does not when forward updates
+  // one.
+  const at::AutoDispatchBelowADInplaceOrView below;
   std::vector<at::Tensor> buffers = module.buffers();
   std::erase_if(buffers, [](const at::Tensor& buffer) { return !buffer.defined(); });
   broadcast_packed(buffers, group);

@@ -13,8 +13,13 @@ enum class ReplicaStart {
   Trust,      ///< nothing: whoever made them vouches
 };
 
-/// When buffers (BatchNorm's running statistics, tables) are taken from rank 0.
-enum class BufferBroadcast { Never, AtStart, EachStep };
+/// When buffers (BatchNorm's running statistics, tables) are taken from rank 0: whatever each rank's own batches made of them, every rank goes on with rank
+/// 0's.
+enum class BufferBroadcast {
+  Never,
+  AtStart,   ///< once: for buffers that no step changes
+  EachStep,  ///< at the start, and when a step is complete, so that evaluation and checkpoints between steps find the same on all ranks
+};
 
 /// Applies `start` to the parameters of `module` over `group`. Throws ConfigError: modules of other structure, or parameters of other values, by rank and name.
 /// Traffic: Check one all-gather of 3 words per rank (a word per parameter more where it finds a difference); Broadcast every parameter once.

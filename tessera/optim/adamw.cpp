@@ -37,6 +37,12 @@ void AdamW::update(const Batch& batch, double lr) {
                     options_.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
+void AdamW::hold(size_t index) {
+  if (exp_avg_[index].defined()) return;
+  exp_avg_[index] = zeros_like_parameter(index);
+  exp_avg_sq_[index] = zeros_like_parameter(index);
+}
+
 void AdamW::counts_changed() {
   for (size_t i = 0; i < counts_.size(); ++i) step_views_[i].fill_(static_cast<double>(counts_[i]));
 }

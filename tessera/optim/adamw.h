@@ -23,6 +23,7 @@ class AdamW : public Optimizer {
  private:
   void update(const Batch& batch, double lr) override;
   void counts_changed() override;
+  void hold(size_t index) override;
 
   AdamWOptions options_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_;

@@ -47,12 +47,20 @@ void Optimizer::step(double lr) {
       if (!gradient.defined()) continue;
       // The fused operators walk both memories side by side.
       if (gradient.strides() != parameter.tensor.strides()) gradient = at::empty_like(parameter.tensor).copy_(gradient);
+      hold(i);
       batch.indices.push_back(i);
       batch.parameters.push_back(parameter.tensor);
       batch.gradients.push_back(std::move(gradient));
       ++counts_[i];
     }
     if (!batch.indices.empty()) update(batch, lr);
+  }
+}
+
+void Optimizer::hold_state(const std::map<std::string, int64_t>& counts) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto found = counts.find(parameters_[i].name);
+    if (found != counts.end() && found->second > 0) hold(i);
   }
 }
 
@@ -76,18 +84,24 @@ void Optimizer::set_update_counts(const std::map<std::string, int64_t>& counts) 
 }
 
 std::vector<at::Tensor> Optimizer::zeros_like_parameters() const {
+  std::vector<at::Tensor> tensors(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].tensor.requires_grad()) tensors[i] = zeros_like_parameter(i);
+  }
+  return tensors;
+}
+
+at::Tensor Optimizer::zeros_like_parameter(size_t index) const {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(parameters_.size());
-  for (const auto& parameter : parameters_) tensors.push_back(at::zeros_like(parameter.tensor));
-  return tensors;
+  return at::zeros_like(parameters_[index].tensor);
 }
 
 std::vector<StateTensor> Optimizer::named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const {
   std::vector<StateTensor> named;
   named.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;  // of a parameter that has had no gradient yet
     named.push_back({parameters_[i].name, state, tensors[i], nn::slice_of(parameters_[i].tensor)});
   }
   return named;

@@ -33,7 +33,8 @@ struct StateTensor {
 };
 
 /// Updates parameters in place from their `grad()`; parameters without a gradient are left alone, state included, as torch.optim does.
-/// State is allocated at construction, under MemoryCategory::Optimizer, so that a plan sees it before the first step. Works on meta tensors.
+/// State is allocated at construction, under MemoryCategory::Optimizer, so that a plan sees it before the first step; that of a parameter that requires no
+/// gradient by then (a frozen one) at its first update. Works on meta tensors.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -44,8 +45,11 @@ class Optimizer {
   /// One update with learning rate `lr`. Gradients are read, never changed.
   void step(double lr);
 
-  /// Every state tensor, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
+  /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
+
+  /// Allocates the state of parameters that have had updates elsewhere, as `counts` of another optimizer's update_counts() say, before state() is loaded.
+  virtual void hold_state(const std::map<std::string, int64_t>& counts);
 
   /// How many updates each parameter has had, by logical name; it sets AdamW's bias correction. Equal to the number of steps unless a parameter sat some out.
   std::map<std::string, int64_t> update_counts() const;
@@ -66,10 +70,13 @@ class Optimizer {
   explicit Optimizer(std::vector<ParameterGroup> groups);
 
   virtual void update(const Batch& batch, double lr) = 0;
-  virtual void counts_changed() {}  ///< after set_update_counts
+  virtual void counts_changed() {}        ///< after set_update_counts
+  virtual void hold(size_t /*index*/) {}  ///< makes the state of this parameter, unless it is there
 
-  /// Zeros like each parameter, in construction order, allocated as optimizer state.
+  /// Zeros like each parameter that requires a gradient, in construction order, allocated as optimizer state; undefined for the others.
   std::vector<at::Tensor> zeros_like_parameters() const;
+  at::Tensor zeros_like_parameter(size_t index) const;
+  /// Of those that are there.
   std::vector<StateTensor> named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const;
 
   std::vector<ParameterGroup> groups_;

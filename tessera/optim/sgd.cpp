@@ -12,6 +12,10 @@ Sgd::Sgd(std::vector<ParameterGroup> groups, SgdOptions options) : Optimizer(std
 
 std::vector<StateTensor> Sgd::state() const { return named_state("momentum_buffer", momentum_buffer_); }
 
+void Sgd::hold(size_t index) {
+  if (!momentum_buffer_.empty() && !momentum_buffer_[index].defined()) momentum_buffer_[index] = zeros_like_parameter(index);
+}
+
 void Sgd::update(const Batch& batch, double lr) {
   std::vector<at::Tensor> buffers;
   if (!momentum_buffer_.empty()) {

@@ -20,6 +20,7 @@ class Sgd : public Optimizer {
 
  private:
   void update(const Batch& batch, double lr) override;
+  void hold(size_t index) override;
 
   SgdOptions options_;
   std::vector<at::Tensor> momentum_buffer_;  ///< empty without momentum

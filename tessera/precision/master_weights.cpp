@@ -17,6 +17,7 @@ MasterWeights::MasterWeights(std::vector<optim::ParameterGroup> groups, const Bu
   for (const auto& weight : parameters_) {
     const at::Tensor master = at::empty_like(weight.tensor, weight.tensor.options().dtype(at::kFloat).requires_grad(false));
     master.copy_(weight.tensor);
+    master.set_requires_grad(weight.tensor.requires_grad());  // what says whether the optimizer inside keeps state of it from the start
     nn::set_slice(master, nn::slice_of(weight.tensor));
     masters_.push_back({weight.name, master, weight.aliases});
   }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
@@ -30,6 +32,7 @@ class MasterWeights final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
+  void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
 
  private:
   void update(const Batch& batch, double lr) override;

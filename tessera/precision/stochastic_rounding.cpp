@@ -84,6 +84,12 @@ class StochasticAdamW final : public StochasticRounding {
     }
   }
 
+  void hold(size_t index) override {
+    if (exp_avg_[index].defined()) return;
+    exp_avg_[index] = zeros_like_parameter(index);
+    exp_avg_sq_[index] = zeros_like_parameter(index);
+  }
+
   kernels::StochasticAdamW options_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_;
 };
@@ -107,6 +113,10 @@ class StochasticSgd final : public StochasticRounding {
       const at::Tensor buffer = momentum_buffer_.empty() ? at::Tensor() : momentum_buffer_[index];
       for (const auto& run : runs_[index]) kernels::stochastic_sgd_(batch.parameters[i], batch.gradients[i], buffer, run, options, rng);
     }
+  }
+
+  void hold(size_t index) override {
+    if (!momentum_buffer_.empty() && !momentum_buffer_[index].defined()) momentum_buffer_[index] = zeros_like_parameter(index);
   }
 
   double momentum_;

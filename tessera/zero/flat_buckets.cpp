@@ -58,6 +58,11 @@ FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& buc
   for (const auto& slot : bucket_.slots) tensors_.push_back(parameters[slot.parameter].tensor);
   gradient_options_ = tensors_.front().options().dtype(form_.dtype).requires_grad(false);
   move_parameters();
+  if (std::ranges::any_of(tensors_, [](const at::Tensor& tensor) { return tensor.requires_grad(); })) hold_part();
+}
+
+void FlatBucket::hold_part() {
+  if (gradient_part_.defined()) return;
   if (form_.keeps_whole) {
     hold_gradients();
     gradient_part_ = part_of(gradients_);
@@ -87,7 +92,7 @@ void FlatBucket::hold_gradients() {
   clear_padding(gradients_, bucket_.slots);
   views_.clear();
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    views_.push_back(gradients_.narrow(0, bucket_.slots[i].offset, bucket_.slots[i].numel).view(tensors_[i].sizes()));
+    views_.push_back(gradient_view(gradients_, bucket_.slots[i].offset, tensors_[i].sizes()));
   }
 }
 
@@ -117,8 +122,10 @@ void FlatBucket::leave_places() {
   }
 }
 
-void FlatBucket::drop_gradients() {
-  for (const at::Tensor& tensor : tensors_) set_gradient(tensor, {});
+void FlatBucket::leave_out(size_t slot) {
+  const c10::NoGradGuard no_grad;
+  hold_gradients();
+  views_[slot].zero_();
 }
 
 void FlatBucket::start_reduce(bool add) {

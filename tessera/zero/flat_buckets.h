@@ -44,6 +44,9 @@ class FlatBucket {
   FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group,
              GradientForm form, GradientMemory& memory);
 
+  /// Makes room for this rank's part of the gradients, where there is none; of buckets that are trained at once, the constructor does.
+  void hold_part();
+
   /// Makes room for whole gradients, where there is none. Padding is zero: it is summed, too.
   void hold_gradients();
 
@@ -53,9 +56,8 @@ class FlatBucket {
   bool awaits_gradient(size_t slot) const;
   /// Brings the gradient of a slot's parameter to its place, and makes it a view of that: zeros where there is none.
   void take_gradient(size_t slot);
-
-  /// Parts the parameters from their views of this bucket.
-  void drop_gradients();
+  /// Zeros in the place of a parameter that has no part in this step, and keeps its own.
+  void leave_out(size_t slot);
 
   /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced.
   void start_reduce(bool add);
@@ -65,7 +67,7 @@ class FlatBucket {
   const ShardLayout::Bucket& plan() const { return bucket_; }
   const at::Tensor& parameters() const { return parameters_; }        ///< [part * ranks]
   at::Tensor parameter_part() const { return part_of(parameters_); }  ///< [part], a view
-  const at::Tensor& gradient_part() const { return gradient_part_; }  ///< [part]
+  const at::Tensor& gradient_part() const { return gradient_part_; }  ///< [part]; undefined before hold_part
   int64_t crossing_bytes() const;                                     ///< of the whole bucket's gradients on the network, padding included
 
  private:

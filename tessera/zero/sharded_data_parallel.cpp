@@ -1,5 +1,6 @@
 #include "tessera/zero/sharded_data_parallel.h"
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <tuple>
@@ -15,6 +16,8 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/step_protocol.h"
 #include "tessera/zero/flat_buckets.h"
 
 namespace tessera {
@@ -58,13 +61,22 @@ void refuse_shared_memory(const std::vector<nn::NamedParameter>& parameters) {
 
 class ShardedDataParallel::Impl {
  public:
-  Impl(torch::nn::Module& module, ShardGroups groups, ZeroOptions options)
-      : module_(module),
+  Impl(ShardedDataParallel& self, torch::nn::Module& module, ShardGroups groups, ZeroOptions options)
+      : self_(self),
+        module_(module),
         groups_(std::move(groups)),
         options_(std::move(options)),
-        parameters_(trainable_parameters(module)),
+        parameters_(floating_parameters(module)),
         memory_(groups_.shard),
-        used_(parameters_) {
+        carried_(parameters_.size()),
+        used_(parameters_),
+        arrived_(parameters_.size(), false),
+        protocol_("sharded data parallelism", self.holds(),
+                  {.open = [this](bool plain) { open(plain); },
+                   .begin_pass = [this](bool last) { begin_pass(last); },
+                   .end_pass = [this](bool last) { end_pass(last); },
+                   .complete = [this] { complete(); },
+                   .abandon = [this] { abandon(); }}) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
             ": this class shards optimizer state (1) and gradients (2); parameters are sharded by fully_shard (3)");
     require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble,
@@ -73,92 +85,67 @@ class ShardedDataParallel::Impl {
     require(!options_.network_dtype || *options_.network_dtype == at::kBFloat16 || *options_.network_dtype == at::kHalf,
             "sharded data parallelism: network_dtype = ", *options_.network_dtype, ": gradients cross the network in bf16, fp16, or (unset) as they are held");
     nn::assign_paths(module);
+    for (const auto& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
     if (!active()) {
       shards_ = parameters_;
       return;
     }
     refuse_shared_memory(parameters_);
-    layout_ = make_shard_layout(specs_of(parameters_), options_.sizes, groups_.shard.size());
-    slot_of_.resize(parameters_.size());
-    for (const auto& bucket : layout_.buckets) {
-      for (size_t slot = 0; slot < bucket.slots.size(); ++slot) slot_of_[bucket.slots[slot].parameter] = {buckets_.size(), slot};
-      buckets_.emplace_back(
-          layout_, bucket, parameters_, groups_.shard,
-          GradientForm{.dtype = options_.reduce_dtype.value_or(bucket.dtype), .network = options_.network_dtype, .keeps_whole = options_.stage == 1}, memory_);
-    }
+    lay_out();
     make_shards();
+    make_guards();
     listen();
+    if (options_.replicas == ReplicaStart::Broadcast) equalize(ReplicaStart::Broadcast);  // before the first forward pass
   }
 
-  void begin_step() {
-    const c10::NoGradGuard no_grad;
-    for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
-    if (!active()) return;
-    if (steps_++ == 0) {
-      equalize();
-    } else if (options_.buffers == BufferBroadcast::EachStep) {
-      broadcast_all_buffers();
-    }
-    for (const auto& shard : shards_) set_gradient(shard.tensor, {});
-    used_.clear();
-    statistics_ = {};
-    in_flight_.clear();
-    across_.clear();
-    overtaken_.assign(parameters_.size(), false);
-    in_step_ = true;
-    reduced_before_ = false;
-    begin_pass();
-  }
-
-  void set_last(bool last) {
-    if (!active()) return;
-    last_micro_batch_ = last;
-    phase_->last_micro_batch = last || reduces_each();
-  }
-
-  void end_micro_batch(bool last) {
-    if (!active() || !reduces_each() || last) return;
-    launch_rest();
-    reduced_before_ = true;
-    begin_pass();
-  }
-
-  void finish() {
-    if (!active()) return;
-    invariant(in_step_, "ShardedDataParallel::finish without begin_step");
-    in_step_ = false;
-    withdraw_places();
-    const c10::NoGradGuard no_grad;
-    statistics_.num_early = statistics_.num_collectives;
-    // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
-    launch_rest();
-    const std::vector<bool> used = options_.find_unused_parameters ? used_anywhere() : std::vector<bool>(parameters_.size(), true);
-    complete_reductions();
-    memory_.clear();
-    complete_across();
-    if (!options_.find_unused_parameters) used_.refuse_unused(groups_.shard);
-    for (FlatBucket& bucket : buckets_) {
-      bucket.drop_gradients();
-      if (options_.average) bucket.gradient_part().div_(groups_.shard.size() * groups_.replicate.size());
-    }
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (used[i]) set_gradient(shards_[i].tensor, gradient_shards_[i]);  // otherwise as on one process: optimizers skip it
+  ~Impl() {
+    drop_reductions();
+    for (const auto& parameter : parameters_) {
+      if (synchronizes(parameter)) nn::GradientDispatcher::of(parameter.tensor).withdraw_place();
+      if (nn::is_gradient_guard(parameter.tensor.grad())) set_gradient(parameter.tensor, {});
     }
   }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void begin_step() { protocol_.begin_step(); }
+
+  void before_micro_batch(const MicroBatchPosition& position) {
+    protocol_.before_micro_batch(position);
+    in_micro_batch_ = true;
+    set_last(position.last);
+  }
+
+  void after_micro_batch(const MicroBatchPosition& position) {
+    protocol_.after_micro_batch(position);
+    in_micro_batch_ = false;
+  }
+
+  void finish() { protocol_.finish(); }
 
   void after_update() {
+    protocol_.after_update();
     if (!active()) return;
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
-    for (const FlatBucket& bucket : buckets_) gathers.push_back(comm::all_gather_async(groups_.shard, bucket.parameters(), bucket.parameter_part()));
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (may_be_updated(b)) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
+    }
     const auto start = Clock::now();
     for (comm::Pending& gather : gathers) gather.wait();
     statistics_.exposed_s += seconds_since(start);
+    marks_.clear();
   }
 
   const SynchronizationStatistics& statistics() const { return statistics_; }
   const std::vector<nn::NamedParameter>& shards() const { return shards_; }
   const ShardLayout& layout() const { return layout_; }
+  comm::Group norm_group() const { return active() ? groups_.shard : comm::Group::self(); }
+
+  void clear_gradients() {
+    for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
+    for (const auto& shard : shards_) set_gradient(shard.tensor, {});
+  }
 
   std::vector<int64_t> held_elements(int rank) const {
     std::vector<int64_t> held;
@@ -189,38 +176,283 @@ class ShardedDataParallel::Impl {
   /// collective follows.
   bool one_at_a_time() const { return options_.stage == 2 || groups_.replicate.size() > 1; }
 
+  /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
+  bool may_be_updated(size_t b) const {
+    return is_trained_[b] || std::ranges::any_of(buckets_[b].plan().slots, [&](const auto& slot) { return shards_[slot.parameter].tensor.grad().defined(); });
+  }
+
+  bool synchronizes(const nn::NamedParameter& parameter) const {
+    const auto* const dispatcher = nn::GradientDispatcher::find(parameter.tensor);
+    return dispatcher != nullptr && dispatcher->owner() == &self_;
+  }
+
+  /// Parameters that are frozen now lie in buckets of their own, behind the others: as long as they are, these buckets cost nothing but their memory.
+  void lay_out() {
+    layout_.ranks = groups_.shard.size();
+    for (const bool trained : {true, false}) {
+      std::vector<size_t> indices;
+      std::vector<nn::NamedParameter> some;
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (parameters_[i].tensor.requires_grad() != trained) continue;
+        indices.push_back(i);
+        some.push_back(parameters_[i]);
+      }
+      for (auto& bucket : make_shard_layout(specs_of(some), options_.sizes, layout_.ranks).buckets) {
+        for (auto& slot : bucket.slots) slot.parameter = indices[slot.parameter];
+        layout_.buckets.push_back(std::move(bucket));
+      }
+    }
+    slot_of_.resize(parameters_.size());
+    for (const auto& bucket : layout_.buckets) {
+      for (size_t slot = 0; slot < bucket.slots.size(); ++slot) slot_of_[bucket.slots[slot].parameter] = {buckets_.size(), slot};
+      buckets_.emplace_back(
+          layout_, bucket, parameters_, groups_.shard,
+          GradientForm{.dtype = options_.reduce_dtype.value_or(bucket.dtype), .network = options_.network_dtype, .keeps_whole = options_.stage == 1}, memory_);
+    }
+    is_trained_.assign(buckets_.size(), true);
+  }
+
+  /// Elements of a parameter that this rank owns, and where they begin in this rank's part of the bucket.
+  std::pair<ShardLayout::Run, int64_t> owned(size_t i) const {
+    const auto [b, s] = slot_of_[i];
+    const auto& plan = buckets_[b].plan();
+    const auto run = layout_.owned(plan, plan.slots[s], groups_.shard.rank());
+    return {run, run.size > 0 ? plan.slots[s].offset + run.begin - groups_.shard.rank() * plan.part : 0};
+  }
+
   void make_shards() {
     const c10::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const auto [b, s] = slot_of_[i];
-      const auto& bucket = buckets_[b];
-      const auto& slot = bucket.plan().slots[s];
-      const auto run = layout_.owned(bucket.plan(), slot, groups_.shard.rank());
+      const auto [run, begin] = owned(i);
       Slice slice = elements(nn::slice_of(parameters_[i].tensor), run.begin, run.size);
-      const int64_t begin = run.size > 0 ? slot.offset + run.begin - groups_.shard.rank() * bucket.plan().part : 0;
-      const auto piece = [&](const at::Tensor& part) { return part.narrow(0, begin, run.size).view(slice.local_shape()); };
-      nn::NamedParameter shard{parameters_[i].name, piece(bucket.parameter_part()), parameters_[i].aliases};
-      gradient_shards_.push_back(piece(bucket.gradient_part()));
+      const at::Tensor piece = buckets_[slot_of_[i].bucket].parameter_part().narrow(0, begin, run.size).view(slice.local_shape());
+      nn::NamedParameter shard{parameters_[i].name, piece, parameters_[i].aliases};
+      shard.tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
       nn::set_slice(shard.tensor, std::move(slice));
       shards_.push_back(std::move(shard));
+    }
+  }
+
+  /// What becomes the gradient of a shard.
+  at::Tensor gradient_shard(size_t i) const { return gradient_view(buckets_[slot_of_[i].bucket].gradient_part(), owned(i).second, shards_[i].tensor.sizes()); }
+
+  void make_guards() {
+    for (const auto& [name, tensor, aliases] : parameters_) {
+      guards_.push_back(nn::make_gradient_guard(
+          tensor,
+          detail::concat("sharded data parallelism: the gradient of '", name,
+                         "' lies in parts, one on each rank (ShardedDataParallel::shards): make the optimizer by tessera::zero_optimizer(sharded, make) in "
+                         "place of one over model->parameters(), and clip by tessera::clip_grad_norm(sharded, max_norm)")));
     }
   }
 
   void listen() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
-      dispatcher.follow(phase_);
-      hooks_.add(Attachment([tensor = parameters_[i].tensor] { nn::GradientDispatcher::of(tensor).follow(nullptr); }));
-      hooks_.add(Attachment([tensor = parameters_[i].tensor] { nn::GradientDispatcher::of(tensor).withdraw_place(); }));
-      hooks_.add(dispatcher.listen([this, i](const at::Tensor&) { accumulated(i); }));
-      hooks_.add(dispatcher.listen_final([this, i](const at::Tensor&) { final(i); }));
+      const auto mine = [this, i](auto listener) {
+        return [this, i, listener](const at::Tensor&) {
+          if (synchronizes(parameters_[i])) (this->*listener)(i);
+        };
+      };
+      hooks_.add(Attachment([tensor = parameters_[i].tensor, phase = phase_] {
+        if (auto* const found = nn::GradientDispatcher::find(tensor)) found->unfollow(phase);
+      }));
+      hooks_.add(dispatcher.listen_arriving(mine(&Impl::arriving)));
+      hooks_.add(dispatcher.listen(mine(&Impl::accumulated)));
+      hooks_.add(dispatcher.listen_final(mine(&Impl::final)));
     }
   }
 
-  void equalize() {
+  void open(bool plain) {
+    const c10::NoGradGuard no_grad;
+    plain_ = plain;
+    if (!active()) {
+      if (!plain) clear_gradients();
+      return;
+    }
+    drop_reductions();
+    refuse_forgotten_gather();
+    // In the plain loop the first forward pass has been made by now, with whatever each rank had.
+    if (steps_++ == 0) equalize(plain && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
+    follow_trained();
+    if (plain) {
+      carry_gradients();
+    } else {
+      for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
+      carried_.assign(parameters_.size(), {});
+    }
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      if (!plain || trained_[i]) set_gradient(shards_[i].tensor, {});
+    }
+    used_.clear();
+    arrived_.assign(parameters_.size(), false);
+    statistics_ = {};
+    overtaken_.assign(parameters_.size(), false);
+    in_micro_batch_ = false;
+    reduced_before_ = false;
+    begin_round();
+  }
+
+  /// Which parameters have a gradient in this step, and which buckets are reduced and gathered for it.
+  void follow_trained() {
+    trained_ = trained_parameters(parameters_, &self_);
+    used_.want(trained_);
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      is_trained_[b] = std::ranges::any_of(buckets_[b].plan().slots, [&](const auto& slot) { return trained_[slot.parameter]; });
+      if (is_trained_[b]) buckets_[b].hold_part();
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).follow(phase_);
+      shards_[i].tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
+    }
+  }
+
+  /// Parts that were reduced before this step, and that nobody has cleared, neither on the parameters nor on the shards: this step adds to them. Aside, since
+  /// their memory is that of this step's.
+  void carry_gradients() {
+    const MemoryScope scope(MemoryCategory::Gradients);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& gradient = parameters_[i].tensor.grad();
+      const at::Tensor& part = shards_[i].tensor.grad();
+      const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && !nn::is_cleared(gradient) && part.defined();
+      carried_[i] = stands ? part.clone() : at::Tensor();
+      const bool outlives = !trained_[i] && part.defined() && part.is_alias_of(buckets_[slot_of_[i].bucket].gradient_part());
+      if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
+    }
+  }
+
+  /// Updated parts that were not brought together would let the replicas part. An optimizer may update behind autograd's back (Tensor::data), so in the plain
+  /// loop, on the CPU, a few elements are compared besides the version: who changes parameters themselves changes those of other ranks' parts, too.
+  void refuse_forgotten_gather() {
+    for (const Mark& mark : marks_) {
+      bool updated = buckets_[mark.bucket].parameter_part()._version() != mark.version;
+      if (mark.samples.defined()) {
+        const at::Tensor changed = samples_of(buckets_[mark.bucket].parameters()).ne(mark.samples).any(1);
+        updated |= changed[groups_.shard.rank()].item<bool>() && changed.sum().item<int64_t>() == 1;
+      }
+      require(!updated,
+              "sharded data parallelism: this rank's parts were updated, but after_update() was not called to bring them together; call it after each "
+              "optimizer.step(), or make the optimizer by zero_optimizer, which does");
+    }
+  }
+
+  /// [ranks, some]: of each rank's part.
+  at::Tensor samples_of(const at::Tensor& whole) const {
+    constexpr int64_t kSamples = 256;
+    const at::Tensor parts = whole.view({groups_.shard.size(), -1});
+    return parts.slice(1, 0, std::nullopt, std::max<int64_t>(1, parts.size(1) / kSamples));
+  }
+
+  void mark_parts() {
+    marks_.clear();
+    if (groups_.shard.size() == 1) return;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (!is_trained_[b]) continue;
+      const at::Tensor& whole = buckets_[b].parameters();
+      const MemoryScope scope(MemoryCategory::Other);
+      marks_.push_back({b, whole._version(), plain_ && whole.is_cpu() ? samples_of(whole).clone() : at::Tensor()});
+    }
+  }
+
+  void set_last(bool last) {
+    if (!active()) return;
+    last_micro_batch_ = last;
+    phase_->last_micro_batch = last || (in_micro_batch_ && reduces_each());
+  }
+
+  void begin_pass(bool last) {
+    if (!in_micro_batch_) set_last(last);
+    if (plain_ && active()) offer_places();
+  }
+
+  void end_pass(bool last) {
+    if (!active()) return;
+    if (plain_) withdraw_places();
+    if (!in_micro_batch_ || !reduces_each() || last) return;
+    launch_rest();
+    reduced_before_ = true;
+    begin_round();
+  }
+
+  void complete() {
+    if (!active()) return;
+    withdraw_places();
+    const c10::NoGradGuard no_grad;
+    statistics_.num_early = statistics_.num_collectives;
+    // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
+    launch_rest();
+    const std::vector<bool> used = options_.find_unused_parameters ? used_anywhere() : trained_;
+    complete_reductions();
+    memory_.clear();
+    complete_across();
+    if (!options_.find_unused_parameters && !plain_) used_.refuse_unused(groups_.shard);
+    hand_over(used);
+    if (options_.buffers == BufferBroadcast::EachStep) broadcast_all_buffers();
+    mark_parts();
+    if (options_.find_unused_parameters || !plain_) return;
+    const comm::CallSite site("zero.unused");
+    used_.refuse_unused_anywhere({groups_.shard, groups_.replicate});
+  }
+
+  /// Sums become the shards' gradients, on top of what was there before the step; none where nobody used the parameter: as on one process, optimizers skip it
+  /// then.
+  void hand_over(const std::vector<bool>& used) {
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (options_.average && is_trained_[b]) buckets_[b].gradient_part().div_(groups_.shard.size() * groups_.replicate.size());
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
+      const at::Tensor before = std::exchange(carried_[i], {});
+      const bool has_gradient = used[i] || before.defined();
+      set_gradient(parameters_[i].tensor, has_gradient ? guards_[i] : at::Tensor());
+      if (!has_gradient) continue;
+      nn::arm(guards_[i]);
+      at::Tensor part = gradient_shard(i);
+      if (before.defined()) {
+        part.add_(before);
+        used_.mark(i);
+      }
+      set_gradient(shards_[i].tensor, part);
+    }
+  }
+
+  /// What a pass that failed, and those under no_sync() before it, have left goes; what was there before them comes back.
+  void abandon() {
+    if (!active()) return;
+    drop_reductions();
+    withdraw_places();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
+      const at::Tensor& gradient = parameters_[i].tensor.grad();
+      if (!gradient.defined() || nn::is_cleared(gradient)) carried_[i].reset();  // by the user, after the failure
+      set_gradient(parameters_[i].tensor, carried_[i].defined() ? guards_[i] : at::Tensor());
+      if (carried_[i].defined()) {
+        nn::arm(guards_[i]);
+        set_gradient(shards_[i].tensor, std::exchange(carried_[i], {}));
+      }
+    }
+  }
+
+  /// Waits for what a step that failed has under way. The other ranks have failed at the same place, or will not get there.
+  void drop_reductions() {
+    const auto wait = [](const auto& end) {
+      try {
+        end();
+      } catch (const std::exception&) {  // the step has failed already, and said why
+      }
+    };
+    for (const Reduction& reduction : std::exchange(in_flight_, {})) {
+      wait([&] { buckets_[reduction.bucket].finish_reduce(); });
+    }
+    for (Across& across : std::exchange(across_, {})) {
+      wait([&] { across.pending.wait(); });
+    }
+  }
+
+  void equalize(ReplicaStart start) {
     const comm::CallSite site("zero.start");
     for (const comm::Group& group : {groups_.replicate, groups_.shard}) {
-      if (group.size() > 1) equalize_replicas(module_, group, options_.replicas);
+      if (group.size() > 1) equalize_replicas(module_, group, start);
     }
     if (options_.buffers != BufferBroadcast::Never) broadcast_all_buffers();
   }
@@ -233,19 +465,20 @@ class ShardedDataParallel::Impl {
     }
   }
 
-  /// A pass ends with a reduction of every bucket: a micro-batch, or a step. To the dispatchers, which announce a gradient once a step, each is a step.
-  void begin_pass() {
+  /// A round ends with a reduction of every bucket: a micro-batch, or a step. To the dispatchers, which announce a gradient once a step, each is a step.
+  void begin_round() {
     ++phase_->step;
     phase_->last_micro_batch = last_micro_batch_ = true;
     launched_ = 0;
-    missing_.clear();
-    for (const auto& bucket : buckets_) missing_.push_back(bucket.plan().slots.size());
-    offer_places();
+    missing_.assign(buckets_.size(), 0);
+    for (size_t i = 0; i < parameters_.size(); ++i) missing_[slot_of_[i].bucket] += trained_[i];
+    if (!plain_) offer_places();  // in the plain loop only within a backward pass: a forward pass may be one whose gradients come in another step, or twice
   }
 
   /// Lets gradients be computed where they are reduced, in memory that is there once somebody wants it.
   void offer_places() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
       if (options_.reduce_dtype && parameters_[i].tensor.scalar_type() != *options_.reduce_dtype) continue;
       // Two users' gradients are summed elsewhere, and come to a bucket that the one with the place may still hold: a bucket that goes would be made twice.
       if (options_.stage == 2 && !parameters_[i].aliases.empty()) continue;
@@ -257,7 +490,9 @@ class ShardedDataParallel::Impl {
   }
 
   void withdraw_places() {
-    for (const auto& parameter : parameters_) nn::GradientDispatcher::of(parameter.tensor).withdraw_place();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).withdraw_place();
+    }
   }
 
   /// Reductions of the micro-batch before went on under this one's forward.
@@ -265,14 +500,32 @@ class ShardedDataParallel::Impl {
     if (launched_ == 0) complete_reductions();
   }
 
+  /// Before the gradient is accumulated: the guard goes, and what stood for it was carried when the step opened.
+  void arriving(size_t index) {
+    protocol_.arriving(parameters_[index].name);
+    require(trained_[index], "sharded data parallelism: '", parameters_[index].name, "' was unfrozen within a step; change requires_grad between steps");
+    require(launched_ <= slot_of_[index].bucket && !overtaken_[index], "sharded data parallelism: '", parameters_[index].name,
+            "' got another gradient after its bucket was reduced; run each backward pass of a step but the last under no_sync(), or put before_micro_batch and "
+            "after_micro_batch around each micro-batch of a step, and begin_step before each step");
+    settle_earlier(index);
+    arrived_[index] = true;
+  }
+
+  /// What a parameter has from before its first gradient of this step is not summed again.
+  void settle_earlier(size_t index) {
+    const at::Tensor& gradient = parameters_[index].tensor.grad();
+    if (!gradient.defined() || nn::is_cleared(gradient)) carried_[index].reset();  // cleared, since the step opened or since its last pass
+    if (arrived_[index] || !gradient.defined()) return;
+    if (!nn::is_gradient_guard(gradient)) {  // from before this object: the same on all ranks, each takes its part
+      const c10::NoGradGuard no_grad;
+      const auto run = owned(index).first;
+      carried_[index] = gradient.reshape({-1}).narrow(0, run.begin, run.size).view(shards_[index].tensor.sizes()).clone();
+    }
+    set_gradient(parameters_[index].tensor, {});
+  }
+
   void accumulated(size_t index) {
     const auto [bucket, slot] = slot_of_[index];
-    require(in_step_, "sharded data parallelism: '", parameters_[index].name,
-            "' got a gradient outside a step; call begin_step before the first backward pass of each step");
-    require(
-        launched_ <= bucket && !overtaken_[index], "sharded data parallelism: '", parameters_[index].name,
-        "' got another gradient after its bucket was reduced; put before_micro_batch and after_micro_batch around each micro-batch of a step, and begin_step "
-        "before each step");
     complete_earlier_pass();
     if (!buckets_[bucket].awaits_gradient(slot)) buckets_[bucket].take_gradient(slot);
     used_.mark(index);
@@ -292,15 +545,30 @@ class ShardedDataParallel::Impl {
 
   /// Starts the first bucket that has not been, on every rank in the order of the layout.
   void launch_next() {
+    if (!is_trained_[launched_]) {
+      ++launched_;
+      return;
+    }
     const comm::CallSite site("zero.bucket");
     const c10::NoGradGuard no_grad;
     if (one_at_a_time()) complete_reductions();
     FlatBucket& bucket = buckets_[launched_];
-    for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) bucket.take_gradient(slot);  // not announced: of an earlier micro-batch, or none
-    if (options_.stage == 2) bucket.drop_gradients();
+    for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) fill(bucket, slot);
     bucket.start_reduce(/*add=*/reduced_before_);
     count(bucket.crossing_bytes());
     in_flight_.push_back({launched_++, last_micro_batch_});
+  }
+
+  /// Takes a gradient that was not announced: of an earlier micro-batch, or none.
+  void fill(FlatBucket& bucket, size_t slot) {
+    const size_t i = bucket.plan().slots[slot].parameter;
+    if (!trained_[i]) return bucket.leave_out(slot);
+    const at::Tensor& parameter = parameters_[i].tensor;
+    const bool cleared = arrived_[i] && !reduced_before_ && !parameter.grad().defined();
+    if (cleared) used_.mark(i, false);
+    if (cleared || !arrived_[i]) settle_earlier(i);
+    bucket.take_gradient(slot);
+    if (options_.stage == 2) set_gradient(parameter, plain_ ? guards_[i] : at::Tensor());
   }
 
   /// Waits for what is under way; then each part goes on to meet those of the other replicas, once a step.
@@ -352,22 +620,36 @@ class ShardedDataParallel::Impl {
     return used_.anywhere(groups_.replicate);
   }
 
+  /// What a bucket's part was when the step was complete.
+  struct Mark {
+    size_t bucket;
+    int64_t version;
+    at::Tensor samples;
+  };
+
+  ShardedDataParallel& self_;
   torch::nn::Module& module_;
   ShardGroups groups_;
   ZeroOptions options_;
-  std::vector<nn::NamedParameter> parameters_;
+  std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
+  std::vector<bool> trained_;                   ///< which of them want a gradient in this step
   ShardLayout layout_;
   GradientMemory memory_;
   std::vector<FlatBucket> buckets_;
   std::vector<Place> slot_of_;  ///< by parameter
   std::vector<nn::NamedParameter> shards_;
-  std::vector<at::Tensor> gradient_shards_;  ///< by parameter: what becomes its shard's gradient
+  std::vector<at::Tensor> guards_;   ///< by parameter: what stands for its gradient when that lies in parts
+  std::vector<at::Tensor> carried_;  ///< by parameter: this rank's part of a gradient from before this step
+  std::vector<bool> is_trained_;     ///< by bucket: it has a part in this step
+  std::vector<Mark> marks_;          ///< of a step that is complete, until its parts were brought together
   std::shared_ptr<nn::StepPhase> phase_ = std::make_shared<nn::StepPhase>();
 
-  bool in_step_ = false;
+  bool plain_ = false;           ///< the step is one of the plain loop
+  bool in_micro_batch_ = false;  ///< between the explicit calls
   int64_t steps_ = 0;
   bool reduced_before_ = false;  ///< in this step: parts hold sums of earlier micro-batches
   UsedParameters used_;
+  std::vector<bool> arrived_;  ///< parameters that got a gradient in this step
   bool last_micro_batch_ = true;
   std::vector<bool> overtaken_;  ///< stage 1: gradients that went without the one that was to be computed in place, which must not come any more
   std::vector<size_t> missing_;  ///< per bucket: gradients that are not final in this pass
@@ -375,19 +657,23 @@ class ShardedDataParallel::Impl {
   std::vector<Reduction> in_flight_;
   std::vector<Across> across_;
   SynchronizationStatistics statistics_;
+  StepProtocol protocol_;
   Attachment hooks_;
 };
 
 ShardedDataParallel::ShardedDataParallel(torch::nn::Module& module, ShardGroups groups, ZeroOptions options)
-    : impl_(std::make_unique<Impl>(module, std::move(groups), std::move(options))) {}
+    : impl_(std::make_unique<Impl>(*this, module, std::move(groups), std::move(options))) {}
 ShardedDataParallel::~ShardedDataParallel() = default;
 
 void ShardedDataParallel::begin_step() { impl_->begin_step(); }
-void ShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->set_last(position.last); }
-void ShardedDataParallel::after_micro_batch(const MicroBatchPosition& position) { impl_->end_micro_batch(position.last); }
+void ShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
+void ShardedDataParallel::after_micro_batch(const MicroBatchPosition& position) { impl_->after_micro_batch(position); }
 void ShardedDataParallel::finish() { impl_->finish(); }
 void ShardedDataParallel::after_update() { impl_->after_update(); }
 const SynchronizationStatistics& ShardedDataParallel::statistics() const { return impl_->statistics(); }
+std::vector<nn::NamedParameter> ShardedDataParallel::updated() const { return impl_->shards(); }
+comm::Group ShardedDataParallel::norm_group() const { return impl_->norm_group(); }
+void ShardedDataParallel::clear_gradients() { impl_->clear_gradients(); }
 std::vector<int64_t> ShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 const std::vector<nn::NamedParameter>& ShardedDataParallel::shards() const { return impl_->shards(); }
 const ShardLayout& ShardedDataParallel::layout() const { return impl_->layout(); }

@@ -47,7 +47,7 @@ std::vector<std::vector<at::Tensor>> gradients_under(int ranks, const std::funct
     const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
     ddp.begin_step();
     for (int pass = 0; pass < passes; ++pass) {
-      ddp.set_last_micro_batch(pass + 1 == passes);
+      const Attachment local = pass + 1 < passes ? ddp.no_sync() : Attachment();
       const Batch part = part_of(mine, passes, pass);
       if (part.x.size(0) > 0 || pass + 1 == passes) backward(net, part);
     }

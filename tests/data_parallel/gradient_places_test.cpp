@@ -28,7 +28,7 @@ TEST_P(Places, GiveTheGradientsOfOneProcess) {
       for (int step = 0; step < 3; ++step) {  // the second with the buckets of the order seen in the first
         ddp.begin_step();
         for (int pass = 0; pass < passes; ++pass) {
-          ddp.set_last_micro_batch(pass + 1 == passes);
+          const Attachment local = pass + 1 < passes ? ddp.no_sync() : Attachment();
           model.loss(world.rank() * passes + pass).backward();
         }
         ddp.finish();
@@ -76,10 +76,10 @@ TEST(DdpPlaces, BackwardPassesInAnotherOrderThanForwardPasses) {
     LanguageModel model(/*tied=*/false);
     DistributedDataParallel ddp(model, world.group());
     ddp.begin_step();
-    ddp.set_last_micro_batch(false);
+    Attachment local = ddp.no_sync();
     const at::Tensor first = model.loss(world.rank()), second = model.loss(5 + world.rank());
     second.backward();
-    ddp.set_last_micro_batch(true);
+    local.detach();
     first.backward();  // the place was this one's
     ddp.finish();
     EXPECT_LT(largest_difference(model.gradients(), wanted), parity);

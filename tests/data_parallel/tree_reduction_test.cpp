@@ -150,12 +150,15 @@ TEST(Tree, UnusedParametersAreRefusedByName) {
   });
 }
 
-TEST(Tree, MicroBatchesOutOfOrderOrMissingAreOurBug) {
+TEST(Tree, MicroBatchesOutOfOrderOrMissingAreRefused) {
   Net net;
   TreeReduction tree(net, comm::Group::self(), {.num_micro_batches = 2});
   tree.begin_step();
   EXPECT_THROW(tree.before_micro_batch({.index = 1}), InternalError);
-  EXPECT_THROW(tree.finish(), InternalError);
+  EXPECT_THAT(refusal([&] { tree.finish(); }), HasSubstr("finish() was called before after_micro_batch()"));
+  EXPECT_THAT(refusal([&] { tree.begin_step(); }), HasSubstr("begin_step() was called again"));
+  tree.begin_step();
+  EXPECT_THAT(refusal([&] { tree.finish(); }), HasSubstr("the step ended after 0 of the 2 micro-batches of rank 0"));
   EXPECT_THROW(TreeReduction(net, comm::Group::self(), {.num_micro_batches = 0}), InternalError);
 }
 

@@ -2,6 +2,7 @@
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/attachment.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 
 namespace tessera {
@@ -111,9 +112,9 @@ TEST(Ddp, AParameterUsedInAnEarlierMicroBatchOnlyIsReduced) {
     odd.never.requires_grad_(false);
     DistributedDataParallel ddp(odd, world.group(), {});
     ddp.begin_step();
-    ddp.set_last_micro_batch(false);
+    Attachment local = ddp.no_sync();
     odd.forward(true).backward();
-    ddp.set_last_micro_batch(true);
+    local.detach();
     odd.forward(false).backward();
     ddp.finish();
     EXPECT_TRUE(at::equal(odd.optional.grad(), at::full({3}, 2.0)));
@@ -235,17 +236,41 @@ TEST(Ddp, AGradientThatSomeoneReplacedIsBroughtBack) {
   });
 }
 
-TEST(Ddp, GradientsAtTheWrongTimeAreRefused) {
+TEST(Ddp, ExplicitCallsThatAreMissingOrOutOfOrderAreRefusedByName) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group());
+      EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called without begin_step()"));
+      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }), HasSubstr("before_micro_batch() was called outside a step"));
+      EXPECT_THAT(refusal([&] { ddp.after_micro_batch({}); }), HasSubstr("after_micro_batch() was called without before_micro_batch()"));
+      run_step(net, ddp, whole_batch(samples));
+      EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called without begin_step()"));
+      ddp.begin_step();
+      EXPECT_THAT(refusal([&] { ddp.begin_step(); }), HasSubstr("begin_step() was called again before finish()"));
+      ddp.begin_step();
+      ddp.before_micro_batch({.index = 0, .last = false});
+      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }), HasSubstr("before_micro_batch() was called again"));
+      EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called before after_micro_batch()"));
+      backward(net, whole_batch(samples));
+      ddp.after_micro_batch({});
+      EXPECT_THAT(refusal([&] { ddp.after_update(); }), HasSubstr("after_update() was called before finish()"));
+      ddp.before_micro_batch({.index = 1, .last = true});
+      backward(net, whole_batch(samples));
+      ddp.after_micro_batch({});
+      ddp.finish();
+      ddp.after_update();
+    });
+  }
+}
+
+TEST(Ddp, ASecondLastPassOfAnExplicitStepIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
     DistributedDataParallel ddp(net, world.group());
-    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got a gradient outside a step; call begin_step"));
-    run_step(net, ddp, whole_batch(samples));
-    EXPECT_THROW(ddp.finish(), InternalError);
     ddp.begin_step();
     backward(net, whole_batch(samples));
-    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }),
-                HasSubstr("call set_last_micro_batch(false) before each backward pass of a step but the last"));
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("run each backward pass of a step but the last under no_sync()"));
     ddp.finish();
   });
 }

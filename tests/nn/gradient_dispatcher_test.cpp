@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/linear.h>
@@ -140,7 +141,7 @@ TEST(GradientDispatcher, AListenerMayDetachItselfAndComeDuringACall) {
 }
 
 TEST(GradientDispatcher, OnlyLeavesThatTakeGradients) {
-  EXPECT_THROW(GradientDispatcher::of(at::ones({2})), InternalError);
+  EXPECT_THROW(GradientDispatcher::of(at::ones({2}, at::kLong)), InternalError);
   at::Tensor weight = at::ones({2}).requires_grad_();
   EXPECT_THROW(GradientDispatcher::of(weight * 2), InternalError);
 }
@@ -163,6 +164,53 @@ TEST(GradientDispatcher, PlaceIsOfferedOnceAndOnlyForAFirstGradient) {
   dispatcher.withdraw_place();
   EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "withdrawn";
   EXPECT_FALSE(GradientDispatcher::take_place(weight.detach()).defined());
+}
+
+TEST(GradientDispatcher, ArrivingComesBeforeEachAccumulationAndNotWhereAGradientIsOnlyRead) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  std::vector<bool> had_gradient;
+  auto& dispatcher = GradientDispatcher::of(weight);
+  auto listening = dispatcher.listen_arriving([&](const at::Tensor& parameter) { had_gradient.push_back(parameter.grad().defined()); });
+  weight.sum().backward();
+  torch::autograd::grad({weight.sum()}, {weight});
+  weight.sum().backward();
+  dispatcher.deliver(at::ones({2}));
+  EXPECT_THAT(had_gradient, ElementsAre(false, true, true));
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 3.0)));
+  listening.detach();
+  weight.sum().backward();
+  EXPECT_EQ(had_gradient.size(), 3u);
+}
+
+TEST(GradientDispatcher, ServesAParameterThatIsFrozenAtFirst) {
+  torch::nn::Linear linear(2, 3);
+  linear->weight.requires_grad_(false);
+  EXPECT_EQ(GradientDispatcher::find(linear->weight), nullptr);
+  int arrived = 0, accumulated = 0;
+  auto& dispatcher = GradientDispatcher::of(linear->weight);
+  EXPECT_EQ(GradientDispatcher::find(linear->weight), &dispatcher);
+  auto a = dispatcher.listen_arriving([&](const at::Tensor&) { ++arrived; });
+  auto b = dispatcher.listen([&](const at::Tensor&) { ++accumulated; });
+  for (const bool trained : {false, true, false, true}) {
+    linear->weight.requires_grad_(trained);
+    linear(at::ones({4, 2})).sum().backward();
+  }
+  EXPECT_EQ(arrived, 2);
+  EXPECT_EQ(accumulated, 2);
+}
+
+TEST(GradientDispatcher, TheLastClaimCountsAndTheOneBeforeWhenItGoes) {
+  const at::Tensor weight = at::ones({2}).requires_grad_();
+  auto& dispatcher = GradientDispatcher::of(weight);
+  auto* const first = reinterpret_cast<GradientSynchronizer*>(0x10);
+  auto* const second = reinterpret_cast<GradientSynchronizer*>(0x20);
+  EXPECT_EQ(dispatcher.owner(), nullptr);
+  auto a = dispatcher.claim(first), b = dispatcher.claim(second);
+  EXPECT_EQ(dispatcher.owner(), second);
+  b.detach();
+  EXPECT_EQ(dispatcher.owner(), first);
+  a.detach();
+  EXPECT_EQ(dispatcher.owner(), nullptr);
 }
 
 }  // namespace

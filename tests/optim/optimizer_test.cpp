@@ -151,6 +151,26 @@ TEST_P(EveryOptimizer, StateIsNamedAndSlicedLikeItsParameter) {
 
 TEST_P(EveryOptimizer, NeedsNoParameters) { make_optimizer(config_of(GetParam()), {})->step(0.1); }
 
+TEST_P(EveryOptimizer, StateOfAFrozenParameterComesWithItsFirstGradient) {
+  auto parameters = make_parameters({{5, 3}, {4}});
+  parameters[1].tensor.set_requires_grad(false);
+  const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+  const size_t states = optimizer->state().size();
+  draw_gradients(parameters, 0);
+  parameters[1].tensor.mutable_grad() = at::Tensor();
+  optimizer->step(0.1);
+  EXPECT_EQ(optimizer->state().size(), states);
+  draw_gradients(parameters, 1);
+  optimizer->step(0.1);
+  EXPECT_EQ(optimizer->state().size(), 2 * states);
+
+  auto again = make_parameters({{5, 3}, {4}});
+  again[1].tensor.set_requires_grad(false);
+  const auto resumed = make_optimizer(config_of(GetParam()), again);
+  resumed->hold_state(optimizer->update_counts());
+  EXPECT_EQ(resumed->state().size(), 2 * states);
+}
+
 TEST(Optimizer, SgdWithoutMomentumHasNoState) {
   const auto ours = make_parameters({{3}});
   OptimConfig config = config_of("sgd");

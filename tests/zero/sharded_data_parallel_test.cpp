@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "tessera/core/memory.h"
+#include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/meta.h"
 #include "tests/zero/support.h"
 
@@ -120,7 +121,7 @@ TEST(Zero, GradientsAreHeldAsTheStageSays) {
       for (int step = 0; step < 2; ++step) {
         run_step(net, zero, whole_batch(samples), 2);
         EXPECT_EQ(tracker.current(MemoryCategory::Gradients), way.stage == 1 ? whole : whole / 2);
-        for (const at::Tensor& parameter : net.parameters()) EXPECT_FALSE(parameter.grad().defined());
+        for (const at::Tensor& parameter : net.parameters()) EXPECT_TRUE(nn::is_gradient_guard(parameter.grad()));
       }
     });
   }
@@ -162,8 +163,8 @@ TEST(Zero, UnusualParametersKeepTheirValuesAndGetTheirGradients) {
         zero.finish();
       }
       for (const auto& shard : zero.shards()) {
-        EXPECT_NE(shard.name, "frozen");
-        EXPECT_EQ(shard.tensor.grad().defined(), shard.name != "never") << shard.name;
+        EXPECT_EQ(shard.tensor.grad().defined(), shard.name != "never" && shard.name != "frozen") << shard.name;
+        EXPECT_EQ(shard.tensor.requires_grad(), shard.name != "frozen") << shard.name;
       }
       gradients.add_gradients(zero.shards());
       values.add_values(zero.shards());
@@ -189,7 +190,7 @@ TEST(Zero, ReduceDtypeHoldsGradientsInIt) {
     odd.forward(true).backward();
     zero.finish();
     for (const auto& shard : zero.shards()) {
-      if (shard.name != "never") EXPECT_EQ(shard.tensor.grad().scalar_type(), at::kDouble) << shard.name;
+      if (shard.tensor.grad().defined()) EXPECT_EQ(shard.tensor.grad().scalar_type(), at::kDouble) << shard.name;
     }
   });
 }
@@ -222,11 +223,17 @@ TEST(Zero, MisuseIsRefused) {
     EXPECT_THAT(refusal([&] { ShardedDataParallel(views, {.shard = world.group()}); }), HasSubstr("parameters 'a' and 'b' share memory"));
     for (const Way& way : ways) {
       ShardedDataParallel zero(net, {.shard = world.group()}, options_of(way));
-      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got a gradient outside a step; call begin_step"));
+      EXPECT_THAT(refusal([&] { zero.finish(); }), HasSubstr("finish() was called without begin_step()"));
       zero.begin_step();
       backward(net, whole_batch(samples));
       EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("got another gradient after its bucket was reduced"));
+      EXPECT_THAT(refusal([&] { zero.after_update(); }), HasSubstr("after_update() was called before finish()"));
       zero.finish();
+      update(zero.shards());
+      EXPECT_THAT(refusal([&] { zero.begin_step(); }), HasSubstr("after_update() was not called"));
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("after_update() was not called"));
+      zero.after_update();
+      zero.begin_step();
     }
   });
 }

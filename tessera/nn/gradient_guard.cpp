@@ -1,0 +1,94 @@
+#include "tessera/nn/gradient_guard.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/library.h>
+
+#include "tessera/core/error.h"
+
+// A dispatch key of its own brings every operator here before it reaches a kernel. libtorch keeps one for wrappers that it does not use itself; its boxed
+// fallback is registered once for the process, and sees only operators that are given a guard.
+namespace tessera::nn {
+namespace {
+
+constexpr c10::DispatchKey kGuardKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+class GuardImpl final : public c10::TensorImpl {
+ public:
+  GuardImpl(c10::IntArrayRef sizes, caffe2::TypeMeta dtype, c10::Device device, std::string message)
+      : TensorImpl(c10::DispatchKeySet(kGuardKey), dtype, device), message_(std::move(message)) {
+    set_sizes_contiguous(sizes);
+    set_storage_access_should_throw();
+  }
+
+  /// For Tensor::data() and detach(), with which libtorch's optimizers begin.
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& /*version*/, bool /*allow_change*/) const override {
+    return c10::make_intrusive<GuardImpl>(sizes(), dtype(), device(), message_);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& /*version*/, bool /*allow_change*/) const override {
+    return c10::make_intrusive<GuardImpl>(sizes(), dtype(), device(), message_);
+  }
+
+  const std::string& message() const { return message_; }
+  bool cleared = false;
+
+ private:
+  const char* tensorimpl_type_name() const override { return "GradientGuard"; }
+
+  std::string message_;
+};
+
+GuardImpl* guard_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(kGuardKey) ? dynamic_cast<GuardImpl*>(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+GuardImpl* guard_among(const c10::IValue& argument) {
+  if (argument.isTensor()) return guard_of(argument.toTensor());
+  if (argument.isTensorList()) {
+    for (const at::Tensor& tensor : argument.toTensorVector()) {
+      if (auto* const found = guard_of(tensor)) return found;
+    }
+  }
+  if (argument.isList()) {
+    for (const c10::IValue& element : argument.toListRef()) {
+      if (auto* const found = guard_among(element)) return found;
+    }
+  }
+  return nullptr;
+}
+
+/// What zero_grad makes of a gradient, of a module's or an optimizer's, leaves the guard on the stack as what is returned.
+void meet(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  GuardImpl* found = nullptr;
+  for (size_t i = stack->size() - op.schema().arguments().size(); found == nullptr && i < stack->size(); ++i) found = guard_among((*stack)[i]);
+  invariant(found != nullptr, "an operator came to the gradient guard without one: ", name);
+  const bool clears = name == "aten::zero_";
+  if (clears) found->cleared = true;
+  if (clears || name == "aten::detach_" || name == "aten::detach") return;
+  throw ConfigError(found->message());
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&meet>()); }
+
+}  // namespace
+
+at::Tensor make_gradient_guard(const at::Tensor& parameter, std::string message) {
+  return at::detail::make_tensor<GuardImpl>(parameter.sizes(), parameter.dtype(), parameter.device(), std::move(message));
+}
+
+bool is_gradient_guard(const at::Tensor& gradient) { return guard_of(gradient) != nullptr; }
+
+bool is_cleared(const at::Tensor& guard) {
+  const auto* const found = guard_of(guard);
+  return found != nullptr && found->cleared;
+}
+
+void arm(const at::Tensor& guard) {
+  if (auto* const found = guard_of(guard)) found->cleared = false;
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::nn {
+
+/// A tensor that stands where a parameter's gradient would be, whose gradient lies elsewhere (in parts, on each rank its own): what has the parameter's shape
+/// and no memory, and throws ConfigError with `message`, one sentence that names the parameter and the line to change, from every operator that would read or
+/// write it: an optimizer over the parameters, clip_grad_norm_ of libtorch. zero_grad may clear it, in both its ways. Who accumulates a gradient has to take
+/// it away before (GradientDispatcher::listen_arriving).
+at::Tensor make_gradient_guard(const at::Tensor& parameter, std::string message);
+
+/// Whether `gradient` is such a tensor.
+bool is_gradient_guard(const at::Tensor& gradient);
+
+/// Whether zero_grad has cleared it in place since it was made, or armed.
+bool is_cleared(const at::Tensor& guard);
+
+/// Makes it as new.
+void arm(const at::Tensor& guard);
+
+}  // namespace tessera::nn

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "tessera/nn/gradient_synchronizer.h"
+
+/// What the synchronizers' steps have in common. Not part of the public surface.
+namespace tessera {
+
+/// When the steps of a GradientSynchronizer begin and end, in the plain loop and by explicit calls.
+///
+/// In the plain loop a step opens with the first gradient that arrives after the step before was complete. Which backward pass a gradient is of, libtorch's
+/// engine tells (nn/backward_pass.h); the end of a pass that runs while nobody holds no_sync() completes the step. A pass that ended by an exception never ends
+/// for us: what the engine would have called is gone with it, so the next pass finds that out, and abandons the step. A backward pass inside of another belongs
+/// to that one.
+///
+/// Explicit calls are checked: one that is missing or out of order is refused by name at the next one.
+class StepProtocol {
+ public:
+  /// What the technique does then.
+  struct Actions {
+    std::function<void(bool plain)> open;                     ///< a step begins
+    std::function<void(bool last)> begin_pass = [](bool) {};  ///< a backward pass that completes the step's gradients, or not, has the first of its own
+    std::function<void(bool last)> end_pass = [](bool) {};    ///< it, or the micro-batch, is over
+    std::function<void()> complete;                           ///< the last one was
+    std::function<void()> abandon = [] {};                    ///< a pass ended by an exception; must not throw
+    std::string plain_loop_refusal = {};                      ///< why the plain loop does not work; empty where it does
+  };
+
+  /// `holds`: of no_sync().
+  StepProtocol(std::string technique, std::shared_ptr<const int> holds, Actions actions)
+      : technique_(std::move(technique)), holds_(std::move(holds)), actions_(std::move(actions)) {}
+
+  void begin_step();
+  void before_micro_batch(const MicroBatchPosition& position);
+  void after_micro_batch(const MicroBatchPosition& position);
+  void finish();
+  void after_update() const;
+
+  /// Before each gradient is accumulated. Throws ConfigError where none may come.
+  void arriving(const std::string& parameter);
+
+ private:
+  enum class State { Between, Plain, Explicit };
+
+  void begin_pass();
+  void end_of_backward();
+  bool leave_step();  ///< whether a pass ended by an exception
+
+  std::string technique_;
+  std::shared_ptr<const int> holds_;
+  Actions actions_;
+
+  State state_ = State::Between;
+  bool in_micro_batch_ = false;
+  bool is_last_announced_ = true;  ///< of an explicit step: the micro-batch at hand, or before, is the last
+  bool in_pass_ = false;           ///< begun, and not ended as passes end
+  bool last_pass_ = true;
+  std::weak_ptr<void> pass_;                               ///< gone when the engine is done with the pass, however it ended
+  std::shared_ptr<int> alive_ = std::make_shared<int>(0);  ///< what the engine's callbacks hold weakly
+};
+
+}  // namespace tessera

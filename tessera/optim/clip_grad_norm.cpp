@@ -1,0 +1,95 @@
+#include "tessera/optim/clip_grad_norm.h"
+
+#include <functional>
+#include <map>
+#include <numeric>
+#include <vector>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/optim/clip.h"
+
+namespace tessera {
+namespace {
+
+int64_t logical_elements(const Slice& slice) { return std::accumulate(slice.shape.begin(), slice.shape.end(), int64_t{1}, std::multiplies<>()); }
+
+[[noreturn]] void refuse_cut(const std::string& name) {
+  throw ConfigError(detail::concat("clip_grad_norm: '", name,
+                                   "' is cut over further ranks (tensor parallelism), whose terms of the norm it does not see; take optim::global_norm with a "
+                                   "NormGroup that sums over them, then optim::clip_gradients"));
+}
+
+void refuse_cut_layers(const std::vector<nn::NamedParameter>& parameters) {
+  for (const auto& [name, tensor, aliases] : parameters) {
+    const Slice& slice = nn::slice_of(tensor);
+    if (slice.numel() != logical_elements(slice)) refuse_cut(name);
+  }
+}
+
+/// The ranks of the group have to hold all of the parameters between them.
+void refuse_cut_layers(const GradientSynchronizer& synchronizer, const std::vector<nn::NamedParameter>& parts, const comm::Group& group) {
+  if (group.size() == 1 || synchronizer.held_elements(0).empty()) return refuse_cut_layers(parts);
+  int64_t held = 0, all = 0;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    for (const int64_t elements : synchronizer.held_elements(rank)) held += elements;
+  }
+  for (const auto& part : parts) all += logical_elements(nn::slice_of(part.tensor));
+  if (held != all) refuse_cut(parts.front().name);
+}
+
+optim::NormGroup norm_group(const GradientSynchronizer& synchronizer) {
+  optim::NormGroup terms{.parameters = synchronizer.updated(), .reduce = {}};
+  require(!terms.parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
+  const comm::Group group = synchronizer.norm_group();
+  refuse_cut_layers(synchronizer, terms.parameters, group);
+  if (group.size() > 1) {
+    terms.reduce = [group](at::Tensor& sums) {
+      const comm::CallSite site("norm");
+      comm::all_reduce(group, sums);
+    };
+  }
+  return terms;
+}
+
+at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
+  require(max_norm > 0, "clip_grad_norm: max_norm = ", max_norm, ": a norm above 0 is expected");
+  at::Tensor norm = optim::global_norm(groups);
+  for (const auto& group : groups) optim::clip_gradients(group.parameters, norm, max_norm);
+  return norm;
+}
+
+}  // namespace
+
+at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) { return clip({norm_group(synchronizer)}, max_norm); }
+
+at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm) {
+  std::vector<const GradientSynchronizer*> wrappers;  // in the order of registration, so that their collectives match on all ranks
+  std::map<const GradientSynchronizer*, size_t> wrapped;
+  std::vector<nn::NamedParameter> alone;
+  for (auto& parameter : nn::unique_parameters(model)) {
+    if (!parameter.tensor.is_floating_point() && !parameter.tensor.is_complex()) continue;
+    const auto* const dispatcher = nn::GradientDispatcher::find(parameter.tensor);
+    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    if (owner == nullptr) {
+      alone.push_back(std::move(parameter));
+    } else if (wrapped[owner]++ == 0) {
+      wrappers.push_back(owner);
+    }
+  }
+  std::vector<optim::NormGroup> groups;
+  for (const GradientSynchronizer* wrapper : wrappers) {
+    groups.push_back(norm_group(*wrapper));
+    require(wrapped[wrapper] == groups.back().parameters.size(), "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ",
+            groups.back().parameters.size(), " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
+  }
+  refuse_cut_layers(alone);
+  if (!alone.empty()) groups.push_back({.parameters = std::move(alone), .reduce = {}});
+  require(!groups.empty(), "clip_grad_norm: '", model.name(), "' has no parameters");
+  return clip(groups, max_norm);
+}
+
+}  // namespace tessera

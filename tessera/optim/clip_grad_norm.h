@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "tessera/nn/gradient_synchronizer.h"
+
+namespace tessera {
+
+/// Clips the gradients of `model` by their global 2-norm, as torch.nn.utils.clip_grad_norm_ does on one process: multiplies them by
+/// min(1, max_norm / (norm + 1e-6)). Right for a model without a wrapper and under every one (DistributedDataParallel, ShardedDataParallel,
+/// FullyShardedDataParallel, several in one model), between backward and the optimizer's step: where gradients lie in parts, their terms are added up over the
+/// ranks that hold them, tied parameters once. Returns the norm before clipping, an fp64 scalar on the gradients' device; nothing is read on the host.
+/// Collective where gradients lie in parts. Traffic: an all-reduce of one number a wrapper. Throws ConfigError where a part of a wrapped module is asked for,
+/// and for layers that are cut over further ranks (tensor parallelism), whose terms it does not see.
+at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm);
+
+/// The same of what one wrapper synchronizes.
+at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm);
+
+template <class Contained>
+at::Tensor clip_grad_norm(const torch::nn::ModuleHolder<Contained>& model, double max_norm) {
+  return clip_grad_norm(static_cast<const torch::nn::Module&>(*model.ptr()), max_norm);
+}
+
+}  // namespace tessera

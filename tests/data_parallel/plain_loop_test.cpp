@@ -1,0 +1,440 @@
+#include <functional>
+
+#include <gmock/gmock.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/data_parallel/tree_reduction.h"
+
+/// zero_grad, forward, backward, step: the loop of a program on one device, unchanged.
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+std::unique_ptr<torch::optim::Optimizer> make_sgd(std::vector<at::Tensor> parameters) {
+  return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_adam(std::vector<at::Tensor> parameters) {
+  return std::make_unique<torch::optim::Adam>(std::move(parameters), torch::optim::AdamOptions(1e-2));
+}
+
+std::unique_ptr<GradientSynchronizer> make_ddp(torch::nn::Module& module, const comm::Group& group) {
+  return std::make_unique<DistributedDataParallel>(module, group, DdpOptions{.sizes = small_buckets});
+}
+
+std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
+  return weights;
+}
+
+/// A program that trains with whatever wraps its model: `mine` is this rank's part of a batch.
+struct Program {
+  std::function<void(Net&, GradientSynchronizer*, torch::optim::Optimizer&, const std::function<Batch(int64_t)>& mine)> train;
+  MakeOptimizer make_optimizer = make_sgd;
+};
+
+/// Runs it on one process without a wrapper, and on ranks with one; holds the weights and the gradients it leaves against each other.
+void expect_parity(const Program& program, std::initializer_list<int> sizes = {1, 2, 3}) {
+  Net reference;
+  const auto optimizer = program.make_optimizer(reference.parameters());
+  program.train(reference, nullptr, *optimizer, [](int64_t step) { return whole_batch(samples, step); });
+  for (const int ranks : sizes) {
+    std::vector<std::vector<at::Tensor>> weights(ranks);
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const auto ddp = make_ddp(net, world.group());
+      const auto optimizer = program.make_optimizer(net.parameters());
+      program.train(net, ddp.get(), *optimizer, [&](int64_t step) { return part_of(whole_batch(samples, step), ranks, world.rank()); });
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), 10 * parity) << ranks << " ranks";  // after steps that differ by rounding
+      weights[world.rank()] = weights_of(net);
+    });
+    for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(same_bits(weights[rank], weights[0])) << "rank " << rank << " of " << ranks;
+    EXPECT_LT(largest_difference(weights[0], weights_of(reference)), 10 * parity) << ranks << " ranks";
+  }
+}
+
+TEST(DdpPlainLoop, IsTheLoopOfOneProcess) {
+  for (const auto& make : {make_sgd, make_adam}) {
+    for (const bool set_to_none : {true, false}) {
+      expect_parity({.train =
+                         [&](Net& net, GradientSynchronizer*, torch::optim::Optimizer& optimizer, const auto& mine) {
+                           for (int step = 0; step < 4; ++step) {
+                             optimizer.zero_grad(set_to_none);
+                             backward(net, mine(step));
+                             optimizer.step();
+                           }
+                         },
+                     .make_optimizer = make});
+    }
+  }
+}
+
+TEST(DdpPlainLoop, ForwardMayComeBeforeZeroGrad) {
+  expect_parity({.train = [](Net& net, GradientSynchronizer*, torch::optim::Optimizer& optimizer, const auto& mine) {
+    for (int step = 0; step < 3; ++step) {
+      const Batch batch = mine(step);
+      const at::Tensor loss = loss_of(net.forward(batch.x), batch.y, samples);
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+    }
+  }});
+}
+
+TEST(DdpPlainLoop, AccumulatesUnderNoSync) {
+  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      for (int pass = 0; pass < 3; ++pass) {
+        const Attachment local = ddp && pass < 2 ? ddp->no_sync() : Attachment();
+        backward(net, part_of(mine(step), 3, pass));
+      }
+      optimizer.step();
+    }
+  }});
+}
+
+TEST(DdpPlainLoop, ASecondPassAddsToTheFirst) {
+  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      for (int pass = 0; pass < 3; ++pass) backward(net, mine(3 * step + pass));
+      {
+        const Attachment local = ddp ? ddp->no_sync() : Attachment();
+        backward(net, mine(20 + step));
+      }
+      backward(net, mine(30 + step));
+      if (step < 2) optimizer.step();
+    }
+  }});
+}
+
+TEST(DdpPlainLoop, AveragesAddUp) {
+  run_ranks(3, [&](World& world) {
+    Net net, reference;
+    DistributedDataParallel ddp(net, world.group(), {.average = true});
+    for (int pass = 0; pass < 3; ++pass) {
+      backward(net, whole_batch(samples, pass));
+      backward(reference, whole_batch(samples, pass));
+    }
+    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+  });
+}
+
+TEST(DdpPlainLoop, ClearingWithinAnAccumulationClearsIt) {
+  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
+    backward(net, mine(0));
+    {
+      const Attachment local = ddp ? ddp->no_sync() : Attachment();
+      backward(net, mine(1));
+    }
+    optimizer.zero_grad();
+    backward(net, mine(2));
+    optimizer.step();
+  }});
+}
+
+TEST(DdpPlainLoop, NobodysHandleOnAGradientChanges) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    backward(net, whole_batch(samples, 0));
+    const at::Tensor kept = net.scale.grad(), copy = kept.clone();
+    net.zero_grad();
+    backward(net, whole_batch(samples, 1));
+    EXPECT_TRUE(at::equal(kept, copy));
+  });
+}
+
+TEST(DdpPlainLoop, ReadingAGradientBeginsNothing) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    backward(net, whole_batch(samples));
+    const auto before = gradients_of(net);
+    const Batch batch = whole_batch(samples);
+    torch::autograd::grad({loss_of(net.forward(batch.x), batch.y, samples)}, net.parameters());
+    EXPECT_TRUE(same_bits(gradients_of(net), before));
+    net.zero_grad();
+    backward(net, whole_batch(samples));
+    EXPECT_TRUE(same_bits(gradients_of(net), before));
+  });
+}
+
+/// The discriminator's and the generator's steps of PyTorch's DCGAN example, whose order of calls this repeats.
+struct Gan {
+  explicit Gan(double lr = 0.05) : optimizer_d(d.parameters(), torch::optim::AdamOptions(lr)), optimizer_g(g.parameters(), torch::optim::AdamOptions(lr)) {}
+
+  void step(const Batch& real, const at::Tensor& noise) {
+    d.zero_grad();
+    judge(real.x).backward();
+    const at::Tensor fake = at::constant_pad_nd(g.forward(noise), {0, 2});
+    judge(fake.detach()).neg().backward();
+    optimizer_d.step();
+    g.zero_grad();
+    judge(fake).backward();
+    optimizer_g.step();
+  }
+  at::Tensor judge(const at::Tensor& x) { return d.forward(x).square().sum() / static_cast<double>(samples); }
+
+  Net d, g;
+  torch::optim::Adam optimizer_d, optimizer_g;
+};
+
+TEST(DdpPlainLoop, TheGanLoopWithTwoWrappers) {
+  const auto noise_of = [](int step) { return whole_batch(samples, 100 + step); };
+  Gan reference;
+  for (int step = 0; step < 3; ++step) reference.step(whole_batch(samples, step), noise_of(step).x);
+  for (const int ranks : {1, 2, 3}) {
+    for (const bool tree : {false, true}) {
+      run_ranks(ranks, [&](World& world) {
+        Gan gan;
+        const auto wrap = [&](Net& net) -> std::unique_ptr<GradientSynchronizer> {
+          if (tree) return std::make_unique<TreeReduction>(net, world.group(), TreeReductionOptions{.num_micro_batches = ranks});
+          return make_ddp(net, world.group());
+        };
+        auto d = wrap(gan.d), g = wrap(gan.g);
+        for (int step = 0; step < 3; ++step) {
+          gan.step(part_of(whole_batch(samples, step), ranks, world.rank()), part_of(noise_of(step), ranks, world.rank()).x);
+        }
+        EXPECT_LT(largest_difference(weights_of(gan.d), weights_of(reference.d)), 100 * parity);
+        EXPECT_LT(largest_difference(weights_of(gan.g), weights_of(reference.g)), 100 * parity);
+        if (world.rank() == 0) d.reset();  // in any order
+        g.reset();
+      });
+    }
+  }
+}
+
+TEST(DdpPlainLoop, AFrozenTeacherAndAStudent) {
+  run_ranks(2, [&](World& world) {
+    Net teacher, student, reference;
+    {
+      const at::NoGradGuard no_grad;
+      teacher.scale.mul_(2);
+    }
+    const auto wrapped_teacher = make_ddp(teacher, world.group());
+    for (const at::Tensor& parameter : teacher.parameters()) at::Tensor(parameter).requires_grad_(false);
+    const auto wrapped_student = make_ddp(student, world.group());
+    const auto distil = [&](Net& net, const at::Tensor& x) { loss_of(net.forward(x), teacher.forward(x), samples).backward(); };
+    for (int step = 0; step < 2; ++step) {
+      student.zero_grad(), reference.zero_grad();
+      distil(student, part_of(whole_batch(samples, step), 2, world.rank()).x);
+      distil(reference, whole_batch(samples, step).x);
+      EXPECT_LT(largest_difference(gradients_of(student), gradients_of(reference)), parity);
+      EXPECT_FALSE(teacher.scale.grad().defined());
+    }
+  });
+}
+
+void set_trained(Net& net, bool first, bool last) {
+  for (const at::Tensor& parameter : net.first->parameters()) at::Tensor(parameter).requires_grad_(first);
+  for (const at::Tensor& parameter : net.last->parameters()) at::Tensor(parameter).requires_grad_(last);
+}
+
+/// Frozen at the start, unfrozen, frozen again.
+void train_in_stages(Net& net, torch::optim::Optimizer& optimizer, const std::function<Batch(int64_t)>& mine) {
+  const std::vector<std::pair<bool, bool>> stages{{false, true}, {true, true}, {true, false}, {false, true}, {true, true}};
+  for (size_t stage = 0; stage < stages.size(); ++stage) {
+    set_trained(net, stages[stage].first, stages[stage].second);
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      backward(net, mine(static_cast<int64_t>(2 * stage) + step));
+      optimizer.step();
+    }
+  }
+}
+
+TEST(DdpPlainLoop, FreezingAndUnfreezingAtAnyTime) {
+  for (const auto& make : {make_sgd, make_adam}) {
+    Net reference;
+    const auto optimizer = make(reference.parameters());
+    train_in_stages(reference, *optimizer, [](int64_t step) { return whole_batch(samples, step); });
+    for (const int ranks : {1, 2, 3}) {
+      for (const bool tree : {false, true}) {
+        run_ranks(ranks, [&](World& world) {
+          Net net;
+          set_trained(net, false, true);  // when it is wrapped
+          std::unique_ptr<GradientSynchronizer> wrapped = make_ddp(net, world.group());
+          if (tree) {
+            wrapped.reset();
+            wrapped = std::make_unique<TreeReduction>(net, world.group(), TreeReductionOptions{.num_micro_batches = ranks});
+          }
+          const auto optimizer = make(net.parameters());
+          train_in_stages(net, *optimizer, [&](int64_t step) { return part_of(whole_batch(samples, step), ranks, world.rank()); });
+          EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << ranks << " ranks";
+          for (const at::Tensor& parameter : net.parameters()) at::Tensor(parameter).requires_grad_(false);  // and destroyed
+        });
+      }
+    }
+  }
+}
+
+TEST(DdpPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
+  struct Normed : torch::nn::Module {
+    Normed() {
+      norm = register_module("norm", torch::nn::BatchNorm1d(5));
+      net = register_module("net", std::make_shared<Net>());
+    }
+    at::Tensor forward(const at::Tensor& x) { return net->forward(norm(x)); }
+    torch::nn::BatchNorm1d norm{nullptr};
+    std::shared_ptr<Net> net;
+  };
+  std::vector<at::Tensor> means(3);
+  run_ranks(3, [&](World& world) {
+    Normed model;
+    DistributedDataParallel ddp(model, world.group());
+    const auto loss = [&](int64_t step) {
+      const Batch mine = part_of(whole_batch(samples, step), 3, world.rank());
+      return loss_of(model.forward(mine.x), mine.y, samples);
+    };
+    const at::Tensor first = loss(0), second = loss(1);  // the second graph lives while the first step ends
+    first.backward();
+    second.backward();
+    means[world.rank()] = model.norm->running_mean.clone();
+  });
+  EXPECT_GT(means[0].abs().max().item<double>(), 0);
+  EXPECT_TRUE(at::equal(means[0], means[1]) && at::equal(means[0], means[2]));
+}
+
+TEST(DdpPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {
+  run_ranks(3, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
+    const auto without_last = [&] { net.middle(at::tanh(net.first(whole_batch(samples).x))).mul(net.scale).sum().backward(); };
+    const std::string text = refusal([&] { world.rank() == 1 ? without_last() : backward(net, whole_batch(samples)); });
+    EXPECT_THAT(text, HasSubstr("on rank 1 of world, 2 of 7 parameters got no gradient in this step: 'last.weight'"));
+    net.zero_grad();
+    backward(net, part_of(whole_batch(samples), 3, world.rank()));
+    EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity);
+  });
+}
+
+TEST(DdpPlainLoop, FindUnusedParameters) {
+  run_ranks(3, [&](World& world) {
+    Net net, reference;
+    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .find_unused_parameters = true});
+    const auto loss = [](Net& net, bool whole) {
+      const at::Tensor hidden = net.middle(net.first(whole_batch(samples).x)) * net.scale;
+      return whole ? net.last(hidden).sum() : hidden.sum();
+    };
+    for (int step = 0; step < 3; ++step) {
+      net.zero_grad(), reference.zero_grad();
+      loss(net, step > 0 && world.rank() == 1).backward();
+      for (int rank = 0; rank < 3; ++rank) loss(reference, step > 0 && rank == 1).backward();
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity) << "step " << step;
+    }
+    loss(net, false).backward();  // on top
+    for (int rank = 0; rank < 3; ++rank) loss(reference, false).backward();
+    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+  });
+}
+
+TEST(DdpPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
+    const auto expected = one_process(2);
+    for (int step = 0; step < 2; ++step) {
+      const Batch mine = part_of(whole_batch(samples, step), 2, world.rank());
+      for (const bool cleared : {true, false}) {
+        at::Tensor hidden = net.first(mine.x);
+        hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+        EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+        if (cleared) net.zero_grad();
+      }
+      backward(net, mine);
+      EXPECT_LT(largest_difference(gradients_of(net), expected[step]), parity);
+      sgd(net, 0.05);
+      net.zero_grad();
+    }
+  });
+}
+
+TEST(DdpPlainLoop, OfTwoWrappersTheNewerSynchronizes) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const auto expect_one_sum = [&](const char* when) {
+      net.zero_grad();
+      backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity) << when;
+    };
+    auto older = make_ddp(net, world.group());
+    expect_one_sum("one");
+    auto newer = make_ddp(net, world.group());
+    expect_one_sum("both");
+    newer.reset();
+    expect_one_sum("the older again");
+    newer = make_ddp(net, world.group());
+    older.reset();
+    expect_one_sum("the newer alone");
+    newer = make_ddp(net, world.group());  // made before the one in its place is destroyed
+    expect_one_sum("its successor");
+  });
+}
+
+TEST(DdpPlainLoop, AfterItIsGoneItsGradientsStayAndTrainingGoesOn) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    torch::optim::SGD optimizer(net.parameters(), torch::optim::SGDOptions(0.05));
+    {
+      DistributedDataParallel ddp(net, world.group());
+      backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    }
+    EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity);
+    optimizer.step();
+    for (const bool set_to_none : {false, true}) {
+      optimizer.zero_grad(set_to_none);
+      backward(net, whole_batch(samples, 1));
+      EXPECT_LT(largest_difference(gradients_of(net), one_process(2)[1]), parity);
+    }
+  });
+}
+
+TEST(TreePlainLoop, HasTheBitsOfTheExplicitCalls) {
+  constexpr int64_t micro_batches = 6;
+  const auto run = [&](bool plain, int ranks) {
+    std::vector<at::Tensor> gradients;
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      TreeReduction tree(net, world.group(), {.num_micro_batches = micro_batches});
+      const int64_t mine = micro_batches / ranks, first = world.rank() * mine;
+      if (!plain) tree.begin_step();
+      for (int64_t i = 0; i < mine; ++i) {
+        const MicroBatchPosition position{.index = first + i, .last = i + 1 == mine};
+        const Attachment local = plain && !position.last ? tree.no_sync() : Attachment();
+        if (!plain) tree.before_micro_batch(position);
+        backward(net, whole_batch(samples, position.index));
+        if (!plain) tree.after_micro_batch(position);
+      }
+      if (!plain) tree.finish();
+      if (world.rank() == 0) gradients = gradients_of(net);
+      if (!plain) return;
+      EXPECT_THAT(refusal([&] {
+                    for (int64_t i = 0; i < mine + 1; ++i) {
+                      const Attachment local = i < mine ? tree.no_sync() : Attachment();
+                      backward(net, whole_batch(samples));
+                    }
+                  }),
+                  HasSubstr("micro-batches (num_micro_batches)"));
+    });
+    return gradients;
+  };
+  const auto expected = run(false, 1);
+  for (const int ranks : {1, 2, 3}) EXPECT_TRUE(same_bits(run(true, ranks), expected)) << ranks;
+}
+
+}  // namespace
+}  // namespace tessera

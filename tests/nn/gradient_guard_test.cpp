@@ -1,0 +1,58 @@
+#include "tessera/nn/gradient_guard.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "tests/nn/net.h"
+
+namespace tessera::nn {
+namespace {
+
+using ::testing::HasSubstr;
+using testing_support::refusal;
+
+TEST(GradientGuard, WhoReadsOrWritesItIsToldWhatToChange) {
+  torch::nn::Linear linear(2, 3);
+  for (const at::Tensor& parameter : linear->parameters()) parameter.mutable_grad() = make_gradient_guard(parameter, "'weight' lies in parts");
+  const at::Tensor grad = linear->weight.grad();
+  EXPECT_TRUE(is_gradient_guard(grad));
+  EXPECT_FALSE(is_gradient_guard(at::ones({2})));
+  EXPECT_FALSE(is_gradient_guard({}));
+  EXPECT_EQ(grad.sizes(), linear->weight.sizes());
+  const auto expect_refused = [](const char* what, const std::function<void()>& use) { EXPECT_THAT(refusal(use), HasSubstr("lies in parts")) << what; };
+  expect_refused("norm", [&] { grad.norm(); });
+  expect_refused("mul_", [&] { at::Tensor(grad).mul_(2); });
+  expect_refused("add", [&] { at::ones({3, 2}).add_(grad); });
+  expect_refused("clone", [&] { grad.clone(); });
+  expect_refused("foreach", [&] { at::_foreach_norm({at::ones({2}), grad}); });
+  expect_refused("cat", [&] { at::cat({at::ones({3, 2}), grad}); });
+  expect_refused("clip_grad_norm_", [&] { torch::nn::utils::clip_grad_norm_(linear->parameters(), 1.0); });
+  expect_refused("clip_grad_value_", [&] { torch::nn::utils::clip_grad_value_(linear->parameters(), 1.0); });
+  expect_refused("SGD", [&] { torch::optim::SGD(linear->parameters(), 0.1).step(); });
+  expect_refused("momentum", [&] { torch::optim::SGD(linear->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)).step(); });
+  expect_refused("Adam", [&] { torch::optim::Adam(linear->parameters()).step(); });
+  expect_refused("AdamW", [&] { torch::optim::AdamW(linear->parameters()).step(); });
+  expect_refused("in a backward pass", [&] { linear(at::ones({1, 2})).sum().backward(); });
+}
+
+TEST(GradientGuard, ZeroGradClearsItInBothWays) {
+  torch::nn::Linear linear(2, 3);
+  const at::Tensor guard = make_gradient_guard(linear->weight, "'weight' lies in parts");
+  linear->weight.mutable_grad() = guard;
+  EXPECT_FALSE(is_cleared(guard));
+  linear->zero_grad(/*set_to_none=*/false);
+  EXPECT_TRUE(is_gradient_guard(linear->weight.grad()));
+  EXPECT_TRUE(is_cleared(guard));
+  arm(guard);
+  EXPECT_FALSE(is_cleared(guard));
+  linear->zero_grad();
+  EXPECT_FALSE(linear->weight.grad().defined());
+}
+
+}  // namespace
+}  // namespace tessera::nn

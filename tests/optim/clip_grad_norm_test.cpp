@@ -1,0 +1,49 @@
+#include "tessera/optim/clip_grad_norm.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include "tests/nn/net.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+TEST(ClipGradNorm, IsLibtorchsForAModelWithoutAWrapper) {
+  for (const double max_norm : {0.1, 100.0}) {
+    Net net, reference;
+    backward(net, whole_batch(samples));
+    backward(reference, whole_batch(samples));
+    const double expected = torch::nn::utils::clip_grad_norm_(reference.parameters(), max_norm);
+    EXPECT_NEAR(clip_grad_norm(net, max_norm).item<double>(), expected, 1e-5 * expected);
+    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+  }
+}
+
+TEST(ClipGradNorm, CountsTiedParametersOnceAndSkipsThoseWithoutAGradient) {
+  torch::nn::Module module("Tied");
+  const at::Tensor tied = module.register_parameter("a", at::ones({4}));
+  module.register_parameter("b", tied);
+  module.register_parameter("frozen", at::ones({4}), /*requires_grad=*/false);
+  module.register_parameter("counter", at::ones({4}, at::kLong), /*requires_grad=*/false);
+  (tied * 3).sum().backward();
+  EXPECT_NEAR(clip_grad_norm(module, 3.0).item<double>(), 6.0, 1e-9);
+  EXPECT_TRUE(at::allclose(tied.grad(), at::full({4}, 1.5)));
+}
+
+TEST(ClipGradNorm, RefusesWhatItDoesNotSee) {
+  Net net;
+  Slice half = Slice::whole("scale", {14});
+  half.boxes.front().size = {7};
+  nn::set_slice(net.scale, half);
+  backward(net, whole_batch(samples));
+  EXPECT_THAT(refusal([&] { clip_grad_norm(net, 1.0); }), HasSubstr("'scale' is cut over further ranks (tensor parallelism)"));
+  EXPECT_THAT(refusal([&] { clip_grad_norm(*net.first, 0.0); }), HasSubstr("max_norm = 0"));
+  EXPECT_THAT(refusal([&] { clip_grad_norm(torch::nn::Module("Empty"), 1.0); }), HasSubstr("'Empty' has no parameters"));
+}
+
+}  // namespace
+}  // namespace tessera

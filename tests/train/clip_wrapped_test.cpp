@@ -1,0 +1,151 @@
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/optim/clip_grad_norm.h"
+#include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/nn/net.h"
+
+/// clip_grad_norm and zero_optimizer under the wrappers: what takes several rooms.
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+constexpr double max_norm = 0.1;
+constexpr int steps = 3;
+
+std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
+  return weights;
+}
+
+const auto make_torch = [](const std::vector<at::Tensor>& tensors) {
+  return std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+};
+
+using Wrap = std::function<std::unique_ptr<GradientSynchronizer>(torch::nn::Module&, World&)>;
+
+const std::vector<std::pair<std::string, Wrap>>& wrappers() {
+  static const std::vector<std::pair<std::string, Wrap>> all{
+      {"ddp", [](torch::nn::Module& module,
+                 World& world) { return std::make_unique<DistributedDataParallel>(module, world.group(), DdpOptions{.sizes = small_buckets}); }},
+      {"zero 1",
+       [](torch::nn::Module& module, World& world) {
+         return std::make_unique<ShardedDataParallel>(module, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = 1, .sizes = small_buckets});
+       }},
+      {"zero 2",
+       [](torch::nn::Module& module, World& world) {
+         return std::make_unique<ShardedDataParallel>(module, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = 2, .sizes = small_buckets});
+       }},
+      {"hybrid", [](torch::nn::Module& module, World& world) {
+         const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", world.size() / 2}});
+         return std::make_unique<ShardedDataParallel>(module, ShardGroups{.shard = mesh["dp_shard"], .replicate = mesh["dp_replicate"]},
+                                                      ZeroOptions{.stage = 2, .sizes = small_buckets});
+       }}};
+  return all;
+}
+
+TEST(ClipWrapped, IsOneProcesssNormUnderEveryWrapper) {
+  Net reference;
+  std::vector<double> norms;
+  const auto optimizer = make_torch(reference.parameters());
+  for (int step = 0; step < steps; ++step) {
+    optimizer->zero_grad();
+    backward(reference, whole_batch(samples, step));
+    norms.push_back(torch::nn::utils::clip_grad_norm_(reference.parameters(), max_norm));
+    optimizer->step();
+  }
+  for (const auto& [name, wrap] : wrappers()) {
+    for (const int ranks : {2, 4}) {
+      run_ranks(ranks, [&, &name = name, &wrap = wrap](World& world) {
+        Net net;
+        const auto wrapped = wrap(net, world);
+        auto optimizer = zero_optimizer(net, make_torch);
+        for (int step = 0; step < steps; ++step) {
+          optimizer.zero_grad();
+          backward(net, part_of(whole_batch(samples, step), ranks, world.rank()));
+          const at::Tensor norm = step % 2 ? clip_grad_norm(net, max_norm) : clip_grad_norm(*wrapped, max_norm);
+          EXPECT_NEAR(norm.item<double>(), norms[step], 1e-4 * norms[step]) << name;
+          optimizer.step();
+        }
+        EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << name;
+      });
+    }
+  }
+}
+
+TEST(ClipWrapped, SeveralWrappersInOneModelAndPartsOfOne) {
+  struct Two : torch::nn::Module {
+    Two() {
+      a = register_module("a", std::make_shared<Net>());
+      b = register_module("b", std::make_shared<Net>());
+      alone = register_parameter("alone", at::ones({3}));
+    }
+    at::Tensor loss(const Batch& batch) { return loss_of(b->forward(at::constant_pad_nd(a->forward(batch.x), {0, 2})), batch.y, samples); }
+    std::shared_ptr<Net> a, b;
+    at::Tensor alone;
+  };
+  Two reference;
+  reference.loss(whole_batch(samples)).backward();
+  reference.alone.mutable_grad() = at::ones({3});
+  const double expected = torch::nn::utils::clip_grad_norm_(reference.parameters(), max_norm);
+  run_ranks(2, [&](World& world) {
+    Two two;
+    DistributedDataParallel ddp(*two.a, world.group());
+    ShardedDataParallel zero(*two.b, {.shard = world.group()}, {.stage = 2});
+    two.loss(part_of(whole_batch(samples), 2, world.rank())).backward();
+    two.alone.mutable_grad() = at::ones({3});
+    EXPECT_NEAR(clip_grad_norm(two, max_norm).item<double>(), expected, 1e-4 * expected);
+    EXPECT_LT(largest_difference(gradients_of(*two.a), gradients_of(*reference.a)), 10 * parity);
+    EXPECT_TRUE(at::allclose(two.alone.grad(), reference.alone.grad()));
+    EXPECT_THAT(refusal([&] { clip_grad_norm(*two.b->first, max_norm); }), HasSubstr("has 2 of the 7 parameters of a wrapped module"));
+    EXPECT_THAT(refusal([&] { zero_optimizer(two, make_torch); }), HasSubstr("is not in one wrapper with the model's other parameters"));
+  });
+}
+
+void set_trained(Net& net, bool trained) {
+  for (const at::Tensor& parameter : net.first->parameters()) at::Tensor(parameter).requires_grad_(trained);
+}
+
+TEST(ClipWrapped, OurOptimizersKeepStateOfWhatIsFrozenOnceItIsTrained) {
+  const auto make = [](const std::vector<nn::NamedParameter>& parameters) {
+    return std::make_unique<optim::AdamW>(optim::decay_groups(parameters, "all", 0.1));
+  };
+  const auto train = [](Net& net, auto& optimizer, const std::function<Batch(int64_t)>& mine, const std::function<void()>& updated) {
+    for (int step = 0; step < 6; ++step) {
+      set_trained(net, step >= 2 && step < 4);
+      updated();
+      backward(net, mine(step));
+      optimizer.step(0.02);
+    }
+  };
+  Net reference;
+  set_trained(reference, false);
+  const auto alone = make(nn::unique_parameters(reference));
+  train(reference, *alone, [](int64_t step) { return whole_batch(samples, step); }, [&] { reference.zero_grad(); });
+  for (const auto& [name, wrap] : wrappers()) {
+    run_ranks(4, [&, &name = name, &wrap = wrap](World& world) {
+      Net net;
+      set_trained(net, false);
+      const auto wrapped = wrap(net, world);
+      auto optimizer = zero_optimizer(*wrapped, make);
+      EXPECT_EQ(optimizer->state().size(), 2 * 5);
+      train(net, optimizer, [&](int64_t step) { return part_of(whole_batch(samples, step), 4, world.rank()); }, [&] { optimizer.zero_grad(); });
+      EXPECT_EQ(optimizer->state().size(), 2 * 7);
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << name;
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,389 @@
+#include <functional>
+
+#include <gmock/gmock.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/zero/support.h"
+
+/// zero_grad, forward, backward, step: the loop of a program on one device, with an optimizer made by zero_optimizer.
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+using Torch = torch::optim::Optimizer;
+using MakeOptimizer = std::function<std::unique_ptr<Torch>(const std::vector<at::Tensor>&)>;
+
+std::unique_ptr<Torch> make_sgd(const std::vector<at::Tensor>& parts) {
+  return std::make_unique<torch::optim::SGD>(parts, torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+std::unique_ptr<Torch> make_adam(const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, torch::optim::AdamOptions(1e-2)); }
+
+std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
+  return weights;
+}
+
+/// What a program is written against, with a wrapper and without.
+struct Loop {
+  std::function<void()> zero_grad, step;
+  std::function<Attachment()> no_sync = [] { return Attachment(); };
+  std::function<Batch(int64_t step)> mine;
+};
+
+struct Layout {
+  int ranks, replicas;
+};
+
+/// Runs a program on one process, and under every way of ShardedDataParallel; holds the weights against each other.
+void expect_parity(const std::function<void(Net&, const Loop&)>& train, const MakeOptimizer& make = make_sgd, const std::function<void(Net&)>& prepare = {}) {
+  Net reference;
+  if (prepare) prepare(reference);
+  const auto optimizer = make(reference.parameters());
+  train(reference,
+        {.zero_grad = [&] { optimizer->zero_grad(); }, .step = [&] { optimizer->step(); }, .mine = [](int64_t step) { return whole_batch(samples, step); }});
+  for (const auto& [ranks, replicas] : {Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{4, 2}}) {
+    for (const Way& way : ways) {
+      std::vector<std::vector<at::Tensor>> weights(ranks);
+      run_ranks(ranks, [&, ranks = ranks, replicas = replicas](World& world) {
+        Net net;
+        if (prepare) prepare(net);
+        ShardedDataParallel zero(net, groups_of(world, replicas), options_of(way));
+        auto optimizer = zero_optimizer(zero, make);
+        train(net, {.zero_grad = [&] { optimizer.zero_grad(); },
+                    .step = [&] { optimizer.step(); },
+                    .no_sync = [&] { return zero.no_sync(); },
+                    .mine = [&](int64_t step) { return part_of(whole_batch(samples, step), ranks, world.rank()); }});
+        weights[world.rank()] = weights_of(net);
+        for (const at::Tensor& parameter : net.parameters()) at::Tensor(parameter).requires_grad_(false);  // before its destruction
+      });
+      for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(same_bits(weights[rank], weights[0])) << "rank " << rank << " of " << ranks;
+      EXPECT_LT(largest_difference(weights[0], weights_of(reference)), 10 * parity) << ranks << " ranks, stage " << way.stage;
+    }
+  }
+}
+
+TEST(ZeroPlainLoop, IsTheLoopOfOneProcess) {
+  for (const auto& make : {make_sgd, make_adam}) {
+    expect_parity(
+        [](Net& net, const Loop& loop) {
+          for (int step = 0; step < 4; ++step) {
+            loop.zero_grad();
+            backward(net, loop.mine(step));
+            loop.step();
+          }
+        },
+        make);
+  }
+}
+
+TEST(ZeroPlainLoop, TheModelsZeroGradDoesToo) {
+  for (const bool set_to_none : {true, false}) {
+    expect_parity([&](Net& net, const Loop& loop) {
+      for (int step = 0; step < 3; ++step) {
+        const Batch batch = loop.mine(step);
+        const at::Tensor loss = loss_of(net.forward(batch.x), batch.y, samples);
+        net.zero_grad(set_to_none);
+        loss.backward();
+        loop.step();
+      }
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
+  expect_parity([](Net& net, const Loop& loop) {
+    for (int step = 0; step < 3; ++step) {
+      loop.zero_grad();
+      for (int pass = 0; pass < 3; ++pass) {
+        const Attachment local = pass < 2 ? loop.no_sync() : Attachment();
+        backward(net, part_of(loop.mine(step), 3, pass));
+      }
+      loop.step();
+    }
+    for (int step = 0; step < 2; ++step) {
+      loop.zero_grad();
+      for (int pass = 0; pass < 3; ++pass) backward(net, loop.mine(10 + 3 * step + pass));
+      {
+        const Attachment local = loop.no_sync();
+        backward(net, loop.mine(20 + step));
+      }
+      backward(net, loop.mine(30 + step));
+      loop.step();
+    }
+    backward(net, loop.mine(40));
+    {
+      const Attachment local = loop.no_sync();
+      backward(net, loop.mine(41));
+    }
+    loop.zero_grad();  // within an accumulation
+    backward(net, loop.mine(42));
+    loop.step();
+  });
+}
+
+TEST(ZeroPlainLoop, AveragesAddUp) {
+  SliceCollector gradients;
+  std::vector<at::Tensor> expected;
+  run_ranks(4, [&](World& world) {
+    Net net, reference;
+    ShardedDataParallel zero(net, groups_of(world, 2), {.stage = 2, .average = true});
+    for (int pass = 0; pass < 3; ++pass) {
+      backward(net, whole_batch(samples, pass));
+      backward(reference, whole_batch(samples, pass));
+    }
+    gradients.add_gradients(zero.shards());
+    if (world.rank() == 0) expected = gradients_of(reference);
+  });
+  EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), expected), parity);
+}
+
+/// The order of calls of PyTorch's DCGAN example.
+template <class D, class G>
+void gan_step(Net& d, Net& g, D& optimizer_d, G& optimizer_g, const Batch& real, const at::Tensor& noise) {
+  const auto judge = [&](const at::Tensor& x) { return d.forward(x).square().sum() / static_cast<double>(samples); };
+  d.zero_grad();
+  judge(real.x).backward();
+  const at::Tensor fake = at::constant_pad_nd(g.forward(noise), {0, 2});
+  judge(fake.detach()).neg().backward();
+  optimizer_d.step();
+  g.zero_grad();
+  judge(fake).backward();
+  optimizer_g.step();
+}
+
+TEST(ZeroPlainLoop, TheGanLoopWithTwoWrappers) {
+  const auto noise_of = [](int step) { return whole_batch(samples, 100 + step); };
+  Net reference_d, reference_g;
+  torch::optim::Adam reference_optimizer_d(reference_d.parameters(), torch::optim::AdamOptions(0.02));
+  torch::optim::Adam reference_optimizer_g(reference_g.parameters(), torch::optim::AdamOptions(0.02));
+  for (int step = 0; step < 3; ++step) {
+    gan_step(reference_d, reference_g, reference_optimizer_d, reference_optimizer_g, whole_batch(samples, step), noise_of(step).x);
+  }
+  for (const int ranks : {1, 2, 3}) {
+    for (const Way& way : ways) {
+      run_ranks(ranks, [&](World& world) {
+        Net d, g;
+        auto zero_d = std::make_unique<ShardedDataParallel>(d, groups_of(world, 1), options_of(way));
+        auto zero_g = std::make_unique<ShardedDataParallel>(g, groups_of(world, 1), options_of(way));
+        const auto make = [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, torch::optim::AdamOptions(0.02)); };
+        auto optimizer_d = zero_optimizer(d, make), optimizer_g = zero_optimizer(g, make);
+        for (int step = 0; step < 3; ++step) {
+          gan_step(d, g, optimizer_d, optimizer_g, part_of(whole_batch(samples, step), ranks, world.rank()), part_of(noise_of(step), ranks, world.rank()).x);
+        }
+        EXPECT_LT(largest_difference(weights_of(d), weights_of(reference_d)), 100 * parity);
+        EXPECT_LT(largest_difference(weights_of(g), weights_of(reference_g)), 100 * parity);
+        zero_d.reset();
+        zero_g.reset();
+      });
+    }
+  }
+}
+
+void set_trained(Net& net, bool first, bool last) {
+  for (const at::Tensor& parameter : net.first->parameters()) at::Tensor(parameter).requires_grad_(first);
+  for (const at::Tensor& parameter : net.last->parameters()) at::Tensor(parameter).requires_grad_(last);
+}
+
+TEST(ZeroPlainLoop, FreezingAndUnfreezingAtAnyTime) {
+  for (const auto& make : {make_sgd, make_adam}) {
+    expect_parity(
+        [](Net& net, const Loop& loop) {
+          const std::vector<std::pair<bool, bool>> stages{{false, true}, {true, true}, {true, false}, {false, true}, {true, true}};
+          for (size_t stage = 0; stage < stages.size(); ++stage) {
+            set_trained(net, stages[stage].first, stages[stage].second);
+            for (int step = 0; step < 2; ++step) {
+              loop.zero_grad();
+              backward(net, loop.mine(static_cast<int64_t>(2 * stage) + step));
+              loop.step();
+            }
+          }
+        },
+        make, [](Net& net) { set_trained(net, false, true); });
+  }
+}
+
+TEST(ZeroPlainLoop, WhatIsFrozenFromTheStartIsNeitherReducedNorGathered) {
+  run_ranks(2, [&](World& world) {
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 2, .ranks = {}};
+    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    Net net;
+    for (const at::Tensor& parameter : net.middle->parameters()) at::Tensor(parameter).requires_grad_(false);
+    ShardedDataParallel zero(net, {.shard = group}, {.stage = 2, .sizes = small_buckets, .buffers = BufferBroadcast::Never});
+    int64_t trained = 0;
+    for (const auto& bucket : zero.layout().buckets) {
+      bool frozen = false;
+      for (const auto& slot : bucket.slots) frozen |= zero.shards()[slot.parameter].name.starts_with("middle");
+      if (!frozen) trained += zero.layout().numel(bucket) * 4;
+    }
+    auto optimizer = zero_optimizer(zero, make_sgd);
+    backward(net, whole_batch(samples));
+    recorder->clear();
+    optimizer.zero_grad();
+    backward(net, whole_batch(samples));
+    optimizer.step();
+    int64_t bytes = 0;
+    for (const auto& record : recorder->records()) {
+      if (record.site == "zero.bucket" || record.site == "zero.parameters") bytes += record.sent_bytes;
+    }
+    EXPECT_EQ(bytes, trained / 2 * 2);
+  });
+}
+
+TEST(ZeroPlainLoop, AnOptimizerOrClippingOverTheParametersIsToldWhatToWrite) {
+  for (const Way& way : ways) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      {
+        ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+        torch::optim::Adam wrong(net.parameters());
+        for (const bool set_to_none : {true, false}) {
+          wrong.zero_grad(set_to_none);
+          backward(net, whole_batch(samples));
+          const auto expect_told = [](const std::string& text) {
+            EXPECT_THAT(text, HasSubstr("sharded data parallelism: the gradient of 'scale' lies in parts"));
+            EXPECT_THAT(text, HasSubstr("zero_optimizer(sharded, make)"));
+          };
+          expect_told(refusal([&] { wrong.step(); }));
+          expect_told(refusal([&] { torch::nn::utils::clip_grad_norm_(net.parameters(), 1.0); }));
+        }
+      }
+      backward(net, whole_batch(samples));  // the module is as before
+      EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity);
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, PartsThatWereNotBroughtTogetherAreNoticed) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1), {.stage = 2});
+    std::vector<at::Tensor> parts;
+    for (const auto& shard : zero.shards()) parts.push_back(shard.tensor);
+    torch::optim::SGD optimizer(parts, 0.05);  // goes by Tensor::data, behind the version's back
+    backward(net, whole_batch(samples));
+    optimizer.step();
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("make the optimizer by zero_optimizer, which does"));
+    zero.after_update();
+    net.zero_grad();
+    backward(net, whole_batch(samples));
+    {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor parameter : net.parameters()) parameter.clamp_(-0.1, 0.1);  // of whole parameters, on every rank
+    }
+    backward(net, whole_batch(samples));
+  });
+}
+
+TEST(ZeroPlainLoop, SchedulersOfLibtorch) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1), {.stage = 2});
+    auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::SGD>(parts, 0.5); });
+    torch::optim::StepLR schedule(*optimizer, 1, 0.1);
+    const at::Tensor before = net.scale.detach().clone();
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      backward(net, whole_batch(samples, step));
+      optimizer.step();
+      schedule.step();
+    }
+    EXPECT_LT(optimizer->param_groups().front().options().get_lr(), 0.5);
+    EXPECT_FALSE(at::equal(net.scale, before));
+  });
+}
+
+TEST(ZeroPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
+  struct Normed : torch::nn::Module {
+    Normed() {
+      norm = register_module("norm", torch::nn::BatchNorm1d(5));
+      net = register_module("net", std::make_shared<Net>());
+    }
+    torch::nn::BatchNorm1d norm{nullptr};
+    std::shared_ptr<Net> net;
+  };
+  std::vector<at::Tensor> means(4);
+  run_ranks(4, [&](World& world) {
+    Normed model;
+    ShardedDataParallel zero(model, groups_of(world, 2), {.stage = 2});
+    for (int step = 0; step < 2; ++step) {
+      const Batch mine = part_of(whole_batch(samples, step), 4, world.rank());
+      loss_of(model.net->forward(model.norm(mine.x)), mine.y, samples).backward();
+    }
+    means[world.rank()] = model.norm->running_mean.clone();
+  });
+  EXPECT_GT(means[0].abs().max().item<double>(), 0);
+  for (const at::Tensor& mean : means) EXPECT_TRUE(at::equal(mean, means[0]));
+}
+
+TEST(ZeroPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {
+  for (const int replicas : {1, 2}) {
+    run_ranks(4, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, replicas), {.stage = 2, .sizes = small_buckets});
+      const auto without_last = [&] { net.middle(at::tanh(net.first(whole_batch(samples).x))).mul(net.scale).sum().backward(); };
+      const std::string text = refusal([&] { world.rank() == 1 ? without_last() : backward(net, whole_batch(samples)); });
+      EXPECT_THAT(text, HasSubstr("2 of 7 parameters got no gradient in this step: 'last.weight'"));
+      EXPECT_THAT(text, HasSubstr("on rank 1 of "));
+      net.zero_grad();
+      backward(net, part_of(whole_batch(samples), 4, world.rank()));
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, FindUnusedParametersOfOneReplicaAlone) {
+  for (const Way& way : ways) {
+    SliceCollector gradients;
+    run_ranks(4, [&](World& world) {
+      Net net;
+      ZeroOptions options = options_of(way);
+      options.find_unused_parameters = true;
+      ShardedDataParallel zero(net, groups_of(world, 2), options);
+      for (int step = 0; step < 2; ++step) {
+        net.zero_grad();
+        const at::Tensor hidden = net.middle(net.first(whole_batch(samples).x)) * net.scale;
+        (world.rank() >= 2 ? net.last(hidden).sum() : hidden.sum()).backward();
+      }
+      gradients.add_gradients(zero.shards());
+    });
+    Net reference;
+    for (int rank = 0; rank < 4; ++rank) {
+      const at::Tensor hidden = reference.middle(reference.first(whole_batch(samples).x)) * reference.scale;
+      (rank >= 2 ? reference.last(hidden).sum() : hidden.sum()).backward();
+    }
+    EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), gradients_of(reference)), parity) << "stage " << way.stage;
+  }
+}
+
+TEST(ZeroPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
+  const auto expected = one_process(1);
+  for (const Way& way : ways) {
+    for (const bool cleared : {true, false}) {
+      SliceCollector gradients;
+      run_ranks(2, [&](World& world) {
+        Net net;
+        ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+        const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+        at::Tensor hidden = net.first(mine.x);
+        hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+        EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+        if (cleared) net.zero_grad();
+        backward(net, mine);
+        gradients.add_gradients(zero.shards());
+      });
+      EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), expected[0]), parity) << "stage " << way.stage;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera
