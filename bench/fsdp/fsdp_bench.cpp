@@ -81,9 +81,7 @@ void operators(benchmark::State& state) {
     if (watched) sharded = fully_shard(*model, group, {.replicas = ReplicaStart::Broadcast, .trigger = ShardTrigger::Operators});
     return [model, sharded, x = at::ones({8})] {
       const at::NoGradGuard no_grad;
-      if (sharded) sharded->begin_evaluation();
       model->forward(x);
-      if (sharded) sharded->end_evaluation();
       return 0.0;
     };
   });

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StorageImpl.h>
 
@@ -48,6 +49,13 @@ void point_at(const at::Tensor& tensor, const at::Tensor& view) {
   impl->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
 }
 
+/// What `make` makes of views, as tensors of their own as far as autograd knows: it would refuse to detach a view in place, which optimizers do.
+template <class Make>
+at::Tensor no_view(Make&& make) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return make();
+}
+
 at::Tensor entry_view(const at::Tensor& flat, const UnitLayout::Entry& entry) { return flat.narrow(0, entry.offset, entry.numel).view(entry.shape); }
 
 }  // namespace
@@ -75,9 +83,11 @@ void FlatParameters::cut() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
     const auto [first, count] = rows_of(layout_, i, group_.rank());
-    Slice slice = cut_rows(nn::slice_of(parameter), first, count);
+    before_.push_back(nn::slice_of(parameter));
+    Slice slice = cut_rows(before_.back(), first, count);
     slice.name = parameters_[i].name;
     at::Tensor rows = local_rows(slices_, i);
+    slice_sizes_.push_back(rows.sizes().vec());
     if (!parameter.is_meta()) {
       const at::Tensor whole = parameter.detach();
       rows.copy_(whole.dim() == 0 ? whole.reshape({1}).narrow(0, 0, count).view(rows.sizes()) : whole.narrow(0, first, count));
@@ -86,6 +96,32 @@ void FlatParameters::cut() {
     nn::keep_memory(parameter);
   }
   show_slices();
+}
+
+void FlatParameters::follow_requires_grad() {
+  trained_ = std::ranges::any_of(parameters_, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
+}
+
+at::Tensor FlatParameters::whole_view(size_t index) const {
+  return no_view([&] { return entry_view(whole_, layout_.parameters[index]); });
+}
+
+at::Tensor FlatParameters::slice_view(size_t index) const {
+  return no_view([&] { return local_rows(slices_, index); });
+}
+
+std::optional<size_t> FlatParameters::find_whole(const at::Tensor& whole) const {
+  if (whole.storage().unsafeGetStorageImpl() != whole_storage()) return std::nullopt;
+  for (size_t i = 0; i < layout_.parameters.size(); ++i) {
+    const UnitLayout::Entry& entry = layout_.parameters[i];
+    if (entry.offset == whole.storage_offset() && whole.sizes() == at::IntArrayRef(entry.shape)) return i;
+  }
+  return std::nullopt;
+}
+
+void FlatParameters::set_complaint(std::string text) {
+  complaint_ = std::move(text);
+  release();
 }
 
 int64_t FlatParameters::gathered_bytes() const { return layout_.size * static_cast<int64_t>(c10::elementSize(dtypes_.gathered)); }
@@ -116,10 +152,39 @@ void FlatParameters::show_whole() {
 
 void FlatParameters::allocate() {
   const at::Tensor memory = allocate_flat(layout_.size, whole_.options(), MemoryCategory::Comm);
-  whole_.storage().unsafeGetStorageImpl()->set_data_ptr(memory.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())));
+  auto* const storage = whole_.storage().unsafeGetStorageImpl();
+  storage->clear_data_ptr_access_error_msg_();
+  storage->set_data_ptr(memory.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())));
 }
 
-void FlatParameters::release() { whole_.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, whole_.device())); }
+void FlatParameters::release() {
+  auto* const storage = whole_.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr(at::DataPtr(nullptr, whole_.device()));
+  if (!complaint_.empty() && !whole_.is_meta()) storage->release_data_and_set_meta_custom_data_ptr_error_msg_(complaint_);
+}
+
+void FlatParameters::unshard() {
+  const at::NoGradGuard no_grad;
+  at::Tensor whole;
+  {
+    const MemoryScope scope(MemoryCategory::Comm);
+    const auto options = whole_.options().dtype(slices_.scalar_type());
+    const at::Tensor parts = at::empty({layout_.ranks * layout_.part}, options);
+    comm::all_gather(group_, parts, slices_.to(options.device()));
+    whole = parts;
+    if (!layout_.even) {
+      whole = at::empty({layout_.size}, options);
+      unpad(parts, whole);
+    }
+  }
+  const MemoryScope scope(MemoryCategory::Parameters);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i].tensor;
+    set_gradient(parameter, {});
+    point_at(parameter, entry_view(whole, layout_.parameters[i]).clone());
+    nn::set_slice(parameter, before_[i]);
+  }
+}
 
 /// On the host, in the type that is gathered: cast once while parameters are whole, so that each copy moves no more than the device needs.
 const at::Tensor& FlatParameters::sendable_slices() {
@@ -156,17 +221,17 @@ void FlatParameters::finish_gather() {
   gather_ = {};
   brought_.hold_device();
   if (received_.defined()) {
-    unpad(received_);
+    unpad(received_, whole_);
     release_scratch(received_);
   }
   if (!host_ && !sent_.is_same(slices_)) release_scratch(sent_);
   sent_.reset();
 }
 
-void FlatParameters::unpad(const at::Tensor& parts) const {
+void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) const {
   for (int rank = 0; rank < layout_.ranks; ++rank) {
     const int64_t size = layout_.begin[rank + 1] - layout_.begin[rank];
-    whole_.narrow(0, layout_.begin[rank], size).copy_(parts.narrow(0, rank * layout_.part, size));
+    whole.narrow(0, layout_.begin[rank], size).copy_(parts.narrow(0, rank * layout_.part, size));
   }
 }
 
@@ -187,12 +252,12 @@ void FlatParameters::keep_slices() {
 
 void FlatParameters::hold_gradients() {
   if (whole_gradients_.defined()) return;
-  whole_gradients_ = allocate_flat(layout_.size, whole_.options().dtype(dtypes_.reduced), MemoryCategory::Comm);
+  whole_gradients_ = allocate_flat(layout_.size, whole_.options().dtype(dtypes_.summed), MemoryCategory::Comm);
   std::ranges::fill(arrivals_, Arrival::None);
 }
 
 bool FlatParameters::offers_place(size_t index) const {
-  return dtypes_.gathered == dtypes_.reduced && (!whole_gradients_.defined() || arrivals_[index] == Arrival::None);
+  return dtypes_.gathered == dtypes_.summed && (!whole_gradients_.defined() || arrivals_[index] == Arrival::None);
 }
 
 at::Tensor FlatParameters::place(size_t index) {
@@ -235,6 +300,10 @@ void FlatParameters::take_up(size_t index, const at::Tensor& gradient) {
   }
 }
 
+void FlatParameters::forget(size_t index) {
+  if (whole_gradients_.defined() && arrivals_[index] == Arrival::Taken) arrivals_[index] = Arrival::None;
+}
+
 /// Gaps, and gradients that nobody brought.
 void FlatParameters::zero_untouched() {
   std::vector<std::pair<int64_t, int64_t>> touched{{layout_.size, layout_.size}};  // [begin, end)
@@ -257,6 +326,11 @@ void FlatParameters::start_reduction() {
   if (is_place_awaited()) leave_places();
   zero_untouched();
   sent_gradients_ = std::exchange(whole_gradients_, {});
+  if (dtypes_.summed != dtypes_.reduced) {
+    const MemoryScope scope(MemoryCategory::Comm);
+    at::Tensor sum = std::exchange(sent_gradients_, sent_gradients_.to(dtypes_.reduced));
+    release_scratch(sum);
+  }
   if (!layout_.even) {
     const MemoryScope scope(MemoryCategory::Comm);
     at::Tensor whole = std::exchange(sent_gradients_, padded(sent_gradients_));
@@ -364,13 +438,20 @@ void FlatParameters::finish_step(double scale) {
   if (scale != 1) local_gradients_.mul_(scale);
 }
 
-at::Tensor FlatParameters::local_gradient(size_t index) const { return local_gradients_.defined() ? local_rows(local_gradients_, index) : at::Tensor(); }
+at::Tensor FlatParameters::local_gradient(size_t index) const {
+  if (!local_gradients_.defined()) return {};
+  return no_view([&] { return local_rows(local_gradients_, index); });
+}
 
-void FlatParameters::clear_gradients() {
+at::Tensor FlatParameters::zero_gradient(size_t index) const {
+  const MemoryScope scope(MemoryCategory::Gradients);
+  return at::zeros(local_rows(slices_, index).sizes(), slices_.options().dtype(dtypes_.kept));
+}
+
+void FlatParameters::clear_sums() {
   finish_return();
   reduction_.wait();
   reduction_ = {};
-  for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
   whole_gradients_.reset();
   local_gradients_.reset();
 }

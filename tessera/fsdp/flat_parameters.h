@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +17,7 @@
 
 namespace tessera {
 
-/// Parameters of one unit that travel together: of one dtype, all trained or all frozen. Owns the memory of this rank's slices, of the gathered whole, and of
+/// Parameters of one unit that travel together: of one dtype, all trained or all frozen when they were wrapped. Owns the memory of this rank's slices, of the gathered whole, and of
 /// gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
 ///
 /// With a HostLink, slices of parameters and of reduced gradients lie on the host: a gather begins with a copy of this rank's slice into its part of the whole,
@@ -24,6 +26,7 @@ class FlatParameters {
  public:
   struct Dtypes {
     at::ScalarType gathered;  ///< of the whole parameters, while in use
+    at::ScalarType summed;    ///< of whole gradients, while they wait for their reduction
     at::ScalarType reduced;   ///< of gradients on their way
     at::ScalarType kept;      ///< of this rank's slices of the reduced gradients
   };
@@ -34,9 +37,21 @@ class FlatParameters {
 
   const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
   const UnitLayout& layout() const { return layout_; }
+  /// Whether any of them had requires_grad set when follow_requires_grad was called last.
   bool trained() const { return trained_; }
-  /// What parameters, and views of them, that are whole lie in.
+  void follow_requires_grad();
+  /// What parameters, and views of them, lie in: while they are whole, and while they are slices.
   const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
+  const c10::StorageImpl* slice_storage() const { return slices_.storage().unsafeGetStorageImpl(); }
+  /// Parameter `index` with its whole shape, whatever the parameter itself shows; with memory while the unit is gathered.
+  at::Tensor whole_view(size_t index) const;
+  /// This rank's rows of it, whatever the parameter itself shows.
+  at::Tensor slice_view(size_t index) const;
+  /// The parameter that `whole` shows all of, in its whole shape; nothing for other views.
+  std::optional<size_t> find_whole(const at::Tensor& whole) const;
+  at::IntArrayRef slice_sizes(size_t index) const { return slice_sizes_[index]; }
+  /// What reading the whole says while it has no memory.
+  void set_complaint(std::string text);
   int64_t gathered_bytes() const;
   int64_t reduced_bytes() const;  ///< of whole gradients
   int64_t local_bytes() const;
@@ -49,6 +64,8 @@ class FlatParameters {
   void allocate();     ///< memory for the whole, undefined in content
   void release();      ///< the whole gives its memory back; the tensors, and views that autograd keeps, stay
   void keep_slices();  ///< this rank's rows <- the whole
+  /// Each parameter gets memory of its own with its whole value, and the Slice that it had before. Collective. Nothing else may be called afterwards.
+  void unshard();
 
   /// Adds a whole gradient of parameter `index` (any floating-point dtype) to what waits for the reduction; nothing to do where it was computed in its place.
   void take_up(size_t index, const at::Tensor& gradient);
@@ -57,6 +74,9 @@ class FlatParameters {
   bool offers_place(size_t index) const;
   /// That place, of the parameter's whole shape, undefined in content.
   at::Tensor place(size_t index);
+
+  /// What was taken up for parameter `index` since the last reduction does not count.
+  void forget(size_t index);
 
   /// Sum over the group of what was taken up (zeros where nothing was) -> this rank's slices, added to those of earlier reductions of the step. What is taken
   /// up from here on waits for the next one.
@@ -72,15 +92,18 @@ class FlatParameters {
   bool returned() const { return arrived_.defined() && return_.done(); }
   void finish_step(double scale);
 
-  /// The reduced gradient of parameter `index`, in the shape of its slice; undefined before the first reduction of a step.
+  /// The reduced gradient of parameter `index`, in the shape of its slice, no view as far as autograd knows; undefined before the first reduction of a step.
   at::Tensor local_gradient(size_t index) const;
-  void clear_gradients();
+  /// Zeros of that shape and dtype.
+  at::Tensor zero_gradient(size_t index) const;
+  /// Waits for what is under way and drops what was taken up and what was reduced; what `grad()` of the parameters holds stays.
+  void clear_sums();
 
  private:
   void cut();
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
-  void unpad(const at::Tensor& parts) const;
+  void unpad(const at::Tensor& parts, const at::Tensor& whole) const;
   void hold_gradients();
   bool is_place_awaited() const;
   void leave_places();
@@ -95,6 +118,9 @@ class FlatParameters {
   Dtypes dtypes_;
   std::shared_ptr<const HostLink> host_;  ///< null: slices lie on the device
   UnitLayout layout_;
+  std::vector<Slice> before_;  ///< of the parameters as they were given
+  std::vector<std::vector<int64_t>> slice_sizes_;
+  std::string complaint_;
   bool trained_;
   at::Tensor slices_;  ///< [part], this rank's rows one behind the other
   at::Tensor whole_;   ///< [size], without memory unless gathered

@@ -1,20 +1,23 @@
 #include "tessera/fsdp/fully_shard.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
 #include "tessera/fsdp/call_trigger.h"
 #include "tessera/fsdp/initialize.h"
 #include "tessera/fsdp/operator_trigger.h"
+#include "tessera/fsdp/orphans.h"
 #include "tessera/fsdp/sharded_step.h"
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/module.h"
-#include "tessera/nn/operators.h"
+#include "tessera/nn/operator_watch.h"
 
 namespace tessera {
 namespace {
@@ -50,6 +53,45 @@ std::string uninterceptable(const UnitPlan& plan) {
   return "";
 }
 
+/// Parameters that are slices of somebody, alive or gone.
+class CutParameters {
+ public:
+  void check_none(const UnitPlan& plan) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& unit : plan.units) {
+      for (const auto& parameter : unit.parameters) {
+        const auto found = cut_.find(parameter.tensor.unsafeGetTensorImpl());
+        require(found == cut_.end() || found->second.expired(), "fully_shard: '", parameter.name,
+                "' is a slice already, of a module that was wrapped before; call unshard(model) first, while what fully_shard returned is alive");
+      }
+    }
+  }
+  void add(const UnitPlan& plan) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(cut_, [](const auto& item) { return item.second.expired(); });
+    for (const auto& unit : plan.units) {
+      for (const auto& parameter : unit.parameters) cut_.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.tensor.getIntrusivePtr());
+    }
+  }
+  void remove(const ShardedUnits& units) {
+    const std::lock_guard lock(mutex_);
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      for (const FlatParameters& flat : units.flats(unit)) {
+        for (const auto& parameter : flat.parameters()) cut_.erase(parameter.tensor.unsafeGetTensorImpl());
+      }
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> cut_;
+};
+
+CutParameters& cut_parameters() {
+  static CutParameters parameters;
+  return parameters;
+}
+
 bool has_values(const torch::nn::Module& module) {
   return std::ranges::none_of(nn::unique_parameters(module), [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
 }
@@ -58,7 +100,8 @@ bool has_values(const torch::nn::Module& module) {
 
 class FullyShardedDataParallel::Impl {
  public:
-  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options) : module_(module), group_(std::move(group)), options_(std::move(options)) {
+  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, std::shared_ptr<const int> holds)
+      : module_(module), group_(std::move(group)), options_(std::move(options)), holds_(std::move(holds)) {
     check_dtypes(options_);
     nn::assign_paths(module_);
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too
@@ -67,57 +110,92 @@ class FullyShardedDataParallel::Impl {
       if (options_.init) initialize_whole(plan);
       return;
     }
+    cut_parameters().check_none(plan);
     const comm::CallSite site("fsdp.start");
     if (has_values(module_)) {
       equalize_replicas(module_, group_, options_.replicas);
       equalize_replicas(module_, options_.replicate, options_.replicas);
+      if (options_.buffers != BufferBroadcast::Never) share_buffers();
     }
     units_.emplace(plan, group_, options_);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
-    step_.emplace(*units_, group_, options_);
+    cut_parameters().add(plan);
+    step_.emplace(*units_, group_, options_, ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }});
     choose_trigger(std::move(plan));
   }
 
+  /// Leaves slices. Nothing is waited for, and nothing thrown: a true exception may be on its way.
+  ~Impl() {
+    if (!active() || unsharded_ || !step_) return;
+    try {
+      watch_.reset();
+      attached_.detach();
+      step_->abandon();
+      refuse_orphans(*units_);
+    } catch (...) {
+    }
+  }
+
   void begin_step() {
+    check_sharded("begin_step");
+    require(!begun_ || !active() || !step_->awaits_finish(),
+            "fully_shard: begin_step() was called before the finish() of the step before, whose last backward pass is over");
+    begun_ = true;
+    micro_batch_ = MicroBatch::None;
+    last_seen_ = false;
     if (!active()) {
       for (const auto& parameter : nn::unique_parameters(module_)) set_gradient(parameter.tensor, {});
       return;
     }
-    scope_.reset();
-    step_->begin();
-    watch();
+    if (calls_) watch_->sleep();  // an engine's calls are known
+    step_->begin(Drive::Engine);
   }
 
-  void set_last(bool last) {
-    if (active()) step_->begin_micro_batch(last);
+  void before_micro_batch(const MicroBatchPosition& position) {
+    require(begun_, "fully_shard: before_micro_batch() was called outside of a step; call begin_step() first");
+    require(micro_batch_ != MicroBatch::Open, "fully_shard: before_micro_batch() was called before the after_micro_batch() of the one before");
+    require(!last_seen_, "fully_shard: before_micro_batch() was called after the step's last micro-batch (MicroBatchPosition::last); call finish()");
+    micro_batch_ = MicroBatch::Open;
+    last_seen_ = position.last;
+    if (active()) step_->begin_micro_batch(position.last);
+  }
+
+  void after_micro_batch() {
+    require(begun_ && micro_batch_ == MicroBatch::Open, "fully_shard: after_micro_batch() was called without a before_micro_batch()");
+    micro_batch_ = MicroBatch::Closed;
   }
 
   void finish() {
-    if (!active()) return;
-    scope_.reset();
-    step_->finish();
+    require(begun_, "fully_shard: finish() was called without a begin_step()");
+    require(micro_batch_ != MicroBatch::Open, "fully_shard: finish() was called before the after_micro_batch() of the last micro-batch");
+    require(micro_batch_ == MicroBatch::None || last_seen_,
+            "fully_shard: finish() was called before the step's last micro-batch: no before_micro_batch() said MicroBatchPosition::last");
+    begun_ = false;
+    if (active()) step_->finish();
   }
 
-  void begin_evaluation() {
-    if (!active() || !operators_) return;
-    for (size_t unit = 0; unit < units_->size(); ++unit) units_->show_whole(unit);
-    watch();
+  void unshard() {
+    if (!active() || unsharded_) return;
+    check_sharded("unshard");
+    require(!step_->in_backward(), "fully_shard: unshard() was called in a backward pass; call it between steps");
+    watch_.reset();
+    attached_.detach();
+    step_->leave();
+    const comm::CallSite site("fsdp.unshard");
+    cut_parameters().remove(*units_);
+    units_->unshard();
+    unsharded_ = true;
+    begun_ = false;
   }
 
-  void end_evaluation() {
-    if (!active() || !operators_) return;
-    scope_.reset();
-    units_->release_all();
-    for (size_t unit = 0; unit < units_->size(); ++unit) units_->show_slices(unit);
-  }
-
+  torch::nn::Module& module() const { return module_; }
   const SynchronizationStatistics& statistics() const { return active() ? units_->statistics() : none_; }
   const comm::Group& group() const { return group_; }
 
   std::vector<int64_t> held_elements(int rank) const {
     std::vector<int64_t> held;
     for (size_t unit = 0; active() && unit < units_->size(); ++unit) {
-      for (const FlatParameters& flat : units_->flats(unit)) {
+      for (const FlatParameters& flat : std::as_const(*units_).flats(unit)) {
         for (size_t i = 0; i < flat.parameters().size(); ++i) held.push_back(elements_of(flat.layout(), i, rank));
       }
     }
@@ -143,24 +221,45 @@ class FullyShardedDataParallel::Impl {
  private:
   bool active() const { return group_.size() > 1 || options_.replicate.size() > 1 || options_.offload != Offload::None; }
 
+  void check_sharded(const char* call) const {
+    require(!unsharded_, "fully_shard: ", call, "() was called after unshard(): the module is whole, and nothing is sharded any more; wrap it anew");
+  }
+
+  void share_buffers() {
+    const comm::CallSite site("fsdp.buffers");
+    const nn::Unwatched quietly;
+    broadcast_buffers(module_, options_.replicate);
+    broadcast_buffers(module_, group_);
+  }
+
+  void complete() {
+    if (options_.buffers == BufferBroadcast::EachStep) share_buffers();
+  }
+
   void choose_trigger(UnitPlan plan) {
     const std::string plain = uninterceptable(plan);
     require(plain.empty() || options_.trigger != ShardTrigger::Calls, "fully_shard: calls of '", plain,
             "' cannot be intercepted, for it is a plain torch::nn::Module; derive it from tessera::nn::Module, or let operators trigger the gathers "
             "(ShardTrigger::Operators)");
-    if (plain.empty() && options_.trigger != ShardTrigger::Operators) {
-      nn::check_no_bypass(module_);
-      attached_ = CallTrigger::attach(std::make_shared<CallTrigger>(std::move(plan), *units_, *step_, options_.reshard_after_forward));
-      return;
-    }
-    require(options_.reshard_after_forward, "fully_shard: reshard_after_forward = false needs calls that can be intercepted; '",
+    // A dtype for all parameters is one for what is computed with them.
+    const std::optional<at::ScalarType> inputs = options_.cast ? std::nullopt : options_.param_dtype;
+    calls_ = plain.empty() && options_.trigger != ShardTrigger::Operators;
+    require(calls_ || options_.reshard_after_forward, "fully_shard: reshard_after_forward = false needs calls that can be intercepted; '",
             plain.empty() ? "the module" : plain, "' is watched by its operators, which do not tell where forward ends");
-    operators_ = std::make_shared<OperatorTrigger>(*units_, *step_);
-    step_->retire_when_complete();
-  }
-
-  void watch() {
-    if (operators_) scope_ = std::make_unique<nn::OperatorScope>(operators_);
+    const auto role = calls_ ? OperatorTrigger::Role::Fallback : OperatorTrigger::Role::Trigger;
+    const auto operators = std::make_shared<OperatorTrigger>(module_, *units_, *step_, role, inputs);
+    watch_.emplace(operators);
+    if (calls_) {
+      nn::check_no_bypass(module_);
+      const auto trigger = std::make_shared<CallTrigger>(
+          std::move(plan), *units_, *step_,
+          CallTrigger::Options{.reshard_after_forward = options_.reshard_after_forward, .inputs = inputs, .unseen = [this] { watch_->wake(); }});
+      operators->follow_calls(trigger->depth());
+      attached_ = CallTrigger::attach(trigger);
+    } else {
+      step_->retire_when_complete();
+    }
+    watch_->wake();
   }
 
   void initialize_whole(const UnitPlan& plan) {
@@ -169,32 +268,78 @@ class FullyShardedDataParallel::Impl {
     for (const auto& holder : plan.holders) options_.init(*holder.module, holder.path);
   }
 
+  enum class MicroBatch { None, Open, Closed };
+
   torch::nn::Module& module_;
   comm::Group group_;
   FullyShardOptions options_;
+  std::shared_ptr<const int> holds_;
   std::optional<ShardedUnits> units_;
   std::optional<ShardedStep> step_;
-  std::shared_ptr<OperatorTrigger> operators_;
-  std::unique_ptr<nn::OperatorScope> scope_;
   Attachment attached_;
+  std::optional<nn::OperatorWatch> watch_;
+  bool calls_ = false;      ///< trigger the gathers
+  bool unsharded_ = false;  ///< for good
   SynchronizationStatistics none_;
+
+  bool begun_ = false;  ///< by an engine
+  MicroBatch micro_batch_ = MicroBatch::None;
+  bool last_seen_ = false;
 };
 
+namespace {
+
+/// Who shards which module: what unshard(module) looks up.
+class Wrappers {
+ public:
+  void add(torch::nn::Module& module, FullyShardedDataParallel& wrapper) {
+    const std::lock_guard lock(mutex_);
+    of_[&module] = &wrapper;
+  }
+  void remove(torch::nn::Module& module, const FullyShardedDataParallel& wrapper) {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = of_.find(&module); found != of_.end() && found->second == &wrapper) of_.erase(found);
+  }
+  FullyShardedDataParallel* of(torch::nn::Module& module) {
+    const std::lock_guard lock(mutex_);
+    const auto found = of_.find(&module);
+    return found == of_.end() ? nullptr : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<torch::nn::Module*, FullyShardedDataParallel*> of_;
+};
+
+Wrappers& wrappers() {
+  static Wrappers wrappers;
+  return wrappers;
+}
+
+}  // namespace
+
 FullyShardedDataParallel::FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options)
-    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options))) {}
-FullyShardedDataParallel::~FullyShardedDataParallel() = default;
+    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options), holds())) {
+  wrappers().add(module, *this);
+}
+FullyShardedDataParallel::~FullyShardedDataParallel() { wrappers().remove(impl_->module(), *this); }
 
 void FullyShardedDataParallel::begin_step() { impl_->begin_step(); }
-void FullyShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->set_last(position.last); }
-void FullyShardedDataParallel::after_micro_batch(const MicroBatchPosition&) {}
-void FullyShardedDataParallel::set_last_micro_batch(bool last) { impl_->set_last(last); }
+void FullyShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
+void FullyShardedDataParallel::after_micro_batch(const MicroBatchPosition&) { impl_->after_micro_batch(); }
 void FullyShardedDataParallel::finish() { impl_->finish(); }
-void FullyShardedDataParallel::begin_evaluation() { impl_->begin_evaluation(); }
-void FullyShardedDataParallel::end_evaluation() { impl_->end_evaluation(); }
+void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->units(); }
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
+
+void unshard(torch::nn::Module& module) {
+  FullyShardedDataParallel* const wrapper = wrappers().of(module);
+  require(wrapper != nullptr, "unshard: '", module.name(),
+          "' is not what fully_shard was given, or what it returned is gone; pass the module that was wrapped, while its wrapper lives");
+  wrapper->unshard();
+}
 
 std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options) {
   return std::make_unique<FullyShardedDataParallel>(module, std::move(group), std::move(options));

@@ -72,8 +72,12 @@ struct FullyShardOptions {
   bool reshard_after_forward = true;                ///< false: a unit stays gathered until its backward, and is gathered once per micro-batch
   bool reduce_each_micro_batch = true;              ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
   bool average = false;                             ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
-  bool find_unused_parameters = false;              ///< parameters that no rank used have no gradient after finish(); otherwise finish() refuses them by name
-  std::optional<at::ScalarType> param_dtype = {};   ///< gather (and compute with) floating-point parameters in this dtype; the slices keep theirs
+  /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes. Then all
+  /// units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory meanwhile.
+  bool find_unused_parameters = false;
+  /// Gather (and compute with) floating-point parameters in this dtype; the slices keep theirs. Where `cast` names none of them, floating-point inputs of the
+  /// root and of wrapped modules are cast, too, if calls trigger the gathers; if operators do, an input of another dtype is refused by name.
+  std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};  ///< sum gradients of the ranks in this dtype; unset: the slices'
   /// Keep reduced gradients, over micro-batches and for the optimizer, in this dtype; unset: the wider of the slices' and reduce_dtype.
   std::optional<at::ScalarType> gradient_dtype = {};
@@ -81,6 +85,8 @@ struct FullyShardOptions {
   std::function<bool(const nn::NamedParameter&)> cast = {};
   comm::Group replicate = {};                   ///< ranks that hold the same slices (hybrid sharding): their reduced gradients are summed once a step
   ReplicaStart replicas = ReplicaStart::Check;  ///< of a module that has values already: what makes those of the ranks equal
+  /// Buffers (BatchNorm's statistics) of rank 0 are every rank's: when a step is complete, so that evaluation and checkpoints agree.
+  BufferBroadcast buffers = BufferBroadcast::EachStep;
   int64_t unit_bytes_limit = 0;                 ///< a gathered unit may not take more than that; 0: no limit
   ShardTrigger trigger = ShardTrigger::Automatic;
   Offload offload = Offload::None;  ///< Host: slices wait there
@@ -96,19 +102,25 @@ struct ShardUnit {
 };
 
 /// Sharded parameters, gradients and optimizer state (ZeRO stage 3, arXiv:1910.02054; FSDP, arXiv:2304.11277) over the ranks of a group, n of them; made by
-/// fully_shard. Parameters are cut along dimension 0. While a step runs (from begin_step to finish) each parameter of the module has its whole shape, with
-/// memory only while its unit is in use; outside of it the very same tensor is this rank's slice, as slice_of says, so optimizers, clipping, checkpoints and
-/// hashes see slices and need to know nothing.
+/// fully_shard. Parameters are cut along dimension 0. Each parameter of the module has its whole shape while a forward or a backward runs, with memory only
+/// while its unit is in use; in between the very same tensor is this rank's slice, as slice_of says, so optimizers, clipping, checkpoints and hashes see slices
+/// and need to know nothing. The loop is that of one device:
 ///
 ///   auto model = on_meta([&] { return Llama(options); });
 ///   auto sharded = fully_shard(*model, group, {.wrap = "layers.*"});
 ///   materialize(*model, seed);                            // this rank's slices only
+///   torch::optim::AdamW optimizer(model->parameters());
 ///   for (...) {
-///     sharded->begin_step();
-///     loss(model(x), y).backward();                       // with accumulation: several, set_last_micro_batch(false) before all but the last
-///     sharded->finish();                                  // grad() of each parameter is this rank's slice of the sum over ranks
+///     optimizer.zero_grad();
+///     loss(model(x), y).backward();                       // grad() of each parameter is this rank's slice of the sum over ranks
 ///     optimizer.step();
 ///   }
+///
+/// A step begins with a forward that records gradients and is complete when its backward pass is; another backward pass adds to what is in grad(). Under
+/// `auto held = sharded->no_sync()` whole gradients wait on each rank if reduce_each_micro_batch is false, and buffers are not shared; parameters without a
+/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing. Parameters may
+/// be frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate` once a step, and
+/// whole parameters from the one to the other.
 ///
 /// A unit is gathered before the calls that use it, freed after the last of them, gathered again when backward reaches it, and its gradients are
 /// reduce-scattered and freed as soon as backward has left it, in an order that depends on the order of calls alone, so that collectives match on
@@ -123,8 +135,7 @@ struct ShardUnit {
 ///                             copied once (unit_layout.h)
 ///
 /// A group of one (with `replicate` of one, without offload) is the identity: nothing is attached and nothing moves. Buffers are not sharded. One rank, one
-/// thread.
-/// The module must outlive this object.
+/// thread. The module must outlive this object, which leaves slices behind, and a forward over them is refused by name; unshard() before makes it whole again.
 class FullyShardedDataParallel final : public GradientSynchronizer {
  public:
   FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options);
@@ -139,12 +150,9 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   const SynchronizationStatistics& statistics() const override;
   std::vector<int64_t> held_elements(int rank) const override;
 
-  /// Whether the passes that follow are the step's last; true after begin_step.
-  void set_last_micro_batch(bool last);
-
-  /// Evaluation and generation need nothing where calls trigger the gathers. Where operators do, they run between these two; no gradients.
-  void begin_evaluation();
-  void end_evaluation();
+  /// Gives the whole module back: every parameter in memory of its own, without gradient. Collective, between steps. Afterwards the module can be wrapped
+  /// anew, in another layout, and this object refuses to be called.
+  void unshard();
 
   /// What is sharded, in the order of registration. Empty where a group of one is the identity.
   std::vector<ShardUnit> units() const;
@@ -167,6 +175,14 @@ std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module,
 template <class Contained>
 std::unique_ptr<FullyShardedDataParallel> fully_shard(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, FullyShardOptions options = {}) {
   return fully_shard(*module.ptr(), std::move(group), std::move(options));
+}
+
+/// FullyShardedDataParallel::unshard of the wrapper, or of the one that shards `module`. Throws ConfigError where none does.
+void unshard(torch::nn::Module& module);
+inline void unshard(FullyShardedDataParallel& sharded) { sharded.unshard(); }
+template <class Contained>
+void unshard(const torch::nn::ModuleHolder<Contained>& module) {
+  unshard(*module.ptr());
 }
 
 }  // namespace tessera

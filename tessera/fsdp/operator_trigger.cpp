@@ -2,38 +2,203 @@
 
 #include <algorithm>
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/backward_pass.h"
+
 namespace tessera {
 
-OperatorTrigger::OperatorTrigger(ShardedUnits& units, ShardedStep& step) : units_(units), step_(step), last_(units.size()) {
+OperatorTrigger::OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype)
+    : module_(module), units_(units), step_(step), role_(role), one_dtype_(one_dtype), last_(units.size()) {
   for (size_t unit = 0; unit < units.size(); ++unit) {
-    for (const FlatParameters& flat : units.flats(unit)) unit_of_.emplace(flat.whole_storage(), unit);
+    for (size_t flat = 0; flat < units.flats(unit).size(); ++flat) {
+      const FlatParameters& parameters = units.flats(unit)[flat];
+      storages_.emplace(parameters.whole_storage(), Storage{unit, true});
+      storages_.emplace(parameters.slice_storage(), Storage{unit, false});
+      for (size_t index = 0; index < parameters.parameters().size(); ++index) {
+        parameters_.emplace(parameters.parameters()[index].tensor.unsafeGetTensorImpl(), UnitPlace{unit, flat, index});
+      }
+    }
   }
 }
 
-void OperatorTrigger::meet(const at::Tensor& tensor) {
+void OperatorTrigger::note(size_t unit) {
+  if (std::ranges::find(met_, unit) == met_.end()) met_.push_back(unit);
+}
+
+void OperatorTrigger::meet(const at::Tensor& tensor, size_t argument) {
   if (!tensor.defined() || !tensor.has_storage()) return;
-  const auto found = unit_of_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found != unit_of_.end() && std::ranges::find(met_, found->second) == met_.end()) met_.push_back(found->second);
-}
-
-void OperatorTrigger::meet(const c10::IValue& value) {
-  if (value.isTensor()) {
-    meet(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) meet(tensor);
-  } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) meet(item);
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == storages_.end()) return;
+  if (found->second.whole) return note(found->second.unit);
+  const auto parameter = parameters_.find(tensor.unsafeGetTensorImpl());
+  if (parameter == parameters_.end()) {
+    touched_ = true;
+  } else {
+    seen_.push_back({tensor, parameter->second, argument});
   }
 }
 
-void OperatorTrigger::call(nn::OperatorCall& operation) {
+void OperatorTrigger::meet(const c10::IValue& value, size_t argument) {
+  if (value.isTensor()) {
+    meet(value.toTensor(), argument);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) meet(tensor, argument);
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) meet(item, argument);
+  }
+}
+
+OperatorUse OperatorTrigger::use_of(const c10::FunctionSchema& schema, Arguments arguments) const {
+  OperatorUse use = OperatorUse::Slice;
+  for (const Seen& seen : seen_) {
+    const OperatorUse own = operator_use(schema, arguments, seen.argument, seen.tensor.sizes());
+    if (own == OperatorUse::Whole) return own;
+    if (own != OperatorUse::Slice) use = own;
+  }
+  return use;
+}
+
+/// Optimizers, and whoever prints or compares, work on slices, too. They do so beside other slices, or without gradients, or where no forward is under way.
+bool OperatorTrigger::wants_whole(OperatorUse use) const {
+  if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
+  if (in_call()) return true;
+  if (role_ == Role::Fallback && step_.running()) return true;
+  if (use == OperatorUse::Alike) return false;
+  if (evaluating_) return true;
+  return role_ == Role::Trigger && (at::GradMode::is_enabled() || !module_.is_training());
+}
+
+/// The parameter that `tensor` is, or is an alias of (data(), which optimizers take), while parameters show their whole shapes.
+std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == storages_.end() || !found->second.whole) return std::nullopt;
+  const size_t unit = found->second.unit;
+  for (size_t flat = 0; flat < units_.flats(unit).size(); ++flat) {
+    if (const auto index = units_.flats(unit)[flat].find_whole(tensor)) return UnitPlace{unit, flat, *index};
+  }
+  return std::nullopt;
+}
+
+/// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one beside what has the shape of its slice.
+bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
+  std::vector<at::IntArrayRef> others, slices;
+  bool written = false;
+  const auto look = [&](const at::Tensor& tensor, bool writes) {
+    if (!tensor.defined()) return;
+    const auto place = whole_parameter(tensor);
+    if (!place) return others.push_back(tensor.sizes());
+    written = written || writes;
+    slices.push_back(units_.flats(place->unit)[place->flat].slice_sizes(place->index));
+  };
+  std::vector<at::Tensor> alive;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::AliasInfo* const alias = schema.arguments()[i].alias_info();
+    const bool writes = alias != nullptr && alias->isWrite();
+    if (arguments[i].isTensor()) look(arguments[i].toTensor(), writes);
+    if (!arguments[i].isTensorList()) continue;
+    for (at::Tensor& tensor : arguments[i].toTensorVector()) look(alive.emplace_back(std::move(tensor)), writes);
+  }
+  return written || std::ranges::any_of(slices, [&](at::IntArrayRef sizes) { return std::ranges::find(others, sizes) != others.end(); });
+}
+
+/// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
+void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
+  std::vector<std::pair<size_t, UnitPlace>> aliases;
+  for (size_t i = first; i < stack.size(); ++i) {
+    if (!stack[i].isTensor() || parameters_.contains(stack[i].toTensor().unsafeGetTensorImpl())) continue;
+    if (const auto place = whole_parameter(stack[i].toTensor())) aliases.emplace_back(i, *place);
+  }
+  step_.leave();
+  for (const auto& [i, place] : aliases) stack[i] = units_.flats(place.unit)[place.flat].slice_view(place.index);
+}
+
+/// libtorch would say that two dtypes differ, and not which of them is ours.
+void OperatorTrigger::check_dtypes(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!one_dtype_ || !needs_one_dtype(schema.name()) || met_.empty()) return;
+  for (const c10::IValue& argument : arguments) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) continue;
+    const at::Tensor& tensor = argument.toTensor();
+    if (!tensor.is_floating_point() || tensor.scalar_type() == *one_dtype_ || at::autocast::is_autocast_enabled(tensor.device().type())) continue;
+    throw ConfigError(detail::concat("fully_shard: ", schema.name(), " got an input of ", tensor.scalar_type(), " beside a parameter of unit '",
+                                     units_.name(met_.front()), "', which is gathered in param_dtype = ", *one_dtype_,
+                                     "; cast what the model is given, as in model->forward(x.to(at::k", *one_dtype_, ")), or leave param_dtype out"));
+  }
+}
+
+c10::IValue OperatorTrigger::with_wholes(const c10::IValue& value) const {
+  const auto whole = [&](const at::Tensor& tensor) {
+    const auto found = parameters_.find(tensor.unsafeGetTensorImpl());
+    return found == parameters_.end() ? tensor : units_.flats(found->second.unit)[found->second.flat].whole_view(found->second.index);
+  };
+  if (value.isTensor()) return whole(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(whole(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) list.push_back(tensor ? std::optional(whole(*tensor)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
+  const bool step = at::GradMode::is_enabled() && std::ranges::any_of(parameters_, [](const auto& item) { return item.first->requires_grad(); });
+  for (const Seen& seen : seen_) note(seen.place.unit);
+  if (step && !step_.running()) step_.begin(Drive::Loop);
+  if (step) return step_.resume();
+  if (in_call()) return;  // acquired in place, and given back when the call ends
+  evaluating_ = !at::GradMode::is_enabled();
+  for (size_t i = first; i < stack.size(); ++i) stack[i] = with_wholes(stack[i]);
+}
+
+void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   met_.clear();
-  for (const c10::IValue& argument : operation.arguments()) meet(argument);
-  if (!met_.empty()) use_met();
-  operation.run();
+  seen_.clear();
+  touched_ = false;
+  const c10::FunctionSchema& schema = op.schema();
+  const size_t count = schema.arguments().size(), first = stack.size() - count;
+  for (size_t i = 0; i < count; ++i) meet(stack[first + i], i);
+  const bool backward = nn::backward_pass() >= 0;
+  if (evaluating_ && !backward && at::GradMode::is_enabled()) {  // evaluation is over
+    evaluating_ = false;
+    if (!step_.running()) units_.release_all();
+  }
+  if (met_.empty() && seen_.empty() && !touched_) return;
+  const Arguments arguments(stack.data() + first, count);
+  require(schema.name() != "aten::embedding_renorm_",
+          "fully_shard: an embedding with max_norm writes rows of its weight in forward, which on each rank holds some of them; leave max_norm out");
+  const OperatorUse use = use_of(schema, arguments);
+  if (backward) {
+    if (met_.empty() && (seen_.empty() || use == OperatorUse::Slice)) return;
+    step_.begin_backward();
+    for (const Seen& seen : seen_) note(seen.place.unit);
+    return use_met();
+  }
+  step_.recover();
+  if (!seen_.empty() && wants_whole(use)) {
+    begin_forward(stack, first);
+  } else if (!seen_.empty() || touched_) {
+    if (!step_.running() && !in_call()) {  // what is held is stale, if the slice is written
+      units_.release_all();
+      evaluating_ = false;
+    }
+    if (step_.running() && !step_.driven() && !in_call() && use == OperatorUse::Slice) step_.leave();
+  } else if (step_.running() && !step_.driven() && !in_call() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
+    return leave_forward(stack, first);
+  }
+  check_dtypes(schema, Arguments(stack.data() + first, count));
+  use_met();
 }
 
 bool OperatorTrigger::comes_soon(size_t unit) const {
+  if (!step_.running()) return false;
   for (size_t ahead = 0; ahead < 2; ++ahead) {
     const size_t* next = step_.order().next(ahead);
     if (next && *next == unit) return true;
@@ -42,6 +207,27 @@ bool OperatorTrigger::comes_soon(size_t unit) const {
 }
 
 void OperatorTrigger::use_met() {
+  if (met_.empty()) return;
+  if (role_ == Role::Trigger) return use_in_step();
+  for (const size_t unit : met_) {
+    if (units_.held(unit)) continue;
+    if (step_.running()) {
+      step_.use(unit, step_.order());
+    } else {
+      acquire_for_operator(unit);
+    }
+  }
+}
+
+/// Outside of a step and of calls the operator has been given the whole: parameters stay slices.
+void OperatorTrigger::acquire_for_operator(size_t unit) {
+  units_.acquire(unit);
+  if (in_call()) return;
+  units_.settle();
+  for (size_t any = 0; any < units_.size(); ++any) units_.show_slices(any);
+}
+
+void OperatorTrigger::use_in_step() {
   if (pass_ != step_.pass()) {
     pass_ = step_.pass();
     last_ = units_.size();
@@ -49,11 +235,17 @@ void OperatorTrigger::use_met() {
   const bool same = met_.size() == 1 && met_.front() == last_;
   if (same && units_.held(last_)) return;
   if (!same) {
-    for (const size_t unit : met_) step_.order().saw(unit);
+    for (const size_t unit : met_) {
+      if (step_.running()) step_.order().saw(unit);
+    }
     last_ = met_.back();
     for (size_t unit = 0; unit < units_.size(); ++unit) {
-      if (units_.held(unit) && std::ranges::find(met_, unit) == met_.end() && !comes_soon(unit)) units_.release(unit);
+      if (units_.held(unit) && std::ranges::find(met_, unit) == met_.end() && !comes_soon(unit)) units_.release_for_now(unit);
     }
+  }
+  if (!step_.running()) {
+    for (const size_t unit : met_) acquire_for_operator(unit);
+    return;
   }
   for (const size_t unit : met_) units_.acquire(unit);
   units_.prefetch(step_.order());

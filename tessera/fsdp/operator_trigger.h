@@ -1,34 +1,84 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include <torch/nn/module.h>
+
+#include "tessera/fsdp/operator_use.h"
 #include "tessera/fsdp/sharded_step.h"
-#include "tessera/nn/operators.h"
+#include "tessera/nn/operator_watch.h"
 
 namespace tessera {
 
-/// Tells a step which unit is needed by looking at the arguments of every operator, forward and backward, for any torch::nn::Module: a parameter, and every
-/// view of it that autograd keeps, has the storage of its unit's whole buffer. A unit is acquired when an operator first meets that storage. It is released
-/// when an operator meets another unit, unless the order of the pass before says that it comes again within the next two uses; and where a released unit is met
-/// again, it is gathered again. So an unforeseen order costs traffic, never correctness. Cost: about a microsecond an operator.
-class OperatorTrigger final : public nn::OperatorHooks {
+/// Tells a step which unit is needed by looking at the arguments of every operator, forward and backward, for any torch::nn::Module.
+///
+/// In a step: a parameter, and every view of it that autograd keeps, has the storage of its unit's whole buffer. A unit is acquired when an operator first meets
+/// that storage. It is released when an operator meets another unit, unless the order of the pass before says that it comes again within the next two uses;
+/// and where a released unit is met again, it is gathered again. So an unforeseen order costs traffic, never correctness.
+///
+/// Between steps parameters are slices, and an operator that is given one either wants that (optimizers and checkpoints write and copy) or is the first of a
+/// forward (operator_use.h). With gradients a step begins with it, and all parameters become whole before the operator looks at them. Without, the operator is
+/// given the whole in the parameter's place, so that nothing has to be undone when evaluation is over, which nobody tells.
+///
+/// Beside calls that trigger (Role::Fallback) it does the same for what calls do not show: a module that is called by ->forward(), a weight that another module
+/// reads, a graph whose outputs carry no hook. Cost: under a microsecond an operator.
+class OperatorTrigger final : public nn::OperatorWatcher {
  public:
-  OperatorTrigger(ShardedUnits& units, ShardedStep& step);
+  enum class Role { Trigger, Fallback };
 
-  void call(nn::OperatorCall& operation) override;
+  OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype);
+
+  void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
+
+  /// Beside calls: how many are under way.
+  void follow_calls(std::shared_ptr<const int> depth) { depth_ = std::move(depth); }
 
  private:
-  void meet(const c10::IValue& value);
-  void meet(const at::Tensor& tensor);
-  void use_met();
-  bool comes_soon(size_t unit) const;
+  struct Storage {
+    size_t unit;
+    bool whole;
+  };
+  /// A parameter that shows its slice, among the arguments.
+  struct Seen {
+    at::Tensor tensor;
+    UnitPlace place;
+    size_t argument;
+  };
+  using Arguments = at::ArrayRef<c10::IValue>;
 
+  void meet(const c10::IValue& value, size_t argument);
+  void meet(const at::Tensor& tensor, size_t argument);
+  void note(size_t unit);
+  OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
+  bool wants_whole(OperatorUse use) const;
+  std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;
+  bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void leave_forward(torch::jit::Stack& stack, size_t first);
+  void check_dtypes(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void begin_forward(torch::jit::Stack& stack, size_t first);
+  c10::IValue with_wholes(const c10::IValue& value) const;
+  void use_met();
+  void use_in_step();
+  void acquire_for_operator(size_t unit);
+  bool comes_soon(size_t unit) const;
+  bool in_call() const { return depth_ && *depth_ > 0; }
+
+  torch::nn::Module& module_;
   ShardedUnits& units_;
   ShardedStep& step_;
-  std::unordered_map<const c10::StorageImpl*, size_t> unit_of_;
+  Role role_;
+  std::optional<at::ScalarType> one_dtype_;
+  std::shared_ptr<const int> depth_;
+  std::unordered_map<const c10::StorageImpl*, Storage> storages_;
+  std::unordered_map<const c10::TensorImpl*, UnitPlace> parameters_;
+
   std::vector<size_t> met_;  ///< units among the arguments of the operator at hand
+  std::vector<Seen> seen_;   ///< and parameters that show slices
+  bool touched_ = false;     ///< and memory of slices by another name
+  bool evaluating_ = false;  ///< units may be held that no step knows of
   size_t last_;              ///< unit met last; size() before the first
   int64_t pass_ = -1;
 };

@@ -2,20 +2,18 @@
 
 #include <algorithm>
 
-#include <torch/csrc/autograd/engine.h>
-
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
-#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/backward_pass.h"
+#include "tessera/nn/operator_watch.h"
 
 namespace tessera {
 namespace {
 
-std::vector<UnitPlace> trained_places(const ShardedUnits& units) {
+std::vector<UnitPlace> places_of(const ShardedUnits& units) {
   std::vector<UnitPlace> places;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     for (size_t flat = 0; flat < units.flats(unit).size(); ++flat) {
-      if (!units.flats(unit)[flat].trained()) continue;
       for (size_t index = 0; index < units.flats(unit)[flat].parameters().size(); ++index) places.push_back({unit, flat, index});
     }
   }
@@ -30,54 +28,140 @@ std::vector<nn::NamedParameter> parameters_at(const ShardedUnits& units, const s
 
 }  // namespace
 
-ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options)
+ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, Callbacks callbacks)
     : units_(units),
       group_(group),
       replicas_(options.replicate),
       reduce_each_(options.reduce_each_micro_batch),
       find_unused_(options.find_unused_parameters),
-      places_(trained_places(units)),
+      callbacks_(std::move(callbacks)),
+      places_(places_of(units)),
       parameters_(parameters_at(units, places_)),
+      trained_(parameters_.size()),
+      dispatchers_(parameters_.size()),
+      hooked_(parameters_.size()),
       used_(parameters_),
       retired_(units.size()),
       final_(units.size()),
-      awaited_(units.size()) {
-  listen();
+      awaited_(units.size()),
+      aside_(parameters_.size()) {
+  follow_requires_grad();
 }
 
-void ShardedStep::listen() {
+/// What is frozen or trained may change from step to step. Who is listened to once stays so.
+void ShardedStep::follow_requires_grad() {
+  units_.follow_requires_grad();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    hooks_.add(nn::GradientDispatcher::of(parameters_[i].tensor).listen([this, i](const at::Tensor&) { accumulated(i); }));
-    hooks_.add(Attachment([tensor = parameters_[i].tensor] { nn::GradientDispatcher::of(tensor).withdraw_place(); }));
+    trained_[i] = parameters_[i].tensor.requires_grad();
+    if (!trained_[i]) continue;
+    if (dispatchers_[i] == nullptr) listen(i);
+    if (loops_ && !hooked_[i]) hook(i);
   }
+}
+
+void ShardedStep::listen(size_t i) {
+  const at::Tensor& tensor = parameters_[i].tensor;
+  dispatchers_[i] = &nn::GradientDispatcher::of(tensor);
+  hooks_.add(dispatchers_[i]->listen([this, i](const at::Tensor&) { accumulated(i); }));
+  hooks_.add(Attachment([tensor, dispatcher = dispatchers_[i]] { dispatcher->withdraw_place(); }));
+}
+
+/// What zero_grad left in grad() has the slice's shape: it has to be gone before autograd adds a whole gradient to it.
+void ShardedStep::hook(size_t i) {
+  const at::Tensor& tensor = parameters_[i].tensor;
+  hooked_[i] = true;
+  const unsigned hook = tensor.register_hook([this, alive = std::weak_ptr(alive_)](const at::Tensor&) {
+    if (!alive.expired()) begin_backward();
+  });
+  hooks_.add(Attachment([tensor, hook] { tensor.remove_hook(hook); }));
 }
 
 /// Lets gradients be computed where they are reduced. A unit's buffer is made when the first of its places is taken.
 void ShardedStep::offer_places() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
+    if (!trained_[i]) continue;
     if (flat_of(places_[i]).offers_place(places_[i].index)) {
-      dispatcher.offer_place([this, i] { return flat_of(places_[i]).place(places_[i].index); });
+      dispatchers_[i]->offer_place([this, i] { return flat_of(places_[i]).place(places_[i].index); });
     } else {
-      dispatcher.withdraw_place();
+      dispatchers_[i]->withdraw_place();
     }
   }
 }
 
-void ShardedStep::begin() {
-  units_.clear_gradients();
+void ShardedStep::withdraw_places() {
+  for (auto* const dispatcher : dispatchers_) {
+    if (dispatcher != nullptr) dispatcher->withdraw_place();
+  }
+}
+
+void ShardedStep::begin(Drive drive) {
+  const nn::Unwatched quietly;
+  put_back();
+  if (drive == Drive::Loop) loops_ = true;
+  if (drive == Drive::Engine || held_.empty()) units_.clear_sums();
   units_.release_all();  // what a step left that did not end
+  follow_requires_grad();
+  if (drive == Drive::Engine) {
+    held_.clear();
+    used_.clear();
+    for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
+  }
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   units_.statistics() = {};
-  used_.clear();
   final_.assign(units_.size(), false);
-  running_ = last_ = true;
+  drive_ = drive;
+  running_ = engine_last_ = last_ = true;
+  last_done_ = false;
   end_pass();
 }
 
 void ShardedStep::begin_micro_batch(bool last) {
-  last_ = last;
+  engine_last_ = last_ = last;
   if (!in_backward_) end_pass();
+}
+
+bool ShardedStep::aborted() const { return in_backward_ && nn::backward_pass() != task_; }
+
+void ShardedStep::recover() {
+  if (!aborted() || drive_ == Drive::Engine) return;
+  put_back();
+  held_.clear();
+  units_.clear_sums();
+  leave();
+}
+
+void ShardedStep::pause() {
+  if (!running_ || driven() || in_backward_) return;
+  units_.settle();
+  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
+}
+
+void ShardedStep::resume() {
+  if (!running_ || driven()) return;
+  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
+}
+
+void ShardedStep::restart_order() {
+  if (running_ && !driven() && !in_backward_) order_.restart();
+}
+
+void ShardedStep::abandon() noexcept {
+  try {
+    alive_.reset();
+    put_back();
+    withdraw_places();
+    for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
+  } catch (...) {
+  }
+  running_ = false;
+}
+
+void ShardedStep::leave() {
+  const nn::Unwatched quietly;
+  running_ = false;
+  withdraw_places();
+  end_pass();
+  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
 }
 
 void ShardedStep::use(size_t unit, UseOrder& order) {
@@ -89,38 +173,91 @@ void ShardedStep::use(size_t unit, UseOrder& order) {
 }
 
 void ShardedStep::begin_backward() {
-  if (in_backward_) return;
+  if (in_backward_) {
+    require(nn::backward_pass() == task_,
+            "fully_shard: a backward pass came inside of another one, or after one that ended by an exception; run forward again before it");
+    return;
+  }
+  if (!running_) begin(Drive::Loop);  // over a graph that was kept
+  task_ = nn::backward_pass();
   in_backward_ = true;
+  came_ = false;
+  last_ = engine_last_ && !callbacks_.held();
   order_.turn();
   retired_.assign(units_.size(), false);
+  due_.clear();
+  next_ = units_.size();
   std::ranges::fill(awaited_, 0);
-  for (const UnitPlace& place : places_) ++awaited_[place.unit];
-  torch::autograd::Engine::get_default_engine().queue_callback([this, alive = std::weak_ptr(alive_)] {
+  for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
+  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
+  if (drive_ == Drive::Loop) put_aside();
+  nn::at_end_of_backward([this, alive = std::weak_ptr(alive_)] {
     if (!alive.expired()) end_backward();
   });
 }
 
+/// What the program has in grad() is a slice; what backward brings is whole.
+void ShardedStep::put_aside() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i]) continue;
+    const at::Tensor& tensor = parameters_[i].tensor;
+    at::Tensor shown = tensor.grad();
+    if (!held_.empty() && held_[i].shown.defined()) {
+      const bool untouched = shown.is_same(held_[i].shown) && shown._version() == held_[i].version;
+      if (!untouched) flat_of(places_[i]).forget(places_[i].index);  // the program cleared it
+      if (untouched && held_[i].made) shown = at::Tensor();
+    }
+    aside_[i] = std::move(shown);
+    set_gradient(tensor, {});
+  }
+  held_.clear();
+}
+
+void ShardedStep::put_back() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (aside_[i].defined()) set_gradient(parameters_[i].tensor, std::exchange(aside_[i], {}));
+  }
+  in_backward_ = false;
+}
+
 void ShardedStep::accumulated(size_t parameter) {
+  const nn::Unwatched quietly;
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
-  require(running_, "fully_shard: '", name, "' got a gradient outside a step; call begin_step before the first forward pass of each step");
-  require(!final_[place.unit], "fully_shard: '", name,
-          "' got another gradient after its unit was reduced; call set_last_micro_batch(false) before each pass of a step but the last, and begin_step before "
-          "each step");
   begin_backward();
+  require(!final_[place.unit], "fully_shard: '", name,
+          "' got another gradient after its unit was reduced; hold no_sync(), or say before_micro_batch with last = false, for each backward pass of a step "
+          "but the last, and call begin_step before each step");
   flat_of(place).take_up(place.index, tensor.grad());
   set_gradient(tensor, {});
   used_.mark(parameter);
+  came_ = true;
+  reduce_what_is_due();
   if (--awaited_[place.unit] == 0 && retire_when_complete_) retire(place.unit);
 }
 
 void ShardedStep::retire(size_t unit) {
   retired_[unit] = true;
-  units_.release(unit);
-  if (units_.trained(unit) && (reduce_each_ || last_)) reduce(unit, last_);
+  if (!find_unused_ || !retire_when_complete_) units_.release(unit);  // ranks that met different operators free theirs in the end
+  if (!reduce_each_ && !last_) return;
+  due_.push_back(unit);
+  reduce_what_is_due();
 }
 
-void ShardedStep::reduce(size_t unit, bool last) {
+/// Ranks that use different parameters reduce in one order all the same. And a pass that is there for gradients of something else (autograd::grad) reduces
+/// nothing, which shows when none has come.
+void ShardedStep::reduce_what_is_due() {
+  if (!find_unused_) {
+    if (drive_ == Drive::Loop && !came_) return;
+    for (const size_t unit : std::exchange(due_, {})) reduce(unit);
+    return;
+  }
+  while (next_ > 0 && std::ranges::find(due_, next_ - 1) != due_.end()) reduce(--next_);
+}
+
+void ShardedStep::reduce(size_t unit) {
+  if (!units_.trained(unit)) return;
+  const bool last = last_ || drive_ == Drive::Loop;
   units_.reduce(unit, last);
   if (last) final_[unit] = true;
 }
@@ -133,6 +270,8 @@ void ShardedStep::end_backward() {
   }
   in_backward_ = false;
   units_.statistics().num_early = units_.statistics().num_collectives;
+  if (drive_ == Drive::Loop) return complete_pass();
+  last_done_ = last_;
   end_pass();
 }
 
@@ -144,6 +283,63 @@ void ShardedStep::end_pass() {
   if (running_) offer_places();
 }
 
+void ShardedStep::complete_pass() {
+  const nn::Unwatched quietly;
+  const at::NoGradGuard no_grad;
+  if (!came_ && !find_unused_) {
+    put_back();
+    return leave();
+  }
+  if (!reduce_each_ && !last_) {
+    hold();
+    return leave();
+  }
+  land();
+  leave();
+  if (!last_) return;
+  callbacks_.complete();
+  // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
+  excuse_frozen();
+  const UsedParameters used = used_;
+  used_.clear();
+  if (!find_unused_) used.refuse_unused(group_);
+}
+
+void ShardedStep::excuse_frozen() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i] || !parameters_[i].tensor.requires_grad()) used_.mark(i);
+  }
+}
+
+/// Whole gradients wait on this rank. What stands in grad() tells whether the program cleared it.
+void ShardedStep::hold() {
+  held_.assign(parameters_.size(), {});
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i]) continue;
+    Held& held = held_[i];
+    held.made = !aside_[i].defined();
+    held.shown = held.made ? flat_of(places_[i]).zero_gradient(places_[i].index) : std::exchange(aside_[i], {});
+    held.version = held.shown._version();
+    set_gradient(parameters_[i].tensor, held.shown);
+  }
+}
+
+/// Adds what was reduced to what the program had.
+void ShardedStep::land() {
+  units_.finish_reductions();
+  const std::vector<bool> used = used_parameters();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor before = std::exchange(aside_[i], {});
+    const at::Tensor& tensor = parameters_[i].tensor;
+    const at::Tensor came = trained_[i] && used[i] && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
+    if (before.defined() && came.defined()) before.add_(came);
+    if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
+  }
+  units_.clear_sums();
+  if (find_unused_) used_.clear();
+}
+
+/// On any rank, in the passes since used_ was cleared.
 std::vector<bool> ShardedStep::used_parameters() const {
   if (!find_unused_) return std::vector<bool>(parameters_.size(), true);
   const comm::CallSite site("fsdp.unused");
@@ -157,21 +353,23 @@ std::vector<bool> ShardedStep::used_parameters() const {
 }
 
 void ShardedStep::finish() {
-  invariant(running_, "FullyShardedDataParallel::finish without begin_step");
-  running_ = false;
-  for (const auto& parameter : parameters_) nn::GradientDispatcher::of(parameter.tensor).withdraw_place();
+  const nn::Unwatched quietly;
+  invariant(driven(), "ShardedStep::finish without a step of an engine's");
   const at::NoGradGuard no_grad;
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
   for (size_t unit = units_.size(); unit-- > 0;) {
-    if (units_.trained(unit) && !final_[unit]) reduce(unit, /*last=*/true);
+    if (units_.trained(unit) && !final_[unit]) units_.reduce(unit, /*last=*/true);
   }
   units_.finish_reductions();
   const std::vector<bool> used = used_parameters();
-  units_.release_all();
-  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
+  leave();
+  callbacks_.complete();
+  excuse_frozen();
   if (!find_unused_) used_.refuse_unused(group_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (used[i]) set_gradient(parameters_[i].tensor, flat_of(places_[i]).local_gradient(places_[i].index));
+    if (used[i] && trained_[i] && parameters_[i].tensor.requires_grad()) {
+      set_gradient(parameters_[i].tensor, flat_of(places_[i]).local_gradient(places_[i].index));
+    }
   }
 }
 

@@ -11,6 +11,7 @@
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/use_order.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -20,23 +21,55 @@ struct UnitPlace {
   size_t unit, flat, index;
 };
 
+/// Who says where a step begins and ends.
+enum class Drive {
+  Loop,   ///< nobody: it begins with a forward, or with a backward, and is complete when that backward pass is, or, under no_sync(), a later one
+  Engine  ///< begin_step and finish
+};
+
 /// A step over sharded units: when parameters are whole and when slices, where gradients go, when a unit is reduced. A trigger tells it which unit is used, and
 /// which one backward has left.
 ///
-///   pass   a micro-batch's forward and backward; ends when the backward pass does, which libtorch's engine tells
+///   pass   a forward and its backward; ends when the backward pass does, which libtorch's engine tells
+///
+/// Under Drive::Loop `grad()` of a slice is the program's: what is there when backward begins is put aside, and what backward brings is added to it in the end.
+/// So a second backward adds, and one after zero_grad, wherever in the loop that stands, does not.
 class ShardedStep {
  public:
-  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options);
+  struct Callbacks {
+    std::function<bool()> held;      ///< whether no_sync() is in force
+    std::function<void()> complete;  ///< collective work of a step that is complete
+  };
+
+  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, Callbacks callbacks);
   ShardedStep(const ShardedStep&) = delete;
   ShardedStep& operator=(const ShardedStep&) = delete;
 
-  void begin();
+  void begin(Drive drive);
   void begin_micro_batch(bool last);
-  void finish();
+  void finish();  ///< of an engine's step
 
   bool running() const { return running_; }
+  bool driven() const { return running_ && drive_ == Drive::Engine; }
   bool in_backward() const { return in_backward_; }
+  /// Whether an engine's step has seen its last backward pass, and waits for finish.
+  bool awaits_finish() const { return driven() && !in_backward_ && last_done_; }
   int64_t pass() const { return pass_; }  ///< changes with every pass
+
+  /// Whether the backward of the pass at hand ended by an exception.
+  bool aborted() const;
+  /// Then forgets the pass, and with it a loop's step; an engine begins anew. To be called where a forward begins.
+  void recover();
+  /// A loop's forward is over, as far as anybody knows: until its backward comes parameters are slices again, for whoever looks at them or writes them.
+  void pause();
+  /// It goes on.
+  void resume();
+  /// Another forward of a loop begins before the backward of the one before has come.
+  void restart_order();
+  /// The step is no more: what is written to slices from here on will be gathered anew, by a forward or a backward. Parameters are slices.
+  void leave();
+  /// The same for good, whatever is under way, which is not waited for.
+  void abandon() noexcept;
 
   /// Whether a unit's reduction may start as soon as all its gradients are there, for a trigger that is not told when backward leaves a unit.
   void retire_when_complete() { retire_when_complete_ = true; }
@@ -47,7 +80,7 @@ class ShardedStep {
   /// The unit is needed now. Counts as a use in `order`, which prefetch follows: in forward each time, in backward where it has to be gathered (what is held
   /// may be met again on some ranks and not on others).
   void use(size_t unit, UseOrder& order);
-  /// Backward is in the graph of this pass. From the first call on, until the pass ends.
+  /// Backward is in the graph of this pass, or in that of one before, which then is a step of its own. From the first call on, until the pass ends.
   void begin_backward();
   bool retired(size_t unit) const { return retired_[unit]; }
   /// Backward needs the unit no more: frees it, and reduces its gradients where this pass does.
@@ -58,29 +91,62 @@ class ShardedStep {
 
  private:
   FlatParameters& flat_of(const UnitPlace& place) { return units_.flats(place.unit)[place.flat]; }
-  void listen();
+  void follow_requires_grad();
+  void listen(size_t parameter);
+  void hook(size_t parameter);
   void offer_places();
+  void withdraw_places();
   void accumulated(size_t parameter);
+  void put_aside();
+  void put_back();
   void end_backward();
   void end_pass();
-  void reduce(size_t unit, bool last);
+  void reduce_what_is_due();
+  void reduce(size_t unit);
+  void complete_pass();
+  void hold();
+  void land();
+  void excuse_frozen();
   std::vector<bool> used_parameters() const;
 
   ShardedUnits& units_;
   comm::Group group_, replicas_;
   bool reduce_each_, find_unused_;
+  Callbacks callbacks_;
   bool retire_when_complete_ = false;
   std::function<void()> last_call_;
   std::vector<UnitPlace> places_;               ///< of parameters_
-  std::vector<nn::NamedParameter> parameters_;  ///< those that are trained
+  std::vector<nn::NamedParameter> parameters_;  ///< all
+  std::vector<bool> trained_;                   ///< of those: since the step began
+  std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, once they are trained; live as long as the tensors
+  std::vector<bool> hooked_;                          ///< before a gradient is accumulated, too
+  bool loops_ = false;                                ///< a step was not an engine's
   UsedParameters used_;
 
-  bool running_ = false, last_ = true, in_backward_ = false;
+  bool running_ = false, in_backward_ = false;
+  Drive drive_ = Drive::Loop;
+  bool engine_last_ = true;  ///< what an engine said of the pass that comes
+  bool last_ = true;         ///< the pass at hand completes its step
+  bool last_done_ = false;  ///< of an engine's step: that pass is over
+  bool came_ = false;       ///< a gradient in this backward
+  int task_ = -1;           ///< the backward pass at hand
   int64_t pass_ = 0;
   UseOrder order_;
-  std::vector<bool> retired_;                              ///< per unit, in this backward
-  std::vector<bool> final_;                                ///< per unit: reduced for the last time in this step
-  std::vector<size_t> awaited_;                            ///< per unit: gradients that have not come in this backward
+  std::vector<bool> retired_;     ///< per unit, in this backward
+  std::vector<bool> final_;       ///< per unit: reduced for the last time in this step
+  std::vector<size_t> awaited_;   ///< per unit: gradients that have not come in this backward
+  std::vector<size_t> due_;       ///< units whose reduction has to wait for its turn
+  size_t next_ = 0;               ///< with find_unused: units from this one on are reduced, the last first
+  std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
+
+  /// Under no_sync, where whole gradients wait: what stands in grad() meanwhile, so that a zero_grad is seen.
+  struct Held {
+    at::Tensor shown;
+    uint32_t version = 0;
+    bool made = false;  ///< by us: no gradient of the program's
+  };
+  std::vector<Held> held_;
+
   std::shared_ptr<int> alive_ = std::make_shared<int>(0);  ///< what callbacks of the engine hold weakly
   Attachment hooks_;
 };

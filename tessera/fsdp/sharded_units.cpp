@@ -10,6 +10,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/operator_watch.h"
 
 namespace tessera {
 namespace {
@@ -46,10 +47,19 @@ std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Gro
     const auto& [trained, own, gathered] = kind;
     const at::ScalarType reduced = options.reduce_dtype.value_or(own), kept = options.gradient_dtype.value_or(at::promote_types(own, reduced));
     const bool alone = group.size() * options.replicate.size() == 1;  // nothing crosses a network
-    const FlatParameters::Dtypes dtypes{.gathered = gathered, .reduced = alone ? kept : reduced, .kept = kept};
+    // Micro-batches are added up in no narrower a type than that in which their sum is kept.
+    const at::ScalarType summed = options.reduce_each_micro_batch ? reduced : at::promote_types(kept, reduced);
+    const FlatParameters::Dtypes dtypes{.gathered = gathered, .summed = alone ? kept : summed, .reduced = alone ? kept : reduced, .kept = kept};
     flats.emplace_back(std::move(parameters), group, dtypes, options.device, host);
   }
   return flats;
+}
+
+/// Only memory says whether it is used in time, where neither a call nor an operator was seen.
+std::string complaint_of(const UnitPlan::Unit& unit) {
+  return detail::concat("fully_shard: parameters of unit '", unit.name, "' (such as '", unit.parameters.front().name,
+                        "') were read while the unit is not gathered: nothing saw that it is needed. Call the module that owns them through its holder, as "
+                        "model(x), not by ->forward(x), or let operators trigger the gathers (ShardTrigger::Operators)");
 }
 
 }  // namespace
@@ -64,14 +74,18 @@ ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const
     : group_(group),
       replicas_(options.replicate),
       limits_(options.prefetch),
-      scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0) {
+      scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0),
+      together_(options.find_unused_parameters) {
   require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
   std::shared_ptr<const HostLink> host;
   if (options.offload == Offload::Host) {
     const at::Tensor& first = plan.units.front().parameters.front().tensor;
     host = std::make_shared<const HostLink>(first.is_meta() ? options.device : first.device());
   }
-  for (const auto& unit : plan.units) units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options, host)});
+  for (const auto& unit : plan.units) {
+    units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options, host)});
+    for (auto& flat : units_.back().flats) flat.set_complaint(complaint_of(unit));
+  }
 }
 
 int64_t ShardedUnits::gathered_bytes(size_t unit) const {
@@ -82,6 +96,22 @@ int64_t ShardedUnits::gathered_bytes(size_t unit) const {
 
 bool ShardedUnits::trained(size_t unit) const {
   return std::ranges::any_of(units_[unit].flats, [](const FlatParameters& flat) { return flat.trained(); });
+}
+
+void ShardedUnits::follow_requires_grad() {
+  for (auto& unit : units_) {
+    for (auto& flat : unit.flats) flat.follow_requires_grad();
+  }
+}
+
+void ShardedUnits::unshard() {
+  const nn::Unwatched quietly;
+  release_all();
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    show_slices(unit);
+    const comm::CallSite site(units_[unit].name);
+    for (auto& flat : units_[unit].flats) flat.unshard();
+  }
 }
 
 void ShardedUnits::show_whole(size_t unit) {
@@ -100,6 +130,7 @@ void ShardedUnits::count(int64_t bytes) {
 }
 
 void ShardedUnits::start_gather(size_t index) {
+  const nn::Unwatched quietly;
   Unit& unit = units_[index];
   show_whole(index);  // slices on their way must not be written
   const comm::CallSite site(unit.name);
@@ -111,6 +142,7 @@ void ShardedUnits::start_gather(size_t index) {
 }
 
 void ShardedUnits::finish_gather(Unit& unit) {
+  const nn::Unwatched quietly;
   const comm::CallSite site(unit.name);
   const Exposed exposed(statistics_.exposed_s);
   for (auto& flat : unit.flats) flat.finish_gather();
@@ -120,11 +152,17 @@ void ShardedUnits::finish_gather(Unit& unit) {
 void ShardedUnits::acquire(size_t index) {
   Unit& unit = units_[index];
   show_whole(index);
+  if (unit.memory == Memory::None && together_) {
+    for (size_t other = 0; other < units_.size(); ++other) {
+      if (units_[other].memory == Memory::None) start_gather(other);
+    }
+  }
   if (unit.memory == Memory::None) start_gather(index);
   if (unit.memory == Memory::Arriving) finish_gather(unit);
 }
 
 void ShardedUnits::prefetch(const UseOrder& order) {
+  if (together_) return;
   std::vector<size_t> ahead;  // each once, however often it comes
   int64_t bytes = 0;
   for (size_t i = 0; const size_t* next = order.next(i); ++i) {
@@ -145,11 +183,26 @@ void ShardedUnits::release(size_t index) {
   unit.memory = Memory::None;
 }
 
+void ShardedUnits::release_for_now(size_t unit) {
+  if (!together_) release(unit);
+}
+
+void ShardedUnits::settle() {
+  for (auto& unit : units_) {
+    if (unit.memory == Memory::Arriving) finish_gather(unit);
+  }
+}
+
+bool ShardedUnits::any_held() const {
+  return std::ranges::any_of(units_, [](const Unit& unit) { return unit.memory != Memory::None; });
+}
+
 void ShardedUnits::release_all() {
   for (size_t unit = 0; unit < units_.size(); ++unit) release(unit);
 }
 
 void ShardedUnits::reduce(size_t index, bool last) {
+  const nn::Unwatched quietly;
   finish_reduction();
   const comm::CallSite site(units_[index].name);
   for (auto& flat : units_[index].flats) {
@@ -188,15 +241,17 @@ void ShardedUnits::finish_return() {
   for (auto& flat : units_[*std::exchange(returning_, std::nullopt)].flats) flat.finish_return();
 }
 
-void ShardedUnits::clear_gradients() {
+void ShardedUnits::clear_sums() {
+  const nn::Unwatched quietly;
   finish_reduction();  // of a step that did not end
   finish_return();
   for (auto& unit : units_) {
-    for (auto& flat : unit.flats) flat.clear_gradients();
+    for (auto& flat : unit.flats) flat.clear_sums();
   }
 }
 
 void ShardedUnits::finish_reductions() {
+  const nn::Unwatched quietly;
   finish_reduction();
   finish_return();
   const Exposed exposed(statistics_.exposed_s);

@@ -21,7 +21,7 @@ namespace tessera {
 int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& options);
 
 /// The memory and the traffic of all units of a module: prefetch, acquire, release, reduce. Knows nothing of what makes them due. Whoever calls it does so in
-/// the same order on every rank.
+/// the same order on every rank; with find_unused_parameters, that goes for the first gather of a pass and for reductions alone.
 class ShardedUnits {
  public:
   ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options);
@@ -32,6 +32,9 @@ class ShardedUnits {
   const std::vector<FlatParameters>& flats(size_t unit) const { return units_[unit].flats; }
   int64_t gathered_bytes(size_t unit) const;
   bool trained(size_t unit) const;
+  void follow_requires_grad();
+  /// Gives every parameter its whole value, in memory of its own, unit by unit. Collective; nothing else may be called afterwards.
+  void unshard();
 
   void show_whole(size_t unit);
   void show_slices(size_t unit);
@@ -42,13 +45,19 @@ class ShardedUnits {
   void prefetch(const UseOrder& order);
   bool held(size_t unit) const { return units_[unit].memory == Memory::Ready; }
   void release(size_t unit);
+  /// The same where it may be used again in this forward; ranks that take different paths keep what they have gathered.
+  void release_for_now(size_t unit);
   /// Also those that were gathered ahead of time and never used.
   void release_all();
+  /// Waits for gathers on their way: from here on slices may be written.
+  void settle();
+  bool any_held() const;
 
   /// Starts the reduction of what was taken up for the unit; waits for the one before, so gradients of at most two units are whole at a time.
   /// The `last` of a step also sums over the replicas.
   void reduce(size_t unit, bool last);
-  void clear_gradients();
+  /// Waits for what is under way and drops sums that no parameter has got.
+  void clear_sums();
   /// Waits for everything; afterwards local gradients are those of the step.
   void finish_reductions();
 
@@ -73,6 +82,7 @@ class ShardedUnits {
   comm::Group group_, replicas_;
   PrefetchLimits limits_;
   double scale_;
+  bool together_;  ///< all units are gathered at once, in one order: ranks may use different ones
   std::vector<Unit> units_;
   std::optional<size_t> reducing_;
   std::optional<size_t> returning_;  ///< its reduced slices are on their way to the host

@@ -23,6 +23,7 @@ class UseOrder {
   }
 
   void saw(size_t unit) {
+    if (current_.size() == kMost) restart();  // forward again and again, and no backward
     current_.push_back(unit);
     const size_t end = turn_ ? last_.size() : last_turn_;
     for (size_t i = position_; i < end; ++i) {
@@ -50,6 +51,7 @@ class UseOrder {
   }
 
  private:
+  static constexpr size_t kMost = 1 << 20;
   std::vector<size_t> last_, current_;
   size_t last_turn_ = 0;        ///< in last_: where forward ended
   std::optional<size_t> turn_;  ///< in current_, once it has come

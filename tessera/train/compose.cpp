@@ -89,6 +89,7 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
   options.cast = precision::cast_at_use(model, policy);
   options.reduce_dtype = policy.reduce == at::kFloat ? policy.gradient_dtype() : policy.reduce;
   options.gradient_dtype = policy.gradient_dtype();
+  options.buffers = BufferBroadcast::Never;  // our models' buffers are tables that no step changes
   return options;
 }
 

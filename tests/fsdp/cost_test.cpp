@@ -43,8 +43,9 @@ TEST(FullyShard, TrafficIsThreeTimesTheParametersPerMicroBatch) {
         mine->clear();
         sharded->begin_step();
         for (int pass = 0; pass < micro_batches; ++pass) {
-          sharded->set_last_micro_batch(pass + 1 == micro_batches);
+          sharded->before_micro_batch({.last = pass + 1 == micro_batches});
           backward_of(net, whole_batch(samples));
+          sharded->after_micro_batch({});
         }
         sharded->finish();
         if (step == 0) continue;  // its first pass does not know that the last block is called twice
@@ -180,10 +181,11 @@ TEST(FullyShard, GradientsAreComputedWhereTheyAreReduced) {
         const auto copies = std::make_shared<CopyCount>(31 * 8);
         sharded->begin_step();
         for (int pass = 0; pass < 2; ++pass) {
-          sharded->set_last_micro_batch(pass == 1);
+          sharded->before_micro_batch({.last = pass == 1});
           const at::Tensor loss = mine();
           const nn::OperatorScope counted(copies);
           loss.backward();
+          sharded->after_micro_batch({});
         }
         sharded->finish();
         EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
@@ -191,19 +193,21 @@ TEST(FullyShard, GradientsAreComputedWhereTheyAreReduced) {
       }
       // The place is with the first forward, whose backward comes last.
       sharded->begin_step();
-      sharded->set_last_micro_batch(false);
-      const at::Tensor first = mine(), second = mine();
-      second.backward();
-      sharded->set_last_micro_batch(true);
+      at::Tensor first, second;
+      {
+        const Attachment held = sharded->no_sync();
+        first = mine();
+        second = mine();
+        second.backward();
+      }
       first.backward();
       sharded->finish();
       EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
       // One whose backward never comes.
       sharded->begin_step();
-      sharded->set_last_micro_batch(false);
       const at::Tensor dropped = mine();
       for (int pass = 0; pass < 2; ++pass) {
-        sharded->set_last_micro_batch(pass == 1);
+        const Attachment held = pass == 0 ? sharded->no_sync() : Attachment();
         mine().backward();
       }
       sharded->finish();
@@ -243,9 +247,7 @@ TEST(FullyShard, AnOperatorCostsLittleUnderWatch) {
     const auto model = std::make_shared<ManyOperators>();
     auto sharded = fully_shard(*model, world.group(), {.trigger = ShardTrigger::Operators});
     const at::NoGradGuard no_grad;
-    sharded->begin_evaluation();
     const double watched = seconds([&] { model->forward(x); });
-    sharded->end_evaluation();
     if (world.rank() > 0) return;
     std::printf("an operator: %.0f ns, under watch %.0f ns\n", 1e9 * alone / operators, 1e9 * watched / operators);
     EXPECT_LT(watched / operators - alone / operators, 20e-6);

@@ -94,8 +94,9 @@ TEST_P(WorldSizes, AccumulationEqualsOneBackward) {
         const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
         sharded->begin_step();
         for (int pass = 0; pass < 3; ++pass) {
-          sharded->set_last_micro_batch(pass == 2);
+          sharded->before_micro_batch({.last = pass == 2});
           backward_of(net, part_of(mine, 3, pass));
+          sharded->after_micro_batch({});
         }
         sharded->finish();
         EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
@@ -115,9 +116,7 @@ TEST_P(WorldSizes, EvaluationSeesWholeParametersAndLeavesSlices) {
       const Gradients before = named_values(*net);
       for (int pass = 0; pass < 2; ++pass) {
         const at::NoGradGuard no_grad;
-        sharded->begin_evaluation();
         EXPECT_TRUE(at::equal(net(batch.x), expected));
-        sharded->end_evaluation();
       }
       for (const auto& [name, value] : named_values(*net)) EXPECT_TRUE(at::equal(value, before.at(name))) << name;
     }
@@ -178,6 +177,7 @@ TEST(FullyShard, HybridSumsTheSlicesOverTheReplicas) {
         for (int pass = 0; pass < 2; ++pass) {
           sharded->before_micro_batch({.last = pass == 1});
           backward_of(net, part_of(mine, 2, pass));
+          sharded->after_micro_batch({});
         }
         sharded->finish();
         EXPECT_LT(slice_difference(*net, expected.gradients[step]), 10 * parity);
@@ -206,8 +206,10 @@ TEST(FullyShard, AStepThatDidNotEndLeavesNothing) {
     auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
     for (int attempt = 0; attempt < 2; ++attempt) {
       sharded->begin_step();
+      sharded->before_micro_batch({.last = attempt == 1});
       backward_of(net, part_of(whole_batch(samples), 3, world.rank()));  // the last unit is still on its way
     }
+    sharded->after_micro_batch({});
     sharded->finish();
     EXPECT_LT(slice_difference(*net, expected.gradients[0]), parity);
   });
@@ -301,7 +303,7 @@ TEST(FullyShard, KeepsGradientsInAWiderTypeThanTheyCrossIn) {
     sharded->begin_step();
     const Batch mine = part_of(whole_batch(samples), 3, world.rank());
     for (int pass = 0; pass < 2; ++pass) {
-      sharded->set_last_micro_batch(pass == 1);
+      const Attachment held = pass == 0 ? sharded->no_sync() : Attachment();
       backward_of(net, part_of(mine, 2, pass));
     }
     sharded->finish();

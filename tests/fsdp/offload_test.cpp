@@ -24,18 +24,17 @@ std::vector<Gradients> trained(World& world, const comm::Group& shard, const Ful
     sharded->begin_step();
     const int passes = step == 1 ? 1 : 3;
     for (int pass = 0; pass < passes; ++pass) {
-      sharded->set_last_micro_batch(pass + 1 == passes);
+      sharded->before_micro_batch({.last = pass + 1 == passes});
       const Batch micro = part_of(mine, passes, pass);
       backward_of(net, {micro.x.to(dtype), micro.y.to(dtype)});
+      sharded->after_micro_batch({});
     }
     sharded->finish();
     seen.push_back(named_gradients(*net));
     sgd(*net, 0.05);
     seen.push_back(named_values(*net));
     const at::NoGradGuard no_grad;
-    sharded->begin_evaluation();
     seen.push_back({{"evaluated", net(whole_batch(samples).x.to(dtype)).clone()}});
-    sharded->end_evaluation();
   }
   return seen;
 }
@@ -127,8 +126,10 @@ TEST(FullyShard, AnOffloadedStepThatDidNotEndLeavesNothing) {
       auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .offload = Offload::Host});
       for (int attempt = 0; attempt < (interrupted ? 2 : 1); ++attempt) {
         sharded->begin_step();
+        sharded->before_micro_batch({.last = attempt == 1 || !interrupted});
         backward_of(net, part_of(whole_batch(samples), 3, world.rank()));
       }
+      sharded->after_micro_batch({});
       sharded->finish();
       seen[interrupted] = named_gradients(*net);
     }
@@ -153,9 +154,10 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
                   memory.reset_peak();
                   sharded->begin_step();
                   for (int pass = 0; pass < 2; ++pass) {
-                    sharded->set_last_micro_batch(pass == 1);
+                    sharded->before_micro_batch({.last = pass == 1});
                     const MemoryScope activations(MemoryCategory::Activations);
                     net(at::full({1, 64}, 0.1)).sum().backward();
+                    sharded->after_micro_batch({});
                   }
                   sharded->finish();
                   const MemoryByCategory host = memory.host_by_category(), most = memory.host_peak_by_category();
@@ -186,8 +188,9 @@ TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
       const nn::OperatorScope scope(counted);
       sharded->begin_step();
       for (int pass = 0; pass < 3; ++pass) {
-        sharded->set_last_micro_batch(pass == 2);
+        sharded->before_micro_batch({.last = pass == 2});
         net(at::full({1, 64}, 0.1)).sum().backward();
+        sharded->after_micro_batch({});
       }
       sharded->finish();
       if (world.rank() == 0) copies = counted->copies;

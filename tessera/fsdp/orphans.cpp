@@ -1,0 +1,79 @@
+#include "tessera/fsdp/orphans.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "tessera/core/error.h"
+#include "tessera/fsdp/operator_use.h"
+#include "tessera/nn/operator_watch.h"
+
+namespace tessera {
+namespace {
+
+/// Holds its own watch, until the last of the parameters is gone.
+class Orphans final : public nn::OperatorWatcher, public std::enable_shared_from_this<Orphans> {
+ public:
+  explicit Orphans(const ShardedUnits& units) {
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      for (const FlatParameters& flat : units.flats(unit)) {
+        for (const auto& parameter : flat.parameters()) {
+          known_.emplace(parameter.tensor.unsafeGetTensorImpl(), Known{Weak(parameter.tensor.getIntrusivePtr()), flat.slice_storage(), parameter.name});
+        }
+      }
+    }
+  }
+
+  void watch() {
+    watch_ = std::make_unique<nn::OperatorWatch>(shared_from_this());
+    watch_->wake();
+  }
+
+  void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    const c10::FunctionSchema& schema = op.schema();
+    const size_t count = schema.arguments().size(), first = stack.size() - count;
+    const at::ArrayRef<c10::IValue> arguments(stack.data() + first, count);
+    for (size_t i = 0; i < count; ++i) {
+      if (arguments[i].isTensor()) {
+        check(arguments[i].toTensor(), schema, arguments, i);
+      } else if (arguments[i].isTensorList()) {
+        for (const at::Tensor& tensor : arguments[i].toTensorVector()) check(tensor, schema, arguments, i);
+      }
+    }
+    if (++calls_ % kBetweenLooks == 0) leave_the_dead();
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Known {
+    Weak alive;
+    const c10::StorageImpl* slices;
+    std::string name;
+  };
+  static constexpr int64_t kBetweenLooks = 256;
+
+  void check(const at::Tensor& tensor, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t i) const {
+    const auto found = known_.find(tensor.unsafeGetTensorImpl());
+    if (found == known_.end() || found->second.alive.expired()) return;
+    // Somebody else may have given it memory since, as whoever wraps it anew does.
+    if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != found->second.slices) return;
+    require(operator_use(schema, arguments, i, tensor.sizes()) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
+            "', of which this rank has a slice, and what gathered it is gone; keep what fully_shard returns for as long as the model is used, or call "
+            "unshard(model) before it goes");
+  }
+
+  void leave_the_dead() {
+    std::erase_if(known_, [](const auto& item) { return item.second.alive.expired(); });
+    if (known_.empty()) watch_->sleep();
+  }
+
+  std::unordered_map<const c10::TensorImpl*, Known> known_;
+  std::unique_ptr<nn::OperatorWatch> watch_;
+  int64_t calls_ = 0;
+};
+
+}  // namespace
+
+void refuse_orphans(const ShardedUnits& units) { std::make_shared<Orphans>(units)->watch(); }
+
+}  // namespace tessera

@@ -1,0 +1,77 @@
+#include "tessera/nn/operator_watch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include <torch/library.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::nn {
+
+struct OperatorWatch::Entry {
+  std::shared_ptr<OperatorWatcher> watcher;
+  std::atomic<bool> awake = false;
+};
+
+namespace {
+
+// Above autograd and autocast. libtorch registers nothing there: it is kept for tests of the dispatcher.
+constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+using Entries = std::vector<std::shared_ptr<OperatorWatch::Entry>>;
+
+/// Who was woken on this thread, in that order. One that sleeps, or whose watch is gone, is forgotten when the next operator comes.
+Entries& entries() {
+  thread_local Entries entries;
+  return entries;
+}
+
+void forget_sleepers() {
+  std::erase_if(entries(), [](const auto& entry) { return !entry->awake; });
+  if (entries().empty()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
+
+void pass(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard inside(kKey);
+  bool sleepers = false;
+  const size_t count = entries().size();  // a watcher may wake others
+  for (size_t i = 0; i < count; ++i) {
+    const std::shared_ptr<OperatorWatch::Entry> entry = entries()[i];
+    if (entry->awake) {
+      entry->watcher->before(op, *stack);
+    } else {
+      sleepers = true;
+    }
+  }
+  if (sleepers || count == 0) forget_sleepers();
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&pass>()); }
+
+}  // namespace
+
+OperatorWatch::OperatorWatch(std::shared_ptr<OperatorWatcher> watcher) : entry_(std::make_shared<Entry>()) {
+  invariant(watcher != nullptr, "OperatorWatch: no watcher given");
+  entry_->watcher = std::move(watcher);
+}
+
+OperatorWatch::~OperatorWatch() {
+  sleep();
+  std::erase(entries(), entry_);
+}
+
+void OperatorWatch::wake() {
+  entry_->awake = true;
+  if (std::ranges::find(entries(), entry_) == entries().end()) entries().push_back(entry_);
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+Unwatched::Unwatched() : off_(kKey) {}
+
+void OperatorWatch::sleep() { entry_->awake = false; }
+
+}  // namespace tessera::nn

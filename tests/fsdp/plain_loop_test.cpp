@@ -1,0 +1,260 @@
+// The loop of a libtorch program, unchanged, over sharded modules: equal to one process.
+
+#include <gmock/gmock.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/rnn.h>
+#include <torch/nn/modules/transformer.h>
+#include <torch/nn/modules/transformerlayer.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+constexpr auto kBoth = {ShardTrigger::Calls, ShardTrigger::Operators};
+
+using Loop = std::function<void(DeepNet& net, torch::optim::Optimizer& optimizer, const std::function<Batch(int step)>& batch, FullyShardedDataParallel*)>;
+
+torch::optim::SGD momentum(const torch::nn::Module& module) {
+  return torch::optim::SGD(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+}
+
+/// Runs `loop` in one process, and over ranks: weights have to agree.
+void expect_same_weights(int ranks, FullyShardOptions options, const Loop& loop, double bound = 10 * parity) {
+  DeepNet whole;
+  auto optimizer = momentum(*whole);
+  loop(whole, optimizer, [](int step) { return whole_batch(samples, step); }, nullptr);
+  const Gradients expected = named_values(*whole);
+  run_ranks(ranks, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), options);
+    auto own = momentum(*net);
+    loop(net, own, [&](int step) { return part_of(whole_batch(samples, step), ranks, world.rank()); }, sharded.get());
+    EXPECT_LT(slice_difference(*net, expected, /*values=*/true), bound);
+  });
+}
+
+class PlainLoop : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(FullyShard, PlainLoop, ::testing::Values(1, 2, 3));
+
+TEST_P(PlainLoop, ZeroGradForwardBackwardStep) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+      for (int step = 0; step < 4; ++step) {
+        optimizer.zero_grad();
+        const Batch mine = batch(step);
+        loss_of(net(mine.x), mine.y, samples).backward();
+        optimizer.step();
+      }
+    });
+  }
+}
+
+TEST_P(PlainLoop, ZeroGradMayStandBetweenForwardAndBackward) {
+  for (const auto trigger : kBoth) {
+    for (const bool to_none : {true, false}) {
+      expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [&](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+        for (int step = 0; step < 3; ++step) {
+          const Batch mine = batch(step);
+          const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+          optimizer.zero_grad(to_none);
+          loss.backward();
+          optimizer.step();
+        }
+      });
+    }
+  }
+}
+
+TEST_P(PlainLoop, ASecondBackwardAdds) {
+  for (const auto trigger : kBoth) {
+    for (const bool held : {true, false}) {
+      for (const bool each : {true, false}) {
+        const auto loop = [&](DeepNet& net, auto& optimizer, const auto& batch, FullyShardedDataParallel* sharded) {
+          for (int step = 0; step < 3; ++step) {
+            optimizer.zero_grad();
+            for (int pass = 0; pass < 3; ++pass) {
+              const Attachment hold = held && sharded && pass < 2 ? sharded->no_sync() : Attachment();
+              const Batch mine = batch(3 * step + pass);
+              loss_of(net(mine.x), mine.y, samples).backward();
+            }
+            optimizer.step();
+          }
+        };
+        expect_same_weights(GetParam(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger}, loop);
+      }
+    }
+  }
+}
+
+TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {
+  for (const auto trigger : kBoth) {
+    for (const bool to_none : {true, false}) {
+      for (const bool each : {true, false}) {
+        const auto loop = [&](DeepNet& net, auto& optimizer, const auto& batch, FullyShardedDataParallel* sharded) {
+          const auto pass = [&](int index) {
+            const Batch mine = batch(index);
+            loss_of(net(mine.x), mine.y, samples).backward();
+          };
+          for (int step = 0; step < 2; ++step) {
+            {
+              const Attachment hold = sharded ? sharded->no_sync() : Attachment();
+              pass(7);  // the rest of an epoch, which is given up
+            }
+            optimizer.zero_grad(to_none);
+            {
+              const Attachment hold = sharded ? sharded->no_sync() : Attachment();
+              pass(step);
+            }
+            pass(step + 2);
+            optimizer.step();
+          }
+        };
+        expect_same_weights(GetParam(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger}, loop);
+      }
+    }
+  }
+}
+
+TEST_P(PlainLoop, AGraphThatIsKeptIsPassedTwice) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        const Batch mine = batch(step);
+        const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+        loss.backward({}, /*keep_graph=*/true);
+        loss.backward();
+        optimizer.step();
+      }
+    });
+  }
+}
+
+TEST_P(PlainLoop, TwoForwardsBeforeTheirBackwards) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        const Batch one = batch(2 * step), two = batch(2 * step + 1);
+        const at::Tensor first = loss_of(net(one.x), one.y, samples), second = loss_of(net(two.x), two.y, samples);
+        first.backward();
+        const at::Tensor looked = net(one.x);  // and one that no backward follows
+        second.backward();
+        optimizer.step();
+      }
+    });
+  }
+}
+
+TEST_P(PlainLoop, AForwardThatNoBackwardFollowsLeavesSlices) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        const Batch mine = batch(step);
+        loss_of(net(mine.x), mine.y, samples).backward();
+        const at::Tensor looked = net(mine.x);
+        optimizer.step();
+      }
+    });
+  }
+}
+
+TEST_P(PlainLoop, EvaluationBetweenAndWithinSteps) {
+  for (const auto trigger : kBoth) {
+    for (const bool evaluating : {true, false}) {
+      std::vector<at::Tensor> seen;
+      const Batch all = whole_batch(samples, 50);
+      expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [&](DeepNet& net, auto& optimizer, const auto& batch, auto* sharded) {
+        size_t at = 0;
+        const auto look = [&] {
+          const at::NoGradGuard no_grad;
+          if (evaluating) net->eval();
+          const at::Tensor out = net(all.x);
+          net->train();
+          if (sharded == nullptr) {
+            seen.push_back(out);
+          } else {
+            const at::Tensor& want = seen.at(at++);
+            EXPECT_LT((out - want).abs().max().item<double>(), 10 * parity * want.abs().max().item<double>());
+          }
+        };
+        look();
+        for (int step = 0; step < 3; ++step) {
+          const Batch mine = batch(step);
+          const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+          look();
+          optimizer.zero_grad();
+          loss.backward();
+          look();
+          optimizer.step();
+          look();
+          look();
+        }
+      });
+    }
+  }
+}
+
+TEST_P(PlainLoop, FreezingAndUnfreezing) {
+  for (const auto trigger : kBoth) {
+    const auto loop = [&](DeepNet& net, auto& optimizer, const auto& batch, auto*) {
+      const auto train = [&](int from) {
+        for (int step = from; step < from + 2; ++step) {
+          optimizer.zero_grad();
+          const Batch mine = batch(step);
+          loss_of(net(mine.x), mine.y, samples).backward();
+          optimizer.step();
+        }
+      };
+      const auto freeze = [&](torch::nn::Module& module, bool frozen) {
+        for (const at::Tensor& parameter : module.parameters()) parameter.set_requires_grad(!frozen);
+      };
+      train(0);
+      freeze(*net->first, true);
+      freeze(*net->blocks[0], true);
+      train(2);
+      freeze(*net, true);
+      net->last->weight.set_requires_grad(true);
+      train(4);
+      freeze(*net, false);  // the shift as well, which was frozen when it was wrapped
+      train(6);
+      freeze(*net->blocks[2], true);  // and so it goes
+    };
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, loop);
+  }
+}
+
+TEST_P(PlainLoop, AModelOnTheStackAndItsForward) {
+  const auto expected = one_process(3);
+  run_ranks(GetParam(), [&](World& world) {
+    Net net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "middle"});
+    torch::optim::SGD optimizer(net.parameters(), 0.05);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      backward(net, part_of(whole_batch(samples, step), GetParam(), world.rank()));
+      Gradients whole;
+      for (size_t i = 0; const auto& item : net.named_parameters()) whole[item.key()] = expected[step][i++];
+      EXPECT_LT(slice_difference(net, whole), 10 * parity);
+      optimizer.step();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera
