@@ -197,34 +197,41 @@ void InitTape::end(const std::shared_ptr<InitTape>& tape, std::shared_ptr<Operat
       for (const at::Tensor& tensor : stack[i].toTensorVector()) add(tensor);
     }
   }
-  if (!noted->creates.empty() || !noted->changes.empty()) tape->operators_.push_back(std::move(noted));  // a view says all of itself
+  if (noted->creates.empty() && noted->changes.empty()) return;  // a view says all of itself
+  tape->writers_.resize(memories.kept.size());
+  for (const auto* written : {&noted->creates, &noted->changes}) {
+    for (const int memory : *written) {
+      auto& writers = tape->writers_[static_cast<size_t>(memory)];
+      if (writers.empty() || writers.back() != tape->operators_.size()) writers.push_back(tape->operators_.size());
+    }
+  }
+  tape->operators_.push_back(std::move(noted));
 }
 
 InitTape::Recipe InitTape::recipe_for(const View& target) const {
   Recipe recipe;
-  // Backwards: which memories matter, and whether what they held before does.
-  std::map<int, bool> needed{{target.memory, true}};
-  for (size_t i = operators_.size(); i-- > 0;) {
-    const Operator& op = *operators_[i];
-    bool used = false;
-    for (const int memory : op.changes) {
-      const auto it = needed.find(memory);
-      if (it == needed.end() || !it->second) continue;
-      used = true;
-      if (op.overwrites()) it->second = false;
+  // Backwards: who wrote the memory last, back to whoever overwrote or made it, and the same of what they read.
+  std::set<size_t> used;
+  const std::function<void(int, size_t)> need = [&](int memory, size_t before) {
+    if (memory < 0) return;
+    const auto& writers = writers_.at(static_cast<size_t>(memory));
+    const auto use = [&](size_t i) {
+      const Operator& op = *operators_[i];
+      if (!used.insert(i).second) return;
+      op.for_each_input([&](const View& view) {
+        if (!op.overwrites() || view.memory != op.arguments[0].tensors[0]->memory) need(view.memory, i);
+      });
+    };
+    for (auto it = std::ranges::lower_bound(writers, before); it != writers.begin();) {
+      const size_t i = *--it;
+      use(i);
+      if (!operators_[i]->overwrites()) continue;
+      use(writers.front());  // its memory has to be there
+      break;
     }
-    for (const int memory : op.creates) {
-      if (needed.erase(memory) > 0) used = true;
-    }
-    if (!used) continue;
-    recipe.operators.push_back(i);
-    op.for_each_input([&](const View& view) {
-      if (view.memory == -1 || (op.overwrites() && view.memory == op.arguments[0].tensors[0]->memory)) return;
-      needed[view.memory] = true;
-    });
-    if (op.overwrites()) needed.emplace(op.arguments[0].tensors[0]->memory, false);  // its memory has to be there
-  }
-  std::ranges::reverse(recipe.operators);
+  };
+  need(target.memory, operators_.size());
+  recipe.operators.assign(used.begin(), used.end());
 
   // Forwards: what each memory holds, as far as that is one rule. Undefined is no rule, and not unknown either.
   struct Held {

@@ -61,7 +61,8 @@ class InitTape {
   View view_of(const at::Tensor& tensor);
 
   std::vector<std::shared_ptr<Operator>> operators_;
-  std::unique_ptr<Memories> memories_;  ///< while recording
+  std::vector<std::vector<size_t>> writers_;  ///< of each memory, ascending; the first made it
+  std::unique_ptr<Memories> memories_;        ///< while recording
 };
 
 /// Where a tensor made on meta comes from.
