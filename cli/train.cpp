@@ -43,6 +43,7 @@ struct Flags {
   std::string dump_dir;
   std::string inject;
   bool memory_report = false;
+  bool strict_log = false;
   std::string memory_report_file;  ///< empty: in log.dir
 };
 
@@ -159,8 +160,8 @@ int train(const Flags& flags) {
       if (dump) std::filesystem::create_directories(dump->dir);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
-    trainer.add_observer(std::make_unique<MetricsFile>());
-    trainer.add_observer(std::make_unique<TensorBoard>());
+    trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
+    trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
     if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
     trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
@@ -200,5 +201,6 @@ void add_train(CLI::App& app, int& exit_code) {
     exit_code = train(*flags);
   });
 }
+  command->add_flag("--strict-log", flags->strict_log, "End the run where a record cannot be written, rather than say so and train on");
 
 }  // namespace tessera::cli
