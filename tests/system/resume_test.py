@@ -102,6 +102,16 @@ class Resume(SystemTest):
         self.assertEqual(listing["step"], 10)
         names = {entry["name"] for entry in listing["tensors"]}
         self.assertIn("norm.weight", names)
+        next(folders[-1].glob("*.safetensors")).unlink()
+        done = run("inspect", folders[-1], "--json")
+        self.assertIn("is missing", self.refusal(done))
+        self.assertFalse(json.loads(done.stdout)["valid"], "the listing comes all the same")
+
+    def test_nothing_left_to_do_is_said(self):
+        sets, folders = self.checkpointed()
+        done, _ = self.train("again", sets=[*sets, f"checkpoint.resume={folders[-1]}"])
+        self.assertIn("step 10 of 10 is done already", done.stderr)
+        self.assertNotIn("11", done.stderr)
 
 
 if __name__ == "__main__":
