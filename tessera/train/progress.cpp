@@ -34,7 +34,8 @@ nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, c
             {"seq_len", cursor.seq_len},
             {"seed", cursor.seed},
             {"shuffle", cursor.shuffle},
-            {"content", cursor.content}}},
+            {"content", cursor.content},
+            {"offset", cursor.offset}}},
           {"data_ranks", data_ranks},
           {"bucket_plan", to_json(plan)},
           {"comm", algorithms}};
@@ -47,7 +48,8 @@ data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source
                         .seq_len = c.at("seq_len").get<int64_t>(),
                         .seed = c.at("seed").get<uint64_t>(),
                         .shuffle = c.at("shuffle").get<bool>(),
-                        .content = c.at("content").get<std::string>()};
+                        .content = c.at("content").get<std::string>(),
+                        .offset = c.value("offset", int64_t{0})};
   });
 }
 

@@ -93,7 +93,7 @@ nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) 
 Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
   const auto found = progress.find("replay");
   if (found == progress.end() || found->is_null()) return {};
-  const Recorded recorded = read_record(*found, config_.batch.global_size, source);
+  const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
   const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(data_axes()))]);
 
@@ -116,13 +116,13 @@ Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, c
 std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
   const comm::CallSite site("replay");
   // Dealt over as many ranks as there are micro-batches, each has one: the loader gives any of them without the rest.
-  data::Loader loader(corpus_, {.seq_len = config_.data.seq_len,
-                                .global_size = config_.batch.global_size,
+  data::Loader loader(corpus_, {.seq_len = cursor.seq_len,
+                                .global_size = cursor.global_size,
                                 .micro_size = micro_size,
-                                .shuffle = config_.data.shuffle,
-                                .seed = static_cast<uint64_t>(*config_.data.seed),
+                                .shuffle = cursor.shuffle,
+                                .seed = cursor.seed,
                                 .rank = static_cast<int>(index),
-                                .ranks = static_cast<int>(config_.batch.global_size / micro_size)});
+                                .ranks = static_cast<int>(cursor.global_size / micro_size)});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
   const EvaluationMode mode(model);

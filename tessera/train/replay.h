@@ -39,7 +39,8 @@ class Replay {
     bool bits = false;          ///< compared bit for bit
   };
 
-  /// Throws ConfigError, on every rank the same, naming `source`, the micro-batch and both losses where one differs; and where the record cannot be read.
+  /// `cursor` is the recorded one: this run's batch and windows may be others. Throws ConfigError, on every rank the same, naming `source`, the micro-batch and
+  /// both losses where one differs; and where the record cannot be read.
   Result check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:

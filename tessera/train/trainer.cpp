@@ -251,7 +251,8 @@ void Trainer::replay(const ResumePoint& resume) const {
     if (world_.rank() == 0) log().warn("{}: not replayed, as checkpoint.partial leaves some of it out", source);
     return;
   }
-  const auto result = replay_.check(*stepper_.run().model, loader_.cursor(), resume.manifest.progress, source);
+  const auto& progress = resume.manifest.progress;
+  const auto result = replay_.check(*stepper_.run().model, cursor_of(progress, source), progress, source);
   if (world_.rank() > 0) return;
   if (result.micro_batches == 0) {
     log().warn("{}: records no step to replay; only its hashes say that it is what was trained", source);
