@@ -108,7 +108,7 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
       loader_(inputs_.corpus, loader_options(config_, mesh_)),
       stragglers_(config_.log.straggler_ratio),
-      replay_(config_, mesh_, inputs_.corpus) {
+      replay_(config_, mesh_, inputs_.corpus, world.options()) {
   if (!config_.checkpoint.dir.empty()) saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint), saver_group(config_, world_));
   if (inputs_.resume) {
     loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
