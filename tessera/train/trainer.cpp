@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dump.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -78,6 +79,13 @@ std::vector<std::string> hosts_of(const comm::World& world) {
 
 checkpoint::SaverOptions saver_options(const CheckpointConfig& config) {
   return {.dir = config.dir, .keep = config.keep, .async = config.async, .staging_bytes = config.staging_bytes};
+}
+
+// The bucket plans that a checkpoint keeps: of ranks that hold other parts of the layers, where these differ. Collective over `tensor`.
+nlohmann::json bucket_plans(const BucketPlan& plan, const comm::Group& tensor) {
+  auto plans = checkpoint::gather_json(tensor, to_json(plan));
+  const bool equal = std::ranges::all_of(plans, [&](const auto& each) { return each == plans.front(); });
+  return equal ? plans.front() : nlohmann::json(plans);
 }
 
 // What is written while training goes on needs a group that no step uses.
@@ -268,9 +276,10 @@ void Trainer::save(int64_t step) {
   checkpoint::CheckpointState state;
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
-  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()])) state.tensors.push_back(std::move(held));
+  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()], mesh_["tp"])) state.tensors.push_back(std::move(held));
   state.optimizer = checkpoint::optimizer_json(*run.optimizer);
-  state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
+  const auto plans = bucket_plans(run.bucket_plan(), mesh_["tp"]);
+  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(*run.model, loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
