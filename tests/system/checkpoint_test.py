@@ -88,7 +88,7 @@ class Checkpoint(SystemTest):
         self.assertEqual(sorted(path.name for path in self.dir.iterdir()), ["set-aside-1", "step-00000008"])
         self.assertEqual(sorted(path.name for path in (self.dir / "set-aside-1").iterdir()), ["step-00000004", "step-00000008"])
 
-        sets = self.sets("checkpoint.resume=latest", "run.steps=100000", f"log.dir={self.folder / 'long'}")
+        sets = self.sets("checkpoint.resume=latest", "checkpoint.every=0", "run.steps=100000", f"log.dir={self.folder / 'long'}")
         flags = [x for s in sets for x in ("--set", s)]
         live = subprocess.Popen([TESSERA, "train", self.recipe, *flags], stderr=subprocess.DEVNULL, env=environment())
         try:
@@ -109,7 +109,7 @@ class Checkpoint(SystemTest):
         log = self.folder / "launched"
         named = f"checkpoint.resume={self.dir / 'step-00000004'}"
         flags = [x for s in self.sets(named, f"log.dir={log}", "checkpoint.every=1", "run.steps=10") for x in ("--set", s)]
-        done = run("run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "--inject", "rank=1,op=all_reduce,count=9,do=kill", "--",
+        done = run("run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "--inject", "rank=1,op=all_reduce,count=4,do=kill", "--",
                    TESSERA, "train", self.recipe, *flags)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("restart 1 of 1", done.stderr)
@@ -125,7 +125,7 @@ class Checkpoint(SystemTest):
         for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 1)):
             log = self.folder / tag
             log.mkdir()
-            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", log], capture_output=True).returncode:
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", log], capture_output=True).returncode:
                 self.skipTest("no tmpfs here")
             try:
                 done, _ = self.train(tag, *flags, sets=["log.record=false"], expect=code)
