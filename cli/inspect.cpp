@@ -116,6 +116,8 @@ void add_inspect(CLI::App& app, int& exit_code) {
     const json found = describe(flags->path);
     const std::string text = flags->json ? found.dump(2) + "\n" : table(found);
     std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+    require(found.value("valid", true), found.value("problem", ""), "; use another checkpoint, or copy this one anew");
     exit_code = 0;
   });
 }

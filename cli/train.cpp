@@ -50,6 +50,7 @@ struct Flags {
   std::string dump_dir;
   std::string inject;
   bool memory_report = false;
+  bool strict_log = false;
   std::string memory_report_file;  ///< empty: in log.dir
 };
 
@@ -145,7 +146,7 @@ void check_host_memory(const Config& config, int size) {
 }
 
 // Tried before any rank is started, rather than at the first save.
-void check_checkpoint_dir(const Config& config) {
+void try_checkpoint_dir(const Config& config) {
   if (config.checkpoint.dir.empty()) return;
   const std::filesystem::path folder = config.checkpoint.dir;
   std::error_code error;
@@ -177,16 +178,24 @@ int train(const Flags& flags) {
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
   Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
-  check_checkpoint_dir(config);
+  check_checkpoint_dir(config, inputs);
+  try_checkpoint_dir(config);
+  const bool first = comm::read_environment().rank == 0;
   if (starts_copies(flags.nproc)) {
+    Inputs probe;  // the first rank will take it
+    lock_checkpoint_dir(config, probe);
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);
     std::vector<std::pair<std::string, std::string>> variables;
     if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
     const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
     if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
-    return run_copies(flags.nproc, {"--set", "checkpoint.resume=" + resume}, variables);
+    std::vector<std::string> more{"--set", "checkpoint.resume=" + resume};
+    if (inputs.may_start_afresh) more.insert(more.end(), {"--set", "checkpoint.replace=true"});  // what could not be used is not in the way
+    probe.lock.reset();
+    return run_copies(flags.nproc, more, variables);
   }
+  if (first) lock_checkpoint_dir(config, inputs);
 
   auto options = options_for(config, size, inputs);
   options.record_dir = record_dir(config);
@@ -202,8 +211,8 @@ int train(const Flags& flags) {
       if (dump) std::filesystem::create_directories(dump->dir);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
-    trainer.add_observer(std::make_unique<MetricsFile>());
-    trainer.add_observer(std::make_unique<TensorBoard>());
+    trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
+    trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
     if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
     trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
@@ -235,6 +244,7 @@ void add_train(CLI::App& app, int& exit_code) {
   command->add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
   command->add_option("--dump-dir", flags->dump_dir, "Where to write them");
   command->add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
+  command->add_flag("--strict-log", flags->strict_log, "End the run where a record cannot be written, rather than say so and train on");
   auto* report =
       command->add_flag("--memory-report{}", flags->memory_report_file,
                         "Draw the memory of the second step and list its largest tensors; =FILE: where the picture goes (memory_report.svg in log.dir)");

@@ -25,18 +25,38 @@ void add_fields(nlohmann::json& fields, const std::string& name, const Section& 
   });
 }
 
+/// As a person writes it.
+std::string text(const nlohmann::json& value) {
+  if (value.is_null()) return "unset";
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
 }  // namespace
 
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity) {
   auto fields = nlohmann::json::object();
   add_fields(fields, "model", config.model);
   add_fields(fields, "data", config.data);
+  fields.erase("data.seq_len");
   fields["data.files"] = data_identity;
-  fields["batch.global_size"] = config.batch.global_size;
   fields["run.seed"] = config.run.seed;
-  add_fields(fields, "loss", config.loss);
-  add_fields(fields, "optim", config.optim);
+  fields["optim.name"] = config.optim.name;
   return fields;
+}
+
+std::vector<std::string> changed_settings(const Config& saved, const Config& current) {
+  const auto all = [](const Config& config) {
+    auto fields = nlohmann::json::object();
+    Config::for_each_section(config, [&](const char* name, const auto& section, std::string_view) { add_fields(fields, name, section); });
+    return fields;
+  };
+  const nlohmann::json before = all(saved), now = all(current);
+  std::vector<std::string> changed;
+  for (const auto& [key, value] : now.items()) {
+    if (key.starts_with("checkpoint.") || key.starts_with("log.") || key == "run.steps" || before.at(key) == value) continue;
+    changed.push_back(detail::concat(key, " = ", text(value), " (was ", text(before.at(key)), ")"));
+  }
+  return changed;
 }
 
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source) {

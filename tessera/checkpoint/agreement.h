@@ -1,16 +1,24 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/config.h"
 
 namespace tessera::checkpoint {
 
-/// What a resumed run must share with the run that saved: every key of [model] but from_hf, [data] but its paths and caches, batch.global_size, run.seed and
-/// [optim], by key. Call it on a resolved configuration. `data_identity` stands for the data files, which may move: a hash of the corpus and of the tokenizer.
+/// What a resumed run must share with the run that saved, by key: every key of [model] but from_hf, [data] but its paths and caches and seq_len, run.seed and
+/// optim.name. How the steps are made of the data (batch.global_size, data.seq_len) is data::carried's to judge; rates, clipping, decay and losses may change.
+/// Call it on a resolved configuration. `data_identity` stands for the data files, which may move: a hash of the corpus and of the tokenizer.
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity);
 
 /// Throws ConfigError naming the first key that differs, with both values. `source` names the checkpoint in the message.
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source);
+
+/// What two configurations of one run set otherwise, as "optim.lr = 0.001 (was 0.01)": all but paths, [checkpoint], [log] and run.steps, which are no part of
+/// what is computed, or are somebody else's to tell.
+std::vector<std::string> changed_settings(const Config& saved, const Config& current);
 
 }  // namespace tessera::checkpoint

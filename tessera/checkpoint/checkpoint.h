@@ -45,6 +45,7 @@ struct CheckpointState {
   nlohmann::json optimizer;           ///< optimizer_json()
   nlohmann::json progress;            ///< RNG seed, data cursor, bucket plan, ...; equal on all ranks
   nlohmann::json agreement;           ///< agreement_of(); equal on all ranks
+  RunIdentity run{};                  ///< who saves; rank 0's counts
 };
 
 /// What load() did.
@@ -104,9 +105,19 @@ struct Latest {
 /// all.
 Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes, int64_t before = std::numeric_limits<int64_t>::max());
 
-/// Deletes the oldest checkpoints and leaves the newest `keep` (0: all) that are whole by their sizes. Before anything is deleted, the newest is read back and
-/// its hashes are checked, so that the last good one stays whatever its successors turn out to be; so does anything newer. Also removes what a killed save
-/// left behind. For one rank to call. Returns what it deleted.
-std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep);
+/// Whose checkpoints prune() counts.
+struct PruneOptions {
+  RunIdentity run{};          ///< only those on its line count, and only those are taken away; what has no readable manifest is nobody's
+  std::set<int64_t> known{};  ///< steps whose bytes need not be read back: they were hashed on their way to the disk, or when they were loaded
+};
+
+/// Takes the oldest checkpoints out of sight and leaves the newest `keep` (0: all) that are whole by their sizes. Before any is taken away, the newest is read
+/// back and its hashes are checked, unless they are known, so that the last good one stays whatever its successors turn out to be; so does anything newer. For
+/// one rank to call, while none saves into `dir`. Returns what is left to delete, under names that nothing reads: those, and what killed saves left behind.
+/// A matter of names alone where the newest is known: what takes as long as the bytes are many is remove_pruned's.
+std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options = {});
+
+/// Deletes what prune() returned.
+void remove_pruned(const std::vector<std::filesystem::path>& folders);
 
 }  // namespace tessera::checkpoint

@@ -136,7 +136,11 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& mode
   StoredSlices stored(checkpoint, manifest, /*verify=*/true);
   const fs::path whole = fs::absolute(out).lexically_normal();
   const fs::path folder = whole.parent_path() / (".tmp-" + whole.filename().string());
-  make_empty_directory(folder);
+  try {
+    make_empty_directory(folder);
+  } catch (const Error& error) {
+    throw ConfigError(detail::concat("OUT = ", out.string(), ": cannot be written (", error.what(), "); name a folder that can be made"));
+  }
   try {
     const Exported exported = write_files(folder, deal_files(plan, options.max_shard_bytes), stored);
     write_file(folder / "config.json", config.dump(2) + "\n");

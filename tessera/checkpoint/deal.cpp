@@ -59,8 +59,10 @@ std::vector<std::vector<size_t>> deal(const std::vector<std::vector<HeldSlice>>&
   std::vector<std::vector<size_t>> written(held.size());
   for (const auto& part : parts) {
     if (part.slice->slice.numel() == 0) continue;
+    const bool buffer = part.slice->slice.name.starts_with("buffer.");
     const auto [rank, index] =
-        *std::min_element(part.holders.begin(), part.holders.end(), [&](const auto& a, const auto& b) { return load[a.first] < load[b.first]; });
+        buffer ? part.holders.front()
+               : *std::min_element(part.holders.begin(), part.holders.end(), [&](const auto& a, const auto& b) { return load[a.first] < load[b.first]; });
     load[rank] += part.slice->bytes;
     written[rank].push_back(index);
   }

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/fault_point.h"
 #include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
@@ -43,6 +44,19 @@ void check_hashes(const std::filesystem::path& folder, const Manifest& manifest,
   }
 }
 
+constexpr std::string_view kGone = ".gone";  // what is being removed, beside any that is being written
+
+bool is_gone(const std::filesystem::path& path) { return path.extension() == kGone; }
+
+/// Renames `from` to a name that nothing has, made of `name`; the next prune() removes what is left of it.
+std::filesystem::path out_of_sight(const std::filesystem::path& from, const std::filesystem::path& name) {
+  auto gone = name;
+  gone += kGone;
+  for (int n = 1; std::filesystem::exists(gone); ++n) gone = name.string() + fmt::format(".{}{}", n, kGone);
+  rename_to(from, gone);
+  return gone;
+}
+
 }  // namespace
 
 std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
@@ -61,12 +75,26 @@ std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesyste
   return folders;
 }
 
-void remove_leftovers(const std::filesystem::path& dir) {
-  std::vector<std::filesystem::path> found;
-  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
-    if (entry.path().filename().string().starts_with(kTemporary)) found.push_back(entry.path());
+std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& dir) {
+  std::vector<WrittenCheckpoint> written;
+  for (const auto& [step, folder] : checkpoint_folders(dir)) {
+    written.push_back({.step = step, .folder = folder, .writer = std::nullopt});
+    try {
+      written.back().writer = read_manifest(folder).run;
+    } catch (const ConfigError&) {  // whoever loads it says what is wrong
+    }
   }
-  for (const auto& path : found) remove_tree(path);
+  return written;
+}
+
+std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vector<std::filesystem::path>& folders) {
+  int number = 1;
+  while (std::filesystem::exists(dir / fmt::format("set-aside-{}", number))) ++number;
+  const auto aside = dir / fmt::format("set-aside-{}", number);
+  make_empty_directory(aside);
+  for (const auto& folder : folders) rename_to(folder, aside / folder.filename());
+  sync_directory(dir);
+  return aside;
 }
 
 void check_stored(const SafetensorsFile& file, const std::string& name, const StoredTensor& tensor, const StoredSlice& slice, bool hash) {
@@ -75,6 +103,7 @@ void check_stored(const SafetensorsFile& file, const std::string& name, const St
   require(dtype_name(entry.dtype) == tensor.dtype && entry.shape == shape, file.path().string(), ": tensor '", slice.key, "' at offset ", entry.offset,
           " is not of the dtype and shape that the manifest gives");
   if (!hash) return;
+  fault_point("hash", file.path());
   const auto bytes = file.bytes(slice.key);
   require(hash_hex(bytes.data(), bytes.size()) == slice.hash, file.path().string(), ": tensor '", slice.key, "' at offset ", entry.offset, ", ", entry.bytes,
           " bytes, is damaged: its hash is not the manifest's");
@@ -111,26 +140,35 @@ Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, 
   return latest;
 }
 
-std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep) {
-  std::vector<std::filesystem::path> deleted;
-  if (!std::filesystem::is_directory(dir)) return deleted;
-  const auto folders = checkpoint_folders(dir);
-  const bool too_many = keep > 0 && static_cast<int64_t>(folders.size()) > keep;
+std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options) {
+  std::vector<std::filesystem::path> gone;
+  if (!std::filesystem::is_directory(dir)) return gone;
+  std::vector<std::filesystem::path> leftovers;
+  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+    if (entry.path().filename().string().starts_with(kTemporary)) leftovers.push_back(entry.path());
+  }
+  for (const auto& path : leftovers) gone.push_back(is_gone(path) ? path : out_of_sight(path, path));
+
+  const auto folders = written_checkpoints(dir);
+  const auto counts = [&](const WrittenCheckpoint& written) { return written.writer && options.run.holds(*written.writer, written.step); };
+  const bool too_many = keep > 0 && std::ranges::count_if(folders, counts) > keep;
   int64_t valid = 0;
-  for (auto folder = folders.rbegin(); too_many && folder != folders.rend(); ++folder) {
+  for (auto written = folders.rbegin(); too_many && written != folders.rend(); ++written) {
+    if (!counts(*written)) continue;
     if (valid < keep) {  // what is damaged does not count, and goes only once enough good ones are newer
       // Sizes would do for a disk that is full or a save that was killed. One that stays is read back whole: what it replaces is gone for good.
-      valid += problem_with(folder->second, valid == 0 ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;
+      const bool hash = valid == 0 && !options.known.contains(written->step);
+      valid += problem_with(written->folder, hash ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;
       continue;
     }
     // Out of sight first: a removal that is killed half way must not leave half a checkpoint under its name.
-    const auto aside = dir / temporary_name(folder->first);
-    remove_tree(aside);
-    rename_to(folder->second, aside);
-    deleted.push_back(folder->second);
+    gone.push_back(out_of_sight(written->folder, dir / temporary_name(written->step)));
   }
-  remove_leftovers(dir);
-  return deleted;
+  return gone;
+}
+
+void remove_pruned(const std::vector<std::filesystem::path>& folders) {
+  for (const auto& folder : folders) remove_tree(folder);
 }
 
 }  // namespace tessera::checkpoint

@@ -3,7 +3,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -19,8 +21,18 @@ std::string temporary_name(int64_t step);
 /// Everything in `dir` that is named as a checkpoint, by step. Empty where `dir` does not exist.
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);
 
-/// Removes what killed saves and removals left in `dir`.
-void remove_leftovers(const std::filesystem::path& dir);
+/// A checkpoint and who wrote it; nobody is known where its manifest cannot be read.
+struct WrittenCheckpoint {
+  int64_t step = 0;
+  std::filesystem::path folder;
+  std::optional<RunIdentity> writer;
+};
+
+/// The checkpoints in `dir`, oldest first.
+std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& dir);
+
+/// Moves folders of `dir` into a new one in it, where nothing looks for checkpoints: "set-aside-1", or the first number that is free. Returns it.
+std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vector<std::filesystem::path>& folders);
 
 /// Throws ConfigError naming file, tensor and offset unless `file` holds `slice` of the tensor `name` as the manifest describes it; with `hash`, its bytes are
 /// read and hashed too.

@@ -58,6 +58,7 @@ Manifest manifest_from(const nlohmann::json& json) {
   manifest.optimizer = json.at("optimizer");
   manifest.progress = json.at("progress");
   manifest.agreement = json.at("agreement");
+  if (json.contains("run")) manifest.run = run_identity_from(json.at("run"));
   return manifest;
 }
 
@@ -77,7 +78,8 @@ std::string to_json(const Manifest& manifest) {
                       {"files", manifest.files},
                       {"optimizer", manifest.optimizer},
                       {"progress", manifest.progress},
-                      {"agreement", manifest.agreement}};
+                      {"agreement", manifest.agreement},
+                      {"run", to_json(manifest.run)}};
   auto& tensors = json["tensors"] = nlohmann::json::object();
   for (const auto& [name, tensor] : manifest.tensors) {
     nlohmann::json slices = nlohmann::json::array();

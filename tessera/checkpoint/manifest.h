@@ -8,6 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "tessera/checkpoint/run_identity.h"
 #include "tessera/layout/slice.h"
 
 namespace tessera::checkpoint {
@@ -36,6 +37,7 @@ struct Manifest {
   nlohmann::json optimizer;                     ///< {"kind", "update_counts"}
   nlohmann::json progress;                      ///< what the loop needs to go on: RNG seed, data cursor, bucket plan, ...
   nlohmann::json agreement;                     ///< fields that a resuming run must share, see agreement.h
+  RunIdentity run;                              ///< who wrote it
 
   /// The slices of a tensor as layout knows them, in the order of StoredTensor::slices.
   std::vector<Slice> slices(const std::string& name) const;

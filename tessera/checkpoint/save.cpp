@@ -73,6 +73,7 @@ Manifest make_manifest(const SavePlan& plan, const std::vector<nlohmann::json>& 
   manifest.optimizer = plan.optimizer;
   manifest.progress = plan.progress;
   manifest.agreement = plan.agreement;
+  manifest.run = plan.run;
   const int size = static_cast<int>(held.size());
   for (int rank = 0; rank < size; ++rank) {
     const std::string file = rank_file(rank, size);
@@ -88,6 +89,16 @@ Manifest make_manifest(const SavePlan& plan, const std::vector<nlohmann::json>& 
   return manifest;
 }
 
+/// Whether a checkpoint that is about to be replaced was written by somebody else. One that cannot be read is nobody's.
+bool is_of_another_run(const fs::path& folder, const RunIdentity& run) {
+  try {
+    const Manifest there = read_manifest(folder);
+    return !run.holds(there.run, there.step);
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
 /// On rank 0: the manifest, then the one rename that makes the checkpoint exist.
 void commit(const fs::path& temporary, const fs::path& folder, const Manifest& manifest) {
   for (const auto& [name, bytes] : manifest.files) {
@@ -100,6 +111,7 @@ void commit(const fs::path& temporary, const fs::path& folder, const Manifest& m
   }
   write_file(temporary / "manifest.json", to_json(manifest));
   sync_directory(temporary);
+  if (is_of_another_run(folder, manifest.run)) set_aside(folder.parent_path(), {folder});
   rename_or_exchange(temporary, folder);
   sync_directory(folder.parent_path());
   std::error_code ignored;  // the checkpoint exists; an older one of this step, now under the temporary name, is prune()'s if it cannot go now
@@ -115,7 +127,7 @@ void clean_up(const fs::path& temporary, const comm::Group& group) {
 }  // namespace
 
 SavePlan begin_save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
-  SavePlan plan{.step = state.step, .optimizer = state.optimizer, .progress = state.progress, .agreement = state.agreement};
+  SavePlan plan{.step = state.step, .optimizer = state.optimizer, .progress = state.progress, .agreement = state.agreement, .run = state.run};
   plan.folder = fs::absolute(dir) / folder_name(state.step);
   plan.temporary = plan.folder.parent_path() / temporary_name(state.step);
   try {

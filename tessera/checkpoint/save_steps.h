@@ -22,6 +22,7 @@ struct SavePlan {
   std::vector<std::vector<size_t>> dealt{};    ///< by rank: what it writes, as indices into its `held`
   int64_t step = 0;
   nlohmann::json optimizer, progress, agreement;
+  RunIdentity run{};
 };
 
 /// Collective: makes the temporary folder, deals the slices. Where any rank fails, all throw.

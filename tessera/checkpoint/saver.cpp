@@ -27,10 +27,11 @@ Saver::Saver(SaverOptions options, comm::Group group) : options_(std::move(optio
 
 Saver::~Saver() {
   if (writer_.joinable()) writer_.join();
+  if (remover_.joinable()) remover_.join();
 }
 
 void Saver::save(const CheckpointState& state) {
-  wait();
+  finish_writing();
   if (options_.async) {
     start(state);
   } else {
@@ -65,6 +66,7 @@ void Saver::attempt(int64_t step, const std::function<void()>& work) {
   SaveOutcome outcome{.step = step};
   try {
     work();
+    options_.known.insert(step);
     prune_after(outcome);
   } catch (const CommError&) {
     broken_ = std::current_exception();
@@ -79,21 +81,45 @@ void Saver::attempt(int64_t step, const std::function<void()>& work) {
     return;
   }
   const std::lock_guard lock(mutex_);
+  last_ = outcome;
   outcomes_.push_back(std::move(outcome));
 }
 
-void Saver::prune_after(SaveOutcome& outcome) const {
+void Saver::prune_after(SaveOutcome& outcome) {
   if (group_.rank() != 0 || options_.keep == 0) return;
+  outcome.remark = finish_removing();
   try {
-    prune(options_.dir, options_.keep);
+    auto gone = prune(options_.dir, options_.keep, {.run = options_.run, .known = options_.known});
+    if (gone.empty()) return;
+    remover_ = std::thread([this, gone = std::move(gone)] {
+      try {
+        remove_pruned(gone);
+      } catch (const std::exception& error) {
+        not_removed_ = error.what();
+      }
+    });
   } catch (const std::exception& error) {
     outcome.remark = error.what();
   }
 }
 
-void Saver::wait() {
+std::string Saver::finish_removing() {
+  if (remover_.joinable()) remover_.join();
+  return std::exchange(not_removed_, {});
+}
+
+void Saver::finish_writing() {
   if (writer_.joinable()) writer_.join();
   if (broken_) std::rethrow_exception(std::exchange(broken_, nullptr));
+}
+
+void Saver::wait() {
+  finish_writing();
+  const std::string remark = finish_removing();
+  const std::lock_guard lock(mutex_);
+  if (remark.empty()) return;
+  if (outcomes_.empty()) outcomes_.push_back(last_);  // it has been told of already, without what came later
+  outcomes_.back().remark = remark;
 }
 
 std::vector<SaveOutcome> Saver::outcomes() {

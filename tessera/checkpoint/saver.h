@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,16 +21,19 @@ struct SaverOptions {
   int64_t keep = 0;                          ///< prune(); 0: all stay
   bool async = false;                        ///< write while the caller goes on
   int64_t staging_bytes = int64_t{1} << 30;  ///< async: host memory for what is not written yet
+  RunIdentity run{};                         ///< whose checkpoints `keep` counts
+  std::set<int64_t> known{};                 ///< steps of checkpoints in `dir` whose hashes have been checked
 };
 
 /// How a save ended; equal on all ranks, but for `remark`.
 struct SaveOutcome {
   int64_t step = 0;
   std::string error{};   ///< why it is not there; empty: it is
-  std::string remark{};  ///< of rank 0: older checkpoints that could not be removed; else empty
+  std::string remark{};  ///< of rank 0: older checkpoints that could not be removed, now or after the save before; else empty
 };
 
-/// The checkpoints of a run, one after the other: saved, and pruned by rank 0.
+/// The checkpoints of a run, one after the other: saved, and pruned by rank 0. What was hashed on its way to the disk is not read back for that, and what goes
+/// is renamed at once and deleted by a thread, so that the other ranks, in their next collective, do not wait for as long as its bytes are many.
 ///
 /// A save that fails for a reason of the file system (a full disk, a lost permission) leaves the last good checkpoint as it was and is told of by outcomes():
 /// the caller decides whether to go on. What says that a peer is lost (CommError), or that we are wrong (InternalError), is thrown, by the call that learns
@@ -50,7 +54,7 @@ class Saver {
   /// Collective. The tensors may change once it has returned.
   void save(const CheckpointState& state);
 
-  /// Waits for the save that is under way, if there is one.
+  /// Waits for the save that is under way, if there is one, and until what it replaces is deleted.
   void wait();
 
   /// Whether a save is under way.
@@ -64,14 +68,20 @@ class Saver {
   void start(const CheckpointState& state);
   /// Runs one save's second half, or all of it, and notes how it ended.
   void attempt(int64_t step, const std::function<void()>& work);
-  void prune_after(SaveOutcome& outcome) const;
+  void prune_after(SaveOutcome& outcome);
+  /// Waits for the writer, and throws what it met that is no matter of files.
+  void finish_writing();
+  /// Waits for the thread that deletes; returns why it could not.
+  std::string finish_removing();
 
   SaverOptions options_;
   comm::Group group_;
-  std::thread writer_;
+  std::thread writer_, remover_;
+  std::string not_removed_;    ///< by the remover; read once it is joined
   std::exception_ptr broken_;  ///< what the writer met that is no matter of files
-  std::mutex mutex_;           ///< over outcomes_
+  std::mutex mutex_;           ///< over outcomes_ and last_
   std::vector<SaveOutcome> outcomes_;
+  SaveOutcome last_;
 };
 
 }  // namespace tessera::checkpoint

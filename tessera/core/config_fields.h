@@ -136,6 +136,7 @@
   X(bool, async, false, any(), "Write checkpoints while training goes on.")                                                          \
   X(int64_t, staging_bytes, int64_t{1} << 30, any(), "Host memory per rank for what `async` has yet to write.")                      \
   X(std::string, resume, "", path_or("latest"), "Checkpoint to go on from: a path, `latest` (the newest valid one), or empty.")      \
+  X(bool, replace, false, any(), "A fresh start in a `dir` that holds another run's checkpoints sets these aside, within it.")       \
   X(std::vector<std::string>, partial, {}, any(), "Parameters, by pattern, that the checkpoint may lack, or hold beyond the model.") \
   X(bool, verify, true, any(), "Check the hash of every slice that is loaded, and replay the recorded step before going on.")
 

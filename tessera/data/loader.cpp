@@ -18,6 +18,18 @@ void check(const LoaderOptions& o) {
           std::max<int64_t>(1, (o.global_size + o.micro_size - 1) / o.micro_size) * o.micro_size);
 }
 
+/// How many samples of options.seq_len end where `samples` of `length` tokens do.
+int64_t samples_of_length(int64_t samples, int64_t length, const Corpus& corpus, const LoaderOptions& options) {
+  const int64_t windows = corpus.windows(length);
+  const int64_t epochs = samples / windows, tokens = samples % windows * length;
+  const auto keep = detail::concat("; set data.seq_len = ", length, ", or start anew with checkpoint.resume = \"\"");
+  require(tokens == 0 || !options.shuffle, "data.seq_len = ", options.seq_len, ": the checkpoint stands inside an epoch of shuffled windows of ", length,
+          " tokens, and what they have covered is no set of windows of ", options.seq_len, keep);
+  require(tokens % options.seq_len == 0, "data.seq_len = ", options.seq_len, ": the checkpoint stands at token ", tokens, " of the text, where no window of ",
+          options.seq_len, " tokens begins", keep);
+  return epochs * corpus.windows(options.seq_len) + tokens / options.seq_len;
+}
+
 }  // namespace
 
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {
@@ -60,7 +72,7 @@ Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)
 }
 
 int64_t Loader::window_of(int64_t sample) const {
-  const int64_t epoch = sample / windows_, position = sample % windows_;
+  const int64_t taken = sample + offset_, epoch = taken / windows_, position = taken % windows_;
   return options_.shuffle ? Permutation(windows_, options_.seed, static_cast<uint64_t>(epoch))(position) : position;
 }
 
@@ -90,21 +102,29 @@ void Loader::fill(MicroBatch& micro) const {
   }
 }
 
-Cursor Loader::cursor() const { return {step_, options_.global_size, options_.seq_len, options_.seed, options_.shuffle, corpus_->content()}; }
+Cursor Loader::cursor() const { return {step_, options_.global_size, options_.seq_len, options_.seed, options_.shuffle, corpus_->content(), offset_}; }
 
 void Loader::seek(const Cursor& cursor) {
-  const Cursor here = this->cursor();
-  require(cursor.content == here.content, "data.files: the checkpoint was made with other data (", cursor.content, ") than these files hold (", here.content,
-          "); name the same texts and tokenizer");
+  const Cursor here = carried(cursor, *corpus_, options_);
+  step_ = here.step;
+  offset_ = here.offset;
+}
+
+Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& options) {
+  require(cursor.content == corpus.content(), "data.files: the checkpoint was made with other data (", cursor.content, ") than these files hold (",
+          corpus.content(), "); name the same texts and tokenizer");
   const auto agree = [](const char* knob, auto then, auto now) {
     require(then == now, knob, " = ", now, ": the checkpoint's data position was counted with ", then, "; set it to that");
   };
-  agree("batch.global_size", cursor.global_size, here.global_size);
-  agree("data.seq_len", cursor.seq_len, here.seq_len);
-  agree("data.shuffle", cursor.shuffle ? "true" : "false", std::string(here.shuffle ? "true" : "false"));
-  if (here.shuffle) agree("data.seed", cursor.seed, here.seed);
+  const auto text = [](bool on) { return std::string(on ? "true" : "false"); };
+  agree("data.shuffle", text(cursor.shuffle), text(options.shuffle));
+  if (options.shuffle) agree("data.seed", cursor.seed, options.seed);
   require(cursor.step >= 0, "checkpoint: its data position is step ", cursor.step, "; it must be 0 or more");
-  step_ = cursor.step;
+  require(cursor.global_size > 0 && cursor.seq_len > 0 && cursor.step * cursor.global_size + cursor.offset >= 0, "checkpoint: its data position is step ",
+          cursor.step, " of ", cursor.global_size, " samples of ", cursor.seq_len, " tokens, less ", -cursor.offset, "; it must be 0 or more");
+  int64_t samples = cursor.step * cursor.global_size + cursor.offset;
+  if (options.seq_len != cursor.seq_len) samples = samples_of_length(samples, cursor.seq_len, corpus, options);
+  return {cursor.step, options.global_size, options.seq_len, options.seed, options.shuffle, cursor.content, samples - cursor.step * options.global_size};
 }
 
 }  // namespace tessera::data

@@ -41,7 +41,7 @@ struct LoaderOptions {
   int rank = 0, ranks = 1;  ///< of the data axes
 };
 
-/// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; Loader::seek compares them.
+/// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; carried() compares them.
 struct Cursor {
   int64_t step = 0;
   int64_t global_size = 0;
@@ -49,6 +49,7 @@ struct Cursor {
   uint64_t seed = 0;
   bool shuffle = true;
   std::string content;  ///< Corpus::content()
+  int64_t offset = 0;   ///< samples that the run has taken beyond step * global_size, where it was resumed with another global_size or seq_len
   bool operator==(const Cursor&) const = default;
 };
 
@@ -69,14 +70,14 @@ class Loader {
   /// After next() returned step k, its `step` is k.
   Cursor cursor() const;
 
-  /// Continues after `cursor.step` steps. Throws ConfigError by name where the cursor belongs to other data, another order or another batch.
+  /// Continues after `cursor.step` steps, at the window that carried() says. Throws ConfigError as it does.
   void seek(const Cursor& cursor);
 
   const LoaderOptions& options() const { return options_; }
   const Corpus& corpus() const { return *corpus_; }
   int64_t windows() const { return windows_; }
 
-  /// The window that sample `sample` of the run reads.
+  /// The window that sample `sample` of the run reads, counted as MicroBatch::first_sample is.
   int64_t window_of(int64_t sample) const;
 
  private:
@@ -86,7 +87,13 @@ class Loader {
   LoaderOptions options_;
   int64_t windows_;
   int64_t step_ = 0;
+  int64_t offset_ = 0;  ///< Cursor::offset
 };
+
+/// The same place in the data for a loader of `options`. The batch may be any: what is counted is samples. Windows of another length hold the same place where
+/// one begins there: at the end of an epoch, or, unshuffled, at a multiple of both. Throws ConfigError by name, with the reason, where the cursor belongs to
+/// other data or another order, or no window begins at its place.
+Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& options);
 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
 /// and no corpus. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.

@@ -14,6 +14,7 @@
 #include "tessera/layout/slice.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/replicas.h"
 #include "tessera/precision/gradient_dtype.h"
@@ -58,15 +59,16 @@ std::shared_ptr<CommunicationHook> make_hook(const Config& config, const std::op
 }
 
 /// The state of the run's compression, from a checkpoint that may have been made with another, or none.
-void resume_compression(const Config& config, const comm::Group& data, const std::optional<ResumePoint>& resume, const Composition& run) {
+void resume_compression(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const Composition& run) {
   std::vector<std::string> remarks;
+  const comm::Group data = mesh[data_axes()];
   if (config.comm.compression != "none" && data.size() == 1) {
     remarks.push_back("comm.compression = " + config.comm.compression + ": one data rank reduces nothing, so nothing is compressed");
   }
   if (resume) {
-    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, verify_hashes(config, *resume))) remarks.push_back(std::move(remark));
+    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, mesh["tp"], verify_hashes(config, *resume))) remarks.push_back(std::move(remark));
   }
-  if (data.rank() > 0) return;
+  if (data.rank() > 0 || mesh["tp"].rank() > 0) return;
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
@@ -128,8 +130,27 @@ void check_loaded(const Config& config, const Mesh& mesh, const Composition& run
   if (config.zero.stage > 0) equalize_replicas(*run.model, config.zero.stage == 3 ? mesh["dp_replicate"] : mesh[data_axes()], ReplicaStart::Check);
 }
 
+/// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
+std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const Mesh& mesh, const torch::nn::Module& model, const DdpOptions& options) {
+  std::vector<GradientSpec> gradients;
+  for (const auto& [name, tensor, aliases] : trainable_parameters(model)) {
+    gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
+  }
+  const PlanLayout layout{.data_ranks = mesh.size(data_axes()), .tensor_ranks = mesh["tp"].size(), .tensor_rank = mesh["tp"].rank(), .sizes = options.sizes};
+  bool other = false;
+  auto plan = bucket_plan_of(resume.manifest.progress, layout, gradients, resume.folder.string(), other);
+  if (other && mesh.rank(data_axes()) == 0 && layout.tensor_rank == 0) {
+    log().warn(
+        "{}: its bucket plan is of another layout (data ranks, mesh.tp, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
+        "another order from here on, so the run goes on, but not bit for bit",
+        resume.folder.string());
+  }
+  return plan;
+}
+
 /// Stage 0: whole gradients meet on every rank.
-void synchronize_replicas(const Config& config, const comm::Group& data, const std::optional<ResumePoint>& resume, Composition& run) {
+void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
+  const comm::Group data = mesh[data_axes()];
   if (config.run.deterministic) {
     TreeReductionOptions options;
     options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
@@ -140,12 +161,9 @@ void synchronize_replicas(const Config& config, const comm::Group& data, const s
   DdpOptions options;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
-  // The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
-  if (resume && config.checkpoint.partial.empty()) {  // a partial load is there for other models, whose plan would not fit
-    options.plan = bucket_plan_of(resume->manifest.progress, data.size(), resume->folder.string());
-  }
-  options.hook = run.hook = make_hook(config, resume);
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
+  if (resume && data.size() > 1) options.plan = saved_plan(*resume, mesh, *run.model, options);
+  options.hook = run.hook = make_hook(config, resume);
   auto ddp = std::make_unique<DistributedDataParallel>(*run.model, data, options);
   run.buckets = ddp.get();
   run.synchronizer = std::move(ddp);
@@ -214,8 +232,8 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, *run.model, data.size());
-  if (config.zero.stage == 0) synchronize_replicas(config, data, resume, run);
-  if (device != at::kMeta) resume_compression(config, data, resume, run);
+  if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);
+  if (device != at::kMeta) resume_compression(config, mesh, resume, run);
   return run;
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
@@ -28,6 +29,18 @@ Slice stacked(Slice slice, int64_t rows, int64_t begin, int64_t size) {
 Slice prefixed(Slice slice) {
   slice.name.insert(0, hook_prefix);
   return slice;
+}
+
+/// What the hook carries. Where layers are cut, each rank approximates its own gradients: of its part of a matrix, or, of what several ranks hold, of its term
+/// of the sum. So there they carry the rank's place in their names, and are whole under them: another cut has others.
+std::vector<HookTensor> state_of(const CommunicationHook* hook, const comm::Group& tensor) {
+  std::vector<HookTensor> state = hook == nullptr ? std::vector<HookTensor>{} : hook->state();
+  if (tensor.size() == 1) return state;
+  for (HookTensor& held : state) {
+    held.name += detail::concat("@tp", tensor.rank(), "of", tensor.size());
+    held.slice = Slice::whole(held.name, held.tensor.sizes().vec());
+  }
+  return state;
 }
 
 bool fits(const checkpoint::StoredTensor& stored, const HookTensor& held) {
@@ -60,10 +73,9 @@ void add_up(const Share& share) {
 
 }  // namespace
 
-std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook, const comm::Group& data) {
+std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook, const comm::Group& data, const comm::Group& tensor) {
   std::vector<checkpoint::SlicedTensor> tensors;
-  if (hook == nullptr) return tensors;
-  for (const HookTensor& held : hook->state()) {
+  for (const HookTensor& held : state_of(hook, tensor)) {
     if (held.across == HookTensor::Across::Sum) {
       tensors.push_back({held.tensor.unsqueeze(0), stacked(held.slice, data.size(), data.rank(), 1)});
     } else {
@@ -73,15 +85,16 @@ std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook
   return tensors;
 }
 
-std::vector<std::string> load_hook_state(const CommunicationHook* hook, const ResumePoint& resume, const comm::Group& data, bool verify) {
+std::vector<std::string> load_hook_state(const CommunicationHook* hook, const ResumePoint& resume, const comm::Group& data, const comm::Group& tensor,
+                                         bool verify) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Comm);
   const auto& stored_tensors = resume.manifest.tensors;
   std::vector<checkpoint::SlicedTensor> targets;
   std::vector<Share> shares;
   std::set<std::string> known;
-  int64_t fresh = 0;
-  const std::vector<HookTensor> state = hook == nullptr ? std::vector<HookTensor>{} : hook->state();
+  int64_t fresh = 0, carried = 0;
+  const std::vector<HookTensor> state = state_of(hook, tensor);
   for (const HookTensor& held : state) {
     const auto stored = stored_tensors.find(hook_prefix + held.name);
     if (stored == stored_tensors.end() || !fits(stored->second, held)) {
@@ -103,12 +116,23 @@ std::vector<std::string> load_hook_state(const CommunicationHook* hook, const Re
   checkpoint::load(resume.folder, resume.manifest, targets, {.verify = verify, .ignore_prefixes = {""}});
   for (const Share& share : shares) add_up(share);
 
+  carried = static_cast<int64_t>(state.size());
+  if (tensor.size() > 1) {
+    const auto all = checkpoint::gather_json(tensor, {{"known", known}, {"fresh", fresh}, {"carried", carried}});
+    fresh = carried = 0;
+    for (const auto& each : all) {
+      for (const auto& name : each.at("known")) known.insert(name.get<std::string>());
+      fresh += each.at("fresh").get<int64_t>();
+      carried += each.at("carried").get<int64_t>();
+    }
+  }
   int64_t unread = 0;
   for (const auto& [name, stored] : stored_tensors) unread += name.starts_with(hook_prefix) && !known.contains(name) ? 1 : 0;
   std::vector<std::string> remarks;
   if (fresh > 0) {
-    remarks.push_back(detail::concat(resume.folder.string(), " does not hold ", fresh, " of the ", state.size(),
-                                     " tensors that gradient compression carries: they start afresh"));
+    remarks.push_back(detail::concat(
+        resume.folder.string(), " does not hold ", fresh, " of the ", carried,
+        " tensors that gradient compression carries (errors, and Q of PowerSGD, which another mesh.tp or rank has in other shapes): they start afresh"));
   }
   if (unread > 0) {
     remarks.push_back(

@@ -1,15 +1,23 @@
 #include "tessera/train/inputs.h"
 
+#include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <limits>
+#include <tuple>
+#include <utility>
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
 #include "tessera/data/loader.h"
+#include "tessera/optim/schedule.h"
+#include "tessera/train/progress.h"
 
 namespace tessera {
 
@@ -17,38 +25,54 @@ namespace {
 
 std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
-/// The newest valid checkpoint below step `before`.
-std::optional<ResumePoint> find_newest(const Config& config, checkpoint::Thoroughness thoroughness, std::vector<std::string>& remarks,
-                                       int64_t before = std::numeric_limits<int64_t>::max()) {
-  const auto& dir = config.checkpoint.dir;
-  const auto found = checkpoint::find_latest(dir, thoroughness, before);
-  for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
-  if (!found.folder) {
-    remarks.push_back("no checkpoint in " + dir + ": starting afresh");
-    return std::nullopt;
-  }
-  return ResumePoint{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};
-}
-
 void refuse_named(const std::string& folder, const std::string& problem) {
   throw ConfigError(detail::concat("checkpoint.resume = ", folder, ": ", problem, "; name another checkpoint, or \"latest\" for the newest valid one"));
 }
 
+ResumePoint named_point(const std::string& folder, checkpoint::Thoroughness thoroughness) {
+  if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
+  return {.folder = folder, .manifest = checkpoint::read_manifest(folder)};
+}
+
+/// Whether a checkpoint went on from the one named in checkpoint.resume, which may be gone by now: `keep` removes what lies on the run's own line.
+bool went_on_from(const std::string& named, const checkpoint::Manifest& manifest) {
+  try {
+    const auto from = checkpoint::read_manifest(named);
+    return manifest.run.descends_from(from.run, from.step);
+  } catch (const ConfigError&) {
+    const auto name = std::filesystem::path(named).lexically_normal().filename().string();
+    return std::ranges::any_of(manifest.run.lineage, [&](const auto& ancestor) { return checkpoint::folder_name(ancestor.step) == name; });
+  }
+}
+
+/// The newest valid checkpoint below step `before` in checkpoint.dir. Where one is named in checkpoint.resume: that went on from it, or else the named one.
+std::optional<ResumePoint> find_newest(const Config& config, checkpoint::Thoroughness thoroughness, std::vector<std::string>& remarks,
+                                       int64_t before = std::numeric_limits<int64_t>::max()) {
+  const auto& [dir, from] = std::tie(config.checkpoint.dir, config.checkpoint.resume);
+  const bool named = !from.empty() && from != "latest";
+  for (;;) {
+    const auto found = checkpoint::find_latest(dir, thoroughness, before);
+    for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
+    if (!found.folder) break;
+    ResumePoint point{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};
+    if (!named || went_on_from(from, point.manifest)) return point;
+    before = point.manifest.step;
+  }
+  if (named) return named_point(from, thoroughness);
+  remarks.push_back("no checkpoint in " + dir + ": starting afresh");
+  return std::nullopt;
+}
+
 std::optional<ResumePoint> find_resume(const Config& config, const OpenOptions& options, std::vector<std::string>& remarks) {
   const auto& from = config.checkpoint;
-  const bool latest = from.resume == "latest" || (from.resume.empty() && options.restarted && !from.dir.empty());
-  if (!latest && from.resume.empty()) return std::nullopt;
+  const bool again = options.restarted && !from.dir.empty();
+  if (from.resume.empty() && !again) return std::nullopt;
+  const bool latest = from.resume == "latest" || again;
   require(!latest || !from.dir.empty(), "checkpoint.resume = latest: there is no checkpoint.dir to look in; set checkpoint.dir, or name the checkpoint");
   const bool known = !options.hashed.empty() && options.hashed == from.resume;
   const bool hashing = from.verify && !known && !options.one_of_several;
   const auto thoroughness = hashing ? checkpoint::Thoroughness::Hashes : checkpoint::Thoroughness::Sizes;
-  std::optional<ResumePoint> found;
-  if (latest) {
-    found = find_newest(config, thoroughness, remarks);
-  } else {
-    if (const auto problem = checkpoint::problem_with(from.resume, thoroughness)) refuse_named(from.resume, *problem);
-    found = ResumePoint{.folder = from.resume, .manifest = checkpoint::read_manifest(from.resume)};
-  }
+  auto found = latest ? find_newest(config, thoroughness, remarks) : named_point(from.resume, thoroughness);
   if (found) found->hashed = hashing || known;
   return found;
 }
@@ -61,13 +85,34 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
   return agreement;
 }
 
+/// SGD with momentum carries what SGD without does not.
+void check_momentum(const Config& saved, const Config& config, const std::string& folder) {
+  if (config.optim.name != "sgd") return;
+  require((saved.optim.momentum == 0) == (config.optim.momentum == 0), "optim.momentum = ", format_float(config.optim.momentum), ": ", folder,
+          saved.optim.momentum == 0 ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost",
+          "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
+}
+
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
   const auto& manifest = inputs.resume->manifest;
   checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder);
+  data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
+                {.seq_len = config.data.seq_len,
+                 .global_size = config.batch.global_size,
+                 .micro_size = config.batch.micro_size,
+                 .shuffle = config.data.shuffle,
+                 .seed = static_cast<uint64_t>(*config.data.seed)});
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
+  check_momentum(config_of(manifest.progress, folder), config, folder);
+}
+
+/// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".
+std::string names_of(const std::vector<std::filesystem::path>& folders) {
+  const auto name = [](const std::filesystem::path& folder) { return folder.filename().string(); };
+  return folders.size() == 1 ? name(folders.front()) : name(folders.front()) + " to " + name(folders.back());
 }
 
 }  // namespace
@@ -92,6 +137,7 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
     data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
   }
   inputs.resume = find_resume(config, options, inputs.remarks);
+  inputs.may_start_afresh = !inputs.resume && !inputs.remarks.empty();  // as `latest`, or a restart, found none
   check_fit(config, inputs);
   return inputs;
 }
@@ -120,8 +166,68 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
     if (!resume->newest) refuse_named(resume->folder.string(), problem);
     inputs.remarks.push_back("passing over " + problem);
     resume = find_newest(config, checkpoint::Thoroughness::Sizes, inputs.remarks, resume->manifest.step);
+    inputs.may_start_afresh = !resume;
     check_fit(config, inputs);
   }
+}
+
+std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config) {
+  const std::string folder = resume.folder.string();
+  const int64_t step = resume.manifest.step;
+  const Config saved = config_of(resume.manifest.progress, folder);
+  std::vector<std::string> remarks;
+  const auto changed = checkpoint::changed_settings(saved, config);
+  std::string list;
+  for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
+  if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
+  if (config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant" && step < config.run.steps) {
+    const double before = optim::LearningRate(saved.optim, saved.run.steps).at(step + 1),
+                 now = optim::LearningRate(config.optim, config.run.steps).at(step + 1);
+    remarks.push_back(detail::concat("run.steps = ", config.run.steps, " (was ", saved.run.steps, "): optim.schedule = ", config.optim.schedule,
+                                     " ends there, so the learning rate bends: ", format_float(now), " in step ", step + 1, ", where it would have been ",
+                                     format_float(before)));
+  }
+  return remarks;
+}
+
+void check_checkpoint_dir(const Config& config, const Inputs& inputs) {
+  const std::string& dir = config.checkpoint.dir;
+  if (dir.empty() || config.checkpoint.replace || inputs.may_start_afresh) return;
+  const std::string way_out = "name another checkpoint.dir, or set checkpoint.replace = true, which sets them aside within it";
+  std::vector<std::filesystem::path> others;
+  for (const auto& found : checkpoint::written_checkpoints(dir)) {
+    const bool another = !inputs.resume || (found.writer && found.writer->run != inputs.resume->manifest.run.run);
+    if (another) others.push_back(found.folder);
+  }
+  if (others.empty()) return;
+  require(inputs.resume.has_value(), "checkpoint.dir = ", dir, ": holds checkpoints of another run (", names_of(others),
+          "), and this one starts afresh; to go on from the newest set checkpoint.resume = latest; to start anew ", way_out);
+  throw ConfigError(detail::concat("checkpoint.dir = ", dir, ": holds checkpoints of another run (", names_of(others), ") than the one that goes on from ",
+                                   inputs.resume->folder.string(), "; ", way_out));
+}
+
+void lock_checkpoint_dir(const Config& config, Inputs& inputs) {
+  constexpr std::chrono::seconds patience(2);
+  if (config.checkpoint.dir.empty() || inputs.lock) return;
+  inputs.lock = std::make_unique<checkpoint::RunLock>(config.checkpoint.dir, patience);
+  for (const auto& remark : inputs.lock->remarks()) inputs.remarks.push_back(remark);
+}
+
+checkpoint::RunIdentity enter_checkpoint_dir(const Config& config, const Inputs& inputs, std::vector<std::string>& remarks) {
+  const auto& [dir, resume] = std::tie(config.checkpoint.dir, inputs.resume);
+  const auto run = resume ? resume->manifest.run.continued(resume->manifest.step) : checkpoint::RunIdentity::fresh();
+  if (dir.empty()) return run;
+  std::vector<std::filesystem::path> aside;
+  for (const auto& found : checkpoint::written_checkpoints(dir)) {
+    // One that nobody can read stays where it is as long as no step of this run will take its name.
+    const bool stays = found.writer ? run.holds(*found.writer, found.step) : resume && found.step < resume->manifest.step;
+    if (!stays) aside.push_back(found.folder);
+  }
+  if (aside.empty()) return run;
+  const auto place = checkpoint::set_aside(dir, aside);
+  remarks.push_back(detail::concat("checkpoint.dir = ", dir, ": ", names_of(aside), aside.size() == 1 ? " is" : " are",
+                                   " not what this run goes on from: set aside in ", place.string()));
+  return run;
 }
 
 }  // namespace tessera

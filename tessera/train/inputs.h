@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/run_lock.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/data/corpus.h"
@@ -35,12 +36,16 @@ struct Inputs {
   std::shared_ptr<const data::Corpus> corpus;
   std::shared_ptr<const data::Corpus> validation;  ///< null without validation_files
   std::optional<ResumePoint> resume;
-  std::vector<std::string> remarks;  ///< to be said aloud once: checkpoints that were passed over, a fresh start
+  std::vector<std::string> remarks;           ///< to be said aloud once: checkpoints that were passed over, a fresh start
+  bool may_start_afresh = false;              ///< `latest` was asked for, and found none: what cannot be used in checkpoint.dir is set aside
+  std::unique_ptr<checkpoint::RunLock> lock;  ///< of checkpoint.dir; null until lock_checkpoint_dir, and on all ranks but the first
 };
 
 /// Who a process that opens inputs is.
 struct OpenOptions {
-  bool restarted = false;          ///< a launcher started this attempt after a failure: `latest` is implied where there is a checkpoint.dir
+  /// A launcher started this attempt after a failure: where there is a checkpoint.dir, `latest` is implied, and a named checkpoint.resume stands for the newest
+  /// checkpoint there that went on from it.
+  bool restarted = false;
   std::filesystem::path hashed{};  ///< a checkpoint whose hashes the process that started this one has just checked; empty: none
   bool one_of_several = false;     ///< check_hashes() will follow, which shares the reading between ranks
 };
@@ -53,6 +58,20 @@ Inputs open_inputs(const Config& config, const OpenOptions& options = {});
 /// every host has seen every byte once. Where one is damaged, all ranks go on from the newest older one that is not, and remark it, or, where it was named,
 /// refuse it. Throws ConfigError; also where ranks do not see the same checkpoint.
 void check_hashes(Inputs& inputs, const Config& config, const comm::World& world);
+
+/// What a run that goes on does otherwise than the one that saved, to be said aloud once: settings, and what more steps make of the learning rate.
+std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config);
+
+/// Refuses a checkpoint.dir that holds checkpoints of another run, unless checkpoint.replace says that they may be set aside. Reads only. Throws ConfigError.
+void check_checkpoint_dir(const Config& config, const Inputs& inputs);
+
+/// Takes checkpoint.dir for this run, where there is one: for the first rank, before it meets the others. Waits a moment for one that is being ended. Throws
+/// ConfigError where another live run has it, or nothing can be written there.
+void lock_checkpoint_dir(const Config& config, Inputs& inputs);
+
+/// On the rank that holds the lock: who this run is, and checkpoint.dir as it will go on from there. What is in it and not on the run's line (later steps,
+/// where it goes back; another run's, where checkpoint.replace says so) is set aside within it, and `remarks` tells where. Throws Error.
+checkpoint::RunIdentity enter_checkpoint_dir(const Config& config, const Inputs& inputs, std::vector<std::string>& remarks);
 
 /// What stands for the data in a checkpoint's agreement: text and tokenizer by content.
 nlohmann::json data_identity(const data::Corpus& corpus);

@@ -24,9 +24,18 @@ int data_ranks_of(const nlohmann::json& progress, const std::string& source) {
   return read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); });
 }
 
+bool holds_exactly(const BucketPlan& plan, std::span<const GradientSpec> gradients, const std::string& source) {
+  try {
+    check_bucket_plan(plan, gradients, source);
+    return true;
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
 }  // namespace
 
-nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const BucketPlan& plan, const nlohmann::json& algorithms, int data_ranks) {
+nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const nlohmann::json& plans, const nlohmann::json& algorithms, int data_ranks) {
   return {{"config", to_toml(config)},
           {"cursor",
            {{"step", cursor.step},
@@ -34,9 +43,10 @@ nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, c
             {"seq_len", cursor.seq_len},
             {"seed", cursor.seed},
             {"shuffle", cursor.shuffle},
-            {"content", cursor.content}}},
+            {"content", cursor.content},
+            {"offset", cursor.offset}}},
           {"data_ranks", data_ranks},
-          {"bucket_plan", to_json(plan)},
+          {"bucket_plan", plans},
           {"comm", algorithms}};
 }
 
@@ -47,7 +57,8 @@ data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source
                         .seq_len = c.at("seq_len").get<int64_t>(),
                         .seed = c.at("seed").get<uint64_t>(),
                         .shuffle = c.at("shuffle").get<bool>(),
-                        .content = c.at("content").get<std::string>()};
+                        .content = c.at("content").get<std::string>(),
+                        .offset = c.value("offset", int64_t{0})};
   });
 }
 
@@ -56,11 +67,23 @@ Config config_of(const nlohmann::json& progress, const std::string& source) {
   return parse_config(text, std::filesystem::current_path(), {}, source);
 }
 
-std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, int data_ranks, const std::string& source) {
-  if (data_ranks_of(progress, source) != data_ranks) return std::nullopt;
-  auto plan = read_field(progress, "bucket_plan", source, [](const nlohmann::json& p) { return bucket_plan_from_json(p); });
-  if (plan.empty()) return std::nullopt;
-  return plan;
+std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, const PlanLayout& layout, std::span<const GradientSpec> gradients,
+                                         const std::string& source, bool& other) {
+  // One plan served every rank: of whole layers, or of parts of equal size, which another number of ranks would not have.
+  auto plans = read_field(progress, "bucket_plan", source, [](const nlohmann::json& saved) {
+    std::vector<BucketPlan> read;
+    if (!saved.is_array()) return std::vector{bucket_plan_from_json(saved)};
+    for (const auto& each : saved) read.push_back(bucket_plan_from_json(each));
+    return read;
+  });
+  const bool one = plans.size() == 1, mine = one || static_cast<int>(plans.size()) == layout.tensor_ranks;
+  other = false;
+  if (plans.empty() || plans.front().empty()) return std::nullopt;
+  BucketPlan& plan = plans[mine && !one ? static_cast<size_t>(layout.tensor_rank) : 0];
+  const bool same = mine && data_ranks_of(progress, source) == layout.data_ranks && plan.sizes == layout.sizes && holds_exactly(plan, gradients, source);
+  other = !same;
+  if (!same) return std::nullopt;
+  return std::move(plan);
 }
 
 comm::WorldOptions world_options_of(const Config& config, int data_ranks, const nlohmann::json& progress, const std::string& source,

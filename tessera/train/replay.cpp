@@ -10,8 +10,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>
 
+#include "tessera/checkpoint/gather_json.h"
+#include "tessera/comm/algorithms/choice.h"
+#include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
@@ -71,6 +75,24 @@ std::vector<std::string> formats_in(const nlohmann::json& arithmetic) {
   return {precision.value("params", std::string("fp32")), precision.value("compute", std::string("fp32"))};
 }
 
+/// What orders the sums over ranks that layers are cut over, as a checkpoint can tell it: hosts by number, in the order in which they appear.
+nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, const comm::WorldOptions& options) {
+  if (tensor.size() == 1) return {};
+  const comm::CallSite site("start");
+  std::vector<std::string> hosts;
+  nlohmann::json numbers = nlohmann::json::array();
+  for (const auto& host : checkpoint::gather_json(tensor, options.host.empty() ? comm::host_identity() : options.host)) {
+    const auto known = std::ranges::find(hosts, host.get<std::string>());
+    numbers.push_back(known - hosts.begin());
+    if (known == hosts.end()) hosts.push_back(host.get<std::string>());
+  }
+  return {{"engine", tensor.backend()->getBackendName()},
+          {"algorithms", comm::recorded_choice(options)},
+          {"hosts", std::move(numbers)},
+          {"sequence_parallel", config.tensor.sequence_parallel},
+          {"overlap", config.tensor.overlap}};
+}
+
 bool within(double loss, double recorded, double bound) {
   if (std::isnan(loss) || std::isnan(recorded)) return std::isnan(loss) && std::isnan(recorded);
   return std::abs(loss - recorded) <= bound * std::abs(recorded);
@@ -78,7 +100,8 @@ bool within(double loss, double recorded, double bound) {
 
 }  // namespace
 
-Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus) : config_(config), mesh_(mesh), corpus_(std::move(corpus)) {}
+Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options)
+    : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh["tp"], options)) {}
 
 nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) const {
   const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
@@ -93,7 +116,7 @@ nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) 
 Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
   const auto found = progress.find("replay");
   if (found == progress.end() || found->is_null()) return {};
-  const Recorded recorded = read_record(*found, config_.batch.global_size, source);
+  const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
   const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(data_axes()))]);
 
@@ -116,13 +139,13 @@ Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, c
 std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
   const comm::CallSite site("replay");
   // Dealt over as many ranks as there are micro-batches, each has one: the loader gives any of them without the rest.
-  data::Loader loader(corpus_, {.seq_len = config_.data.seq_len,
-                                .global_size = config_.batch.global_size,
+  data::Loader loader(corpus_, {.seq_len = cursor.seq_len,
+                                .global_size = cursor.global_size,
                                 .micro_size = micro_size,
-                                .shuffle = config_.data.shuffle,
-                                .seed = static_cast<uint64_t>(*config_.data.seed),
+                                .shuffle = cursor.shuffle,
+                                .seed = cursor.seed,
                                 .rank = static_cast<int>(index),
-                                .ranks = static_cast<int>(config_.batch.global_size / micro_size)});
+                                .ranks = static_cast<int>(cursor.global_size / micro_size)});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
   const EvaluationMode mode(model);
@@ -143,8 +166,10 @@ nlohmann::json Replay::arithmetic() const {
   for (const auto& [axis, size] : mesh_.shape()) {
     if (size > 1 && std::find(data_axes().begin(), data_axes().end(), axis) == data_axes().end()) axes[axis] = size;
   }
-  return {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
-          {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+  nlohmann::json all{{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
+                     {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+  if (!sums_.is_null()) all["sums"] = sums_;
+  return all;
 }
 
 double replay_bound(const std::vector<std::string>& formats) {

@@ -7,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/data/corpus.h"
 #include "tessera/data/loader.h"
@@ -21,14 +22,16 @@ namespace tessera {
 /// record() runs the first micro-batch that each data rank would take next through the model as it is saved, in evaluation mode and without a graph
 /// (nothing of the run changes), and records each loss with the micro-batch's index in the step. check() runs as many of them as there are data ranks now,
 /// each in the recorded micro_size, and compares: bit for bit where the same arithmetic meets the same micro-batch (threads per rank, kernels, precision, mesh
-/// axes that cut the model, processor), else within replay_bound(). Since the loss of a micro-batch does not depend on how the others are dealt, a run on
-/// another number of data ranks, or with another sharding, is compared bit for bit too.
+/// axes that cut the model, processor), else within replay_bound(). Where layers are cut, what orders the sums over their ranks is part of it: the engine, the
+/// collective algorithms, which ranks share a host, and whether the sequence is cut or products overlap. Since the loss of a micro-batch does not depend on
+/// how the others are dealt, a run on another number of data ranks, or with another sharding, is compared bit for bit too.
 ///
 /// Both are collective over `mesh`. Cost: one forward of one micro-batch on each rank, at each save and once after a load, and an all-gather of 8 bytes. What
 /// it cannot see: the optimizer's state, which only hashes guard.
 class Replay {
  public:
-  Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus);
+  /// Collective over the ranks that layers are cut over.
+  Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options = {});
 
   /// What a checkpoint at `cursor` keeps as progress.replay.
   nlohmann::json record(LanguageModel& model, const data::Cursor& cursor) const;
@@ -39,7 +42,8 @@ class Replay {
     bool bits = false;          ///< compared bit for bit
   };
 
-  /// Throws ConfigError, on every rank the same, naming `source`, the micro-batch and both losses where one differs; and where the record cannot be read.
+  /// `cursor` is the recorded one: this run's batch and windows may be others. Throws ConfigError, on every rank the same, naming `source`, the micro-batch and
+  /// both losses where one differs; and where the record cannot be read.
   Result check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:
@@ -51,6 +55,7 @@ class Replay {
   const Config& config_;
   const Mesh& mesh_;
   std::shared_ptr<const data::Corpus> corpus_;
+  nlohmann::json sums_;  ///< what orders the sums over ranks that layers are cut over; null where they are whole
 };
 
 /// How far, relatively, a loss may be off that other arithmetic computed: as the coarsest of these number formats allows (fp32: 5e-6).

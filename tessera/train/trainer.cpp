@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dump.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -48,8 +49,21 @@ std::map<std::string, double> extras_of(const StepOutcome& outcome) {
           {"slowest_ratio", median > 0 ? slowest->compute_s / median : 1}};
 }
 
-// Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps.
-Inputs agreed(Inputs inputs, const comm::World& world) {
+// Runs `work` on rank 0; where it is refused there, all ranks throw the refusal.
+void on_first_rank(const comm::World& world, const std::function<void()>& work) {
+  nlohmann::json outcome;
+  try {
+    if (world.rank() == 0) work();
+  } catch (const Error& error) {
+    outcome = error.what();
+  }
+  const auto first = checkpoint::gather_json(world.group(), outcome).front();
+  require(first.is_null(), first.is_string() ? first.get<std::string>() : std::string());
+}
+
+// Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps. The first rank takes
+// checkpoint.dir, where nobody has for it.
+Inputs agreed(Inputs inputs, const Config& config, const comm::World& world) {
   const comm::CallSite site("start");
   const int64_t step = inputs.resume ? inputs.resume->manifest.step : 0;
   const at::Tensor mine = at::full({1}, step, at::dtype(at::kLong));
@@ -60,7 +74,30 @@ Inputs agreed(Inputs inputs, const comm::World& world) {
     require(steps[rank] == steps[0], "checkpoint.resume: rank ", rank, " goes on from step ", steps[rank], " and rank 0 from step ", steps[0],
             "; let every rank see the same checkpoint.dir");
   }
+  if (config.checkpoint.dir.empty()) return inputs;
+  on_first_rank(world, [&] {
+    const bool taken = inputs.lock != nullptr;
+    check_checkpoint_dir(config, inputs);
+    lock_checkpoint_dir(config, inputs);
+    if (!taken) {
+      for (const auto& remark : inputs.lock->remarks()) log().warn("{}", remark);
+    }
+  });
   return inputs;
+}
+
+// Who this run is, on rank 0, once all ranks know from where they go on.
+checkpoint::RunIdentity entered(const Config& config, const Inputs& inputs, const comm::World& world) {
+  const comm::CallSite site("start");
+  checkpoint::RunIdentity identity;
+  std::vector<std::string> remarks;
+  const auto enter = [&] { identity = enter_checkpoint_dir(config, inputs, remarks); };
+  if (!config.checkpoint.dir.empty()) on_first_rank(world, enter);
+  if (inputs.resume && world.rank() == 0) {
+    for (auto& remark : changes_since(*inputs.resume, config)) remarks.push_back(std::move(remark));
+  }
+  for (const auto& remark : remarks) log().warn("{}", remark);
+  return identity;
 }
 
 // The host of every rank, for messages about one of them.
@@ -76,8 +113,18 @@ std::vector<std::string> hosts_of(const comm::World& world) {
   return hosts;
 }
 
-checkpoint::SaverOptions saver_options(const CheckpointConfig& config) {
-  return {.dir = config.dir, .keep = config.keep, .async = config.async, .staging_bytes = config.staging_bytes};
+checkpoint::SaverOptions saver_options(const CheckpointConfig& config, const checkpoint::RunIdentity& run, const std::optional<ResumePoint>& resume) {
+  checkpoint::SaverOptions options{
+      .dir = config.dir, .keep = config.keep, .async = config.async, .staging_bytes = config.staging_bytes, .run = run, .known = {}};
+  if (resume && resume->hashed) options.known.insert(resume->manifest.step);
+  return options;
+}
+
+// The bucket plans that a checkpoint keeps: of ranks that hold other parts of the layers, where these differ. Collective over `tensor`.
+nlohmann::json bucket_plans(const BucketPlan& plan, const comm::Group& tensor) {
+  auto plans = checkpoint::gather_json(tensor, to_json(plan));
+  const bool equal = std::ranges::all_of(plans, [&](const auto& each) { return each == plans.front(); });
+  return equal ? plans.front() : nlohmann::json(plans);
 }
 
 // What is written while training goes on needs a group that no step uses.
@@ -100,7 +147,8 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
     : config_(std::move(config)),
       world_(world),
-      inputs_(agreed(std::move(inputs), world)),
+      inputs_(agreed(std::move(inputs), config_, world)),
+      identity_(entered(config_, inputs_, world)),
       dump_(std::move(dump)),
       hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
@@ -108,8 +156,9 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
       loader_(inputs_.corpus, loader_options(config_, mesh_)),
       stragglers_(config_.log.straggler_ratio),
-      replay_(config_, mesh_, inputs_.corpus) {
-  if (!config_.checkpoint.dir.empty()) saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint), saver_group(config_, world_));
+      replay_(config_, mesh_, inputs_.corpus, world.options()) {
+  if (!config_.checkpoint.dir.empty())
+    saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint, identity_, inputs_.resume), saver_group(config_, world_));
   if (inputs_.resume) {
     loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
     if (config_.checkpoint.verify) replay(*inputs_.resume);
@@ -251,7 +300,8 @@ void Trainer::replay(const ResumePoint& resume) const {
     if (world_.rank() == 0) log().warn("{}: not replayed, as checkpoint.partial leaves some of it out", source);
     return;
   }
-  const auto result = replay_.check(*stepper_.run().model, loader_.cursor(), resume.manifest.progress, source);
+  const auto& progress = resume.manifest.progress;
+  const auto result = replay_.check(*stepper_.run().model, cursor_of(progress, source), progress, source);
   if (world_.rank() > 0) return;
   if (result.micro_batches == 0) {
     log().warn("{}: records no step to replay; only its hashes say that it is what was trained", source);
@@ -267,12 +317,14 @@ void Trainer::save(int64_t step) {
   checkpoint::CheckpointState state;
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
-  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()])) state.tensors.push_back(std::move(held));
+  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()], mesh_["tp"])) state.tensors.push_back(std::move(held));
   state.optimizer = checkpoint::optimizer_json(*run.optimizer);
-  state.progress = progress_json(config_, loader_.cursor(), run.bucket_plan(), comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
+  const auto plans = bucket_plans(run.bucket_plan(), mesh_["tp"]);
+  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(*run.model, loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
+  state.run = identity_;
   saver_->save(state);
   save_blocked_s_ += seconds_since(start);
   report_saves();

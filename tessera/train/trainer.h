@@ -76,6 +76,7 @@ class Trainer {
   Config config_;
   comm::World& world_;
   Inputs inputs_;
+  checkpoint::RunIdentity identity_;  ///< of rank 0
   std::optional<DumpRequest> dump_;
   std::vector<std::string> hosts_;  ///< of all ranks
   Mesh mesh_;

@@ -7,6 +7,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/checkpoint/deal.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
@@ -296,20 +297,88 @@ TEST(Prune, KeepsTheNewestAndNeverLosesTheLastGoodOne) {
   };
   for (const int64_t step : {1, 2, 3, 4}) save_with(Layout::Rows, 1, folder.path(), step);
   fs::create_directory(folder / ".tmp-step-00000009");
-  EXPECT_THAT(prune(folder.path(), 0), IsEmpty());
+  const auto pruned = [&](int64_t keep, const PruneOptions& options = {}) {
+    const auto gone = prune(folder.path(), keep, options);
+    remove_pruned(gone);
+    return gone;
+  };
+  EXPECT_EQ(pruned(0).size(), 1);
   EXPECT_EQ(names().size(), 4) << "0 keeps all, and only leftovers go";
-  EXPECT_EQ(prune(folder.path(), 2).size(), 2);
+  EXPECT_EQ(pruned(2).size(), 2);
   EXPECT_EQ(names(), (std::set<std::string>{"step-00000003", "step-00000004"}));
   fs::remove(folder / "step-00000004/manifest.json");
-  EXPECT_THAT(prune(folder.path(), 1), IsEmpty()) << "3 is the last good one";
+  EXPECT_THAT(pruned(1), IsEmpty()) << "3 is the last good one";
   save_with(Layout::Rows, 1, folder.path(), 4);
   const auto written = folder / "step-00000004" / "rank-00000-of-00001.safetensors";
   flip_byte(written, fs::file_size(written) - 1);
-  EXPECT_THAT(prune(folder.path(), 1), IsEmpty()) << "4 has its size, but not its bytes";
+  EXPECT_THAT(pruned(1), IsEmpty()) << "4 has its size, but not its bytes";
   save_with(Layout::Rows, 1, folder.path(), 5);
-  prune(folder.path(), 1);
+  pruned(1);
   EXPECT_EQ(names(), (std::set<std::string>{"step-00000005"}));
   EXPECT_THAT(prune(folder / "missing", 1), IsEmpty());
+}
+
+TEST(Prune, CountsAndTakesOnlyWhatLiesOnTheRunsLine) {
+  const TemporaryFolder folder;
+  const auto first = RunIdentity::fresh(), second = first.continued(2), other = RunIdentity::fresh();
+  const auto write = [&](int64_t step, const RunIdentity& run) {
+    auto state = state_of(Layout::Rows, 1, 0, step);
+    state.run = run;
+    save(folder.path(), state, comm::Group::self());
+  };
+  for (const int64_t step : {1, 2}) write(step, first);
+  write(3, first);  // abandoned: the second start went back behind it
+  for (const int64_t step : {4, 5}) write(step, second);
+  for (const int64_t step : {6, 7}) write(step, other);
+  std::set<std::string> left;
+  remove_pruned(prune(folder.path(), 2, {.run = second, .known = {5}}));
+  for (const auto& entry : fs::directory_iterator(folder.path())) left.insert(entry.path().filename());
+  EXPECT_EQ(left, (std::set<std::string>{"step-00000003", "step-00000004", "step-00000005", "step-00000006", "step-00000007"}));
+}
+
+TEST(RunIdentity, KnowsItsLineFromThoseBesideIt) {
+  const auto first = RunIdentity::fresh(), second = first.continued(10), third = second.continued(20), beside = first.continued(10);
+  EXPECT_TRUE(first.holds(first, 99));
+  EXPECT_TRUE(third.holds(first, 10));
+  EXPECT_FALSE(third.holds(first, 15)) << "left behind when the second went back to 10";
+  EXPECT_TRUE(third.holds(second, 20));
+  EXPECT_FALSE(third.holds(beside, 12));
+  EXPECT_FALSE(third.holds(RunIdentity::fresh(), 5));
+  EXPECT_TRUE(third.descends_from(first, 10));
+  EXPECT_FALSE(first.descends_from(first, 10));
+  EXPECT_EQ(run_identity_from(to_json(third)), third);
+  EXPECT_TRUE(RunIdentity().holds(RunIdentity(), 5)) << "older versions wrote none";
+}
+
+TEST(RunIdentity, ACheckpointOfAnotherRunGivesWayWhole) {
+  const TemporaryFolder folder;
+  auto state = state_of(Layout::Rows, 1, 0, 4);
+  state.run = RunIdentity::fresh();
+  save(folder.path(), state, comm::Group::self());
+  const auto before = read_all(folder / "step-00000004" / "manifest.json");
+  state.run = RunIdentity::fresh();
+  save(folder.path(), state, comm::Group::self());
+  EXPECT_EQ(read_all(folder / "set-aside-1" / "step-00000004" / "manifest.json"), before);
+  EXPECT_EQ(read_manifest(folder / "step-00000004").run, state.run);
+}
+
+TEST(Deal, BuffersAreAllOfTheFirstRankThatHoldsThem) {
+  std::vector<std::vector<HeldSlice>> held(3);
+  for (size_t rank = 0; rank < 3; ++rank) {
+    for (int i = 0; i < 6; ++i) held[rank].push_back({Slice::whole("model.w" + std::to_string(i), {8}), "F32", 32});
+    for (int i = 0; i < 6; ++i) held[rank].push_back({Slice::whole("buffer.b" + std::to_string(i), {8}), "F32", 32});
+    if (rank > 0) held[rank].push_back({Slice::whole("buffer.later", {8}), "F32", 32});
+  }
+  const auto dealt = deal(held);
+  std::vector<std::set<std::string>> buffers(3);
+  for (size_t rank = 0; rank < 3; ++rank) {
+    for (const size_t i : dealt[rank]) {
+      if (held[rank][i].slice.name.starts_with("buffer.")) buffers[rank].insert(held[rank][i].slice.name);
+    }
+  }
+  EXPECT_EQ(buffers[0].size(), 6);
+  EXPECT_EQ(buffers[1], std::set<std::string>{"buffer.later"});
+  EXPECT_THAT(buffers[2], IsEmpty());
 }
 
 struct TiedHead : torch::nn::Module {

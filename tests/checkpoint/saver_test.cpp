@@ -150,6 +150,55 @@ TEST_P(SaverTest, WhatCannotBeRemovedIsARemark) {
   EXPECT_EQ(find_latest(folder_.path()).folder->filename(), "step-00000002");
 }
 
+/// Others wait in their next collective while rank 0 prunes: what it reads must not grow with what was saved.
+TEST_P(SaverTest, WhatItWroteIsNotReadBack) {
+  std::atomic<int> hashed = 0;
+  const FaultPointScope count([&](std::string_view action, const fs::path&) { hashed += action == "hash" ? 1 : 0; });
+  comm::run_ranks(2, [&](comm::World& world) {
+    Saver saver(options(1), world.group());
+    for (const int64_t step : {1, 2, 3}) saver.save(state_of(Layout::Rows, 2, world.rank(), step));
+    saver.wait();
+    for (const auto& outcome : saver.outcomes()) EXPECT_THAT(outcome.error + outcome.remark, IsEmpty());
+  });
+  EXPECT_EQ(hashed, 0);
+  EXPECT_THAT(names(), ElementsAre("step-00000003"));
+}
+
+/// What is deleted is deleted beside the run: a disk that takes its time over it holds up nobody before the end.
+TEST_P(SaverTest, WhatGoesIsDeletedBesideTheRun) {
+  std::atomic<bool> may_remove = false;
+  const FaultPointScope slow([&](std::string_view action, const fs::path& path) {
+    if (action == "remove" && path.extension() == ".gone") may_remove.wait(false);
+  });
+  comm::run_ranks(2, [&](comm::World& world) {
+    Saver saver(options(1), world.group());
+    for (const int64_t step : {1, 2}) saver.save(state_of(Layout::Rows, 2, world.rank(), step));
+    comm::barrier(world.group());  // both are here, or this test hangs
+    if (world.rank() == 0) {
+      may_remove = true;
+      may_remove.notify_all();
+    }
+    saver.wait();
+  });
+  EXPECT_THAT(names(), ElementsAre("step-00000002"));
+}
+
+TEST_P(SaverTest, WhatCannotBeDeletedIsToldInTheEnd) {
+  Saver saver(options(1), comm::Group::self());
+  FullDisk disk(".gone", "remove");
+  for (const int64_t step : {1, 2}) saver.save(state_of(Layout::Rows, 1, 0, step));
+  if (GetParam()) saver.wait();
+  saver.outcomes();
+  disk.full = false;
+  saver.save(state_of(Layout::Rows, 1, 0, 3));
+  saver.wait();
+  EXPECT_THAT(names(), ElementsAre("step-00000003")) << "the next one clears up";
+  disk.full = true;
+  saver.save(state_of(Layout::Rows, 1, 0, 4));
+  saver.wait();
+  EXPECT_THAT(saver.outcomes().back().remark, HasSubstr("step-00000003.gone"));
+}
+
 TEST_P(SaverTest, SlicesThatDoNotMakeAWholeAreOurBug) {
   Saver saver(options(), comm::Group::self());
   EXPECT_THROW(saver.save(state_of(Layout::Rows, 2, 0)), InternalError);

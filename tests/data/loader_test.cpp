@@ -172,8 +172,9 @@ TEST_F(LoaderTest, SeekRefusesAnotherPosition) {
     change(cursor);
     return refusal([&] { loader.seek(cursor); });
   };
-  EXPECT_THAT(seek([](Cursor& c) { c.global_size = 8; }), AllOf(HasSubstr("batch.global_size = 6"), HasSubstr("8")));
-  EXPECT_THAT(seek([](Cursor& c) { c.seq_len = 8; }), HasSubstr("data.seq_len = 4"));
+  EXPECT_THAT(seek([](Cursor& c) { c.seq_len = 8, c.step = 1; }),
+              AllOf(HasSubstr("data.seq_len = 4"), HasSubstr("shuffled windows of 8 tokens"), HasSubstr("set data.seq_len = 8")));
+  EXPECT_THAT(seek([](Cursor& c) { c.offset = -1; }), HasSubstr("must be 0 or more"));
   EXPECT_THAT(seek([](Cursor& c) { c.seed = 1; }), HasSubstr("data.seed = 5"));
   EXPECT_THAT(seek([](Cursor& c) { c.shuffle = false; }), HasSubstr("data.shuffle = true"));
   EXPECT_THAT(seek([](Cursor& c) { c.content = "other"; }), HasSubstr("data.files"));
@@ -186,6 +187,51 @@ TEST_F(LoaderTest, SeekRefusesAnotherPosition) {
   cursor.step = 2;
   in_order.seek(cursor);
   EXPECT_EQ(in_order.cursor().step, 2) << "without shuffle no order depends on the seed";
+}
+
+/// A run whose batch grows on the way reads every window once an epoch, as one whose batch did not.
+TEST_F(LoaderTest, AnotherBatchGoesOnAtTheNextSample) {
+  const auto data = corpus(3 * 50 + 1);
+  const LoaderOptions small{.seq_len = 3, .global_size = 6, .micro_size = 2, .shuffle = true, .seed = 5};
+  const LoaderOptions large{.seq_len = 3, .global_size = 10, .micro_size = 5, .shuffle = true, .seed = 5};
+  const Global whole = gather(data, small, 1, nullptr, 30);
+  Loader loader(data, small);
+  for (int s = 0; s < 3; ++s) loader.next();
+  const Cursor third = loader.cursor();
+  for (const int ranks : {1, 2}) {
+    const Global rest = gather(data, large, ranks, &third, 4);
+    EXPECT_TRUE(std::ranges::equal(rest.tokens, std::vector(whole.tokens.begin() + 3 * 18, whole.tokens.begin() + 3 * 18 + 4 * 30)));
+  }
+  Loader other(data, large);
+  other.seek(third);
+  other.next();
+  EXPECT_EQ(other.cursor().step, 4);
+  const Cursor fourth = other.cursor();
+  const Global back = gather(data, small, 1, &fourth, 2);  // and back again: 3 * 6 + 10 samples are behind
+  EXPECT_TRUE(std::ranges::equal(back.tokens, std::vector(whole.tokens.begin() + 28 * 3, whole.tokens.begin() + 28 * 3 + 36)));
+}
+
+TEST_F(LoaderTest, AnotherWindowGoesOnWhereOneBeginsThere) {
+  const auto data = corpus(120 + 1);
+  const auto options = [](int64_t seq_len, bool shuffle) {
+    return LoaderOptions{.seq_len = seq_len, .global_size = 2, .micro_size = 1, .shuffle = shuffle, .seed = 5};
+  };
+  const auto at = [&](int64_t step, int64_t seq_len, bool shuffle) {
+    Loader loader(data, options(seq_len, shuffle));
+    for (int64_t s = 0; s < step; ++s) loader.next();
+    return loader.cursor();
+  };
+  // 40 windows of 3: step 8 ends at token 48, where a window of 4 begins, step 7 at token 42, where none does.
+  Loader longer(data, options(4, false));
+  longer.seek(at(8, 3, false));
+  EXPECT_EQ(longer.window_of(8 * 2), 12);
+  EXPECT_THAT(refusal([&] { longer.seek(at(7, 3, false)); }),
+              AllOf(HasSubstr("data.seq_len = 4"), HasSubstr("at token 42"), HasSubstr("set data.seq_len = 3")));
+  // The end of an epoch is the same place in any windows, shuffled or not.
+  Loader shuffled(data, options(4, true)), afresh(data, options(4, true));
+  shuffled.seek(at(20, 3, true));
+  for (int64_t s = 0; s < 30; ++s) EXPECT_EQ(shuffled.window_of(20 * 2 + s), afresh.window_of(30 + s));
+  EXPECT_THAT(refusal([&] { shuffled.seek(at(19, 3, true)); }), HasSubstr("inside an epoch"));
 }
 
 TEST_F(LoaderTest, RefusesSizesThatCannotBeDealt) {

@@ -5,9 +5,10 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 import unittest
 
-from support import TESSERA, SystemTest, metrics, run
+from support import TESSERA, SystemTest, environment, metrics, run
 
 
 class Checkpoint(SystemTest):
@@ -74,6 +75,72 @@ class Checkpoint(SystemTest):
         self.assertIn("checkpoint.partial", done.stderr)
         self.assertIn("matches no tensor", self.refusal(self.train("typo", sets=[*resume, 'checkpoint.partial=["layers.*.feed_forward.**", "nothing"]'], expect=2)[0]))
 
+    def test_a_used_folder_and_a_live_run_are_refused_by_name(self):
+        self.train("first", nproc=2, sets=self.sets())
+        for nproc in (1, 2):
+            refusal = self.refusal(self.train(f"second{nproc}", nproc=nproc, sets=self.sets(), expect=2)[0])
+            for word in (str(self.dir), "step-00000004 to step-00000008", "checkpoint.resume = latest", "checkpoint.replace = true"):
+                self.assertIn(word, refusal)
+            self.assertFalse((self.folder / f"second{nproc}").exists(), "something was started")
+        done, log = self.train("third", nproc=2, sets=self.sets("checkpoint.replace=true", "checkpoint.keep=1"))
+        self.assertIn("set-aside-1", done.stderr)
+        self.assertEqual(len(metrics(log)), 8)
+        self.assertEqual(sorted(path.name for path in self.dir.iterdir()), ["set-aside-1", "step-00000008"])
+        self.assertEqual(sorted(path.name for path in (self.dir / "set-aside-1").iterdir()), ["step-00000004", "step-00000008"])
+
+        sets = self.sets("checkpoint.resume=latest", "checkpoint.every=0", "run.steps=100000", f"log.dir={self.folder / 'long'}")
+        flags = [x for s in sets for x in ("--set", s)]
+        live = subprocess.Popen([TESSERA, "train", self.recipe, *flags], stderr=subprocess.DEVNULL, env=environment())
+        try:
+            while not (self.folder / "long/metrics.jsonl").exists():
+                time.sleep(0.05)
+            for nproc in (1, 2):
+                refusal = self.refusal(self.train(f"rival{nproc}", nproc=nproc, sets=self.sets("checkpoint.resume=latest", "run.steps=100000"), expect=2)[0])
+                self.assertIn(f"process {live.pid} on ", refusal)
+                self.assertIn("name another checkpoint.dir", refusal)
+        finally:
+            live.kill()
+            live.wait()
+        done, _ = self.train("after", nproc=2, sets=self.sets("checkpoint.resume=latest", "run.steps=9"))
+        self.assertFalse((self.dir / ".lock").exists(), "the killed run's lock is taken over, and goes")
+
+    def test_a_restart_goes_on_from_the_newest_of_its_job(self):
+        self.train("first", nproc=2, sets=self.sets())
+        log = self.folder / "launched"
+        named = f"checkpoint.resume={self.dir / 'step-00000004'}"
+        flags = [x for s in self.sets(named, f"log.dir={log}", "checkpoint.every=1", "run.steps=10") for x in ("--set", s)]
+        done = run("run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "--inject", "rank=1,op=all_reduce,count=4,do=kill", "--",
+                   TESSERA, "train", self.recipe, *flags)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("restart 1 of 1", done.stderr)
+        starts = [int(line.split("steps ")[1].split(" to ")[0]) for line in done.stderr.splitlines() if "parameters" in line]
+        self.assertEqual(starts[0], 5)
+        self.assertGreater(starts[1], 6, done.stderr)
+        self.assertEqual([line["step"] for line in metrics(log)], list(range(5, 11)))
+        self.assertTrue((self.dir / "set-aside-1" / "step-00000008").exists(), "the first attempt went back behind it")
+        self.assertFalse((self.dir / "set-aside-2").exists(), "the second went on")
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
+    def test_records_that_a_full_disk_loses_are_told(self):
+        for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 1)):
+            log = self.folder / tag
+            log.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", log], capture_output=True).returncode:
+                self.skipTest("no tmpfs here")
+            try:
+                done, _ = self.train(tag, *flags, sets=["log.record=false"], expect=code)
+                kept = metrics(log)
+                self.assertLess(len(kept), 20)
+                self.assertEqual([line["step"] for line in kept], list(range(1, len(kept) + 1)), "what is there is whole")
+                if code:
+                    self.assertIn("--strict-log", done.stderr.strip().splitlines()[-1])
+                else:
+                    self.assertIn("a record could not be written: No space left on device; training goes on", done.stderr)
+                    self.assertIn("records were lost", done.stderr)
+                    self.assertIn("finished at step 20", done.stderr)
+            finally:
+                subprocess.run(["umount", "-l", log], check=True)
+
     @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
     def test_a_disk_that_is_full_or_read_only(self):
         self.dir.mkdir()
@@ -96,8 +163,8 @@ class Checkpoint(SystemTest):
         self.assertIn("No space left", done.stderr.strip().splitlines()[-1])
         (self.dir / "filler").unlink()
         subprocess.run(["mount", "-o", "remount,ro", self.dir], check=True)
-        done, _ = self.train("read-only", nproc=2, sets=self.sets(*resume), expect=1)
-        self.assertIn("Read-only", done.stderr.strip().splitlines()[-1])
+        done, _ = self.train("read-only", nproc=2, sets=self.sets(*resume), expect=2)
+        self.assertIn("Read-only", done.stderr.strip().splitlines()[-1], "seen before anything is trained")
         subprocess.run(["mount", "-o", "remount,rw", self.dir], check=True)
         self.assertEqual([path.name for path in self.dir.iterdir()], ["step-00000004"])
         done = run("inspect", self.dir, "--json")

@@ -73,8 +73,8 @@ class Resume(SystemTest):
         sets, folders = self.checkpointed()
         done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}", "model.dim=64"], expect=2)
         self.assertIn("model.dim", self.refusal(done))
-        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}", "batch.global_size=6"], expect=2)
-        self.assertIn("batch.global_size", self.refusal(done))
+        done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}", "data.seq_len=16", "model.max_seq_len=32"], expect=2)
+        self.assertIn("data.seq_len = 16: the checkpoint stands inside an epoch", self.refusal(done))
         next(folders[-1].glob("*.safetensors")).unlink()
         done, _ = self.train("second", sets=[*sets, f"checkpoint.resume={folders[-1]}"], expect=2)
         self.assertIn(".safetensors", self.refusal(done))
@@ -102,6 +102,16 @@ class Resume(SystemTest):
         self.assertEqual(listing["step"], 10)
         names = {entry["name"] for entry in listing["tensors"]}
         self.assertIn("norm.weight", names)
+        next(folders[-1].glob("*.safetensors")).unlink()
+        done = run("inspect", folders[-1], "--json")
+        self.assertIn("is missing", self.refusal(done))
+        self.assertFalse(json.loads(done.stdout)["valid"], "the listing comes all the same")
+
+    def test_nothing_left_to_do_is_said(self):
+        sets, folders = self.checkpointed()
+        done, _ = self.train("again", sets=[*sets, f"checkpoint.resume={folders[-1]}"])
+        self.assertIn("step 10 of 10 is done already", done.stderr)
+        self.assertNotIn("11", done.stderr)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
 #include <limits>
 
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
+#include <sys/resource.h>
 
+#include "tessera/core/error.h"
 #include "tessera/train/observers/event_record.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
@@ -95,6 +98,71 @@ TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
   EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
 }
 
+/// No file of this process may grow beyond so many bytes while it lives: what a disk does that is full.
+class FileLimit {
+ public:
+  explicit FileLimit(rlim_t bytes) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    handler_ = std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int) = nullptr;
+};
+
+TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
+  const Folder folder;
+  MetricsFile metrics;
+  metrics.on_start({.log_dir = folder.path()});
+  metrics.after_step(step(1));
+  const auto one = std::filesystem::file_size(folder / "metrics.jsonl");
+  testing::internal::CaptureStderr();
+  {
+    const FileLimit full(one + 100);  // the next line would fit in part
+    for (const int64_t k : {2, 3}) metrics.after_step(step(k));
+    EXPECT_EQ(std::filesystem::file_size(folder / "metrics.jsonl"), one);
+  }
+  const std::string at_once = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(at_once, AllOf(HasSubstr("metrics.jsonl: a record could not be written: "), HasSubstr("training goes on")));
+  EXPECT_EQ(at_once.find("could not"), at_once.rfind("could not")) << "once a row";
+  metrics.after_step(step(4));  // there is room again
+  testing::internal::CaptureStderr();
+  metrics.on_end({.step = 4});
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("metrics.jsonl: 2 of 4 records were lost"));
+  const auto kept = lines(folder / "metrics.jsonl");
+  ASSERT_EQ(kept.size(), 2u);
+  EXPECT_EQ(kept[1]["step"], 4);
+}
+
+TEST(MetricsFile, AStrictLogEndsTheRun) {
+  const Folder folder;
+  MetricsFile metrics(/*strict=*/true);
+  TensorBoard board(/*strict=*/true);
+  metrics.on_start({.log_dir = folder.path()});
+  board.on_start({.log_dir = folder.path()});
+  const FileLimit full(10);
+  EXPECT_THAT([&] { metrics.after_step(step(1)); }, testing::ThrowsMessage<Error>(AllOf(HasSubstr("metrics.jsonl"), HasSubstr("--strict-log"))));
+  EXPECT_THAT([&] { board.after_step(step(1)); }, testing::ThrowsMessage<Error>(AllOf(HasSubstr("events.out.tfevents"), HasSubstr("--strict-log"))));
+}
+
+TEST(RecordFile, TellsOfADeviceThatTakesNothing) {
+  RecordFile file;
+  ASSERT_TRUE(file.open("/dev/full"));
+  testing::internal::CaptureStderr();
+  file.append("line\n");
+  file.close();
+  EXPECT_EQ(file.lost(), 1);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), AllOf(HasSubstr("No space left"), HasSubstr("1 of 1 records were lost")));
+  EXPECT_FALSE(RecordFile().open("/none/of/these"));
+}
+
 TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
   Folder folder;
   MetricsFile metrics;
@@ -149,6 +217,17 @@ TEST(ProgressBar, RedrawsInPlaceAndNeverWraps) {
     }
   }
   EXPECT_THAT(printed({.terminal = true, .width = 80}, 50, 1e-3), ContainsRegex("\\[#+\\] loss 0.0200"));
+}
+
+TEST(ProgressBar, ARunThatHasNothingLeftSaysSo) {
+  std::FILE* const out = std::tmpfile();
+  ProgressBar bar({.out = out});
+  bar.on_start({.name = "run", .first_step = 51, .last_step = 50});
+  std::string text(static_cast<size_t>(std::ftell(out)), ' ');
+  std::rewind(out);
+  EXPECT_EQ(std::fread(text.data(), 1, text.size(), out), text.size());
+  std::fclose(out);
+  EXPECT_THAT(text, AllOf(HasSubstr("step 50 of 50 is done already"), Not(HasSubstr("51"))));
 }
 
 TEST(EventRecord, HasTheChecksumsOfItsFormat) {

@@ -16,29 +16,32 @@ using ::testing::ThrowsMessage;
 class ReplayTest : public testing::TrainFixture {
  protected:
   /// What `ranks` ranks record of the freshly drawn model.
-  nlohmann::json recorded(const Config& config, int ranks) const {
+  nlohmann::json recorded(const Config& config, int ranks, const comm::RunOptions& options = {}) const {
     nlohmann::json progress;
-    with_model(config, ranks, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+    const auto record_it = [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
       auto record = replay.record(*run.model, cursor);
       if (rank == 0) progress["replay"] = std::move(record);
-    });
+    };
+    with_model(config, ranks, record_it, options);
     return progress;
   }
 
-  Replay::Result check(const Config& config, int ranks, const nlohmann::json& progress, const std::function<void(Composition&)>& plant = {}) const {
+  Replay::Result check(const Config& config, int ranks, const nlohmann::json& progress, const std::function<void(Composition&)>& plant = {},
+                       const comm::RunOptions& options = {}) const {
     Replay::Result result;
-    with_model(config, ranks, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+    const auto check_it = [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
       if (plant) plant(run);
       const auto own = replay.check(*run.model, cursor, progress, "step-3");
       if (rank == 0) result = own;
-    });
+    };
+    with_model(config, ranks, check_it, options);
     return result;
   }
 
   using Body = std::function<void(const Replay&, Composition&, const data::Cursor&, int rank)>;
-  void with_model(const Config& config, int ranks, const Body& body) const {
+  void with_model(const Config& config, int ranks, const Body& body, const comm::RunOptions& options = {}) const {
     const auto text = corpus(config);
-    comm::run_ranks(ranks, [&](comm::World& world) {
+    const auto rank_body = [&](comm::World& world) {
       validate(config, world.size());
       const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size()));
       RankScope scope(config, world.local_size());
@@ -46,8 +49,9 @@ class ReplayTest : public testing::TrainFixture {
       data::Loader loader(text, loader_options(config, mesh));
       auto cursor = loader.cursor();
       cursor.step = 3;
-      body(Replay(config, mesh, text), stepper.run(), cursor, world.rank());
-    });
+      body(Replay(config, mesh, text, world.options()), stepper.run(), cursor, world.rank());
+    };
+    comm::run_ranks(ranks, rank_body, options);
   }
 };
 
@@ -69,6 +73,52 @@ TEST_F(ReplayTest, OtherArithmeticIsHeldToABound) {
   EXPECT_FALSE(check(config("llama", {"run.threads=1", "run.kernels=reference"}), 1, progress).bits);
   // Another micro_size is none: the recorded one is replayed.
   EXPECT_TRUE(check(config("llama", {"run.threads=1", "batch.micro_size=1"}), 2, progress).bits);
+}
+
+/// The sums over ranks that layers are cut over are made by the engine, its algorithm, from host to host: none of that is the checkpoint's soundness.
+TEST_F(ReplayTest, WhatOrdersTheSumsOfCutLayersDecidesBetweenBitsAndBounds) {
+  const auto of = [&](std::vector<std::string> more) {
+    more.insert(more.end(), {"run.threads=1", "mesh.tp=4"});
+    return config("llama", more);
+  };
+  for (const std::vector<std::string>& format : {std::vector<std::string>{}, {"precision.params=bf16", "precision.compute=bf16"}}) {
+    const auto small = of(format);
+    const comm::RunOptions gloo{.backend = "gloo"};
+    const auto progress = recorded(small, 4, gloo);
+    EXPECT_TRUE(check(small, 4, progress, {}, gloo).bits);
+    const std::vector<comm::RunOptions> others{
+        {.backend = "shm"}, {.backend = "gloo", .algorithm = "ring"}, {.backend = "gloo", .hosts = {0, 0, 1, 1}}, {.hosts = {0, 0, 1, 1}}};
+    for (const auto& other : others) {
+      const auto result = check(small, 4, progress, {}, other);
+      EXPECT_FALSE(result.bits) << other.backend << " " << other.algorithm;
+      EXPECT_EQ(result.micro_batches, 1);
+    }
+    auto overlapped = format;
+    overlapped.insert(overlapped.end(), {"tensor.sequence_parallel=true", "tensor.overlap=true"});
+    EXPECT_FALSE(check(of(overlapped), 4, progress, {}, gloo).bits);
+  }
+  // Whole layers have no such sums.
+  const auto whole = config("llama", {"run.threads=1"});
+  EXPECT_TRUE(check(whole, 2, recorded(whole, 2), {}, {.backend = "shm", .algorithm = "ring"}).bits);
+}
+
+/// The recorded micro-batch is of the batch and the windows that the run had then.
+TEST_F(ReplayTest, AnotherBatchAndOtherWindowsReplayTheRecordedOnes) {
+  const auto progress = recorded(config("llama", {"run.threads=1"}), 2);
+  data::Cursor then{.step = 3, .global_size = 14, .seq_len = 16, .seed = 3, .shuffle = true, .content = {}};
+  for (const auto& changed : {std::vector<std::string>{"batch.global_size=12", "batch.micro_size=3"}, {"data.seq_len=8", "model.max_seq_len=16"}}) {
+    auto sets = changed;
+    sets.emplace_back("run.threads=1");
+    Replay::Result result;
+    with_model(config("llama", sets), 2, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+      auto recorded_at = then;
+      recorded_at.content = cursor.content;
+      const auto own = replay.check(*run.model, recorded_at, progress, "step-3");
+      if (rank == 0) result = own;
+    });
+    EXPECT_TRUE(result.bits);
+    EXPECT_EQ(result.micro_batches, 2);
+  }
 }
 
 TEST_F(ReplayTest, FindsOneFlippedBitOfAWeight) {

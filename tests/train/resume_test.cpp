@@ -1,13 +1,6 @@
 // A checkpoint of every layout goes on in every other: the state to the bit, the next steps within the bounds, and to the bit where the arithmetic is the same.
 
-#include <gmock/gmock.h>
-
-#include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/safetensors.h"
-#include "tessera/core/error.h"
-#include "tessera/train/replay.h"
-#include "tessera/train/trainer.h"
-#include "tests/train/fixture.h"
+#include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
@@ -15,139 +8,14 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_support::SliceCollector;
-using Settings = std::vector<std::string>;
-
-constexpr double kLosses = 5e-6;  // relative
-constexpr int64_t kSaved = 3, kLast = 13;
-
-struct Layout {
-  const char* name;
-  int ranks;
-  Settings sets;
-};
-
-const std::vector<Layout>& layouts() {
-  static const std::vector<Layout> all{{"one", 1, {}},
-                                       {"ddp3", 3, {}},
-                                       {"zero1x2", 2, {"zero.stage=1"}},
-                                       {"zero3x4", 4, {"zero.stage=3"}},
-                                       {"hybrid2x2", 4, {"zero.stage=2", "mesh.dp_replicate=2"}},
-                                       {"hybrid2x2 of stage 3", 4, {"zero.stage=3", "mesh.dp_replicate=2"}}};
-  return all;
-}
-
-bool cuts_layers(const Layout& layout) {
-  return std::ranges::any_of(layout.sets, [](const std::string& set) { return set.starts_with("mesh.tp"); });
-}
-
-class Listener : public Observer {
- public:
-  explicit Listener(std::vector<StepResult>& steps) : steps_(steps) {}
-  void after_step(const StepResult& result) override { steps_.push_back(result); }
-
- private:
-  std::vector<StepResult>& steps_;
-};
-
-class Resume : public testing::TrainFixture {
- protected:
-  Config settings(const Layout& layout, const Settings& more) const {
-    Settings sets{"model.kv_heads=2", "model.tie_embeddings=true", "batch.global_size=4", "batch.micro_size=1", "run.steps=13",
-                  "run.threads=1",    "zero.bucket_bytes=9000"};
-    for (const Settings& added : {layout.sets, more}) sets.insert(sets.end(), added.begin(), added.end());
-    return config("llama", sets);
-  }
-
-  /// Trains to the end; returns the steps that were run.
-  std::vector<StepResult> run(const Layout& layout, const Settings& sets) const {
-    const Config config = settings(layout, sets);
-    std::vector<StepResult> steps;
-    comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
-      validate(config, ranks.size());
-      Trainer trainer(config, ranks, open_inputs(config));
-      trainer.add_observer(std::make_unique<Listener>(steps));
-      trainer.run();
-    });
-    return steps;
-  }
-
-  std::filesystem::path saved(const Layout& layout) const { return folder_ / layout.name; }
-  std::filesystem::path saved(const Layout& layout, int64_t step) const {
-    return saved(layout) / ("step-000000" + std::string(step < 10 ? "0" : "") + std::to_string(step));
-  }
-
-  /// The whole run, with a checkpoint on its way and at its end.
-  std::vector<StepResult> run_saving(const Layout& layout, Settings sets) const {
-    sets.insert(sets.end(), {"checkpoint.dir=" + saved(layout).string(), "checkpoint.every=" + std::to_string(kSaved)});
-    return run(layout, sets);
-  }
-
-  /// The training state that `layout` holds after loading, put together: weights, masters, optimizer state.
-  std::map<std::string, at::Tensor> loaded(const Layout& layout, const Settings& sets, const std::filesystem::path& checkpoint) const {
-    auto all = sets;
-    all.push_back("checkpoint.resume=" + checkpoint.string());
-    const Config config = settings(layout, all);
-    SliceCollector state;
-    comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
-      validate(config, ranks.size());
-      const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
-      RankScope scope(config, ranks.local_size());
-      const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
-      const auto& run = stepper.run();
-      for (const auto& held : checkpoint::training_tensors(*run.model, run.optimizer.get())) state.add(held.slice.name, held.tensor, held.slice);
-    });
-    return state.whole();
-  }
-
-  static std::map<std::string, at::Tensor> stored(const std::filesystem::path& checkpoint) {
-    const auto manifest = checkpoint::read_manifest(checkpoint);
-    std::vector<checkpoint::SlicedTensor> targets;
-    std::map<std::string, at::Tensor> tensors;
-    for (const auto& [name, tensor] : manifest.tensors) {
-      tensors[name] = at::empty(tensor.shape, checkpoint::dtype_from_name(tensor.dtype));
-      targets.push_back({tensors[name], Slice::whole(name, tensor.shape)});
-    }
-    checkpoint::load(checkpoint, manifest, targets);
-    return tensors;
-  }
-
-  static void expect_same_bits(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
-    ASSERT_EQ(got.size(), want.size());
-    for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
-  }
-
-  void expect_goes_on(const Layout& source, const Layout& target, const Settings& sets, double bound, const std::vector<StepResult>& whole) const {
-    SCOPED_TRACE(std::string(source.name) + " to " + target.name);
-    const auto from = saved(source, kSaved);
-    auto all = sets;
-    all.insert(all.end(), {"checkpoint.resume=" + from.string(), "checkpoint.dir=" + (folder_ / "resumed").string()});
-    const auto steps = run(target, all);
-    ASSERT_EQ(steps.size(), kLast - kSaved);
-    // The first loss is of the loaded weights, each micro-batch computed alone and added up in their order: the same arithmetic in every layout of whole
-    // layers.
-    if (!cuts_layers(source) && !cuts_layers(target)) EXPECT_EQ(steps.front().loss, whole[kSaved].loss);
-    for (size_t i = 0; i < steps.size(); ++i) {
-      const StepResult& want = whole[kSaved + i];
-      EXPECT_EQ(steps[i].step, want.step);
-      EXPECT_EQ(steps[i].lr, want.lr);
-      EXPECT_EQ(steps[i].extras.contains("loss_scale"), want.extras.contains("loss_scale"));
-      if (want.extras.contains("loss_scale")) EXPECT_EQ(steps[i].extras.at("loss_scale"), want.extras.at("loss_scale")) << want.step;
-      if (&source == &target) {
-        EXPECT_EQ(steps[i].loss, want.loss) << want.step;
-        EXPECT_EQ(steps[i].grad_norm, want.grad_norm) << want.step;
-      } else {
-        EXPECT_NEAR(steps[i].loss, want.loss, bound * want.loss) << want.step;
-      }
-    }
-    if (&source == &target) expect_same_bits(stored(folder_ / "resumed" / "step-00000013"), stored(saved(source, kLast)));
-    std::filesystem::remove_all(folder_ / "resumed");
-  }
-};
+using namespace testing;  // NOLINT: the fixture's names
+class Resume : public ResumeFixture {};
 
 TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
   const Layout host{"zero3x2 on the host", 2, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}};
   const Layout device{"zero3x2", 2, {"zero.stage=3"}};
   for (const Settings& sets : {Settings{}, Settings{"precision.params=bf16", "precision.compute=bf16"}}) {
+    for (const Layout* layout : {&host, &device}) std::filesystem::remove_all(saved(*layout));
     const auto on_host = run_saving(host, sets), on_device = run_saving(device, sets);
     expect_same_bits(stored(saved(host, kLast)), stored(saved(device, kLast)));
     for (const Layout* target : {&host, &device}) {

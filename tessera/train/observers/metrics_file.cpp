@@ -1,5 +1,6 @@
 #include "tessera/train/observers/metrics_file.h"
 
+#include <fstream>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -30,22 +31,26 @@ Json by_name(const MemoryByCategory& bytes) {
 }
 
 /// Opens `file` for appending behind the lines it keeps. They are replaced by a rename, so that no crash loses them.
-std::ofstream continue_file(const std::filesystem::path& file, int64_t first_step) {
+void continue_file(const std::filesystem::path& file, int64_t first_step, RecordFile& records) {
   const std::string kept = kept_lines(file, first_step);
   const std::filesystem::path partial = file.string() + ".partial";
-  std::ofstream out(partial, std::ios::trunc);
-  out << kept << std::flush;
+  bool written = false;
+  {
+    std::ofstream out(partial, std::ios::trunc);
+    out << kept << std::flush;
+    written = out.good();
+  }
   std::error_code error;
-  if (out.good()) std::filesystem::rename(partial, file, error);
-  require(out.good() && !error, "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written; choose another log.dir");
-  return out;
+  if (written) std::filesystem::rename(partial, file, error);
+  require(written && !error && records.open(file), "log.dir = ", file.parent_path().string(), ": ", file.filename().string(),
+          " cannot be written; choose another log.dir");
 }
 
 }  // namespace
 
 void MetricsFile::on_start(const RunInfo& run) {
-  metrics_ = continue_file(run.log_dir / "metrics.jsonl", run.first_step);
-  validation_ = continue_file(run.log_dir / "validation.jsonl", run.first_step);
+  continue_file(run.log_dir / "metrics.jsonl", run.first_step, metrics_);
+  continue_file(run.log_dir / "validation.jsonl", run.first_step, validation_);
 }
 
 void MetricsFile::after_step(const StepResult& r) {
@@ -55,11 +60,16 @@ void MetricsFile::after_step(const StepResult& r) {
   line["current_by_category"] = by_name(r.memory.current);
   line["host_by_category"] = by_name(r.memory.host);
   for (const auto& [name, value] : r.extras) line[name] = value;
-  metrics_ << line.dump() << '\n' << std::flush;
+  metrics_.append(line.dump() + '\n');
 }
 
 void MetricsFile::after_validation(const ValidationResult& r) {
-  validation_ << Json{{"step", r.step}, {"loss", r.loss}, {"bits_per_byte", r.bits_per_byte}}.dump() << '\n' << std::flush;
+  validation_.append(Json{{"step", r.step}, {"loss", r.loss}, {"bits_per_byte", r.bits_per_byte}}.dump() + '\n');
+}
+
+void MetricsFile::on_end(const RunEnd&) {
+  metrics_.close();
+  validation_.close();
 }
 
 }  // namespace tessera

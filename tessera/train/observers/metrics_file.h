@@ -1,9 +1,9 @@
 #pragma once
 
 #include <filesystem>
-#include <fstream>
 
 #include "tessera/train/observer.h"
+#include "tessera/train/observers/record_file.h"
 
 namespace tessera {
 
@@ -13,15 +13,17 @@ namespace tessera {
 /// bits_per_byte), so that metrics.jsonl keeps one line per step.
 ///
 /// A run from step 1 starts both files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
-/// Throws ConfigError where log_dir cannot be written.
+/// Throws ConfigError where log_dir cannot be written. A line that is lost later is said aloud (RecordFile), and ends a run whose log is strict.
 class MetricsFile : public Observer {
  public:
+  explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict) {}
   void on_start(const RunInfo& run) override;
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;
+  void on_end(const RunEnd& end) override;
 
  private:
-  std::ofstream metrics_, validation_;
+  RecordFile metrics_, validation_;
 };
 
 }  // namespace tessera

@@ -17,8 +17,10 @@ ProgressBar::ProgressBar(Options options) : options_(options) {}
 
 void ProgressBar::on_start(const RunInfo& run) {
   run_ = run;
-  fmt::print(options_.out, "{}: {} parameters, {} rank{}, steps {} to {}\n", run.name, format_count(static_cast<double>(run.parameters)), run.ranks,
-             run.ranks == 1 ? "" : "s", run.first_step, run.last_step);
+  const std::string steps = run.first_step <= run.last_step ? fmt::format("steps {} to {}", run.first_step, run.last_step)
+                                                            : fmt::format("step {} of {} is done already, and none is left", run.first_step - 1, run.last_step);
+  fmt::print(options_.out, "{}: {} parameters, {} rank{}, {}\n", run.name, format_count(static_cast<double>(run.parameters)), run.ranks,
+             run.ranks == 1 ? "" : "s", steps);
   std::fflush(options_.out);
 }
 

@@ -30,8 +30,7 @@ void TensorBoard::on_start(const RunInfo& run) {
   // Readers take files in the order of their names, so the time comes first, in full.
   const auto file =
       folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
-  out_.open(file, std::ios::binary | std::ios::trunc);
-  require(out_.good(), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
+  require(out_.open(file), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
   write(file_version_event(now));
   if (run.first_step > 1) write(restart_event(now, run.first_step));
 }
@@ -56,10 +55,8 @@ void TensorBoard::after_validation(const ValidationResult& result) {
   write(scalars_event(wall_time(), result.step, scalars));
 }
 
-void TensorBoard::write(std::string_view event) {
-  const std::string record = event_record(event);
-  out_.write(record.data(), static_cast<std::streamsize>(record.size()));
-  out_.flush();
-}
+void TensorBoard::write(std::string_view event) { out_.append(event_record(event)); }
+
+void TensorBoard::on_end(const RunEnd&) { out_.close(); }
 
 }  // namespace tessera

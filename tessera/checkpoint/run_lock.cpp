@@ -1,0 +1,117 @@
+#include "tessera/checkpoint/run_lock.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <fstream>
+#include <system_error>
+#include <thread>
+
+#include <fcntl.h>
+#include <nlohmann/json.hpp>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/host_name.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id;
+}
+
+/// Who holds a lock, as the file says.
+struct Holder {
+  std::string host{}, boot{};
+  int64_t pid = 0;
+
+  static Holder self() { return {.host = host_name("localhost"), .boot = boot_id(), .pid = ::getpid()}; }
+
+  bool known() const { return pid > 0; }
+  bool here() const { return host == host_name("localhost"); }
+  /// As far as this host can tell. A process of an earlier boot is gone, whoever has its number now.
+  bool alive() const { return known() && here() && boot == boot_id() && (::kill(static_cast<pid_t>(pid), 0) == 0 || errno == EPERM); }
+  std::string text() const { return known() ? detail::concat("process ", pid, " on ", host) : std::string("another process"); }
+};
+
+Holder read_holder(int descriptor) {
+  char text[512];
+  const ssize_t size = ::pread(descriptor, text, sizeof text, 0);
+  const auto json = nlohmann::json::parse(text, text + std::max<ssize_t>(size, 0), nullptr, /*allow_exceptions=*/false);
+  try {
+    return {.host = json.at("host"), .boot = json.at("boot"), .pid = json.at("pid")};
+  } catch (const nlohmann::json::exception&) {  // being written, or cut: nobody can be named
+    return {};
+  }
+}
+
+/// Whether the open file is the one of that name: who held the lock before may have removed it.
+bool is_named(int descriptor, const std::filesystem::path& file) {
+  struct stat open{}, named{};
+  return ::fstat(descriptor, &open) == 0 && ::stat(file.c_str(), &named) == 0 && open.st_ino == named.st_ino && open.st_dev == named.st_dev;
+}
+
+}  // namespace
+
+RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds patience) : dir_(dir), file_(dir / ".lock") {
+  std::error_code error;
+  std::filesystem::create_directories(dir, error);
+  require(!error, "checkpoint.dir = ", dir.string(), ": cannot be made: ", error.message(), "; name a folder that can be written");
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (!try_lock()) {
+    const Holder holder = read_holder(descriptor_);
+    ::close(std::exchange(descriptor_, -1));
+    require(std::chrono::steady_clock::now() < deadline, "checkpoint.dir = ", dir.string(), ": ", holder.text(),
+            " is training into it, and two runs would overwrite each other's checkpoints; wait for its end, or name another checkpoint.dir");
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+
+bool RunLock::try_lock() {
+  const auto refuse = [&](int code) {
+    throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(), ": cannot be written: ", std::generic_category().message(code),
+                                     "; name a folder that can, or leave checkpoint.dir out"));
+  };
+  for (;;) {
+    descriptor_ = ::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    if (descriptor_ < 0) refuse(errno);
+    const Holder before = read_holder(descriptor_);
+    const int failed = ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    if (failed == EWOULDBLOCK) return false;
+    if (failed != 0) {
+      if (before.alive() && before.pid != ::getpid()) return false;
+      remarks_.push_back(detail::concat("checkpoint.dir = ", dir_.string(), ": its file system has no locks (", std::generic_category().message(failed),
+                                        "), so a second run on another host that trains into it would not be noticed"));
+    } else if (!is_named(descriptor_, file_)) {
+      ::close(std::exchange(descriptor_, -1));
+      continue;
+    } else if (before.known() && !before.here()) {
+      remarks_.push_back(detail::concat(file_.string(), ": the lock of ", before.text(),
+                                        " is taken over; where this file system keeps locks from other hosts, make sure that it trains no more"));
+    }
+    const Holder self = Holder::self();
+    const std::string text = nlohmann::json{{"host", self.host}, {"boot", self.boot}, {"pid", self.pid}}.dump() + "\n";
+    const bool written = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
+    if (!written) {
+      const int code = errno;
+      ::unlink(file_.c_str());
+      ::close(std::exchange(descriptor_, -1));
+      refuse(code);
+    }
+    return true;
+  }
+}
+
+RunLock::~RunLock() {
+  if (descriptor_ < 0) return;
+  ::unlink(file_.c_str());  // while it is held, so that nobody finds a file that is about to go
+  ::close(descriptor_);
+}
+
+}  // namespace tessera::checkpoint

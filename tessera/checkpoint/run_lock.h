@@ -1,0 +1,36 @@
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace tessera::checkpoint {
+
+/// A folder of checkpoints as one live run's own: `dir`/.lock, held as long as this object lives, and removed with it.
+///
+/// The kernel holds it (flock), for this open file: whatever ends the process gives it back, so a lock that somebody left is none, and is taken over. Where the
+/// file system has no such locks, what the file says decides: the process is alive, on this host, since the same boot. Hosts that share a folder see each
+/// other's locks where the file system carries them (NFS 4, Lustre and Ceph as they are mounted by default); where it does not, a live run on another host
+/// is not noticed. remarks() says so where that may matter.
+class RunLock {
+ public:
+  /// Makes `dir`. Waits at most `patience` for whoever holds it: one that is being killed takes a moment to go. Throws ConfigError naming checkpoint.dir and
+  /// who trains into it, or why nothing can be written there.
+  explicit RunLock(const std::filesystem::path& dir, std::chrono::milliseconds patience = {});
+  ~RunLock();
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+
+  /// To be said aloud.
+  const std::vector<std::string>& remarks() const { return remarks_; }
+
+ private:
+  /// False where another holds it.
+  bool try_lock();
+  std::filesystem::path dir_, file_;
+  int descriptor_ = -1;
+  std::vector<std::string> remarks_;
+};
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,58 @@
+#include "tessera/train/observers/record_file.h"
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/log.h"
+
+namespace tessera {
+
+RecordFile::~RecordFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+bool RecordFile::open(std::filesystem::path path) {
+  path_ = std::move(path);
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) return false;
+  end_ = ::lseek(descriptor_, 0, SEEK_END);
+  if (end_ < 0) end_ = 0;  // a device, which has no end
+  return true;
+}
+
+void RecordFile::append(std::string_view record) {
+  for (std::string_view rest = record; !rest.empty();) {
+    const ssize_t size = ::write(descriptor_, rest.data(), rest.size());
+    if (size < 0 && errno == EINTR) continue;
+    if (size < 0) return lose(errno);
+    rest.remove_prefix(static_cast<size_t>(size));
+  }
+  end_ += static_cast<int64_t>(record.size());
+  ++written_;
+  losing_ = false;
+}
+
+void RecordFile::lose(int code) {
+  ++lost_;
+  // Where even that fails, readers find a line that was cut, as after a crash.
+  if (::ftruncate(descriptor_, end_) == 0) ::lseek(descriptor_, end_, SEEK_SET);
+  const std::string what = detail::concat(path_.string(), ": a record could not be written: ", std::generic_category().message(code));
+  if (strict_) throw Error(detail::concat(what, "; --strict-log ends the run"));
+  if (!std::exchange(losing_, true)) log().warn("{}; training goes on", what);
+}
+
+void RecordFile::close() {
+  if (descriptor_ < 0) return;
+  const bool synced = ::fsync(descriptor_) == 0 || errno == EINVAL || errno == EROFS;  // what cannot be synced is no disk
+  const int code = errno;
+  ::close(std::exchange(descriptor_, -1));
+  if (lost_ > 0) log().warn("{}: {} of {} records were lost", path_.string(), lost_, lost_ + written_);
+  if (!synced) log().warn("{}: its last records may be lost: {}", path_.string(), std::generic_category().message(code));
+}
+
+}  // namespace tessera

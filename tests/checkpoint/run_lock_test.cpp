@@ -1,0 +1,70 @@
+#include "tessera/checkpoint/run_lock.h"
+
+#include <csignal>
+
+#include <gmock/gmock.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tessera/core/error.h"
+#include "tests/checkpoint/files.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::ThrowsMessage;
+
+TEST(RunLock, RefusesASecondOneByNameUntilTheFirstGoes) {
+  const TemporaryFolder folder;
+  const auto dir = folder / "made" / "here";
+  {
+    const RunLock first(dir);
+    EXPECT_THAT([&] { RunLock second(dir); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = "), HasSubstr("process " + std::to_string(::getpid()) + " on "),
+                                                 HasSubstr("is training into it"), HasSubstr("name another checkpoint.dir"))));
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(dir));
+  EXPECT_THAT(RunLock(dir).remarks(), IsEmpty());
+}
+
+TEST(RunLock, OfAProcessThatWasKilledIsTakenOver) {
+  const TemporaryFolder folder;
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const RunLock lock(folder.path());
+    [[maybe_unused]] const auto told = ::write(ready[1], "x", 1);
+    for (;;) ::pause();
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_THROW(RunLock(folder.path()), ConfigError);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_TRUE(std::filesystem::exists(folder / ".lock")) << "a killed process cannot clear up";
+  EXPECT_THAT(RunLock(folder.path()).remarks(), IsEmpty());
+  EXPECT_FALSE(std::filesystem::exists(folder / ".lock"));
+}
+
+TEST(RunLock, WhatAnotherHostLeftIsTakenOverAndSaid) {
+  const TemporaryFolder folder;
+  write_all(folder / ".lock", "{\"boot\":\"b\",\"host\":\"elsewhere\",\"pid\":7}\n");
+  EXPECT_THAT(RunLock(folder.path()).remarks(), ElementsAre(AllOf(HasSubstr("process 7 on elsewhere"), HasSubstr("is taken over"))));
+  write_all(folder / ".lock", "{\"boot\":\"b\",\"ho");  // cut
+  EXPECT_THAT(RunLock(folder.path()).remarks(), IsEmpty());
+}
+
+TEST(RunLock, AFolderThatCannotBeWrittenIsRefused) {
+  const TemporaryFolder folder;
+  write_all(folder / "file", "");
+  EXPECT_THAT([&] { RunLock lock(folder / "file" / "dir"); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = "), HasSubstr("cannot be made"))));
+  EXPECT_THAT([] { RunLock lock("/proc"); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = /proc: cannot be written"))));
+}
+
+}  // namespace
+}  // namespace tessera::checkpoint

@@ -1,0 +1,220 @@
+// Whose checkpoints are whose: fresh starts, second runs, rewinds and restarts in one folder; and what a run that goes on may do otherwise.
+
+#include <csignal>
+
+#include "tests/train/resume_fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::kSaved;
+using testing::Layout;
+using ::testing::Not;
+using testing::Settings;
+using ::testing::ThrowsMessage;
+
+class Runs : public testing::ResumeFixture {
+ protected:
+  /// A run of two ranks into `dir`, saved every second step; returns what it says.
+  std::string run_into(const std::string& dir, int64_t last, Settings more, const OpenOptions& open = {}) {
+    more.insert(more.end(), {"checkpoint.dir=" + (folder_ / dir).string(), "checkpoint.every=2", "run.steps=" + std::to_string(last)});
+    ::testing::internal::CaptureStderr();
+    try {
+      steps_ = run(ddp2_, more, open);
+    } catch (...) {
+      ::testing::internal::GetCapturedStderr();
+      throw;
+    }
+    return ::testing::internal::GetCapturedStderr();
+  }
+  std::string at(const std::string& dir, int64_t step) const { return (folder_ / dir / ("step-0000000" + std::to_string(step))).string(); }
+  std::vector<int64_t> steps_in(const std::string& dir) const {
+    std::vector<int64_t> steps;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_ / dir)) {
+      const std::string name = entry.path().filename();
+      if (name.starts_with("step-")) steps.push_back(std::stoll(name.substr(5)));
+    }
+    std::ranges::sort(steps);
+    return steps;
+  }
+  int64_t first_step() const { return steps_.empty() ? 0 : steps_.front().step; }
+
+  const Layout ddp2_{"ddp2", 2, {}};
+  std::vector<StepResult> steps_;
+};
+
+TEST_F(Runs, AFreshStartInAUsedFolderIsRefusedUnlessItSetsTheOthersAside) {
+  run_into("a", 4, {});
+  EXPECT_THAT(([&] { run_into("a", 4, {}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = "), HasSubstr("step-00000002 to step-00000004"),
+                                               HasSubstr("checkpoint.resume = latest"), HasSubstr("checkpoint.replace = true"))));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4));
+  const std::string said = run_into("a", 6, {"checkpoint.replace=true", "checkpoint.keep=1"});
+  EXPECT_THAT(said, AllOf(HasSubstr("step-00000002 to step-00000004 are"), HasSubstr("set aside in"), HasSubstr("set-aside-1")));
+  EXPECT_THAT(steps_in("a"), ElementsAre(6));
+  EXPECT_THAT(steps_in("a/set-aside-1"), ElementsAre(2, 4)) << "nobody deletes what another run wrote";
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "a" / ".lock"));
+}
+
+TEST_F(Runs, GoingOnFromElsewhereIntoAnotherRunsFolderIsRefused) {
+  run_into("a", 4, {});
+  run_into("b", 2, {});
+  EXPECT_THAT(([&] { run_into("b", 6, {"checkpoint.resume=" + at("a", 4)}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("holds checkpoints of another run (step-00000002)"), HasSubstr("a/step-00000004"))));
+  // A copy is the same run.
+  std::filesystem::copy(folder_ / "a", folder_ / "copy", std::filesystem::copy_options::recursive);
+  EXPECT_THAT(run_into("copy", 6, {"checkpoint.resume=" + at("a", 4)}), Not(HasSubstr("set aside")));
+  EXPECT_THAT(steps_in("copy"), ElementsAre(2, 4, 6));
+}
+
+TEST_F(Runs, ASecondLiveRunIsRefusedByName) {
+  const checkpoint::RunLock first(folder_ / "a");
+  EXPECT_THAT(([&] { run_into("a", 4, {}); }), ThrowsMessage<ConfigError>(AllOf(HasSubstr("is training into it"), HasSubstr("name another checkpoint.dir"))));
+}
+
+TEST_F(Runs, ARewindSetsTheLaterOnesAsideAndKeepCountsItsOwn) {
+  run_into("a", 8, {});
+  const std::string said = run_into("a", 6, {"checkpoint.resume=" + at("a", 2), "checkpoint.keep=2"});
+  EXPECT_THAT(said, AllOf(HasSubstr("step-00000004 to step-00000008 are"), HasSubstr("set aside in")));
+  EXPECT_THAT(steps_in("a"), ElementsAre(4, 6)) << "its own new ones, not those that it left behind";
+  EXPECT_THAT(steps_in("a/set-aside-1"), ElementsAre(4, 6, 8));
+  run_into("a", 7, {"checkpoint.resume=latest"});
+  EXPECT_EQ(first_step(), 7) << "latest is of the run that went back";
+}
+
+TEST_F(Runs, ARestartGoesOnFromTheNewestThatThisJobWrote) {
+  run_into("a", 6, {});
+  const Settings from{"checkpoint.resume=" + at("a", 2)};
+  run_into("a", 5, from);
+  EXPECT_EQ(first_step(), 3);
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 5));
+  run_into("a", 7, from, {.restarted = true});
+  EXPECT_EQ(first_step(), 6);
+  // Into another folder, and where the newest is damaged.
+  run_into("b", 4, from);
+  std::filesystem::remove(at("b", 4) + "/manifest.json");
+  const std::string said = run_into("b", 6, from, {.restarted = true});
+  EXPECT_EQ(first_step(), 3) << "nothing else there went on from it";
+  EXPECT_THAT(steps_in("b/set-aside-1"), ElementsAre(4));
+  // `keep` may have removed the named one, which is of the run's own line.
+  run_into("d", 2, {});
+  const Settings gone{"checkpoint.resume=" + at("d", 2), "checkpoint.keep=1"};
+  run_into("d", 4, gone);
+  EXPECT_THAT(steps_in("d"), ElementsAre(4));
+  run_into("d", 6, gone, {.restarted = true});
+  EXPECT_EQ(first_step(), 5);
+  // A restart before the first save.
+  run_into("c", 4, from, {.restarted = true});
+  EXPECT_EQ(first_step(), 3);
+}
+
+TEST_F(Runs, WhatNobodyCanReadIsSetAsideWhereLatestStartsAfresh) {
+  run_into("a", 2, {});
+  std::filesystem::remove(at("a", 2) + "/manifest.json");
+  run_into("a", 4, {"checkpoint.resume=latest", "checkpoint.keep=1"});
+  EXPECT_EQ(first_step(), 1);
+  EXPECT_THAT(steps_in("a"), ElementsAre(4));
+  EXPECT_THAT(steps_in("a/set-aside-1"), ElementsAre(2));
+}
+
+TEST_F(Runs, RatesClippingDecayAndLossesMayChangeAndAreSaidOnce) {
+  run_into("a", 4, {});
+  const std::string said =
+      run_into("a", 6,
+               {"checkpoint.resume=latest", "optim.lr=0.001", "optim.max_grad_norm=0.5", "optim.weight_decay=0.1", "optim.betas=[0.8, 0.9]",
+                "optim.schedule=linear", "optim.warmup_steps=1", "loss.z_loss=0.001", "loss.label_smoothing=0.1"});
+  EXPECT_EQ(first_step(), 5);
+  EXPECT_LT(steps_.front().lr, 0.001);
+  const std::string list = "optim.lr = 0.001 (was 0.01)";
+  EXPECT_THAT(said, AllOf(HasSubstr("with other settings than it was saved with"), HasSubstr(list), HasSubstr("optim.max_grad_norm = 0.5 (was 1.0)"),
+                          HasSubstr("loss.z_loss = 0.001 (was 0.0)")));
+  EXPECT_EQ(said.find(list), said.rfind(list)) << "by one rank";
+  EXPECT_THAT(([&] { run_into("a", 8, {"checkpoint.resume=latest", "optim.name=sgd"}); }), ThrowsMessage<ConfigError>(HasSubstr("optim.name = \"sgd\"")));
+}
+
+TEST_F(Runs, MomentumThatACheckpointDoesNotHoldIsRefused) {
+  run_into("a", 2, {"optim.name=sgd"});
+  EXPECT_THAT(([&] { run_into("a", 4, {"optim.name=sgd", "optim.momentum=0.9", "checkpoint.resume=latest"}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.momentum = 0.9"), HasSubstr("was written without momentum"))));
+}
+
+TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
+  run_into("a", 4, {"optim.schedule=cosine"});
+  const std::string said = run_into("a", 8, {"optim.schedule=cosine", "checkpoint.resume=latest"});
+  EXPECT_THAT(said, AllOf(HasSubstr("run.steps = 8 (was 4): optim.schedule = cosine ends there, so the learning rate bends"), HasSubstr("in step 5")));
+  EXPECT_THAT(run_into("b", 4, {}), Not(HasSubstr("bends")));
+  EXPECT_THAT(run_into("b", 6, {"checkpoint.resume=latest"}), Not(HasSubstr("bends")));
+}
+
+/// The batch grows; every sample of the text still comes in its turn, as one run with the larger batch from the start of that place would have it.
+TEST_F(Runs, AnotherBatchGoesOnAtTheNextSample) {
+  run_into("a", 4, {});
+  run_into("a", 5, {"checkpoint.resume=latest", "batch.global_size=6"});
+  EXPECT_EQ(first_step(), 5);
+  const auto cursor = checkpoint::read_manifest(at("a", 5)).progress.at("cursor");
+  EXPECT_EQ(cursor.at("offset"), 4 * 4 - 4 * 6);
+  EXPECT_THAT(([&] { run_into("a", 8, {"checkpoint.resume=latest", "batch.global_size=6", "data.seq_len=8", "model.max_seq_len=16"}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.seq_len = 8"), HasSubstr("inside an epoch of shuffled windows"))));
+}
+
+TEST_F(Runs, ShorterWindowsGoOnWhereOneBegins) {
+  run_into("a", 4, {"data.shuffle=false"});
+  run_into("a", 6, {"data.shuffle=false", "checkpoint.resume=latest", "data.seq_len=8", "model.max_seq_len=16"});
+  EXPECT_EQ(first_step(), 5);
+  EXPECT_EQ(steps_.front().tokens, 4 * 8);
+}
+
+/// Every rank that holds other parts of the layers has a plan of its own: a resumed run takes up its own, and another cut makes another.
+class CutPlans : public Runs {
+ protected:
+  static Settings sets(int tensor_ranks, Settings more = {}) {
+    more.push_back("mesh.tp=" + std::to_string(tensor_ranks));
+    return more;
+  }
+};
+
+TEST_F(CutPlans, UnevenCutsResumeInTheirOwnLayoutToTheBit) {
+  const Layout uneven{"uneven", 6, sets(3)};
+  const auto whole = run_saving(uneven, {});
+  const auto plans = checkpoint::read_manifest(saved(uneven, kSaved)).progress.at("bucket_plan");
+  ASSERT_TRUE(plans.is_array());
+  EXPECT_EQ(plans.size(), 3);
+  ::testing::internal::CaptureStderr();
+  expect_goes_on(uneven, uneven, {}, /*bound=*/0, whole);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("bucket plan")));
+}
+
+TEST_F(CutPlans, AnotherCutAtEqualDataRanksMakesItsOwnPlanAndSaysSo) {
+  const Layout two{"dp2 x tp2", 4, sets(2)}, one{"dp2", 2, {}};
+  for (const auto& [from, to] : {std::pair(&two, &one), std::pair(&one, &two)}) {
+    const auto whole = run_saving(*from, {});
+    ::testing::internal::CaptureStderr();
+    expect_goes_on(*from, *to, {}, testing::kLosses, whole);
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    EXPECT_THAT(said, HasSubstr("its bucket plan is of another layout"));
+    EXPECT_EQ(said.find("bucket plan"), said.rfind("bucket plan")) << said;
+  }
+}
+
+/// Each tensor-parallel rank approximates its own part of a matrix, by a Q of its own.
+TEST_F(CutPlans, PowerSgdResumesWithLayersCutEvenlyAndUnevenly) {
+  const Settings powersgd{"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=1"};
+  for (const Layout& layout : {Layout{"even", 4, sets(2, powersgd)}, Layout{"uneven", 6, sets(3, powersgd)}}) {
+    SCOPED_TRACE(layout.name);
+    const auto whole = run_saving(layout, {});
+    ::testing::internal::CaptureStderr();
+    expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(Not(HasSubstr("start afresh")), Not(HasSubstr("left unread"))));
+  }
+  const Layout even{"even", 4, sets(2, powersgd)}, other{"other", 2, powersgd};
+  ::testing::internal::CaptureStderr();
+  run(other, {"checkpoint.resume=" + saved(even, kSaved).string(), "run.steps=4"});
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(HasSubstr("errors, and Q of PowerSGD"), HasSubstr("start afresh")));
+}
+
+}  // namespace
+}  // namespace tessera
