@@ -22,6 +22,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
@@ -46,6 +47,12 @@ std::map<std::string, double> extras_of(const StepOutcome& outcome) {
           {"wait_s", lower_median(wait)},
           {"slowest_rank", static_cast<double>(slowest->rank)},
           {"slowest_ratio", median > 0 ? slowest->compute_s / median : 1}};
+}
+
+// Of a caller who has not settled it.
+Config settled(Config config, const comm::World& world) {
+  precision::settle_compute(config, at::kCPU, world.group());
+  return config;
 }
 
 // Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps.
@@ -98,7 +105,7 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
-    : config_(std::move(config)),
+    : config_(settled(std::move(config), world)),
       world_(world),
       inputs_(agreed(std::move(inputs), world)),
       dump_(std::move(dump)),
