@@ -14,6 +14,7 @@
 #include "tessera/data/sequential_loader.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/load_model.h"
@@ -45,7 +46,7 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 int eval(const Flags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
-  const auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
+  auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
@@ -61,6 +62,7 @@ int eval(const Flags& flags) {
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   Evaluation found;
   world.guard([&] {
+    precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const auto loaded = load_model(source, mesh["tp"]);

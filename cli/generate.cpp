@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/stepper.h"
 
@@ -73,7 +74,7 @@ void check_layout(const Config& config, int ranks) {
 
 int generate_text(const Flags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
-  const auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
+  auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
   data::check_vocabulary(*tokenizer, config.model.vocab_size);
@@ -87,6 +88,7 @@ int generate_text(const Flags& flags) {
 
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   world.guard([&] {
+    precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const auto loaded = load_model(source, mesh["tp"]);

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,9 +11,11 @@
 
 #include "cli/commands.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
 namespace tessera::cli {
@@ -64,6 +67,12 @@ class ProgressLine {
   Clock::time_point next_ = Clock::now() + std::chrono::seconds(2);
 };
 
+nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
+  nlohmann::json json = plan::to_json(run);
+  json["compute"] = config.precision.compute;  // what auto became
+  return json;
+}
+
 }  // namespace
 
 void add_plan(CLI::App& app, int& exit_code) {
@@ -76,13 +85,17 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
-    const Config config = planned(*flags);
+    Config config = planned(*flags);
     validate(config, flags->world, Purpose::Plan);
+    // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
+    std::optional<kernels::Bf16ProductsGuard> accelerator;
+    if (!std::filesystem::exists(flags->what)) accelerator.emplace(/*native=*/true);
+    precision::settle_compute(config, at::kMeta);
     const auto run = [&] {
       ProgressLine line;
       return plan::dry_run(config, flags->world, {.progress = std::ref(line)});
     }();
-    std::string text = flags->json ? plan::to_json(run).dump(2) + "\n" : plan::to_string(run);
+    std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;

@@ -27,6 +27,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
 #include "tessera/plan/out_of_memory.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
 #include "tessera/train/observers/memory_report.h"
@@ -165,11 +166,13 @@ void try_checkpoint_dir(const Config& config) {
 }
 
 int train(const Flags& flags) {
-  const Config config = read_config(flags.file, flags.sets);
+  Config config = read_config(flags.file, flags.sets);
   const int size = world_size(flags.nproc);
   validate(config, size);
   const int attempt = comm::read_environment().restart_count;
-  check_modules(config, size_along(mesh_shape(config.mesh, config.zero.stage, size), "tp"));
+  Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
+  precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
+  check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), "tp"));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
@@ -205,6 +208,7 @@ int train(const Flags& flags) {
   const MemoryTracker memory;
   const auto run = [&] {
     hash_together(config, world, inputs);
+    precision::settle_compute(config, at::kCPU, world.group());
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
       write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config));

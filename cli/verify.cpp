@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
 namespace tessera::cli {
@@ -21,7 +22,8 @@ struct Flags {
 };
 
 int run_verify(const Flags& flags) {
-  const Config config = read_config(flags.file, flags.sets);
+  Config config = read_config(flags.file, flags.sets);
+  precision::settle_compute(config, at::kCPU);
   const VerifyReport report = verify(config, parse_mesh(flags.mesh, config.mesh), {.steps = flags.steps});
   const std::string text = flags.json ? to_json(report).dump() + "\n" : to_string(report);
   std::fputs(text.c_str(), stdout);

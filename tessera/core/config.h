@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -22,11 +23,13 @@ struct FieldRule {
   std::string_view unset = {};    ///< what an optional becomes when it is not given
   bool path = false;              ///< relative paths are made absolute; `choices` stand for themselves
   bool number = false;            ///< a number is taken beside `choices`
+  std::string_view refused = {};  ///< comma-separated strings that are understood, and that validate() refuses with their reason
 };
 
 namespace field_rules {
 constexpr FieldRule any() { return {}; }
 constexpr FieldRule one_of(std::string_view choices) { return {.choices = choices}; }
+constexpr FieldRule one_of(std::string_view choices, std::string_view refused) { return {.choices = choices, .refused = refused}; }
 constexpr FieldRule number_or(std::string_view choices) { return {.choices = choices, .number = true}; }
 constexpr FieldRule path() { return {.path = true}; }
 constexpr FieldRule path_or(std::string_view choices) { return {.choices = choices, .path = true}; }
@@ -61,6 +64,9 @@ struct Config {
 
   std::string name = "run";     ///< stem of the file it came from; names the default log.dir
   std::set<std::string> given;  ///< keys that the file or --set named ("model.rope_theta"): what from_hf must agree with
+  /// What was asked for where a run has settled on something by its machines: precision.compute then holds what it became (precision::settle_compute), this
+  /// what stood there ("precision.compute" -> "auto"), and to_toml() writes both.
+  std::map<std::string, std::string> asked;
 
   /// Calls visit(name, section, doc) for each section, in order.
   template <class Self, class Visit>

@@ -6,6 +6,7 @@
 /// `rule` says what TOML may hold beyond the type:
 ///   any()                  whatever the type allows
 ///   one_of("a, b")         one of these strings
+///   one_of("a, b", "c")    the same; c is known by name, listed nowhere, and refused by validate() with its reason
 ///   number_or("a, b")      a number, or one of these strings
 ///   path()                 a file or folder: relative to the file it stands in, or to the working directory when given by --set
 ///   path_or("a, b")        the same, except that these strings stand for themselves
@@ -13,21 +14,20 @@
 /// 0 on an integer without a stated default means "not given": validate() asks for it by name where the run needs it.
 
 #define TESSERA_MODEL_FIELDS(X)                                                                                                                           \
-  X(std::string, family, "", one_of("llama, gpt2, mixtral, mlp"), "Model family; may be left out beside `from_hf`.")                                      \
+  X(std::string, family, "", one_of("llama, gpt2, mlp", "mixtral"), "Model family; may be left out beside `from_hf`.")                                    \
   X(int64_t, dim, 0, any(), "Width of the residual stream.")                                                                                              \
   X(int64_t, layers, 0, any(), "Number of blocks.")                                                                                                       \
   X(int64_t, heads, 0, any(), "Number of query heads; `dim` must be a multiple.")                                                                         \
   X(std::optional<int64_t>, kv_heads, std::nullopt, unset("model.heads"), "Number of key and value heads; must divide `heads`.")                          \
-  X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama, mixtral: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"),                                  \
-    "Width inside the feed-forward layers.")                                                                                                              \
+  X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"), "Width inside the feed-forward layers.")  \
   X(int64_t, vocab_size, 0, any(), "Rows of the embedding; at least the tokenizer's number of ids (`byte`: 256 where not given).")                        \
   X(std::optional<int64_t>, max_seq_len, std::nullopt, unset("data.seq_len; with from_hf the file's"), "Longest sequence the model can take, in tokens.") \
   X(bool, tie_embeddings, false, any(), "The output head shares its weight with the token embedding.")                                                    \
   X(double, rope_theta, 10000.0, any(), "Base of the rotary embedding's wavelengths.")                                                                    \
   X(double, norm_eps, 1e-5, any(), "Added to the variance in every norm.")                                                                                \
   X(double, dropout, 0.0, any(), "Probability of dropping an activation while training.")                                                                 \
-  X(int64_t, experts, 0, any(), "Number of experts of a block (mixtral).")                                                                                \
-  X(int64_t, experts_per_token, 0, any(), "Experts that each token visits (mixtral).")                                                                    \
+  X(int64_t, experts, 0, any(), "Experts of a block: 0, as no family of this build has any.")                                                             \
+  X(int64_t, experts_per_token, 0, any(), "Experts that each token visits: 0, likewise.")                                                                 \
   X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
 
 #define TESSERA_DATA_FIELDS(X)                                                                                       \
@@ -39,8 +39,8 @@
   X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                  \
   X(std::string, cache_dir, "", path(), "Where packed corpora are kept; empty: `tessera` in `$XDG_CACHE_HOME` or `~/.cache`.")
 
-#define TESSERA_BATCH_FIELDS(X)                                                                                       \
-  X(int64_t, global_size, 0, any(), "Sequences per optimizer step, whatever the layout; a multiple of `micro_size`.") \
+#define TESSERA_BATCH_FIELDS(X)                                                                                                             \
+  X(int64_t, global_size, 0, any(), "Sequences per optimizer step, whatever the layout; a whole number of forward passes of `micro_size`.") \
   X(int64_t, micro_size, 1, any(), "Sequences per forward pass.")
 
 #define TESSERA_LOSS_FIELDS(X)                                                                                                                         \
@@ -48,7 +48,7 @@
   X(double, z_loss, 0.0, any(), "Weight of the squared log-sum-exp of the logits, in training; validation and `eval` have none.")
 
 #define TESSERA_OPTIM_FIELDS(X)                                                                                                   \
-  X(std::string, name, "adamw", one_of("adamw, sgd, lion, adafactor, adam8bit, muon"), "Optimizer.")                              \
+  X(std::string, name, "adamw", one_of("adamw, sgd", "lion, adafactor, adam8bit, muon"), "Optimizer.")                            \
   X(double, lr, 0.0, any(), "Learning rate at the top of the schedule.")                                                          \
   X(Betas, betas, (Betas{0.9, 0.999}), any(), "Decay of the running averages of the gradient and of its square.")                 \
   X(double, eps, 1e-8, any(), "Added to the denominator of AdamW.")                                                               \
@@ -60,15 +60,15 @@
   X(int64_t, warmup_steps, 0, any(), "Steps over which the learning rate rises linearly.")                                        \
   X(double, min_lr, 0.0, any(), "Learning rate at the end of a linear or cosine schedule.")
 
-#define TESSERA_MESH_FIELDS(X)                                                                                          \
-  X(std::optional<int>, dp_replicate, std::nullopt, unset("what the other axes leave where zero.stage = 0, else 1"),    \
-    "Data parallelism with whole replicas; -1 takes what is left.")                                                     \
-  X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),        \
-    "Data parallelism with sharded state; -1 takes what is left.")                                                      \
-  X(int, pp, 1, any(), "Pipeline parallelism: stages; -1 takes what is left.")                                          \
-  X(int, cp, 1, any(), "Context parallelism: parts of a sequence; -1 takes what is left.")                              \
-  X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                                  \
-  X(int, ep, 1, any(), "Expert parallelism: regroups the ranks of dp_shard x cp x tp; not a factor of the world size.") \
+#define TESSERA_MESH_FIELDS(X)                                                                                       \
+  X(std::optional<int>, dp_replicate, std::nullopt, unset("what the other axes leave where zero.stage = 0, else 1"), \
+    "Data parallelism with whole replicas; -1 takes what is left.")                                                  \
+  X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),     \
+    "Data parallelism with sharded state; -1 takes what is left.")                                                   \
+  X(int, pp, 1, any(), "Pipeline parallelism: 1, as this build has none.")                                           \
+  X(int, cp, 1, any(), "Context parallelism: 1, as this build has none.")                                            \
+  X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
+  X(int, ep, 1, any(), "Expert parallelism: 1, as this build has none.")                                             \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
 
 #define TESSERA_COMM_FIELDS(X)                                                                                                        \
@@ -78,7 +78,8 @@
   X(std::string, interface, "", any(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
   X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                                \
   X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")                            \
-  X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"), "How gradients cross the network in data parallelism.")   \
+  X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"),                                                           \
+    "How gradients cross the network in data parallelism; under `zero.stage` > 0 none, bf16 or fp16.")                                \
   X(int64_t, powersgd_rank, 4, any(), "Rank of PowerSGD's approximation of a gradient matrix.")                                       \
   X(int64_t, powersgd_start, 10, any(), "Steps before PowerSGD begins; gradients cross whole until then.")
 
@@ -113,17 +114,19 @@
   X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                          \
   X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.")
 
-#define TESSERA_OFFLOAD_FIELDS(X)                                                                       \
-  X(std::string, params, "device", one_of("device, host, disk"), "Where parameters live between uses.") \
-  X(std::string, gradients, "device", one_of("device, host, disk"), "Where gradients live.")            \
-  X(std::string, optimizer, "device", one_of("device, host, disk"), "Where optimizer state lives.")     \
-  X(std::string, activations, "device", one_of("device, host, disk"), "Where saved activations wait for backward.")
+#define TESSERA_OFFLOAD_FIELDS(X)                                                                                                              \
+  X(std::string, params, "device", one_of("device, host", "disk"),                                                                             \
+    "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.")                                             \
+  X(std::string, gradients, "device", one_of("device, host", "disk"), "Where the gradients of those slices live: as `params`.")                \
+  X(std::string, optimizer, "device", one_of("device, host", "disk"), "Where the optimizer keeps their state, and updates them: as `params`.") \
+  X(std::string, activations, "device", one_of("device", "host, disk"), "Where saved activations wait for backward.")
 
 #define TESSERA_PRECISION_FIELDS(X)                                                                                                                      \
-  X(std::string, params, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which parameters are kept.")                                            \
-  X(std::string, compute, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of matrix products.")                                                     \
-  X(std::string, reduce, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type in which gradients cross the network.")                                    \
-  X(std::string, master, "fp32", one_of("fp32, tf32, bf16, fp16, fp8"), "Type of the copy that the optimizer updates.")                                  \
+  X(std::string, params, "fp32", one_of("fp32, bf16, fp16", "tf32, fp8"), "Type in which parameters are kept.")                                          \
+  X(std::string, compute, "fp32", one_of("auto, fp32, tf32, bf16, fp16, fp8"),                                                                           \
+    "Type of matrix products; `auto`: bf16 where the device multiplies it, else fp32.")                                                                  \
+  X(std::string, reduce, "fp32", one_of("fp32, bf16, fp16", "tf32, fp8"), "Type in which gradients cross the network.")                                  \
+  X(std::string, master, "fp32", one_of("fp32, bf16", "tf32, fp16, fp8"), "Type of the copy that the optimizer updates.")                                \
   X(std::string, fp8_scales, "tensor", one_of("tensor, row"), "What shares a scale in fp8 products.")                                                    \
   X(std::string, loss_scale, "none", number_or("none, dynamic"), "Factor on the loss, against underflow of small gradients; `dynamic` begins at 65536.") \
   X(int64_t, growth_steps, 2000, any(), "Finite steps in a row after which a dynamic loss scale doubles.")                                               \
@@ -158,21 +161,21 @@
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 
 /// Sections in the order of the documentation: X(struct, member, list of fields, doc).
-#define TESSERA_CONFIG_SECTIONS(X)                                                                  \
-  X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                      \
-  X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")             \
-  X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                 \
-  X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")        \
-  X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                \
-  X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.") \
-  X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \
-  X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                             \
-  X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                             \
-  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism.")                         \
-  X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism.")                     \
-  X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")              \
-  X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")               \
-  X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                        \
-  X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                \
-  X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                          \
+#define TESSERA_CONFIG_SECTIONS(X)                                                                      \
+  X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                          \
+  X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")                 \
+  X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                     \
+  X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")            \
+  X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                    \
+  X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.")     \
+  X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                              \
+  X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                                 \
+  X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                                 \
+  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism: not part of this build.")     \
+  X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism: not part of this build.") \
+  X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")                  \
+  X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")                   \
+  X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                            \
+  X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                    \
+  X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                              \
   X(RunConfig, run, TESSERA_RUN_FIELDS, "The run itself.")

@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-/// A setting: refused unless its value is one of `present`.
+/// A setting: refused unless it is not set, or its value is one of `present`.
 struct Setting {
   std::string key;
   std::string value;
@@ -36,7 +36,7 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
       {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {
-    if (std::find(present.begin(), present.end(), value) != present.end()) continue;
+    if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;
     std::string way_out;
     for (const auto& choice : present) way_out += (way_out.empty() ? "" : " or ") + choice;
     throw ConfigError(key + " = " + value + ": " + technique + " is not part of this build; set " + key + " = " + way_out);

@@ -71,9 +71,10 @@ std::string absolute(const std::string& path, const std::filesystem::path& base_
 
 /// Holds a string against the field's rule.
 std::string accept(const std::string& text, const Location& at) {
-  const auto choices = detail::split_choices(at.rule.choices);
+  const auto choices = detail::split_choices(at.rule.choices), refused = detail::split_choices(at.rule.refused);
   const bool listed = std::find(choices.begin(), choices.end(), text) != choices.end();
   if (at.rule.path) return text.empty() || listed ? text : absolute(text, at.origin.base_dir);
+  if (std::find(refused.begin(), refused.end(), text) != refused.end()) return text;  // validate() knows why not
   if (choices.empty() || listed || (at.rule.number && is_number(text))) return text;
   refuse(at, detail::quoted(text), "expected ", at.rule.number ? "a number, or " : "", "one of ", at.rule.choices, "; did you mean ", nearest(text, choices),
          "?");

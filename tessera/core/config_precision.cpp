@@ -24,6 +24,8 @@ void validate_weights(const PrecisionConfig& precision) {
           ": updates are rounded stochastically in bf16 only; set precision.master = fp32, or precision.params and precision.master = bf16");
   require(master == "fp32" || params == master, "precision.master = ", master, ": precision.params = ", params,
           "; without an fp32 copy both are the same tensor; set precision.master = fp32 or ", params);
+  require(params != "fp16" || compute != "auto", "precision.compute = auto: becomes bf16 or fp32 by the machine, and precision.params = fp16 would be rounded ",
+          "twice in bf16; set precision.compute = fp16, or precision.params = fp32 or bf16");
   const bool other_half = (params == "bf16" && compute == "fp16") || (params == "fp16" && (compute == "bf16" || compute == "fp8"));
   require(!other_half, "precision.compute = ", compute, ": precision.params = ", params,
           " would be rounded twice, to formats that do not hold each other; set ", "precision.params = fp32, or one 16-bit format for both");

@@ -54,7 +54,7 @@ void check_sizes(const Config& config) {
 }
 
 void validate_model(const ModelConfig& model) {
-  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mixtral, mlp, or give model.from_hf");
+  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mlp, or give model.from_hf");
   at_least("model.dim", model.dim, 1);
   at_least("model.layers", model.layers, 1);
   at_least("model.vocab_size", model.vocab_size, 1);
@@ -103,8 +103,11 @@ void validate_data(const Config& config, Purpose purpose) {
 void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpose) {
   at_least("batch.micro_size", batch.micro_size, 1);
   at_least("batch.global_size", batch.global_size, 1);
-  require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": must be a multiple of batch.micro_size = ", batch.micro_size,
-          "; the nearest above is ", (batch.global_size / batch.micro_size + 1) * batch.micro_size);
+  const int64_t whole = batch.global_size / batch.micro_size;
+  require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": a step is a whole number of forward passes of ",
+          "batch.micro_size = ", batch.micro_size, " sequences each, and ", batch.global_size, " leave a last one of ", batch.global_size % batch.micro_size,
+          " (ranks that get fewer passes than others are no problem; a smaller pass would be another arithmetic); set batch.global_size to ",
+          whole > 0 ? detail::concat(whole * batch.micro_size, " or ") : "", (whole + 1) * batch.micro_size, ", or batch.micro_size to a divisor of it");
   if (purpose == Purpose::Plan) return;  // a plan shows what the ranks would need that such a batch leaves idle, and says so
   const int64_t micro_batches = batch.global_size / batch.micro_size;
   require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",
@@ -173,24 +176,26 @@ void validate_sharding(const Config& config) {
   if (stage == 0) return;
   require(!config.run.deterministic, "run.deterministic = true: adds whole gradients in one tree, and with zero.stage = ", stage,
           " no rank has whole gradients; set zero.stage = 0, or run.deterministic = false");
-  const std::string& compression = config.comm.compression;
-  require(compression == "none", "comm.compression = ", compression, ": compresses the all-reduce of whole gradients, and with zero.stage = ", stage,
-          " they are reduce-scattered; set comm.compression = none, ",
-          compression == "powersgd" ? std::string("or zero.stage = 0") : "and precision.reduce = " + compression + " to let them cross in that");
+  // bf16 and fp16 mean here what precision.reduce means: in what gradients cross.
+  require(config.comm.compression != "powersgd",
+          "comm.compression = powersgd: approximates whole gradients as they are all-reduced, and with zero.stage = ", stage,
+          " no rank has whole gradients; set comm.compression to none, bf16 or fp16, or zero.stage = 0");
 }
 
-/// What of a rank's slices is on the host: all of it, or nothing.
+/// What of a rank's slices is on the host: all of it, or nothing. The update runs where the three of them are (on the host, by its cores), so one alone
+/// elsewhere would cross the link twice a step and save nothing that the three together do not.
 void validate_offload(const Config& config) {
   const auto& offload = config.offload;
   const std::pair<const char*, const std::string*> places[] = {
       {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
   const auto on_host = std::ranges::find_if(places, [](const auto& place) { return *place.second == "host"; });
   if (on_host == std::end(places)) return;
-  require(config.zero.stage == 3, on_host->first, " = host: the slices of zero.stage = 3 are what waits on the host, and zero.stage is ", config.zero.stage,
-          "; set zero.stage = 3, or offload.params, offload.gradients and offload.optimizer to device");
+  require(config.zero.stage == 3, on_host->first, " = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone ",
+          "has, and zero.stage is ", config.zero.stage,
+          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
   for (const auto& [key, place] : places) {
-    require(*place != "device", on_host->first, " = host: slices of parameters, their gradients and the optimizer's state wait together, and ", key,
-            " = device; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+    require(*place != "device", on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
+            "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
   }
 }
 
@@ -254,6 +259,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   const auto size_of = [&](const std::string& wanted) {
     return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
   };
+  refuse_missing_techniques(config, axes);  // first: what is missing is not asked for its other settings
   validate_model(config.model);
   validate_rest(config);
   validate_compression(config);
@@ -266,7 +272,6 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_loss(config.loss);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
-  refuse_missing_techniques(config, axes);
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/config_detail.h"
+#include "tessera/core/error.h"
 #include "tessera/core/format.h"
 
 namespace tessera {
@@ -83,7 +84,11 @@ std::string to_toml(const Config& config) {
   Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
     out << (out.tellp() > 0 ? "\n" : "") << "[" << section << "]\n";
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view) {
-      if (const auto value = toml_of(field, rule)) {
+      const auto asked = config.asked.find(detail::concat(section, ".", name));
+      const auto value = toml_of(field, rule);
+      if (value && asked != config.asked.end() && toml_value(asked->second) != *value) {
+        out << name << " = " << toml_value(asked->second) << "  # became " << *value << "\n";
+      } else if (value) {
         out << name << " = " << *value << "\n";
       } else {
         out << "# " << name << ": " << (rule.unset.empty() ? "not set" : rule.unset) << "\n";

@@ -4,10 +4,12 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
+#include "tessera/kernels/products.h"
 #include "tessera/kernels/reference.h"
 
 namespace tessera::kernels {
@@ -21,6 +23,50 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           " key-value heads; the first must be a multiple of the second");
 }
 
+at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
+
+// By name: on meta the public operator decomposes into the unfused form, whose memory is another.
+AttentionOutput cpu_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
+  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
+  return {output, log_sum_exp};
+}
+
+AttentionOutput widened_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
+  const auto [output, log_sum_exp] = cpu_forward(wide(q), wide(k), wide(v), causal, scale);
+  return {output.to(q.scalar_type()), log_sum_exp};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cpu_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                            const AttentionOutput& forward, bool causal, std::optional<double> scale) {
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_output, q, k, v, forward.output, forward.log_sum_exp, /*dropout_p=*/0, causal,
+                                                                  /*attn_mask=*/{}, scale);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                                const AttentionOutput& forward, bool causal, std::optional<double> scale) {
+  const auto [dq, dk, dv] = cpu_backward(wide(grad_output), wide(q), wide(k), wide(v), {wide(forward.output), forward.log_sum_exp}, causal, scale);
+  return {dq.to(q.scalar_type()), dk.to(k.scalar_type()), dv.to(v.scalar_type())};
+}
+
+/// Attention whose products are widened: keeps q, k, v and the output as narrow as they are, where autograd through casts would keep the wide ones.
+struct WidenedAttention : torch::autograd::Function<WidenedAttention> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                            std::optional<double> scale) {
+    const auto [output, log_sum_exp] = widened_forward(q, k, v, causal, scale);
+    context->save_for_backward({q, k, v, output, log_sum_exp});
+    context->saved_data["causal"] = causal;
+    context->saved_data["scale"] = scale;
+    return output;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const auto [dq, dk, dv] = widened_backward(grads[0], saved[0], saved[1], saved[2], {.output = saved[3], .log_sum_exp = saved[4]},
+                                               context->saved_data["causal"].toBool(), context->saved_data["scale"].toOptional<double>());
+    return {dq, dk, dv, at::Tensor(), at::Tensor()};
+  }
+};
+
 }  // namespace
 
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
@@ -28,23 +74,21 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   if (is_emulated_half(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::attention(q, k, v, causal, scale);
   if (q.is_cuda()) return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
-  // By name: on meta the public operator decomposes into the unfused form, whose memory is another.
-  return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale));
+  if (is_widened(q)) return WidenedAttention::apply(q, k, v, causal, scale);
+  return cpu_forward(q, k, v, causal, scale).output;
 }
 
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
   const at::NoGradGuard no_grad;
-  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
-  return {output, log_sum_exp};
+  return is_widened(q) ? widened_forward(q, k, v, causal, scale) : cpu_forward(q, k, v, causal, scale);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k,
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
                                                                         std::optional<double> scale) {
   const at::NoGradGuard no_grad;
-  return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_output, q, k, v, forward.output, forward.log_sum_exp, /*dropout_p=*/0, causal,
-                                                                  /*attn_mask=*/{}, scale);
+  return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);
 }
 
 }  // namespace tessera::kernels

@@ -18,6 +18,7 @@
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
+#include "tessera/kernels/products.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
 
@@ -31,8 +32,8 @@ using Parts = std::optional<c10::intrusive_ptr<VocabularyParts>>;
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
                                                                bool, const std::optional<at::Tensor>&, double, double, const Parts&);
 
-/// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products add into the result themselves; others are rounded to their dtype, so their sum
-/// needs fp32.
+/// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products (`compute`) add into the result themselves; others are rounded to their dtype, so
+/// their sum needs fp32.
 class WeightGradient {
  public:
   /// `place`: where the sum is to lie, if anywhere.
@@ -95,14 +96,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
   const auto floats = hidden.options().dtype(at::kFloat);
   const at::Tensor total = at::empty({}, floats), losses = at::empty({tokens}, floats);
   const at::Tensor lse = needs_hidden || needs_weight ? at::Tensor() : at::empty({chunk}, floats);
-  const at::Tensor x = hidden.to(compute).contiguous(), w = weight.to(compute).contiguous();
+  // Operands are of `compute`; products, and the logits between them, of `product`.
+  const at::ScalarType product = is_widened(compute, hidden.device()) ? at::kFloat : compute;
+  const at::Tensor x = hidden.to(compute).to(product).contiguous(), w = weight.to(compute).to(product).contiguous();
   at::Tensor d_hidden, d_hidden_chunk;
   if (needs_hidden) {
     d_hidden = at::empty(hidden.sizes(), hidden.options());
-    if (compute != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
+    if (product != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
   }
   std::optional<WeightGradient> d_weight;
-  if (needs_weight) d_weight.emplace(weight, compute, chunk >= tokens, place);
+  if (needs_weight) d_weight.emplace(weight, product, chunk >= tokens, place);
   const at::Tensor logits_buffer = [&] {
     const MemoryScope outputs(MemoryCategory::Outputs);
     return at::empty({chunk, vocabulary}, x.options());
@@ -122,9 +125,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     }
     if (needs_hidden) {
       const at::Tensor target = d_hidden.narrow(0, begin, size);
-      at::Tensor product = d_hidden_chunk.defined() ? d_hidden_chunk.narrow(0, 0, size) : target;
-      at::mm_out(product, logits, w);
-      if (d_hidden_chunk.defined()) target.copy_(product);
+      at::Tensor gradient = d_hidden_chunk.defined() ? d_hidden_chunk.narrow(0, 0, size) : target;
+      at::mm_out(gradient, logits, w);
+      if (d_hidden_chunk.defined()) target.copy_(gradient);
     }
     if (needs_weight) d_weight->add(logits, x_chunk);
   }

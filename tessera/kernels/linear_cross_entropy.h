@@ -12,7 +12,8 @@ namespace tessera::kernels {
 struct LinearCrossEntropyOptions {
   /// Tokens whose logits exist at once; 0 cuts the tokens evenly into as few chunks as kLogitsBytes allows (but takes at least 128).
   int64_t chunk_tokens = 0;
-  /// Dtype of the three products and of the logits; default: hidden's. fp32 or bf16; fp16 on a CPU: operands rounded to it, logits and products in fp32.
+  /// Dtype of the three products and of the logits; default: hidden's. fp32 or bf16; where products of it are
+  /// widened (kernels/products.h), as fp16's on every CPU: operands rounded to it, logits and products in fp32, in chunks of as many tokens.
   std::optional<at::ScalarType> compute_dtype = std::nullopt;
   /// What backward is going to be called with for the loss, typically 1 / global_valid_tokens (times the loss scale). It is folded into the softmax pass; where
   /// backward then brings another number, the result is still right, at the cost of one pass over both gradients.
@@ -51,6 +52,7 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 ///   V*D*e                                         where weight is of another dtype: its cast
 ///   V*D*e                                         where weight is fp32 and the compute dtype is not: a chunk's product, beside the sum that becomes the
 ///   gradient 4*V*D                                         where weight is not fp32: the sum, unless a single chunk's product is the gradient
+/// Where products are widened, e is 4, T*D*e and V*D*e are there whatever the dtypes are, and the two after them are not: fp32 products add up by themselves.
 /// The same sums in the same order for any number of threads. Throws ConfigError on shapes or dtypes that do not fit and on a label out of range (CPU).
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const LinearCrossEntropyOptions& options = {});
 

@@ -24,4 +24,9 @@ const Routines& routines_for(const at::Tensor& tensor) {
   return *routines;
 }
 
+bool (*device_multiplies_bf16(c10::DeviceType device))(c10::DeviceIndex) {
+  const Routines* routines = table()[static_cast<size_t>(device)];
+  return routines ? routines->multiplies_bf16 : nullptr;
+}
+
 }  // namespace tessera::kernels

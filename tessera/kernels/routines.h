@@ -55,6 +55,7 @@ struct Routines {
   RmsNormRoutines rms_norm;
   PointwiseRoutines pointwise;
   CrossEntropyRoutines cross_entropy;
+  bool (*multiplies_bf16)(c10::DeviceIndex device) = nullptr;  ///< whether the device has bf16 products; null: the CPU's own rules, or every device has
 };
 
 /// Rows whose contributions to rms_norm's weight gradient are summed into one partial row.
@@ -65,5 +66,8 @@ void register_routines(c10::DeviceType device, const Routines& routines);
 
 /// The routines of the tensor's device. Throws ConfigError where there are none.
 const Routines& routines_for(const at::Tensor& tensor);
+
+/// Routines::multiplies_bf16 of a type of device; null where it has no routines.
+bool (*device_multiplies_bf16(c10::DeviceType device))(c10::DeviceIndex);
 
 }  // namespace tessera::kernels

@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/attention.h"
+#include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/sample_scope.h"
 
@@ -42,6 +43,7 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   const int64_t heads = q.size(2), groups = k.size(2);
   require(groups > 0 && heads % groups == 0, "attention: ", heads, " query heads cannot share ", groups,
           " key-value heads; heads must be a multiple of kv_heads");
+  if (kernels::is_widened(q)) return masked_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), visible).to(q.scalar_type());
   // Queries of one key-value head lie side by side: [B, K, H / K, S, D] against [B, K, 1, L, D].
   const auto by_group = [&](const at::Tensor& x) { return x.transpose(1, 2).unflatten(1, {groups, x.size(2) / groups}); };
   const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));

@@ -3,11 +3,10 @@
 #include <cmath>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <torch/nn/init.h>
 
 #include "tessera/core/error.h"
-#include "tessera/kernels/half.h"
+#include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 
@@ -15,10 +14,7 @@ namespace tessera::nn {
 
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) { return !dtype || tensor.scalar_type() == *dtype ? tensor : tensor.to(*dtype); }
 
-at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!kernels::is_emulated_half(x)) return at::linear(x, weight, bias);
-  return at::linear(x.to(at::kFloat), weight.to(at::kFloat), bias.defined() ? bias.to(at::kFloat) : bias).to(at::kHalf);
-}
+at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) { return kernels::linear(x, weight, bias); }
 
 LinearImpl::LinearImpl(const LinearOptions& options) : options(options) {
   require(options.in_features() >= 0 && options.out_features() >= 0, "Linear: in_features ", options.in_features(), " and out_features ",

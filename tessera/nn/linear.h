@@ -13,7 +13,7 @@ using LinearOptions = torch::nn::LinearOptions;
 ///   x [..., I]   any dtype; cast to the compute dtype where it has another; with set_fp8, rounded to fp8 with a scale instead
 ///   y [..., O]   in the compute dtype
 /// `weight` [O, I] and `bias` [O] stay in their own dtype: they are cast once per call, and autograd casts their gradients back.
-/// Kept for backward: x and the cast weight (fp8: both as they are; fp16 on a CPU: both in fp32).
+/// Kept for backward: x and the cast weight (fp8: both as they are).
 class LinearImpl : public Module {
  public:
   LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
@@ -39,7 +39,7 @@ class LinearImpl : public Module {
 };
 TESSERA_MODULE(Linear);
 
-/// x weight^T + bias of one dtype, as at::linear; fp16 on a CPU has fp32 arithmetic (kernels/half.h). `bias` may be undefined.
+/// x weight^T + bias of one dtype, as at::linear; 16-bit products that the device lacks are widened (kernels/products.h). `bias` may be undefined.
 at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 /// `tensor` in `dtype`, differentiable; itself where it has that dtype or no dtype is asked for.

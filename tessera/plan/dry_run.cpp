@@ -17,6 +17,7 @@
 #include "tessera/nn/operators.h"
 #include "tessera/plan/agreement.h"
 #include "tessera/plan/rank_classes.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
 
@@ -159,7 +160,9 @@ const RankClass& largest_class(const DryRun& run) {
                            [](const RankClass& a, const RankClass& b) { return total_of(a.peak_bytes) < total_of(b.peak_bytes); });
 }
 
-DryRun dry_run(const Config& config, int world, const DryRunOptions& options) {
+DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
+  Config config = asked;
+  precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
   DryRun run;
   run.world = world;
   run.memory_limit = config.run.memory_limit_bytes;

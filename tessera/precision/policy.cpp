@@ -27,6 +27,7 @@ at::ScalarType dtype_of(const std::string& key, const std::string& name) {
 
 /// What the modules hand to each other: fp8 holds operands of one product, and bf16 all else.
 at::ScalarType compute_dtype_of(const std::string& name) {
+  require(name != "auto", "precision.compute = auto: what it becomes follows from the machine, and nobody has asked; call precision::settle_compute() before");
   if (name == "fp8") return at::kBFloat16;
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }

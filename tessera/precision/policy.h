@@ -35,7 +35,7 @@ struct Policy {
 /// Throws ConfigError naming the key where `device` has no product of a dtype that `policy` computes in: each is tried on a few numbers. Nothing on meta.
 void require_support(const Policy& policy, at::Device device);
 
-/// Reads `precision.*` of a configuration that has passed validate().
+/// Reads `precision.*` of a configuration that has passed validate() and, where it says `auto`, settle_compute().
 Policy policy_from(const PrecisionConfig& config);
 
 /// Gives every interceptable module below `root` its compute dtype, and every parameter the dtype of `policy.params`. To be called before memory is given

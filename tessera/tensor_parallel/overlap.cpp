@@ -15,7 +15,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/kernels/half.h"
+#include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
@@ -35,7 +35,7 @@ constexpr int kPieces = 4;
 /// out [B, R, N] <- a [B, R, K] weight^T + bias, or += without a bias.
 void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& weight, const at::Tensor& bias = {}, bool add = false) {
   if (out.numel() == 0) return;
-  const bool in_place = !kernels::is_emulated_half(a) && (a.size(0) == 1 || a.size(1) >= kPositionsOfOwnProduct);
+  const bool in_place = !kernels::is_widened(a) && (a.size(0) == 1 || a.size(1) >= kPositionsOfOwnProduct);
   if (!in_place) {
     const at::Tensor product = nn::project(a, weight, bias);
     add ? out.add_(product) : out.copy_(product);
@@ -59,8 +59,8 @@ at::Tensor in_one_batch(const at::Tensor& x) { return rows_of(x).unsqueeze(0); }
 class WeightGradient {
  public:
   void add(const at::Tensor& dy, const at::Tensor& x) {
-    const bool emulated = kernels::is_emulated_half(x);
-    const at::Tensor left = rows_of(emulated ? dy.to(at::kFloat) : dy).t(), right = rows_of(emulated ? x.to(at::kFloat) : x);
+    const bool widened = kernels::is_widened(x);
+    const at::Tensor left = rows_of(widened ? dy.to(at::kFloat) : dy).t(), right = rows_of(widened ? x.to(at::kFloat) : x);
     if (!sum_.defined()) {
       sum_ = wide(at::mm(left, right));
     } else if (left.scalar_type() == sum_.scalar_type()) {

@@ -72,6 +72,12 @@ void resume_compression(const Config& config, const Mesh& mesh, const std::optio
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
+/// In what gradients cross between the ranks of a sharded run: comm.compression says it as well as precision.reduce.
+at::ScalarType network_dtype(const Config& config, const precision::Policy& policy) {
+  const std::string& compression = config.comm.compression;
+  return compression == "bf16" ? at::kBFloat16 : compression == "fp16" ? at::kHalf : policy.reduce;
+}
+
 FullyShardOptions stage_3_options(const Config& config, const precision::Policy& policy, LanguageModel& model) {
   const ZeroConfig& zero = config.zero;
   try {
@@ -89,7 +95,8 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
   // What linear layers cast at each use is gathered in that type: the same bits, half the traffic, and no copies that backward would keep of all units.
   options.param_dtype = policy.compute;
   options.cast = precision::cast_at_use(model, policy);
-  options.reduce_dtype = policy.reduce == at::kFloat ? policy.gradient_dtype() : policy.reduce;
+  const at::ScalarType network = network_dtype(config, policy);
+  options.reduce_dtype = network == at::kFloat ? policy.gradient_dtype() : network;
   options.gradient_dtype = policy.gradient_dtype();
   options.buffers = BufferBroadcast::Never;  // our models' buffers are tables that no step changes
   return options;
@@ -118,7 +125,7 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   options.accumulation = config.zero.accumulate == "whole" ? Accumulation::Whole : Accumulation::Sharded;
   options.buffers = BufferBroadcast::AtStart;
   options.reduce_dtype = policy.gradient_dtype();
-  if (policy.reduce != at::kFloat) options.network_dtype = policy.reduce;
+  if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
   run.shard = mesh["dp_shard"];
   auto zero = std::make_unique<ShardedDataParallel>(*run.model, ShardGroups{.shard = run.shard, .replicate = mesh["dp_replicate"]}, options);
   run.updated = zero->shards();

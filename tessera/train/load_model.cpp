@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/meta.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
@@ -30,7 +31,9 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
 LoadedModel build(const Config& config, const comm::Group& tensor, at::Device device) {
   LoadedModel built;
   built.model = on_meta([&] { return make_model(config.model); });
-  precision::apply(*built.model, precision::policy_from(config.precision));
+  Config settled = config;
+  precision::settle_compute(settled, device, tensor);  // of a caller who has not
+  precision::apply(*built.model, precision::policy_from(settled.precision));
   built.tensor = cut_layers(config, *built.model, tensor);
   materialize(*built.model, 0, device);
   built.model->eval();

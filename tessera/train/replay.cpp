@@ -22,6 +22,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/version.h"
+#include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/evaluation_mode.h"
@@ -163,13 +164,15 @@ nlohmann::json Replay::arithmetic() const {
   PrecisionConfig::for_each_field(config_.precision, [&](const char* key, const auto& value, const FieldRule&, std::string_view) { precision[key] = value; });
   precision.erase("reduce");  // gradients' alone
   precision.erase("loss_scale");
+  const bool widened = config_.precision.compute == "bf16" && kernels::is_widened(at::kBFloat16, at::kCPU);
   for (const auto& [axis, size] : mesh_.shape()) {
     if (size > 1 && std::find(data_axes().begin(), data_axes().end(), axis) == data_axes().end()) axes[axis] = size;
   }
-  nlohmann::json all{{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
-                     {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
-  if (!sums_.is_null()) all["sums"] = sums_;
-  return all;
+  nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
+                               {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+  if (widened) arithmetic["products"] = "widened";
+  if (!sums_.is_null()) arithmetic["sums"] = sums_;
+  return arithmetic;
 }
 
 double replay_bound(const std::vector<std::string>& formats) {

@@ -23,6 +23,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
@@ -59,6 +60,12 @@ void on_first_rank(const comm::World& world, const std::function<void()>& work) 
   }
   const auto first = checkpoint::gather_json(world.group(), outcome).front();
   require(first.is_null(), first.is_string() ? first.get<std::string>() : std::string());
+}
+
+// Of a caller who has not settled it.
+Config settled(Config config, const comm::World& world) {
+  precision::settle_compute(config, at::kCPU, world.group());
+  return config;
 }
 
 // Ranks look for the checkpoint on their own: where they do not see the same folder, they must not train on from different steps. The first rank takes
@@ -145,7 +152,7 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
-    : config_(std::move(config)),
+    : config_(settled(std::move(config), world)),
       world_(world),
       inputs_(agreed(std::move(inputs), config_, world)),
       identity_(entered(config_, inputs_, world)),

@@ -1,7 +1,12 @@
+#include <map>
+#include <string>
+#include <vector>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
+#include "tessera/core/config_detail.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
@@ -9,6 +14,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 Config good() {
@@ -92,8 +98,11 @@ TEST(Validate, AcceptsTheGood) {
 }
 
 TEST(Validate, Batch) {
-  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 3; }),
-              AllOf(StartsWith("batch.global_size = 8"), HasSubstr("batch.micro_size = 3"), HasSubstr("9")));
+  EXPECT_EQ(refusal([](Config& c) { c.batch.micro_size = 3; }),
+            "batch.global_size = 8: a step is a whole number of forward passes of batch.micro_size = 3 sequences each, and 8 leave a last one of 2 (ranks that "
+            "get fewer passes than others are no problem; a smaller pass would be another arithmetic); set batch.global_size to 6 or 9, or batch.micro_size to "
+            "a divisor of it");
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 9; }), HasSubstr("set batch.global_size to 9, or"));
   EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 4; }, 3),
               AllOf(StartsWith("batch.global_size = 8"), HasSubstr("3 data ranks"), HasSubstr("at least 12")));
   EXPECT_THAT(refusal([](Config& c) { c.batch.global_size = 0; }), StartsWith("batch.global_size = 0"));
@@ -213,10 +222,12 @@ TEST(Validate, Sharding) {
     EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.mesh.dp_replicate = 2; }, 4), "(accepted)");
     EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = stage, c.run.deterministic = true; }, 2),
                 AllOf(StartsWith("run.deterministic = true"), HasSubstr("set zero.stage = 0")));
-    EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = "bf16"; }, 2),
-                AllOf(StartsWith("comm.compression = bf16"), HasSubstr("set comm.compression = none, and precision.reduce = bf16")));
+    for (const std::string compression : {"bf16", "fp16"}) {
+      EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = compression; }, 2), "(accepted)");
+      EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = c.precision.reduce = compression; }, 2), "(accepted)");
+    }
     EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = "powersgd"; }, 2),
-                HasSubstr("set comm.compression = none, or zero.stage = 0"));
+                HasSubstr("set comm.compression to none, bf16 or fp16, or zero.stage = 0"));
     EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.precision.reduce = "bf16"; }, 2), "(accepted)");
   }
   EXPECT_THAT(refusal([](Config& c) { c.zero.bucket_bytes = 0; }), StartsWith("zero.bucket_bytes = 0"));
@@ -233,14 +244,71 @@ TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
   };
   for (const int stage : {0, 1, 2}) {
     EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }),
-              "offload.optimizer = host: the slices of zero.stage = 3 are what waits on the host, and zero.stage is " + std::to_string(stage) +
-                  "; set zero.stage = 3, or offload.params, offload.gradients and offload.optimizer to device");
+              "offload.optimizer = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
+              "is " +
+                  std::to_string(stage) +
+                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
   }
-  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
-            "offload.params = host: slices of parameters, their gradients and the optimizer's state wait together, and offload.gradients = device; set "
-            "offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+  EXPECT_EQ(
+      refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
+      "offload.params = host: offload.gradients = device, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
+      "there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
   EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), StartsWith("offload.optimizer = disk: offloading to disk"));
   EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
+}
+
+/// What is listed works, and what is merely known by name is refused as what it is.
+TEST(Validate, ListedValuesAreThoseOfThisBuild) {
+  const std::map<std::string, std::vector<std::string>> beside = {
+      {"precision.params=fp16", {"precision.loss_scale=dynamic"}},
+      {"precision.reduce=fp16", {"precision.loss_scale=dynamic"}},
+      {"precision.master=bf16", {"precision.params=bf16"}},
+      {"offload.params=host", {"offload.gradients=host", "offload.optimizer=host", "zero.stage=3"}},
+      {"offload.gradients=host", {"offload.params=host", "offload.optimizer=host", "zero.stage=3"}},
+      {"offload.optimizer=host", {"offload.params=host", "offload.gradients=host", "zero.stage=3"}},
+      {"comm.compression=fp16", {}},
+  };
+  const auto refused = [&](const std::string& set) -> std::string {
+    std::vector<std::string> sets{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=/text.txt",
+                                  "data.seq_len=16",    "batch.global_size=8", "optim.lr=1e-3",  "run.steps=10"};
+    if (const auto more = beside.find(set); more != beside.end()) sets.insert(sets.end(), more->second.begin(), more->second.end());
+    sets.push_back(set);
+    try {
+      Config config = parse_config("", "/", sets);
+      resolve(config);
+      validate(config, 1);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  int listed = 0, known = 0;
+  const Config defaults;
+  Config::for_each_section(defaults, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto&, const FieldRule& rule, std::string_view) {
+      const std::string key = std::string(section) + "." + name;
+      if (rule.path || section == std::string("context")) return;
+      for (const auto& value : detail::split_choices(rule.choices)) {
+        if (key == "precision.loss_scale" && value == "dynamic") continue;  // beside fp16, above
+        EXPECT_EQ(refused(key + "=" + value), "") << key;
+        ++listed;
+      }
+      for (const auto& value : detail::split_choices(rule.refused)) {
+        EXPECT_THAT(refused(key + "=" + value), AllOf(StartsWith(key + " = " + value + ": "), HasSubstr("; set "))) << "with its reason and a way out";
+        ++known;
+      }
+    });
+  });
+  EXPECT_GT(listed, 25);
+  EXPECT_GT(known, 10);
+  EXPECT_THAT(refused("optim.name=adamv"), AllOf(HasSubstr("expected one of adamw, sgd; did you mean adamw?"), Not(HasSubstr("lion"))));
+}
+
+TEST(Validate, AutomaticProductsKeepTheOtherRules) {
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "bf16"; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "fp16"; }),
+              AllOf(StartsWith("precision.compute = auto: becomes bf16 or fp32"), HasSubstr("set precision.compute = fp16")));
 }
 
 TEST(Validate, MissingTechniquesAreRefusedByName) {

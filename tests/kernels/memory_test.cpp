@@ -5,6 +5,7 @@
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/dropout.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/kernels/products.h"
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/kernels/rope.h"
 #include "tessera/kernels/swiglu.h"
@@ -62,7 +63,7 @@ std::function<Tensors(const Tensors&)> trained(Operator f) {
     Tensors results{f(in)};
     results[0].backward(at::ones_like(results[0]));
     for (const auto& tensor : in) {
-      if (tensor.requires_grad()) results.push_back(tensor.grad());
+      if (tensor.requires_grad() && tensor.grad().defined()) results.push_back(tensor.grad());
     }
     return results;
   };
@@ -104,6 +105,10 @@ std::vector<Case> cases() {
       [](at::ScalarType t) { return Tensors{leaf({512, 384}, t), leaf({1024, 384}, t)}; });
   add("linear_cast", trained([](const Tensors& in) { return at::linear(in[0], in[1].to(at::kBFloat16)); }),
       [](at::ScalarType t) { return Tensors{leaf({64, 48}, at::kBFloat16), leaf({32, 48}, t)}; });
+  for (const bool bias : {false, true}) {
+    add(bias ? "product_bias" : "product", trained([bias](const Tensors& in) { return kernels::linear(in[0], in[1], bias ? in[2] : at::Tensor()); }),
+        [](at::ScalarType t) { return Tensors{leaf({2, 40, 64}, t), leaf({96, 64}, t), leaf({96}, t)}; });
+  }
   add("matmul", trained([](const Tensors& in) { return at::matmul(in[0], in[1]); }),
       [](at::ScalarType t) { return Tensors{leaf({3, 20, 16}, t), leaf({3, 16, 24}, t)}; });
   add("layer_norm", trained([](const Tensors& in) { return at::layer_norm(in[0], {40}, in[1], in[2], 1e-5); }),
@@ -194,8 +199,9 @@ TEST(Memory, WhatStaysAgreesWhereTemporariesDoNot) {
 
 TEST(Memory, LinearCrossEntropyNeverHoldsAllLogits) {
   const int64_t T = 300, D = 24, V = 1000;
-  // The header's formula. C: chunk, e: size of the compute dtype.
-  const auto documented = [&](int64_t C, int64_t hidden, int64_t weight, int64_t e) {
+  // The header's formula. C: chunk, e: size of the compute dtype, `widened`: products of it are made in fp32.
+  const auto documented = [&](int64_t C, int64_t hidden, int64_t weight, int64_t e, bool widened) {
+    if (widened) return 4 * (C * V + T + 1 + T * D + V * D) + T * D * hidden + V * D * weight + (hidden == 4 ? 0 : 4 * C * D) + (weight == 4 ? 0 : 4 * V * D);
     int64_t bytes = C * V * e + 4 * (T + 1) + T * D * hidden + V * D * weight;
     if (e != hidden) bytes += T * D * e + C * D * e;
     if (e != weight) bytes += V * D * e;
@@ -211,9 +217,13 @@ TEST(Memory, LinearCrossEntropyNeverHoldsAllLogits) {
             return Tensors{linear_cross_entropy(in[0], in[1], in[2], {.chunk_tokens = chunk, .compute_dtype = compute})};
           };
           const Tensors inputs{leaf({T, D}, hidden), leaf({V, D}, weight), tokens({T}, V)};
-          const int64_t expected = documented(chunk, c10::elementSize(hidden), c10::elementSize(weight), c10::elementSize(compute));
-          EXPECT_EQ(measure(step, inputs, at::kCPU).peak, expected) << hidden << " " << weight << " " << compute << " " << chunk;
-          EXPECT_EQ(measure(step, inputs, at::kMeta).peak, expected) << hidden << " " << weight << " " << compute << " " << chunk;
+          for (const bool native : {true, false}) {
+            const Bf16ProductsGuard products(native);
+            const bool widened = !native && compute == at::kBFloat16;
+            const int64_t expected = documented(chunk, c10::elementSize(hidden), c10::elementSize(weight), c10::elementSize(compute), widened);
+            EXPECT_EQ(measure(step, inputs, at::kCPU).peak, expected) << hidden << " " << weight << " " << compute << " " << chunk << " " << widened;
+            EXPECT_EQ(measure(step, inputs, at::kMeta).peak, expected) << hidden << " " << weight << " " << compute << " " << chunk << " " << widened;
+          }
         }
       }
     }
@@ -228,6 +238,20 @@ TEST_P(EachOperator, AllocatesOnMetaWhatItAllocatesOnTheCpu) {
   // oneDNN and the thread pool set themselves up at the first call.
   measure(c.step, inputs, at::kCPU);
   EXPECT_EQ(measure(c.step, inputs, at::kMeta), measure(c.step, inputs, at::kCPU)) << c.name;
+}
+
+/// On a CPU without bf16 products, and in its dry run.
+TEST(Memory, WidenedProductsAllocateOnMetaWhatTheyAllocateOnTheCpu) {
+  const Bf16ProductsGuard widened(/*native=*/false);
+  int compared = 0;
+  for (const Case& c : cases()) {
+    if (!c.name.starts_with("attention_") && !c.name.starts_with("product") && !c.name.starts_with("linear_cross_entropy")) continue;
+    const Tensors inputs = c.inputs(at::kBFloat16);
+    measure(c.step, inputs, at::kCPU);
+    EXPECT_EQ(measure(c.step, inputs, at::kMeta), measure(c.step, inputs, at::kCPU)) << c.name;
+    ++compared;
+  }
+  EXPECT_GE(compared, 12);
 }
 
 INSTANTIATE_TEST_SUITE_P(Memory, EachOperator,

@@ -4,7 +4,7 @@ import json
 import struct
 import unittest
 
-from support import SystemTest, metrics
+from support import SystemTest, metrics, run
 
 FP16 = ["precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"]
 BF16 = ["precision.params=bf16", "precision.compute=bf16"]
@@ -103,10 +103,79 @@ class Precision(SystemTest):
             (["precision.params=fp16", "precision.compute=bf16"], "precision.compute = bf16: precision.params = fp16"),
             (["precision.params=fp16", "precision.compute=fp16", "precision.master=fp16"], "rounded stochastically in bf16 only"),
             (["precision.compute=fp4"], "precision.compute"),
-            (["zero.stage=1", "comm.compression=bf16"], "precision.reduce = bf16"),
+            (["precision.params=fp16", "precision.compute=auto", "precision.loss_scale=dynamic"], "precision.compute = auto: becomes bf16 or fp32 by the machine"),
+            (["precision.reduce=fp8"], "precision.reduce = fp8: fp8 is a format of matrix products"),
         ):
             done, _ = self.train("refused", sets=sets, expect=2)
             self.assertIn(words, self.refusal(done))
+
+
+class Formats(SystemTest):
+    """Number formats that follow the machine, which TESSERA_CPU_FORMATS stands for here: fp32 is a CPU without bf16 products."""
+
+    KINDS = {"fp32": "fp32", "bf16": "bf16"}
+
+    def run_on(self, kind, tag, sets, **more):
+        done, log = self.train(tag, sets=["run.steps=6", *sets], TESSERA_CPU_FORMATS=kind, **more)
+        return done.stderr, log
+
+    def losses(self, log):
+        return [(line["loss"], line["grad_norm"]) for line in metrics(log)]
+
+    def test_auto_is_settled_once_said_and_recorded(self):
+        for kind, became in self.KINDS.items():
+            text, log = self.run_on(kind, f"auto-{kind}", ["precision.compute=auto"], nproc=2)
+            self.assertEqual(text.count("precision.compute = auto: "), 1, text)
+            self.assertIn(f"precision.compute = auto: {became}, ", text)
+            self.assertIn(f"(TESSERA_CPU_FORMATS = {kind})", text)
+            self.assertIn(f'compute = "auto"  # became "{became}"', (log / "config.toml").read_text())
+            named = self.run_on(kind, f"named-{kind}", [f"precision.compute={became}"], nproc=2)[1]
+            self.assertEqual(self.losses(log), self.losses(named))
+            again = self.run_on(kind, f"again-{kind}", [], recipe=log / "config.toml", nproc=2)[1]
+            self.assertEqual(self.losses(again), self.losses(log))
+
+    def test_bf16_by_name_on_a_cpu_without_it_is_widened(self):
+        text, log = self.run_on("fp32", "widened", ["precision.compute=bf16"])
+        self.assertEqual(text.count("precision.compute = bf16: this CPU does not multiply bf16"), 1, text)
+        emulated = self.losses(self.run_on("bf16", "emulated", ["precision.compute=bf16"])[1])
+        fp32 = self.losses(self.run_on("fp32", "fp32", ["precision.compute=fp32"])[1])
+        for mine, theirs, wide in zip(self.losses(log), emulated, fp32):
+            self.assertAlmostEqual(mine[0], theirs[0], delta=2e-3 * theirs[0])
+            self.assertNotEqual(mine, wide, "operands are rounded to bf16")
+
+    def test_a_checkpoint_goes_on_with_and_is_read_by_the_other_kind(self):
+        for kind, other in (("bf16", "fp32"), ("fp32", "bf16")):
+            saved = self.folder / f"saved-{kind}"
+            sets = ["precision.compute=auto", f"checkpoint.dir={saved}"]
+            self.run_on(kind, f"first-{kind}", [*sets, "run.steps=4"])
+            text, log = self.run_on(other, f"second-{kind}", [*sets, "checkpoint.resume=latest"])
+            self.assertIn("within bounds (the arithmetic is another)", text)
+            self.assertIn(f"precision.compute = auto: {other}, ", text)
+            whole = self.run_on(kind, f"whole-{kind}", ["precision.compute=auto"])[1]
+            for (mine, _), (theirs, _) in zip(self.losses(log), self.losses(whole)[4:]):
+                self.assertAlmostEqual(mine, theirs, delta=5e-3 * theirs)
+            read = [run("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--json", TESSERA_CPU_FORMATS=k) for k in self.KINDS]
+            losses = [json.loads(done.stdout)["loss"] for done in read]
+            self.assertAlmostEqual(*losses, delta=5e-3 * losses[0])
+            self.assertIn("precision.compute = auto: fp32", read[0].stderr)
+
+    def test_a_plan_follows_the_machine_and_a_preset_does_not(self):
+        def compute(kind, *arguments):
+            done = run("plan", *arguments, "--json", TESSERA_CPU_FORMATS=kind)
+            plan = json.loads(done.stdout)
+            return plan["compute"], plan["ranks"][0]["peak_bytes"]["total"]
+
+        for kind, became in self.KINDS.items():
+            asked = compute(kind, self.recipe, "--set", "precision.compute=auto")
+            self.assertEqual(asked, compute(kind, self.recipe, "--set", f"precision.compute={became}"))
+            self.assertEqual(asked[0], became)
+        named = [compute(kind, self.recipe, "--set", "precision.compute=bf16")[1] for kind in self.KINDS]
+        self.assertNotEqual(*named, "widened operands take memory while a product runs")
+        self.assertEqual(*(compute(kind, "7b", "--world", 1024, "--set", "zero.stage=3") for kind in self.KINDS))
+
+    def test_a_wrong_switch_is_refused(self):
+        done = run("plan", self.recipe, "--set", "precision.compute=auto", TESSERA_CPU_FORMATS="fp64")
+        self.assertIn("TESSERA_CPU_FORMATS = fp64: expected fp32", self.refusal(done))
 
 
 if __name__ == "__main__":

@@ -185,6 +185,19 @@ TEST_F(Overflowing, WithoutScalingStopsBeforeTheUpdate) {
   }
 }
 
+/// Where ranks hold slices, comm.compression is another name of precision.reduce.
+TEST_F(Precision, CompressionToSixteenBitsIsReductionInThemWhereStateIsSharded) {
+  for (const int stage : {1, 2, 3}) {
+    for (const std::string format : {"bf16", "fp16"}) {
+      const Settings sharded{"run.steps=3", "zero.stage=" + std::to_string(stage)};
+      const auto reduced = train(config("llama", with(sharded, {"precision.reduce=" + format})), 2);
+      const auto compressed = train(config("llama", with(sharded, {"comm.compression=" + format})), 2);
+      EXPECT_EQ(difference(compressed.weights, reduced.weights), 0) << format << " " << stage;
+      EXPECT_GT(difference(compressed.weights, train(config("llama", sharded), 2).weights), 0) << "something was rounded";
+    }
+  }
+}
+
 TEST_F(Precision, ALossThatIsNotFiniteIsNamedWithItsModule) {
   const auto plant = [](Composition& run) {
     const at::NoGradGuard no_grad;
