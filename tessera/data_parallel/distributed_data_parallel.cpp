@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -205,6 +206,9 @@ class DistributedDataParallel::Impl {
     if (!added.empty()) options_.hook->prepare(added, dtypes, group_);
     trained_ = std::move(trained);
     used_.want(trained_);
+    const auto count = std::ranges::count(trained_, true);
+    bucket_site_ = "ddp.bucket";  // ranks that disagree show it under comm.check
+    if (count < std::ssize(trained_)) bucket_site_ += detail::concat(", ", count, " of ", trained_.size(), " parameters trained");
     make_plan(/*observed=*/false);
     adopts_order_ = true;
   }
@@ -335,7 +339,7 @@ class DistributedDataParallel::Impl {
 
   /// Starts the first bucket that has not been. On every rank in the order of the plan, whatever order its gradients came in.
   void launch_next() {
-    const comm::CallSite site("ddp.bucket");
+    const comm::CallSite site(bucket_site_);
     const at::NoGradGuard no_grad;
     const size_t index = reductions_.size();
     GradientBucket& bucket = buckets_->buckets[index];
@@ -345,7 +349,7 @@ class DistributedDataParallel::Impl {
 
   /// In rounds over the buckets, so that a bucket's next collective runs while the others' results are worked on.
   void complete_reductions() {
-    const comm::CallSite site("ddp.bucket");
+    const comm::CallSite site(bucket_site_);
     for (bool busy = true; busy;) {
       busy = false;
       for (std::unique_ptr<BucketReduction>& reduction : reductions_) {
@@ -422,6 +426,7 @@ class DistributedDataParallel::Impl {
   std::vector<bool> trained_;                                           ///< which of them want a gradient in this step
   std::vector<bool> prepared_ = std::vector<bool>(parameters_.size());  ///< which of them the hook knows
   std::vector<int64_t> order_;                                          ///< of all of them, as their gradients are expected
+  std::string bucket_site_;
   BucketPlan plan_;
   bool adopts_order_ = false;  ///< the next step's order of arrival makes the plan anew
   bool stale_ = false;         ///< the buckets are not those of plan_

@@ -7,6 +7,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 namespace tessera {
@@ -116,23 +117,31 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
 
 void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups) const {
   const at::Tensor& parameter = parameters_.front().tensor;
-  constexpr int64_t words = 3;
-  std::array<int64_t, words> found{count_missing(), first_missing(), 0};
+  enum Word : int64_t { missing, first, rank, wanted, differs, words };
+  Hasher hasher;
+  for (const bool wants : wanted_) hasher.update(&wants, sizeof wants);
+  std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), -1};
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
-    if (&group == &groups.front()) found[2] = group.world_rank(group.rank());
+    if (&group == &groups.front()) found[rank] = group.world_rank(group.rank());
     const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter));
     at::Tensor all = at::zeros({words * group.size()}, mine.options());
     comm::all_gather(group, all, mine);
     if (parameter.is_meta()) continue;  // a dry run: the message was counted, its contents mean nothing
     all = all.cpu();
     const int64_t* const rows = all.const_data_ptr<int64_t>();
-    for (int64_t rank = 0; rank < group.size() && found[0] == 0; ++rank) std::copy_n(rows + words * rank, words, found.begin());
+    for (int64_t r = 0; r < group.size(); ++r) {
+      const int64_t* const row = rows + words * r;
+      if (found[missing] == 0) std::copy_n(row, rank + 1, found.begin());
+      if (found[differs] < 0) found[differs] = row[wanted] != rows[wanted] ? group.world_rank(static_cast<int>(r)) : row[differs];
+    }
   }
+  require(found[differs] < 0, "data parallelism: rank ", found[differs],
+          " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps");
   refuse_unused(groups.front());
-  require(found[0] == 0,
-          missing_gradients(found[2], "world", found[0], std::ranges::count(wanted_, true),
-                            "'" + (found[0] > 0 ? parameters_.at(static_cast<size_t>(found[1])).name : "") + "'" + (found[0] > 1 ? " and others" : "")));
+  require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
+                                                 "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
+                                                     (found[missing] > 1 ? " and others" : "")));
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group) const {

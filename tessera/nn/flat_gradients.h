@@ -61,8 +61,8 @@ class UsedParameters {
   /// Throws ConfigError naming those without a gradient on this rank, and the way out.
   void refuse_unused(const comm::Group& group) const;
 
-  /// The same on every rank where any misses one, so that none goes on alone. Ranks are those of the groups one after the other (of each rank of the first, its
-  /// peers in the second): an all-gather of three words in each.
+  /// The same on every rank where any misses one, or wants others than the rest, so that none goes on alone. Ranks are those of the groups one after the other
+  /// (of each rank of the first, its peers in the second): an all-gather of five words in each.
   void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
 
   /// Which were used on any rank: one all-reduce of a word each.

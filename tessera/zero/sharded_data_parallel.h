@@ -65,7 +65,7 @@ struct ZeroOptions {
 ///                      holds the buckets that are being filled and one that is being reduced (with network_dtype its copy); padding as in shard_layout.h
 ///                      Passes under no_sync(), and those that add to a result: whole gradients in stage 2 too, and a copy of the parts
 ///   at construction    nothing (ReplicaStart::Broadcast: the parameters); when the first step begins as DDP: 3 words per rank, and buffers from rank 0
-///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of three words
+///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of five words
 ///
 /// Parameters that are frozen when this is made lie in buckets of their own, which take no gradients, no reduction and no gather until one of them is unfrozen;
 /// parameters may be frozen and unfrozen between steps, on every rank alike. Tied ones are held once. After an exception in a backward pass, with several

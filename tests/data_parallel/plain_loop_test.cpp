@@ -7,7 +7,7 @@
 #include <torch/optim/sgd.h>
 
 #include "support.h"
-#include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/check.h"
 #include "tessera/data_parallel/tree_reduction.h"
 
 /// zero_grad, forward, backward, step: the loop of a program on one device, unchanged.
@@ -361,6 +361,25 @@ TEST(DdpPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
       net.zero_grad();
     }
   });
+}
+
+TEST(DdpPlainLoop, RanksThatTrainOtherParametersAreToldApartByTheCheck) {
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              DistributedDataParallel ddp(net, world.group());
+              backward(net, whole_batch(samples));
+              net.zero_grad();
+              if (world.rank() == 1) net.scale.requires_grad_(false);
+              try {
+                backward(net, whole_batch(samples));
+                ADD_FAILURE() << "nothing was refused";
+              } catch (const CommError& error) {
+                EXPECT_THAT(error.what(), HasSubstr("(ddp.bucket)"));
+                EXPECT_THAT(error.what(), HasSubstr("(ddp.bucket, 6 of 7 parameters trained)"));
+              }
+            },
+            {.decorators = {comm::checking()}});
 }
 
 TEST(DdpPlainLoop, OfTwoWrappersTheNewerSynchronizes) {

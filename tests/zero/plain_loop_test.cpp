@@ -340,6 +340,19 @@ TEST(ZeroPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {
   }
 }
 
+TEST(ZeroPlainLoop, RanksThatTrainOtherParametersAreRefused) {
+  for (const int replicas : {1, 2}) {
+    run_ranks(4, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, replicas), {.stage = 2});
+      backward(net, whole_batch(samples));
+      net.zero_grad();
+      net.scale.requires_grad_(world.rank() != 2);
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr(" of world trains other parameters than the first of its group"));
+    });
+  }
+}
+
 TEST(ZeroPlainLoop, FindUnusedParametersOfOneReplicaAlone) {
   for (const Way& way : ways) {
     SliceCollector gradients;
