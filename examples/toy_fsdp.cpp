@@ -1,8 +1,8 @@
 // The toy of data parallelism with everything sharded (FSDP, ZeRO stage 3), on an unmodified torch::nn::Module and libtorch's own optimizer:
 //   toy_fsdp                                                     one process
 //   torchrun --no-python --nproc_per_node 2 path/to/toy_fsdp     two
-// Every rank draws its own random data; gradients are averaged. Between steps a rank holds its rows of each parameter, and so does its optimizer. The last
-// lines show which, and that one whole model is what all ranks hold together.
+// Every rank draws its own random data; gradients are averaged. The loop is that of one process. Between steps a rank holds its rows of each parameter, and so
+// does its optimizer. The last lines show which, and that one whole model is what all ranks hold together.
 #include <cstdio>
 #include <exception>
 
@@ -47,10 +47,9 @@ void train() {
   auto sharded = tessera::fully_shard(*model.ptr(), world.group(), {.wrap = "net*", .average = true});
   torch::optim::SGD optimizer(model->parameters(), /*lr=*/0.001);
   for (int step = 1; step <= 10; ++step) {
-    sharded->begin_step();
-    const at::Tensor loss = torch::nn::functional::mse_loss(model(at::randn({20, 10})), at::randn({20, 5}));
+    optimizer.zero_grad();
+    const at::Tensor loss = torch::nn::functional::mse_loss(model->forward(at::randn({20, 10})), at::randn({20, 5}));
     loss.backward();
-    sharded->finish();
     optimizer.step();
     if (world.rank() == 0) std::printf("step %2d  loss %.6f\n", step, loss.item<double>());
   }

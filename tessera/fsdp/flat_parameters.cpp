@@ -75,6 +75,9 @@ FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm:
   const auto options = first.options().device(first.is_meta() ? device : first.device());
   slices_ = allocate_slices(group_, layout_.part, options, host_.get());
   whole_ = flat_without_memory(layout_.size, options.dtype(dtypes_.gathered));
+  for (const UnitLayout::Entry& entry : layout_.parameters) {
+    whole_views_.push_back(no_view([&] { return entry_view(whole_, entry); }));
+  }
   cut();
 }
 
@@ -100,10 +103,6 @@ void FlatParameters::cut() {
 
 void FlatParameters::follow_requires_grad() {
   trained_ = std::ranges::any_of(parameters_, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
-}
-
-at::Tensor FlatParameters::whole_view(size_t index) const {
-  return no_view([&] { return entry_view(whole_, layout_.parameters[index]); });
 }
 
 at::Tensor FlatParameters::slice_view(size_t index) const {

@@ -44,7 +44,7 @@ class FlatParameters {
   const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
   const c10::StorageImpl* slice_storage() const { return slices_.storage().unsafeGetStorageImpl(); }
   /// Parameter `index` with its whole shape, whatever the parameter itself shows; with memory while the unit is gathered.
-  at::Tensor whole_view(size_t index) const;
+  const at::Tensor& whole_view(size_t index) const { return whole_views_[index]; }
   /// This rank's rows of it, whatever the parameter itself shows.
   at::Tensor slice_view(size_t index) const;
   /// The parameter that `whole` shows all of, in its whole shape; nothing for other views.
@@ -123,7 +123,8 @@ class FlatParameters {
   std::string complaint_;
   bool trained_;
   at::Tensor slices_;  ///< [part], this rank's rows one behind the other
-  at::Tensor whole_;   ///< [size], without memory unless gathered
+  std::vector<at::Tensor> whole_views_;
+  at::Tensor whole_;  ///< [size], without memory unless gathered
 
   comm::Pending gather_;
   at::Tensor sent_, received_;  ///< of the gather: the slices in the gathered dtype; [ranks * part] where the parts are uneven

@@ -11,8 +11,7 @@
 namespace tessera {
 namespace {
 
-/// Holds its own watch, until the last of the parameters is gone.
-class Orphans final : public nn::OperatorWatcher, public std::enable_shared_from_this<Orphans> {
+class Orphans final : public nn::OperatorWatcher {
  public:
   explicit Orphans(const ShardedUnits& units) {
     for (size_t unit = 0; unit < units.size(); ++unit) {
@@ -22,11 +21,6 @@ class Orphans final : public nn::OperatorWatcher, public std::enable_shared_from
         }
       }
     }
-  }
-
-  void watch() {
-    watch_ = std::make_unique<nn::OperatorWatch>(shared_from_this());
-    watch_->wake();
   }
 
   void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
@@ -40,8 +34,10 @@ class Orphans final : public nn::OperatorWatcher, public std::enable_shared_from
         for (const at::Tensor& tensor : arguments[i].toTensorVector()) check(tensor, schema, arguments, i);
       }
     }
-    if (++calls_ % kBetweenLooks == 0) leave_the_dead();
+    if (++calls_ % kBetweenLooks == 0) std::erase_if(known_, [](const auto& item) { return item.second.alive.expired(); });
   }
+
+  bool done() const override { return known_.empty(); }
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -62,18 +58,12 @@ class Orphans final : public nn::OperatorWatcher, public std::enable_shared_from
             "unshard(model) before it goes");
   }
 
-  void leave_the_dead() {
-    std::erase_if(known_, [](const auto& item) { return item.second.alive.expired(); });
-    if (known_.empty()) watch_->sleep();
-  }
-
   std::unordered_map<const c10::TensorImpl*, Known> known_;
-  std::unique_ptr<nn::OperatorWatch> watch_;
   int64_t calls_ = 0;
 };
 
 }  // namespace
 
-void refuse_orphans(const ShardedUnits& units) { std::make_shared<Orphans>(units)->watch(); }
+void refuse_orphans(const ShardedUnits& units) { nn::watch_until_done(std::make_shared<Orphans>(units)); }
 
 }  // namespace tessera

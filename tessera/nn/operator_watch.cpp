@@ -14,6 +14,7 @@ namespace tessera::nn {
 struct OperatorWatch::Entry {
   std::shared_ptr<OperatorWatcher> watcher;
   std::atomic<bool> awake = false;
+  bool until_done = false;
 };
 
 namespace {
@@ -23,10 +24,17 @@ constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 using Entries = std::vector<std::shared_ptr<OperatorWatch::Entry>>;
 
+thread_local bool is_thread_ending = false;  // outlives the list
+
 /// Who was woken on this thread, in that order. One that sleeps, or whose watch is gone, is forgotten when the next operator comes.
+struct List {
+  Entries entries;
+  ~List() { is_thread_ending = true; }
+};
+
 Entries& entries() {
-  thread_local Entries entries;
-  return entries;
+  thread_local List list;
+  return list.entries;
 }
 
 void forget_sleepers() {
@@ -42,6 +50,7 @@ void pass(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     const std::shared_ptr<OperatorWatch::Entry> entry = entries()[i];
     if (entry->awake) {
       entry->watcher->before(op, *stack);
+      if (entry->until_done && entry->watcher->done()) entry->awake = false;
     } else {
       sleepers = true;
     }
@@ -61,12 +70,20 @@ OperatorWatch::OperatorWatch(std::shared_ptr<OperatorWatcher> watcher) : entry_(
 
 OperatorWatch::~OperatorWatch() {
   sleep();
-  std::erase(entries(), entry_);
+  if (!is_thread_ending) std::erase(entries(), entry_);
 }
 
 void OperatorWatch::wake() {
   entry_->awake = true;
   if (std::ranges::find(entries(), entry_) == entries().end()) entries().push_back(entry_);
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+void watch_until_done(std::shared_ptr<OperatorWatcher> watcher) {
+  const auto entry = std::make_shared<OperatorWatch::Entry>();
+  entry->watcher = std::move(watcher);
+  entry->until_done = entry->awake = true;
+  entries().push_back(entry);
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 

@@ -17,6 +17,9 @@ class OperatorWatcher {
   /// The arguments lie on top of `stack`, and may be replaced. Operators called from here, and those that the operator is made of, are not seen; those of
   /// backward are, one by one.
   virtual void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
+
+  /// Whether it has nothing to see any more; asked by watch_until_done.
+  virtual bool done() const { return false; }
 };
 
 /// While awake, every operator that the thread of wake() calls passes the watcher. Watches of a thread live side by side and end in any order, on any thread.
@@ -36,6 +39,9 @@ class OperatorWatch {
  private:
   std::shared_ptr<Entry> entry_;
 };
+
+/// Lets every operator that this thread calls pass the watcher, which the thread keeps, until it is done or the thread ends.
+void watch_until_done(std::shared_ptr<OperatorWatcher> watcher);
 
 /// While alive, no operator of this thread is watched: for who does by operators what watchers wait for.
 class Unwatched {
