@@ -50,10 +50,9 @@ void train() {
   tessera::DistributedDataParallel ddp(*model, world.group(), {.average = true});
   torch::optim::SGD optimizer(model->parameters(), /*lr=*/0.001);
   for (int step = 1; step <= 10; ++step) {
-    ddp.begin_step();
+    optimizer.zero_grad();
     const at::Tensor loss = torch::nn::functional::mse_loss(model(at::randn({20, 10})), at::randn({20, 5}));
     loss.backward();
-    ddp.finish();
     optimizer.step();
     if (world.rank() == 0) std::printf("step %2d  loss %.6f\n", step, loss.item<double>());
   }

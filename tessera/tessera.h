@@ -41,6 +41,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/contrastive_loss.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
@@ -64,6 +65,7 @@
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"
+#include "tessera/optim/clip_grad_norm.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/sgd.h"
 #include "tessera/precision/loss_scale.h"
@@ -73,6 +75,7 @@
 #include "tessera/recompute/recompute.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/zero/zero_optimizer.h"
 
 // Checkpoints, training, planning, launching.
 #include "tessera/checkpoint/checkpoint.h"

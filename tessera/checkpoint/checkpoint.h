@@ -38,6 +38,10 @@ std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>
 /// "optimizer.<state>.<name>". `optimizer` may be null (eval, generate).
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer);
 
+/// The same as targets for the checkpoint that `source` describes, whose optimizer may hold state of other parameters: it makes room for the state of those
+/// that were trained there and are frozen here, and leaves out the state of those that have had no update there, which stays zero.
+std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source);
+
 /// What save() writes.
 struct CheckpointState {
   int64_t step = 0;

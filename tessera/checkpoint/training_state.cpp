@@ -1,3 +1,6 @@
+#include <map>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -16,6 +19,15 @@ Slice renamed(Slice slice, std::string name) {
 }
 
 constexpr std::string_view kModel = "model.";
+
+/// Whose state a tensor is: "optimizer.<state>.<parameter>", where a state's name has no dot.
+std::optional<std::string> parameter_of_state(const std::string& name) {
+  constexpr std::string_view kOptimizer = "optimizer.";
+  if (!name.starts_with(kOptimizer)) return std::nullopt;
+  const size_t dot = name.find('.', kOptimizer.size());
+  if (dot == std::string::npos) return std::nullopt;
+  return name.substr(dot + 1);
+}
 
 /// The parameters among tensors, by their own names. No other tensor has an update count.
 std::vector<std::string> parameters_among(const std::set<std::string>& tensors) {
@@ -53,6 +65,22 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const
     tensors.push_back({state.tensor, renamed(std::move(state.slice), "optimizer." + state.state + "." + state.parameter)});
   }
   return tensors;
+}
+
+std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source) {
+  std::map<std::string, int64_t> held;
+  for (const auto& [name, stored] : source.tensors) {
+    if (const auto parameter = parameter_of_state(name)) held[*parameter] = 1;
+  }
+  optimizer.hold_state(held);
+  auto targets = training_tensors(model, &optimizer);
+  std::erase_if(targets, [&](const SlicedTensor& target) {
+    const auto parameter = parameter_of_state(target.slice.name);
+    if (!parameter || source.tensors.contains(target.slice.name)) return false;
+    const auto counts = source.optimizer.find("update_counts");
+    return counts != source.optimizer.end() && counts->value(*parameter, int64_t{-1}) == 0;
+  });
+  return targets;
 }
 
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer) { return {{"kind", optimizer.kind()}, {"update_counts", optimizer.update_counts()}}; }

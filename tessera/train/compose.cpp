@@ -31,7 +31,7 @@ namespace {
 bool verify_hashes(const Config& config, const ResumePoint& resume) { return config.checkpoint.verify && !resume.hashed; }
 
 void load_state(const Config& config, const ResumePoint& resume, Composition& run) {
-  const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, run.optimizer.get()),
+  const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
                                        {.verify = verify_hashes(config, resume), .ignore_prefixes = {hook_prefix}, .partial = config.checkpoint.partial});
   checkpoint::restore_optimizer(resume.manifest.optimizer, *run.optimizer, loaded);
   const auto& progress = resume.manifest.progress;

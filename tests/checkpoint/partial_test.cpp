@@ -3,6 +3,8 @@
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/optim/adamw.h"
 #include "tests/checkpoint/files.h"
 #include "tests/checkpoint/layouts.h"
 
@@ -90,6 +92,53 @@ TEST(Load, ReadsEachByteOnceOverAllRanksWhereTheLayoutIsTheSame) {
     EXPECT_EQ(read, stored + replicated * (ranks - 1)) << ranks;
     const auto all = load(checkpoint, manifest, local_tensors(Layout::Replicated, 1, 0, false)).read_bytes;
     EXPECT_EQ(all, stored) << "one rank of one reads all";
+  }
+}
+
+/// A model of which a part is frozen, and an optimizer that keeps state of the rest.
+struct Staged {
+  explicit Staged(bool frozen) {
+    model.register_module("body", torch::nn::Linear(3, 2));
+    model.register_module("head", torch::nn::Linear(2, 2));
+    if (frozen) freeze(true);
+    optimizer = std::make_unique<optim::AdamW>(optim::decay_groups(nn::unique_parameters(model), "all", 0.1));
+  }
+  void freeze(bool frozen) {
+    for (auto& item : model.named_parameters()) {
+      if (item.key().starts_with("body")) item.value().requires_grad_(!frozen);
+    }
+  }
+  void step() {
+    for (auto& parameter : model.parameters()) parameter.mutable_grad() = parameter.requires_grad() ? at::ones_like(parameter).detach() : at::Tensor();
+    optimizer->step(0.1);
+  }
+  torch::nn::Module model{"Staged"};
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+TEST(FrozenState, ComesAndGoesWithCheckpoints) {
+  for (const bool frozen_there : {true, false}) {
+    for (const bool unfrozen_later : {true, false}) {
+      for (const bool frozen_here : {true, false}) {
+        const TemporaryFolder folder;
+        Staged saved(frozen_there);
+        saved.step();
+        if (unfrozen_later) saved.freeze(false);
+        saved.step();
+        CheckpointState state;
+        state.tensors = training_tensors(saved.model, saved.optimizer.get());
+        state.optimizer = optimizer_json(*saved.optimizer);
+        const auto checkpoint = save(folder.path(), state, comm::Group::self());
+
+        Staged resumed(frozen_here);
+        const Manifest manifest = read_manifest(checkpoint);
+        const auto loaded = load(checkpoint, manifest, training_tensors(resumed.model, *resumed.optimizer, manifest));
+        restore_optimizer(manifest.optimizer, *resumed.optimizer, loaded);
+        saved.freeze(false), resumed.freeze(false);
+        saved.step(), resumed.step();
+        for (size_t i = 0; i < saved.model.parameters().size(); ++i) EXPECT_TRUE(at::equal(saved.model.parameters()[i], resumed.model.parameters()[i])) << i;
+      }
+    }
   }
 }
 
