@@ -70,7 +70,7 @@ class CallTrigger {
   int64_t clock_ = 0;
   std::shared_ptr<int> depth_ = std::make_shared<int>(0);  ///< of calls
   std::vector<Use> uses_;
-  std::shared_ptr<Recorded> recorded_;                ///< of the call from outside at hand
+  std::shared_ptr<Recorded> recorded_;  ///< of the call from outside at hand
   std::vector<std::weak_ptr<Recorded>> all_recorded_;
   int task_ = -1;              ///< the backward pass at hand
   bool retires_early_ = true;  ///< the backward at hand is of the pass that `uses_` is of

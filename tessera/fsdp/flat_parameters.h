@@ -17,8 +17,8 @@
 
 namespace tessera {
 
-/// Parameters of one unit that travel together: of one dtype, all trained or all frozen when they were wrapped. Owns the memory of this rank's slices, of the gathered whole, and of
-/// gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
+/// Parameters of one unit that travel together: of one dtype, all trained or all frozen when they were wrapped. Owns the memory of this rank's slices, of the
+/// gathered whole, and of gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
 ///
 /// With a HostLink, slices of parameters and of reduced gradients lie on the host: a gather begins with a copy of this rank's slice into its part of the whole,
 /// a reduction ends with a copy of the reduced slice, and both run beside the device's computing.

@@ -100,7 +100,7 @@ bool has_values(const torch::nn::Module& module) {
 
 class FullyShardedDataParallel::Impl {
  public:
-  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, std::shared_ptr<const int> holds)
+  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, std::shared_ptr<const int> holds, GradientSynchronizer* owner)
       : module_(module), group_(std::move(group)), options_(std::move(options)), holds_(std::move(holds)) {
     check_dtypes(options_);
     nn::assign_paths(module_);
@@ -120,7 +120,7 @@ class FullyShardedDataParallel::Impl {
     units_.emplace(plan, group_, options_);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
-    step_.emplace(*units_, group_, options_, ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }});
+    step_.emplace(*units_, group_, options_, owner, ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }});
     choose_trigger(std::move(plan));
   }
 
@@ -189,6 +189,7 @@ class FullyShardedDataParallel::Impl {
   }
 
   torch::nn::Module& module() const { return module_; }
+  bool is_whole() const { return !active() || unsharded_; }
   const SynchronizationStatistics& statistics() const { return active() ? units_->statistics() : none_; }
   const comm::Group& group() const { return group_; }
 
@@ -319,7 +320,7 @@ Wrappers& wrappers() {
 }  // namespace
 
 FullyShardedDataParallel::FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options)
-    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options), holds())) {
+    : impl_(std::make_unique<Impl>(module, std::move(group), std::move(options), holds(), this)) {
   wrappers().add(module, *this);
 }
 FullyShardedDataParallel::~FullyShardedDataParallel() { wrappers().remove(impl_->module(), *this); }
@@ -331,6 +332,8 @@ void FullyShardedDataParallel::finish() { impl_->finish(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
+std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const { return nn::unique_parameters(impl_->module()); }
+comm::Group FullyShardedDataParallel::norm_group() const { return impl_->is_whole() ? comm::Group::self() : impl_->group(); }
 std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->units(); }
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
 

@@ -69,9 +69,9 @@ struct FullyShardOptions {
   ParameterInit init = {};       ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only
   at::Device device = at::kCPU;  ///< where `init` gets its memory
   PrefetchLimits prefetch = {};
-  bool reshard_after_forward = true;                ///< false: a unit stays gathered until its backward, and is gathered once per micro-batch
-  bool reduce_each_micro_batch = true;              ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
-  bool average = false;                             ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
+  bool reshard_after_forward = true;    ///< false: a unit stays gathered until its backward, and is gathered once per micro-batch
+  bool reduce_each_micro_batch = true;  ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
+  bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
   /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes. Then all
   /// units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory meanwhile.
   bool find_unused_parameters = false;
@@ -87,7 +87,7 @@ struct FullyShardOptions {
   ReplicaStart replicas = ReplicaStart::Check;  ///< of a module that has values already: what makes those of the ranks equal
   /// Buffers (BatchNorm's statistics) of rank 0 are every rank's: when a step is complete, so that evaluation and checkpoints agree.
   BufferBroadcast buffers = BufferBroadcast::EachStep;
-  int64_t unit_bytes_limit = 0;                 ///< a gathered unit may not take more than that; 0: no limit
+  int64_t unit_bytes_limit = 0;  ///< a gathered unit may not take more than that; 0: no limit
   ShardTrigger trigger = ShardTrigger::Automatic;
   Offload offload = Offload::None;  ///< Host: slices wait there
 };
@@ -118,9 +118,9 @@ struct ShardUnit {
 ///
 /// A step begins with a forward that records gradients and is complete when its backward pass is; another backward pass adds to what is in grad(). Under
 /// `auto held = sharded->no_sync()` whole gradients wait on each rank if reduce_each_micro_batch is false, and buffers are not shared; parameters without a
-/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing. Parameters may
-/// be frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate` once a step, and
-/// whole parameters from the one to the other.
+/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing.
+/// Parameters may be frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate`
+/// once a step, and whole parameters from the one to the other.
 ///
 /// A unit is gathered before the calls that use it, freed after the last of them, gathered again when backward reaches it, and its gradients are
 /// reduce-scattered and freed as soon as backward has left it, in an order that depends on the order of calls alone, so that collectives match on
@@ -148,6 +148,8 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void after_micro_batch(const MicroBatchPosition& position) override;
   void finish() override;
   const SynchronizationStatistics& statistics() const override;
+  std::vector<nn::NamedParameter> updated() const override;
+  comm::Group norm_group() const override;
   std::vector<int64_t> held_elements(int rank) const override;
 
   /// Gives the whole module back: every parameter in memory of its own, without gradient. Collective, between steps. Afterwards the module can be wrapped

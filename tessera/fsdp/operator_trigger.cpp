@@ -162,10 +162,11 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   met_.clear();
   seen_.clear();
   touched_ = false;
+  const bool backward = nn::backward_pass() >= 0;
+  if (!backward) step_.recover();
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   for (size_t i = 0; i < count; ++i) meet(stack[first + i], i);
-  const bool backward = nn::backward_pass() >= 0;
   if (evaluating_ && !backward && at::GradMode::is_enabled()) {  // evaluation is over
     evaluating_ = false;
     if (!step_.running()) units_.release_all();
@@ -181,7 +182,6 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     for (const Seen& seen : seen_) note(seen.place.unit);
     return use_met();
   }
-  step_.recover();
   if (!seen_.empty() && wants_whole(use)) {
     begin_forward(stack, first);
   } else if (!seen_.empty() || touched_) {

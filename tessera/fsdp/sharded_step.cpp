@@ -28,7 +28,7 @@ std::vector<nn::NamedParameter> parameters_at(const ShardedUnits& units, const s
 
 }  // namespace
 
-ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, Callbacks callbacks)
+ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks)
     : units_(units),
       group_(group),
       replicas_(options.replicate),
@@ -39,41 +39,36 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       parameters_(parameters_at(units, places_)),
       trained_(parameters_.size()),
       dispatchers_(parameters_.size()),
-      hooked_(parameters_.size()),
       used_(parameters_),
       retired_(units.size()),
       final_(units.size()),
       awaited_(units.size()),
       aside_(parameters_.size()) {
+  listen(owner);
   follow_requires_grad();
 }
 
-/// What is frozen or trained may change from step to step. Who is listened to once stays so.
+/// What is frozen or trained may change from step to step.
 void ShardedStep::follow_requires_grad() {
   units_.follow_requires_grad();
+  for (size_t i = 0; i < parameters_.size(); ++i) trained_[i] = dispatchers_[i] != nullptr && parameters_[i].tensor.requires_grad();
+  used_.want(trained_);
+}
+
+void ShardedStep::listen(GradientSynchronizer* owner) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    trained_[i] = parameters_[i].tensor.requires_grad();
-    if (!trained_[i]) continue;
-    if (dispatchers_[i] == nullptr) listen(i);
-    if (loops_ && !hooked_[i]) hook(i);
+    const at::Tensor& tensor = parameters_[i].tensor;
+    if (!tensor.is_floating_point()) continue;
+    auto& dispatcher = nn::GradientDispatcher::of(tensor);
+    dispatchers_[i] = &dispatcher;
+    hooks_.add(dispatcher.claim(owner));
+    // What zero_grad left in grad() has the slice's shape: it has to be gone before autograd adds a whole gradient to it.
+    hooks_.add(dispatcher.listen_arriving([this](const at::Tensor&) {
+      if (nn::backward_pass() >= 0) begin_backward();
+    }));
+    hooks_.add(dispatcher.listen([this, i](const at::Tensor&) { accumulated(i); }));
+    hooks_.add(Attachment([tensor, &dispatcher] { dispatcher.withdraw_place(); }));
   }
-}
-
-void ShardedStep::listen(size_t i) {
-  const at::Tensor& tensor = parameters_[i].tensor;
-  dispatchers_[i] = &nn::GradientDispatcher::of(tensor);
-  hooks_.add(dispatchers_[i]->listen([this, i](const at::Tensor&) { accumulated(i); }));
-  hooks_.add(Attachment([tensor, dispatcher = dispatchers_[i]] { dispatcher->withdraw_place(); }));
-}
-
-/// What zero_grad left in grad() has the slice's shape: it has to be gone before autograd adds a whole gradient to it.
-void ShardedStep::hook(size_t i) {
-  const at::Tensor& tensor = parameters_[i].tensor;
-  hooked_[i] = true;
-  const unsigned hook = tensor.register_hook([this, alive = std::weak_ptr(alive_)](const at::Tensor&) {
-    if (!alive.expired()) begin_backward();
-  });
-  hooks_.add(Attachment([tensor, hook] { tensor.remove_hook(hook); }));
 }
 
 /// Lets gradients be computed where they are reduced. A unit's buffer is made when the first of its places is taken.
@@ -97,7 +92,6 @@ void ShardedStep::withdraw_places() {
 void ShardedStep::begin(Drive drive) {
   const nn::Unwatched quietly;
   put_back();
-  if (drive == Drive::Loop) loops_ = true;
   if (drive == Drive::Engine || held_.empty()) units_.clear_sums();
   units_.release_all();  // what a step left that did not end
   follow_requires_grad();
@@ -120,7 +114,7 @@ void ShardedStep::begin_micro_batch(bool last) {
   if (!in_backward_) end_pass();
 }
 
-bool ShardedStep::aborted() const { return in_backward_ && nn::backward_pass() != task_; }
+bool ShardedStep::aborted() const { return in_backward_ && backward_.expired(); }
 
 void ShardedStep::recover() {
   if (!aborted() || drive_ == Drive::Engine) return;
@@ -173,13 +167,12 @@ void ShardedStep::use(size_t unit, UseOrder& order) {
 }
 
 void ShardedStep::begin_backward() {
-  if (in_backward_) {
-    require(nn::backward_pass() == task_,
-            "fully_shard: a backward pass came inside of another one, or after one that ended by an exception; run forward again before it");
-    return;
+  if (aborted()) {
+    require(drive_ == Drive::Loop, "fully_shard: a backward pass of this step ended by an exception; call begin_step and forward before the next");
+    recover();
   }
+  if (in_backward_) return;           // a pass inside of another belongs to it
   if (!running_) begin(Drive::Loop);  // over a graph that was kept
-  task_ = nn::backward_pass();
   in_backward_ = true;
   came_ = false;
   last_ = engine_last_ && !callbacks_.held();
@@ -191,7 +184,9 @@ void ShardedStep::begin_backward() {
   for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   if (drive_ == Drive::Loop) put_aside();
-  nn::at_end_of_backward([this, alive = std::weak_ptr(alive_)] {
+  const auto pass = std::make_shared<int>(0);
+  backward_ = pass;
+  nn::at_end_of_backward([this, pass, alive = std::weak_ptr(alive_)] {
     if (!alive.expired()) end_backward();
   });
 }
@@ -299,15 +294,16 @@ void ShardedStep::complete_pass() {
   if (!last_) return;
   callbacks_.complete();
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
-  excuse_frozen();
+  forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (!find_unused_) used.refuse_unused(group_);
+  if (!find_unused_) used.refuse_unused_anywhere(group_);
 }
 
-void ShardedStep::excuse_frozen() {
+/// Nobody misses the gradient of what was frozen since.
+void ShardedStep::forgive_frozen() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!trained_[i] || !parameters_[i].tensor.requires_grad()) used_.mark(i);
+    if (!parameters_[i].tensor.requires_grad()) used_.mark(i);
   }
 }
 
@@ -364,7 +360,7 @@ void ShardedStep::finish() {
   const std::vector<bool> used = used_parameters();
   leave();
   callbacks_.complete();
-  excuse_frozen();
+  forgive_frozen();
   if (!find_unused_) used_.refuse_unused(group_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (used[i] && trained_[i] && parameters_[i].tensor.requires_grad()) {

@@ -41,7 +41,7 @@ class ShardedStep {
     std::function<void()> complete;  ///< collective work of a step that is complete
   };
 
-  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, Callbacks callbacks);
+  ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks);
   ShardedStep(const ShardedStep&) = delete;
   ShardedStep& operator=(const ShardedStep&) = delete;
 
@@ -92,8 +92,7 @@ class ShardedStep {
  private:
   FlatParameters& flat_of(const UnitPlace& place) { return units_.flats(place.unit)[place.flat]; }
   void follow_requires_grad();
-  void listen(size_t parameter);
-  void hook(size_t parameter);
+  void listen(GradientSynchronizer* owner);
   void offer_places();
   void withdraw_places();
   void accumulated(size_t parameter);
@@ -106,7 +105,7 @@ class ShardedStep {
   void complete_pass();
   void hold();
   void land();
-  void excuse_frozen();
+  void forgive_frozen();
   std::vector<bool> used_parameters() const;
 
   ShardedUnits& units_;
@@ -115,28 +114,26 @@ class ShardedStep {
   Callbacks callbacks_;
   bool retire_when_complete_ = false;
   std::function<void()> last_call_;
-  std::vector<UnitPlace> places_;               ///< of parameters_
-  std::vector<nn::NamedParameter> parameters_;  ///< all
-  std::vector<bool> trained_;                   ///< of those: since the step began
-  std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, once they are trained; live as long as the tensors
-  std::vector<bool> hooked_;                          ///< before a gradient is accumulated, too
-  bool loops_ = false;                                ///< a step was not an engine's
+  std::vector<UnitPlace> places_;                     ///< of parameters_
+  std::vector<nn::NamedParameter> parameters_;        ///< all
+  std::vector<bool> trained_;                         ///< of those: since the step began
+  std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors
   UsedParameters used_;
 
   bool running_ = false, in_backward_ = false;
   Drive drive_ = Drive::Loop;
-  bool engine_last_ = true;  ///< what an engine said of the pass that comes
-  bool last_ = true;         ///< the pass at hand completes its step
-  bool last_done_ = false;  ///< of an engine's step: that pass is over
-  bool came_ = false;       ///< a gradient in this backward
-  int task_ = -1;           ///< the backward pass at hand
+  bool engine_last_ = true;       ///< what an engine said of the pass that comes
+  bool last_ = true;              ///< the pass at hand completes its step
+  bool last_done_ = false;        ///< of an engine's step: that pass is over
+  bool came_ = false;             ///< a gradient in this backward
+  std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;
   UseOrder order_;
-  std::vector<bool> retired_;     ///< per unit, in this backward
-  std::vector<bool> final_;       ///< per unit: reduced for the last time in this step
-  std::vector<size_t> awaited_;   ///< per unit: gradients that have not come in this backward
-  std::vector<size_t> due_;       ///< units whose reduction has to wait for its turn
-  size_t next_ = 0;               ///< with find_unused: units from this one on are reduced, the last first
+  std::vector<bool> retired_;      ///< per unit, in this backward
+  std::vector<bool> final_;        ///< per unit: reduced for the last time in this step
+  std::vector<size_t> awaited_;    ///< per unit: gradients that have not come in this backward
+  std::vector<size_t> due_;        ///< units whose reduction has to wait for its turn
+  size_t next_ = 0;                ///< with find_unused: units from this one on are reduced, the last first
   std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
 
   /// Under no_sync, where whole gradients wait: what stands in grad() meanwhile, so that a zero_grad is seen.

@@ -1,16 +1,6 @@
 // The loop of a libtorch program, unchanged, over sharded modules: equal to one process.
 
 #include <gmock/gmock.h>
-#include <torch/nn/functional/loss.h>
-#include <torch/nn/modules/activation.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/conv.h>
-#include <torch/nn/modules/embedding.h>
-#include <torch/nn/modules/rnn.h>
-#include <torch/nn/modules/transformer.h>
-#include <torch/nn/modules/transformerlayer.h>
-#include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"

@@ -1,0 +1,366 @@
+// What calls do not show, what was called wrongly, and what comes after a wrapper: it works, or it is refused by name.
+
+#include <gmock/gmock.h>
+#include <torch/optim/sgd.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+/// Units whose outputs are hard to hook: a view that is written later, tensors in a dictionary, in lists, in a tuple.
+struct ViewImpl : nn::Module {
+  ViewImpl() : layer(6, 6) { register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) { return layer->forward(x).view({-1, 6}); }
+  nn::Linear layer;
+};
+TESSERA_MODULE(View);
+struct DictImpl : nn::Module {
+  DictImpl() : layer(6, 6) { register_module("layer", layer); }
+  c10::Dict<std::string, at::Tensor> forward(const at::Tensor& x) {
+    c10::Dict<std::string, at::Tensor> out;
+    out.insert("hidden", at::tanh(layer->forward(x)));
+    return out;
+  }
+  nn::Linear layer;
+};
+TESSERA_MODULE(Dict);
+struct ListImpl : nn::Module {
+  ListImpl() : layer(6, 6) { register_module("layer", layer); }
+  std::vector<std::vector<at::Tensor>> forward(const at::Tensor& x) { return {{at::tanh(layer->forward(x))}}; }
+  nn::Linear layer;
+};
+TESSERA_MODULE(List);
+struct OddImpl : nn::Module {
+  OddImpl() : first(6, 6), view(), dict(), list(), last(6, 6) {
+    register_module("first", first);
+    register_module("view", view);
+    register_module("dict", dict);
+    register_module("list", list);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = view(first(x));
+    h.mul_(2);
+    h.select(1, 0).tanh_();
+    h = dict(h).at("hidden");
+    h = list(h).at(0).at(0);
+    return last(h);
+  }
+  nn::Linear first;
+  View view;
+  Dict dict;
+  List list;
+  nn::Linear last;
+};
+TESSERA_MODULE(Odd);
+
+Gradients odd_reference(const at::Tensor& x) {
+  Odd whole;
+  whole(x).square().sum().backward();
+  return named_gradients(*whole);
+}
+
+TEST(FullyShard, OutputsThatAreWrittenOrNested) {
+  const at::Tensor x = random_tensor({6, 6}, "x");
+  const Gradients expected = odd_reference(x);
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      for (const std::string wrap : {"*", "**", "view"}) {
+        Odd net;
+        auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .trigger = ShardTrigger::Automatic});
+        const at::Tensor mine = x.narrow(0, 6 / ranks * world.rank(), 6 / ranks);
+        for (const bool driven : {false, true}) {
+          for (int step = 0; step < 2; ++step) {
+            net->zero_grad();
+            if (driven && wrap == "*") sharded->begin_step();
+            net(mine).square().sum().backward();
+            if (driven && wrap == "*") sharded->finish();
+            EXPECT_LT(slice_difference(*net, expected), parity) << wrap << (driven ? " driven" : "");
+          }
+        }
+      }
+    });
+  }
+}
+
+/// Parameters of the root, a block that is called by ->forward, a weight that another module reads.
+struct BypassedImpl : nn::Module {
+  BypassedImpl() : inner(6, 6), last(6, 6) {
+    bias = register_parameter("bias", at::empty({6}));
+    register_module("inner", inner);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last(at::tanh(inner->forward(x + bias))) + at::matmul(x, last->weight.t()); }
+  at::Tensor bias;
+  nn::Linear inner, last;
+};
+TESSERA_MODULE(Bypassed);
+
+TEST(FullyShard, ForwardPastTheHolder) {
+  const at::Tensor x = random_tensor({6, 6}, "x");
+  Bypassed whole;
+  whole(x).square().sum().backward();
+  const Gradients expected = named_gradients(*whole);
+  const at::Tensor out = whole(x).detach();
+  for (const int ranks : {1, 2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      Bypassed net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "inner"});
+      const at::Tensor mine = x.narrow(0, 6 / ranks * world.rank(), 6 / ranks);
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        (step == 1 ? net(mine) : net->forward(mine)).square().sum().backward();
+        EXPECT_LT(slice_difference(*net, expected), parity);
+        const at::NoGradGuard no_grad;
+        EXPECT_LT((net->forward(x) - out).abs().max().item<double>(), 1e-5);
+        EXPECT_LT((net(x) - out).abs().max().item<double>(), 1e-5);
+      }
+      if (ranks == 1) return;
+      // An engine's steps watch no operators: what reads the unit says what has to be called how.
+      sharded->begin_step();
+      std::string said;
+      try {
+        net->forward(mine);
+      } catch (const std::exception& error) {
+        said = error.what();
+      }
+      EXPECT_THAT(said, HasSubstr("were read while the unit is not gathered"));
+      EXPECT_THAT(said, HasSubstr("as model(x), not by ->forward(x)"));
+    });
+  }
+}
+
+TEST(FullyShard, ExplicitCallsOutOfOrderAreRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    const auto says = [&](const std::function<void()>& action, const std::string& what) { EXPECT_THAT(refusal(action), HasSubstr(what)); };
+    says([&] { sharded->finish(); }, "finish() was called without a begin_step()");
+    says([&] { sharded->before_micro_batch({}); }, "before_micro_batch() was called outside of a step; call begin_step()");
+    says([&] { sharded->after_micro_batch({}); }, "after_micro_batch() was called without a before_micro_batch()");
+    sharded->begin_step();
+    sharded->before_micro_batch({.last = false});
+    says([&] { sharded->before_micro_batch({}); }, "before the after_micro_batch() of the one before");
+    says([&] { sharded->finish(); }, "finish() was called before the after_micro_batch()");
+    backward_of(net, whole_batch(samples));
+    sharded->after_micro_batch({});
+    says([&] { sharded->finish(); }, "before the step's last micro-batch");
+    sharded->before_micro_batch({.last = true});
+    backward_of(net, whole_batch(samples));
+    sharded->after_micro_batch({});
+    says([&] { sharded->before_micro_batch({}); }, "after the step's last micro-batch");
+    says([&] { sharded->begin_step(); }, "begin_step() was called before the finish() of the step before");
+    sharded->finish();
+  });
+}
+
+TEST(FullyShard, UnshardGivesTheWholeBackAndItCanBeCutAnew) {
+  const auto train = [](DeepNet& net, const Batch& batch) {
+    net->zero_grad();
+    backward_of(net, batch);
+    sgd(*net, 0.05);
+  };
+  DeepNet whole;
+  for (int step = 0; step < 4; ++step) train(whole, whole_batch(samples, step));
+  const Gradients expected = named_values(*whole);
+  for (const int ranks : {1, 2, 3}) {
+    for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+      run_ranks(ranks, [&](World& world) {
+        const auto mine = [&](int step) { return part_of(whole_batch(samples, step), ranks, world.rank()); };
+        DeepNet net;
+        {
+          auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .param_dtype = at::kFloat, .trigger = trigger});
+          for (int step = 0; step < 2; ++step) train(net, mine(step));
+          if (ranks > 1) EXPECT_THAT(refusal([&] { fully_shard(net, world.group()); }), HasSubstr("is a slice already"));
+          unshard(net);
+          if (ranks > 1) EXPECT_THAT(refusal([&] { sharded->begin_step(); }), HasSubstr("after unshard()"));
+        }
+        EXPECT_EQ(net->first->weight.sizes(), at::IntArrayRef({7, 5}));
+        EXPECT_TRUE(net(whole_batch(samples).x).defined());  // the module is as it was, without anybody's help
+        auto again = fully_shard(net, world.group(), {.wrap = "**", .trigger = trigger});
+        for (int step = 2; step < 4; ++step) train(net, mine(step));
+        EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
+        unshard(*again);
+        for (const auto& [name, value] : named_values(*net)) {
+          EXPECT_LT((value - expected.at(name)).abs().max().item<double>(), 10 * parity * std::max(1.0, expected.at(name).abs().max().item<double>())) << name;
+        }
+      });
+    }
+  }
+  DeepNet other;
+  EXPECT_THAT(refusal([&] { unshard(other); }), HasSubstr("is not what fully_shard was given"));
+}
+
+TEST(FullyShard, AWrapperThatGoesLeavesSlicesThatAreRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const at::Tensor pending = net(whole_batch(samples).x);
+      for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(false);  // and frozen by now
+      sharded.reset();
+      EXPECT_THAT(refusal([&] { net(whole_batch(samples).x); }), HasSubstr("what gathered it is gone"));
+      EXPECT_THAT(refusal([&] {
+                    const at::NoGradGuard no_grad;
+                    net->forward(whole_batch(samples).x);
+                  }),
+                  HasSubstr("call unshard(model) before it goes"));
+      EXPECT_FALSE(named_values(*net).empty());  // slices can be looked at
+      EXPECT_THROW(pending.sum().backward(), std::exception);
+    }
+  });
+}
+
+TEST(FullyShard, AnExceptionInForwardOrBackwardLeavesTheNextStepRight) {
+  const Batch batch = whole_batch(samples);
+  DeepNet whole;
+  backward_of(whole, batch);
+  const Gradients expected = named_gradients(*whole);
+  run_ranks(3, [&](World& world) {
+    for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Batch mine = part_of(batch, 3, world.rank());
+      for (const bool in_backward : {true, false}) {
+        EXPECT_THROW(
+            {
+              at::Tensor h = net->first(mine.x);
+              h = net->blocks[0](h);
+              if (!in_backward) throw std::runtime_error("mine");
+              h.register_hook([](const at::Tensor&) { throw std::runtime_error("mine"); });
+              h = net->last(net->out(net->norm(net->blocks[2](net->blocks[1](h)))));
+              h.sum().backward();
+            },
+            std::runtime_error);
+        net->zero_grad();
+        backward_of(net, mine);
+        EXPECT_LT(slice_difference(*net, expected), parity);
+        net->zero_grad();
+      }
+    }
+  });
+}
+
+/// Branches of equal size, of which ranks take different ones.
+struct BranchesImpl : nn::Module {
+  BranchesImpl() : first(5, 7), last(7, 3) {
+    register_module("first", first);
+    for (int i = 0; i < 3; ++i) register_module("branch" + std::to_string(i), branches.emplace_back(7, 7));
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = first(x);
+    for (const int branch : taken) h = at::tanh(branches[branch](h));
+    return last(h);
+  }
+  nn::Linear first, last;
+  std::vector<nn::Linear> branches;
+  std::vector<int> taken;
+};
+TESSERA_MODULE(Branches);
+
+std::vector<int> taken_by(int rank) { return rank == 0 ? std::vector<int>{0} : rank == 1 ? std::vector<int>{2, 1} : std::vector<int>{1}; }
+
+TEST(FullyShard, RanksTakeDifferentBranchesOfEqualSize) {
+  const Batch batch = whole_batch(samples);
+  for (const int ranks : {2, 3, 4}) {  // four: two replicas of two
+    Branches whole;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Batch mine = part_of(batch, ranks, rank);
+      whole->taken = taken_by(rank % 3);
+      loss_of(whole(mine.x), mine.y, samples).backward();
+    }
+    const Gradients expected = named_gradients(*whole);
+    run_ranks(ranks, [&](World& world) {
+      comm::Group shard = world.group(), replicate;
+      if (ranks == 4) {
+        const int first = world.rank() / 2 * 2;
+        shard = world.subgroup({first, first + 1}, "shard" + std::to_string(first));
+        replicate = world.subgroup({world.rank() % 2, world.rank() % 2 + 2}, "replicate" + std::to_string(world.rank() % 2));
+      }
+      for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+        for (const bool driven : {false, true}) {
+          Branches net;
+          auto sharded = fully_shard(net, shard, {.wrap = "branch*", .find_unused_parameters = true, .replicate = replicate, .trigger = trigger});
+          net->taken = taken_by(world.rank() % 3);
+          const Batch mine = part_of(batch, ranks, world.rank());
+          for (int step = 0; step < 3; ++step) {
+            net->zero_grad();
+            if (driven) sharded->begin_step();
+            loss_of(net(mine.x), mine.y, samples).backward();
+            if (driven) sharded->finish();
+            EXPECT_LT(slice_difference(*net, expected), parity) << ranks << (driven ? " driven" : "") << " step " << step;
+            const at::NoGradGuard no_grad;
+            net(mine.x);
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(FullyShard, InputsAreCastWithTheParametersOrNamed) {
+  const Batch batch = whole_batch(samples);
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .param_dtype = at::kBFloat16});
+    EXPECT_EQ(net(batch.x).scalar_type(), at::kBFloat16);
+    backward_of(net, batch);
+    EXPECT_EQ(net->first->weight.grad().scalar_type(), at::kFloat);
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_EQ(net(batch.x).scalar_type(), at::kBFloat16);
+    }
+    Net plain;
+    auto watched = fully_shard(plain, world.group(), {.wrap = "middle", .param_dtype = at::kBFloat16});
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto said = refusal([&] { plain.forward(batch.x); });
+      EXPECT_THAT(said, HasSubstr("got an input of Float beside a parameter of unit '(root)'"));
+      EXPECT_THAT(said, HasSubstr("model->forward(x.to(at::kBFloat16))"));
+      plain.forward(batch.x.to(at::kBFloat16)).sum().backward();
+    }
+  });
+}
+
+TEST(FullyShard, MicroBatchesAreAddedUpInTheTypeThatIsKept) {
+  // Sums that 8 bits of mantissa cannot hold: 1 + 63 times 1/64, each of which 16 bits would round away.
+  run_ranks(2, [&](World& world) {
+    for (const bool driven : {false, true}) {
+      nn::Linear layer(nn::LinearOptions(1, 4).bias(false));
+      fill_parameters(*layer);
+      auto sharded = fully_shard(layer, world.group(), {.reduce_each_micro_batch = false, .reduce_dtype = at::kBFloat16});
+      if (driven) sharded->begin_step();
+      for (int pass = 0; pass < 64; ++pass) {
+        const Attachment held = pass < 63 ? sharded->no_sync() : Attachment();
+        layer(at::full({1, 1}, pass == 0 ? 8.0 : 1.0 / 64)).sum().backward();
+      }
+      if (driven) sharded->finish();
+      const double expected = 2 * (8 + 63.0 / 64);
+      const at::Tensor grad = layer->weight.grad();
+      if (grad.numel() > 0) EXPECT_NEAR(grad.min().item<double>(), expected, 0.004 * expected);
+      EXPECT_EQ(grad.scalar_type(), at::kFloat);
+    }
+  });
+}
+
+TEST(FullyShard, MissingGradientsAreNamedOnEveryRankOfAPlainLoop) {
+  run_ranks(3, [&](World& world) {
+    DeepNet net;
+    if (world.rank() == 1) net->skipped = &net->blocks[1];
+    auto sharded = fully_shard(net, world.group(), {.wrap = "", .trigger = ShardTrigger::Operators});
+    EXPECT_THAT(refusal([&] { backward_of(net, whole_batch(samples)); }), HasSubstr("on rank 1 of world, 5 of 20 parameters got no gradient in this step"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera
