@@ -1,0 +1,343 @@
+/// The code of docs/library.md, compiled and run: what stands between `//: name` and `//:` here is what the page shows.
+#include <map>
+#include <sstream>
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim.h>
+#include <torch/serialize.h>
+
+#include "tessera/checkpoint/torch_optimizer.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/optim/clip_grad_norm.h"
+#include "tessera/recompute/recompute.h"
+#include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/checkpoint/files.h"
+#include "tests/made_docs.h"
+#include "tests/nn/net.h"
+
+namespace {
+
+using tessera::comm::run_ranks;
+using tessera::comm::World;
+using Batches = std::vector<std::pair<torch::Tensor, torch::Tensor>>;
+
+//: model
+struct Net : torch::nn::Module {
+  Net() {
+    register_module("encoder", encoder);
+    register_module("norm", norm);
+    register_module("head", head);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return head(torch::relu(norm(encoder(x)))); }
+  torch::nn::Linear encoder{6, 8};
+  torch::nn::BatchNorm1d norm{8};
+  torch::nn::Linear head{8, 2};
+};
+//:
+
+Batches batches_of(World& world, int count = 4) {
+  Batches batches;
+  for (int step = 0; step < count; ++step) {
+    const auto part = [&](const char* name, int64_t features) {
+      return tessera::testing_support::random_tensor({8, features}, name + std::to_string(step)).narrow(0, world.rank() * 4, 4);
+    };
+    batches.emplace_back(part("x", 6), part("y", 2));
+  }
+  return batches;
+}
+
+/// Ranks draw from one generator of libtorch in turn, so they have to start from the same values.
+void fill(torch::nn::Module& model) { tessera::testing_support::fill_parameters(model); }
+
+uint64_t bits_of(const torch::nn::Module& model) {
+  uint64_t sum = 0;
+  for (const auto& parameter : model.parameters()) {
+    const auto flat = parameter.detach().reshape({-1}).view(at::kInt).to(at::kLong);
+    sum = sum * 31 + static_cast<uint64_t>((flat * at::arange(1, flat.numel() + 1)).sum().item<int64_t>());
+  }
+  return sum;
+}
+
+/// Runs `program` on two ranks, which return the same number.
+void on_two_ranks(const std::function<uint64_t(World&)>& program) {
+  std::vector<uint64_t> results(2);
+  run_ranks(2, [&](World& world) { results[static_cast<size_t>(world.rank())] = program(world); });
+  EXPECT_EQ(results[0], results[1]);
+}
+
+TEST(Library, ALoopUnderDdp) {
+  on_two_ranks([](World& world) {
+    const Batches batches = batches_of(world);
+    //: loop
+    Net model;  // any torch::nn::Module, on the stack or not
+    tessera::DistributedDataParallel ddp(model, world.group(), {.average = true, .replicas = tessera::ReplicaStart::Broadcast});
+    torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-2));
+    for (const auto& [x, y] : batches) {  // this rank's part of each batch
+      optimizer.zero_grad();
+      torch::mse_loss(model.forward(x), y).backward();  // when it returns, grad() is that of all ranks
+      optimizer.step();
+    }
+    //:
+    return bits_of(model);
+  });
+}
+
+TEST(Library, ALoopUnderZero) {
+  on_two_ranks([](World& world) {
+    const Batches batches = batches_of(world);
+    Net model;
+    fill(model);
+    //: zero
+    tessera::ShardedDataParallel zero(model, {.shard = world.group()}, {.stage = 2, .average = true});
+    auto optimizer = tessera::zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, 1e-2); });
+    for (const auto& [x, y] : batches) {
+      optimizer.zero_grad();
+      torch::mse_loss(model.forward(x), y).backward();
+      optimizer.step();  // updates this rank's parts, and brings those of all ranks together
+    }
+    //:
+    return bits_of(model);
+  });
+}
+
+TEST(Library, ALoopUnderFullyShard) {
+  const tessera::checkpoint::TemporaryFolder folder;
+  const std::string path = folder / "model.pt";
+  on_two_ranks([&](World& world) {
+    const Batches batches = batches_of(world);
+    //: fully_shard
+    auto model = tessera::on_meta([] { return std::make_shared<Net>(); });  // shapes, no memory
+    auto sharded = tessera::fully_shard(*model, world.group(), {.average = true});
+    tessera::materialize(*model, /*seed=*/1);                                          // this rank's slices only; the same values in every layout
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));  // state in slices, too
+    for (const auto& [x, y] : batches) {
+      optimizer.zero_grad();
+      torch::mse_loss(model->forward(x), y).backward();
+      optimizer.step();
+    }
+    //:
+    //: unshard
+    tessera::unshard(*model);  // the whole module, on every rank: to export it, or to wrap it anew in another layout
+    if (world.rank() == 0) torch::save(model, path);
+    tessera::DistributedDataParallel ddp(*model, world.group());
+    //:
+    EXPECT_EQ(model->head->weight.sizes(), (std::vector<int64_t>{2, 8}));
+    return bits_of(*model);
+  });
+}
+
+TEST(Library, AccumulateAndClip) {
+  on_two_ranks([](World& world) {
+    const Batches batches = batches_of(world);
+    Net model;
+    fill(model);
+    tessera::DistributedDataParallel ddp(model, world.group(), {.average = true});
+    torch::optim::AdamW optimizer(model.parameters());
+    //: accumulate
+    optimizer.zero_grad();
+    for (size_t i = 0; i < batches.size(); ++i) {
+      const auto held = i + 1 < batches.size() ? ddp.no_sync() : tessera::Attachment();  // gradients wait on this rank, but for the last
+      const auto& [x, y] = batches[i];
+      (torch::mse_loss(model.forward(x), y) / static_cast<double>(batches.size())).backward();
+    }
+    //:
+    //: clip
+    const torch::Tensor norm = tessera::clip_grad_norm(model, /*max_norm=*/1.0);  // the norm over all ranks, whatever wraps the model
+    optimizer.step();
+    //:
+    EXPECT_GT(norm.item<double>(), 0);
+    return bits_of(model);
+  });
+}
+
+TEST(Library, EvaluateAndFreeze) {
+  on_two_ranks([](World& world) {
+    const Batches batches = batches_of(world);
+    const auto [x, y] = batches[0];
+    auto model = std::make_shared<Net>();
+    fill(*model);
+    const auto sharded = tessera::fully_shard(*model, world.group(), {.average = true});
+    //: freeze
+    for (auto& parameter : model->encoder->parameters()) parameter.requires_grad_(false);  // on every rank, between steps
+    torch::optim::AdamW optimizer(model->parameters());
+    //:
+    const auto step = [&] {
+      optimizer.zero_grad();
+      torch::mse_loss(model->forward(x), y).backward();
+      optimizer.step();
+    };
+    step();
+    EXPECT_EQ(optimizer.state().size(), 4u);
+    //: unfreeze
+    for (auto& parameter : model->encoder->parameters()) parameter.requires_grad_(true);  // its optimizer state appears with the first update
+    //:
+    step();
+    EXPECT_EQ(optimizer.state().size(), 6u);
+    //: evaluate
+    model->eval();
+    {
+      const torch::NoGradGuard no_grad;  // between steps; under every wrapper, on every rank
+      const torch::Tensor predicted = model->forward(x);
+    }
+    model->train();
+    //:
+    step();
+    tessera::unshard(*model);
+    return bits_of(*model);
+  });
+}
+
+TEST(Library, SaveAndLoad) {
+  const tessera::checkpoint::TemporaryFolder folder;
+  std::filesystem::path saved;
+  std::map<int, torch::Tensor> heads;
+  run_ranks(2, [&](World& world) {
+    const Batches batches = batches_of(world);
+    auto model = tessera::on_meta([] { return std::make_shared<Net>(); });
+    auto sharded = tessera::fully_shard(*model, world.group());
+    tessera::materialize(*model, 1);
+    torch::optim::AdamW optimizer(model->parameters());
+    torch::mse_loss(model->forward(batches[0].first), batches[0].second).backward();
+    optimizer.step();
+    const int64_t step = 1, epoch = 3;
+    //: save
+    const auto written = tessera::checkpoint::save(folder.path(), step, *model, optimizer, world.group(), {{"epoch", epoch}});
+    //:
+    if (world.rank() == 0) saved = written;
+    tessera::unshard(*model);
+    if (world.rank() == 0) heads[2] = model->head->weight.detach().clone();
+  });
+  for (const int ranks : {1, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      const auto folder = saved;
+      //: load
+      auto model = tessera::on_meta([] { return std::make_shared<Net>(); });
+      auto sharded = tessera::fully_shard(*model, world.group());  // in any layout, on any number of ranks
+      tessera::materialize(*model, /*seed=*/1);
+      torch::optim::AdamW optimizer(model->parameters());
+      const auto resumed = tessera::checkpoint::load(folder, *model, optimizer);  // weights, buffers, optimizer state by name
+      const int64_t epoch = resumed.progress.at("epoch");
+      //:
+      EXPECT_EQ(resumed.step, 1);
+      EXPECT_EQ(epoch, 3);
+      EXPECT_EQ(optimizer.state().size(), 6u);
+      tessera::unshard(*model);
+      EXPECT_TRUE(at::equal(model->head->weight, heads.at(2)));
+      Net alone;
+      //: load_model
+      tessera::checkpoint::load(folder, alone);  // the model without its optimizer
+      //:
+      EXPECT_TRUE(at::equal(alone.head->weight, heads.at(2)));
+    });
+  }
+}
+
+TEST(Library, Adversaries) {
+  on_two_ranks([](World& world) {
+    const auto real = batches_of(world)[0].first, noise = batches_of(world)[0].second;
+    torch::nn::Sequential generator(torch::nn::Linear(2, 8), torch::nn::ReLU(), torch::nn::Linear(8, 6));
+    torch::nn::Sequential critic(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 1), torch::nn::Sigmoid());
+    fill(*generator);
+    fill(*critic);
+    const auto ones = torch::ones({4, 1}), zeros = torch::zeros({4, 1});
+    //: gan
+    tessera::DistributedDataParallel around_generator(*generator, world.group(), {.average = true}), around_critic(*critic, world.group(), {.average = true});
+    torch::optim::Adam of_generator(generator->parameters(), 1e-2), of_critic(critic->parameters(), 1e-2);
+    for (int step = 0; step < 2; ++step) {
+      const auto fake = generator->forward(noise);
+      of_critic.zero_grad();
+      torch::binary_cross_entropy(critic->forward(real), ones).backward();
+      torch::binary_cross_entropy(critic->forward(fake.detach()), zeros).backward();  // adds to what is there
+      of_critic.step();
+
+      of_generator.zero_grad();
+      torch::binary_cross_entropy(critic->forward(fake), ones).backward();
+      of_generator.step();
+    }
+    //:
+    return bits_of(*generator) * 31 + bits_of(*critic);
+  });
+}
+
+//: hand_written
+struct ScaleImpl : torch::nn::Module {
+  explicit ScaleImpl(int64_t dim) {
+    weight = register_parameter("weight", torch::ones({dim}));
+    positions = register_buffer("positions", torch::arange(dim, torch::kFloat) / static_cast<double>(dim));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return x * weight + positions; }
+  torch::Tensor weight, positions;
+};
+TORCH_MODULE(Scale);
+//:
+
+TEST(Library, OnMeta) {
+  //: on_meta
+  auto model = tessera::on_meta(
+      [] {
+        torch::nn::TransformerEncoderLayer layer(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16));
+        return torch::nn::Sequential(torch::nn::TransformerEncoder(layer, 2), torch::nn::LSTM(8, 8), torch::nn::BatchNorm1d(8), Scale(8));
+      },
+      [](torch::nn::Module& module) {  // optional: called for each module, as PyTorch's model.apply(init_weights)
+        if (auto* linear = module.as<torch::nn::Linear>()) torch::nn::init::normal_(linear->weight, 0.0, 0.02);
+      });
+  tessera::materialize(*model, /*seed=*/1);
+  //:
+  for (const auto& parameter : model->parameters()) EXPECT_FALSE(at::isnan(parameter).any().item<bool>());
+  const auto parameters = model->named_parameters();
+  EXPECT_NEAR(parameters["0.layers.0.linear1.weight"].std().item<double>(), 0.02, 0.01);
+  EXPECT_TRUE(at::equal(model->named_buffers()["3.positions"], at::arange(8, at::kFloat) / 8));
+}
+
+/// Snippets by name, without the indentation they share.
+std::map<std::string, std::string> snippets() {
+  std::ifstream file(std::filesystem::path(TESSERA_SOURCE_DIR) / "tests/train/library_test.cpp");
+  std::map<std::string, std::string> found;
+  std::string line, name;
+  size_t indent = 0;
+  while (std::getline(file, line)) {
+    const size_t text = line.find_first_not_of(' ');
+    const std::string trimmed = text == std::string::npos ? "" : line.substr(text);
+    if (trimmed == "//:") {
+      name.clear();
+    } else if (trimmed.starts_with("//: ")) {
+      name = trimmed.substr(4);
+      indent = text;
+      EXPECT_TRUE(found.emplace(name, "").second) << name;
+    } else if (!name.empty()) {
+      found[name] += (line.size() > indent ? line.substr(indent) : "") + "\n";
+    }
+  }
+  return found;
+}
+
+TEST(Library, ThePageShowsWhatIsCompiled) {
+  auto left = snippets();
+  std::istringstream page(tessera::testing_support::text_of_docs("library.md"));
+  std::string line, block;
+  bool inside = false;
+  while (std::getline(page, line)) {
+    if (line == "```cpp") {
+      inside = true;
+      block.clear();
+    } else if (inside && line == "```") {
+      inside = false;
+      const auto shown = std::find_if(left.begin(), left.end(), [&](const auto& snippet) { return snippet.second == block; });
+      EXPECT_NE(shown, left.end()) << "docs/library.md shows code that tests/train/library_test.cpp does not run:\n" << block;
+      if (shown != left.end()) left.erase(shown);
+    } else if (inside) {
+      block += line + "\n";
+    }
+  }
+  for (const auto& [name, text] : left) ADD_FAILURE() << "docs/library.md does not show the snippet " << name << ":\n" << text;
+}
+
+}  // namespace
