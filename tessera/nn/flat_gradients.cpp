@@ -74,8 +74,7 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
   throw ConfigError(detail::concat("data parallelism: on rank ", group.rank(), " of ", group.name(), ", ", count, " of ", used_.size(),
                                    " parameters got no gradient in this step: ", names,
                                    "; use them in the loss, set requires_grad to false before wrapping, or set find_unused_parameters in the options of the "
-                                   "wrapper (no key of a configuration: "
-                                   "the models of the command use all of theirs)"));
+                                   "wrapper (no key of a configuration: the models of the command use all of theirs)"));
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group) const {
