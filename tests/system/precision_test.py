@@ -159,6 +159,12 @@ class Formats(SystemTest):
             self.assertAlmostEqual(*losses, delta=5e-3 * losses[0])
             self.assertIn("precision.compute = auto: fp32", read[0].stderr)
 
+    def test_widened_products_are_another_arithmetic_to_a_replay(self):
+        sets = ["precision.compute=bf16", f"checkpoint.dir={self.folder / 'saved'}", "checkpoint.resume=latest"]
+        self.run_on("bf16", "first", [*sets, "run.steps=3"])
+        for kind, steps, words in (("fp32", 4, "replays within bounds"), ("fp32", 5, "replays bit for bit"), ("bf16", 6, "replays within bounds")):
+            self.assertIn(words, self.run_on(kind, f"step-{steps}", [*sets, f"run.steps={steps}"])[0], steps)
+
     def test_a_plan_follows_the_machine_and_a_preset_does_not(self):
         def compute(kind, *arguments):
             done = run("plan", *arguments, "--json", TESSERA_CPU_FORMATS=kind)
