@@ -26,7 +26,7 @@ MasterWeights::MasterWeights(std::vector<optim::ParameterGroup> groups, const Bu
 
 std::vector<optim::StateTensor> MasterWeights::state() const {
   auto state = inner_->state();
-  for (const auto& master : masters_) state.push_back({master.name, "master", master.tensor, nn::slice_of(master.tensor)});
+  for (const auto& master : masters_) state.push_back({master.name, "master", master.tensor.detach(), nn::slice_of(master.tensor)});
   return state;
 }
 

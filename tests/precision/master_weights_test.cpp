@@ -36,6 +36,7 @@ std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<in
   for (const auto& shape : shapes) {
     const std::string name = "p" + std::to_string(parameters.size());
     const at::Tensor tensor = device.is_meta() ? at::empty(shape, at::TensorOptions(device).dtype(dtype)) : values(shape, name).to(dtype);
+    tensor.set_requires_grad(true);
     nn::set_slice(tensor, Slice::whole(name, shape));
     parameters.push_back({name, tensor, {}});
   }
@@ -52,6 +53,7 @@ void set_gradients(const std::vector<nn::NamedParameter>& parameters, int step, 
 class MasterWeightsOf : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(MasterWeightsOf, UpdatesAsFp32DoesAndShowsItRounded) {
+  const at::NoGradGuard no_grad;  // parameters are written to
   const std::vector<std::vector<int64_t>> shapes{{7, 5}, {}, {0, 3}, {11}};
   const auto weights = make_parameters(shapes, at::kBFloat16);
   auto reference = make_parameters(shapes, at::kFloat);
@@ -84,6 +86,7 @@ TEST_P(MasterWeightsOf, UpdatesAsFp32DoesAndShowsItRounded) {
 }
 
 TEST_P(MasterWeightsOf, GoesOnFromItsState) {
+  const at::NoGradGuard no_grad;  // parameters are written to
   const auto weights = make_parameters({{5, 3}, {4}}, at::kHalf), resumed = make_parameters({{5, 3}, {4}}, at::kHalf);
   const auto first = make_optimizer(config_of(GetParam()), policy(at::kHalf), 0, weights);
   const auto run = [](optim::Optimizer& optimizer, const std::vector<nn::NamedParameter>& parameters, int from, int to) {
@@ -108,6 +111,7 @@ TEST_P(MasterWeightsOf, GoesOnFromItsState) {
 INSTANTIATE_TEST_SUITE_P(Optimizers, MasterWeightsOf, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
 
 TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
+  const at::NoGradGuard no_grad;  // parameters are written to
   OptimConfig config = config_of("sgd");
   config.momentum = 0;
   config.weight_decay = 0;
