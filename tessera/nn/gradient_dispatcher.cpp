@@ -113,7 +113,8 @@ GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
 
 Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
   if (!std::exchange(state_->hears_arrivals, true)) {
-    torch::autograd::impl::add_hook(parameter(), std::make_unique<ArrivalHook>(parameter_, state_));
+    // add_hook would have it be the only one; the program, and who converts gradients, may have some already.
+    torch::autograd::impl::hooks(parameter()).push_back(std::make_unique<ArrivalHook>(parameter_, state_));
   }
   auto added = state_->arriving.add(std::move(before_accumulation));
   return Attachment([state = std::weak_ptr(state_), added] {
