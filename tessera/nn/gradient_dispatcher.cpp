@@ -113,7 +113,13 @@ GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
 
 Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
   if (!std::exchange(state_->hears_arrivals, true)) {
-    torch::autograd::impl::add_hook(parameter(), std::make_unique<ArrivalHook>(parameter_, state_));
+    // libtorch's add_hook would have it be the only one, and a program's first register_hook comes by it: so that has been, and ours stands beside it.
+    const at::Tensor parameter = this->parameter();
+    const bool frozen = !parameter.requires_grad();
+    if (frozen) parameter.set_requires_grad(true);
+    if (torch::autograd::impl::hooks(parameter).empty()) parameter.register_hook([](const at::Tensor&) {});
+    if (frozen) parameter.set_requires_grad(false);
+    torch::autograd::impl::hooks(parameter).push_back(std::make_unique<ArrivalHook>(parameter_, state_));
   }
   auto added = state_->arriving.add(std::move(before_accumulation));
   return Attachment([state = std::weak_ptr(state_), added] {

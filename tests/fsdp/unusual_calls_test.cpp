@@ -353,6 +353,23 @@ TEST(FullyShard, MicroBatchesAreAddedUpInTheTypeThatIsKept) {
   });
 }
 
+TEST(FullyShard, AProgramsOwnHooksOnParametersGoOn) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    int before = 0, after = 0;
+    net->first->weight.register_hook([&](const at::Tensor& gradient) { before += gradient.size(0) == 7 ? 1 : 0; });
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    net->last->weight.register_hook([&](const at::Tensor&) { ++after; });
+    net->first->weight.register_hook([&](const at::Tensor&) { ++after; });
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      backward_of(net, whole_batch(samples));
+    }
+    EXPECT_EQ(before, 2);
+    EXPECT_EQ(after, 4);
+  });
+}
+
 TEST(FullyShard, MissingGradientsAreNamedOnEveryRankOfAPlainLoop) {
   run_ranks(3, [&](World& world) {
     DeepNet net;
