@@ -297,7 +297,7 @@ void ShardedStep::complete_pass() {
   forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (!find_unused_) used.refuse_unused_anywhere(group_);
+  if (!find_unused_) used.refuse_unused_anywhere({group_});
 }
 
 /// Nobody misses the gradient of what was frozen since.
