@@ -42,7 +42,7 @@ struct RecomputeOptions {
 ///
 /// Throws ConfigError where the pattern matches nothing (nearest path), a module cannot be intercepted, `keep` names no operator (nearest) or one whose output
 /// cannot be kept, there is no attention core, or the budget cannot be met; in backward where a recomputation saves other tensors than the first forward did
-/// (names module, operator, shapes).
+/// (names module, operator, shapes), and at the first gradient of a module that saw no call through its holder (names it and the line to change).
 [[nodiscard]] Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options = {});
 
 template <class Contained>

@@ -61,7 +61,8 @@ struct TensorParallelOptions {
 /// values keeps its part of them. Every rank must pass the same plan, and afterwards the same inputs (of what goes in as Replicated).
 ///
 /// Checked before anything runs, ConfigError: a pattern that matches no module (naming the nearest path), a style on a module of another kind, a layer with
-/// two styles, a pair of layouts without a way between them, more ranks than features, heads or entries.
+/// two styles, a pair of layouts without a way between them, more ranks than features, heads or entries. In the first backward: a module with a style that saw
+/// no call through its holder (nn/calls.h).
 std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
                                                    const TensorParallelOptions& options = {});
 

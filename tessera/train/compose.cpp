@@ -140,7 +140,7 @@ void check_loaded(const Config& config, const Mesh& mesh, const Composition& run
 /// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
 std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const Mesh& mesh, const torch::nn::Module& model, const DdpOptions& options) {
   std::vector<GradientSpec> gradients;
-  for (const auto& [name, tensor, aliases] : trainable_parameters(model)) {
+  for (const auto& [name, tensor, aliases] : nn::unique_parameters(model)) {
     gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
   }
   const PlanLayout layout{.data_ranks = mesh.size(data_axes()), .tensor_ranks = mesh["tp"].size(), .tensor_rank = mesh["tp"].rank(), .sizes = options.sizes};
