@@ -229,6 +229,27 @@ TEST_P(Differentiable, AllToAllEvenAndUneven) {
         n);
 }
 
+/// Rank 0 deals its rows unevenly; the others, which say nothing of theirs, equally.
+TEST_P(Differentiable, AllToAllOfRanksThatSayOnlyWhatComes) {
+  const int n = GetParam();
+  if (n == 1) return;  // nothing to deal
+  run_ranks(n, [&](World& world) {
+    const bool first = world.rank() == 0;
+    std::vector<int64_t> in, out(static_cast<size_t>(n), 2);
+    for (int other = 0; first && other < n; ++other) in.push_back(1 + other);
+    out[0] = 1 + world.rank();
+    const int64_t rows = first ? std::accumulate(in.begin(), in.end(), int64_t{0}) : 2 * n;
+    const at::Tensor x = at::full({rows, 3}, static_cast<double>(world.rank())).requires_grad_();
+    const at::Tensor y = differentiable::all_to_all(world.group(), x, out, in);
+    EXPECT_EQ(y.size(0), std::accumulate(out.begin(), out.end(), int64_t{0}));
+    (y * (10.0 + world.rank())).sum().backward();
+    for (int64_t row = 0, to = 0, left = first ? in[0] : 2; row < rows; ++row, --left) {
+      while (left == 0) left = first ? in[static_cast<size_t>(++to)] : (++to, 2);
+      EXPECT_EQ(x.grad()[row][0].item<double>(), 10.0 + static_cast<double>(to)) << "row " << row << " of rank " << world.rank();
+    }
+  });
+}
+
 TEST_P(Differentiable, BroadcastGatherScatter) {
   const int n = GetParam();
   std::vector<Case> cases;

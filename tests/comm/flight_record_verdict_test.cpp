@@ -169,6 +169,28 @@ TEST(FlightRecordVerdict, WhoWaitsForACircleIsNoCulpritOfIt) {
   EXPECT_THAT(verdict.waiting, ElementsAre(0, 1, 2, 3));
 }
 
+TEST(FlightRecordVerdict, OfSeveralMismatchesTheFirstInTimeIsTold) {
+  Scene scene(2, 1020);
+  scene.group("a", {0, 1}).group("b", {0, 1});
+  for (const auto& [group, entered_s] : std::vector<std::pair<std::string, double>>{{"b", 1005}, {"a", 1010}}) {
+    scene.complete(0, group, entered_s, {.shape = {8}}).complete(1, group, entered_s, {.shape = {9}});
+  }
+  const auto verdict = scene.verdict();
+  EXPECT_EQ(verdict.kind, Kind::Mismatch);
+  EXPECT_THAT(verdict.sentence, testing::HasSubstr("all_reduce #1 of b"));
+}
+
+TEST(FlightRecordVerdict, AGroupThatWasMadeTwiceIsTwo) {
+  Scene scene(2, 1020);
+  scene.group("a", {0, 1}).group("a", {0, 1});
+  for (const int rank : {0, 1}) scene.complete(rank, "a", 1001);
+  scene.enter(0, "a", 1005);
+  RankRecord& record = scene[0];  // in the second of them, its first call
+  record.calls.back().group = 2;
+  record.calls.back().sequence = record.groups[1].collectives = record.groups[2].collectives = 1;
+  EXPECT_EQ(scene.sentence(), "rank 1 never entered all_reduce #1 of a; rank 0 waits 15 s");
+}
+
 TEST(FlightRecordVerdict, TagsThatDoNotMeetAreADeadlock) {
   Scene scene(2, 1020);
   scene.enter(0, "world", 1010, State::Waiting, message("send", 1, 1)).enter(1, "world", 1010, State::Waiting, message("recv", 0, 2));

@@ -202,6 +202,13 @@ TEST_F(Local, ARankThatFailsEndsTheOthers) {
   for (const pid_t pid : pids(3)) EXPECT_TRUE(ended(pid));
 }
 
+TEST_F(Local, WhatARankThatFailedLeftBehindIsEnded) {
+  const Outcome outcome = launch_shell(1, "sleep 100 & echo $! > " + (folder_ / "pid.0").string() + "; exit 7");
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_LT(outcome.seconds, 5);
+  EXPECT_TRUE(ended(pids(1).front()));
+}
+
 TEST_F(Local, ARankThatIgnoresTheRequestIsKilled) {
   const Outcome outcome = launch_shell(2, note_pid() + "if [ $RANK = 1 ]; then sleep 0.2; kill -9 $$; fi; trap '' TERM; while true; do sleep 0.1; done");
   EXPECT_EQ(outcome.exit_code, 1);

@@ -352,6 +352,19 @@ TEST(Round, TakesANodeInAtARestart) {
   EXPECT_THAT(job.members(), ElementsAre("n0", "n2", "n3"));
 }
 
+TEST(Round, ANodeThatVanishesWhileItWaitsIsForgotten) {
+  Job job(3);
+  job.pass(1);
+  job.add();
+  job.pass(0.5);
+  ASSERT_EQ(job.round().waiting.size(), 1u);
+  job[3].alive = false;
+  job.pass(7);
+  EXPECT_THAT(job.round().waiting, IsEmpty());
+  EXPECT_EQ(job.round().number, 1);
+  EXPECT_EQ(job.round().phase, Phase::Running);
+}
+
 TEST(Round, ANodeThatComesWhenRanksAreDoneChangesNothing) {
   Job job(2);
   job.pass(4);
@@ -378,6 +391,17 @@ TEST(Round, AnInterruptEndsAllWithoutARestart) {
       EXPECT_EQ(agent->left->sentence, obedient ? "" : "interrupted by SIGTERM (terminated); all ranks have ended");
     }
   }
+}
+
+TEST(Round, AnInterruptWhileARoundStopsIsTheEnd) {
+  const Round round{.phase = Phase::Stopping, .number = 1, .nnodes = "1:1", .nodes = {{.id = "me"}}, .cause = Cause::Failure};
+  const Self self{.node = {.id = "me"}, .record = {.round = 1, .failures = {{0, exited(3), ""}}}, .interrupted = SIGTERM};
+  const Rules rules{.max_restarts = 5};
+  const Step step = decide(round, {}, self, rules);
+  EXPECT_EQ(step.act, Step::Act::Propose);
+  EXPECT_EQ(step.proposal.cause, Cause::Interrupt);
+  EXPECT_EQ(step.proposal.signal, SIGTERM);
+  EXPECT_EQ(decide(step.proposal, {}, self, rules).proposal.phase, Phase::Finished) << "in place of a restart";
 }
 
 TEST(Round, ALeaderThatVanishesWhileNodesJoinIsReplaced) {

@@ -48,8 +48,11 @@ TEST_F(Fit, CheapSettingsComeFirst) {
   EXPECT_THAT(plan::cheaper_settings(config("llama", and_also(on_host, smallest)), 1), IsEmpty());
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=3"}), 2), Contains(Sets(on_host.begin() + 1, on_host.end())));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=2"}), 2), Not(Contains(Contains("zero.stage=1"))));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=2"}), 2), Not(Contains(Contains("zero.stage=2")))) << "which it is";
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"mesh.dp_replicate=3"}), 3), Contains(Sets{"zero.stage=1", "mesh.dp_replicate=1", "mesh.dp_shard=3"}));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"recompute.mode=full", "recompute.every=2"}), 1),
+              Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"recompute.mode=full", "recompute.budget_bytes=100000"}), 1),
               Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
 }
 
@@ -60,6 +63,8 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   ASSERT_TRUE(easy.fits);
   EXPECT_EQ(total_of(easy.now.peak), now);
   EXPECT_EQ(plan::flags_of(*easy.best()), "--set zero.stage=1");
+  const auto exact = plan::find_fit(settings, 2, peak_of(config("llama", {"zero.stage=1"}), 2));
+  EXPECT_EQ(plan::flags_of(*exact.best()), "--set zero.stage=1") << "what is as large as the limit fits";
   EXPECT_EQ(easy.largest.size(), 10u);
   const int64_t full = peak_of(config("llama", {"recompute.mode=full"}), 1);
   const auto alone = plan::find_fit(settings, 1, full);
@@ -72,6 +77,18 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   const auto impatient = plan::find_fit(settings, 2, 1000, std::chrono::seconds(0));
   EXPECT_FALSE(impatient.complete);
   EXPECT_EQ(impatient.best(), nullptr);
+}
+
+TEST_F(Fit, AddsUpWhatAllRanksComputeAndSend) {
+  const Config settings = config("llama");
+  const auto now = plan::find_fit(settings, 7, 1000, std::chrono::seconds(0)).now;
+  double flops = 0, sent = 0;  // of one class of seven ranks
+  for (const auto& ranks : plan::dry_run(settings, 7).ranks) {
+    flops += static_cast<double>(ranks.count) * ranks.hardware_flops;
+    for (const auto& sum : ranks.collectives) sent += static_cast<double>(ranks.count * sum.sent_bytes);
+  }
+  EXPECT_EQ(now.flops, flops);
+  EXPECT_EQ(now.sent_bytes, sent);
 }
 
 TEST_F(Fit, PassesOverWhatTheRulesRefuse) {
@@ -122,7 +139,7 @@ TEST_F(Fit, AnOutOfMemoryIsExplained) {
   refusal.largest.clear();
   const auto device = plan::explain(settings, {.rank = 0, .world = 1, .refusal = refusal});
   EXPECT_THAT(device.sentence, HasSubstr("could not be had beside the 3.00 MiB in use"));
-  EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg")));
+  EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg"), HasSubstr("for a peak of 3.00 MiB at most")));
 }
 
 }  // namespace

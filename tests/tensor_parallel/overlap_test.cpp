@@ -1,10 +1,15 @@
 #include "tessera/tensor_parallel/overlap.h"
 
+#include <chrono>
+#include <future>
+#include <thread>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
@@ -85,6 +90,56 @@ ParallelPlan plan_of(bool sequence, bool keep_gathered) {
     if (auto* prepare = std::get_if<PrepareInput>(&style)) prepare->keep_gathered = keep_gathered;
   }
   return plan;
+}
+
+/// Messages of this rank leave late, as over a slow link, and whoever does not wait for one may have written over it by then.
+class LateSends : public comm::DecoratedBackend {
+ public:
+  using DecoratedBackend::DecoratedBackend;
+
+ protected:
+  Work call(const comm::Call& call, const Forward& forward) override {
+    if (call.op != "send") return forward();
+    return c10::make_intrusive<Late>(std::async(std::launch::async, [inner = inner(), tensors = call.inputs, peer = call.peer, tag = call.tag]() mutable {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      inner->send(tensors, peer, tag)->wait();
+    }));
+  }
+
+ private:
+  struct Late : c10d::Work {
+    explicit Late(std::future<void> sent) : sent(std::make_shared<std::future<void>>(std::move(sent))) {}
+    /// Dropped without a wait, it must not wait either.
+    ~Late() override {
+      std::thread([sent = sent] { sent->wait(); }).detach();
+    }
+    bool wait(std::chrono::milliseconds) override {
+      sent->wait();
+      return true;
+    }
+    std::shared_ptr<std::future<void>> sent;
+  };
+};
+
+TEST(Ring, MemoryThatIsStillOnItsWayIsNotWrittenOver) {
+  const comm::Decorator late = [](c10::intrusive_ptr<c10d::Backend> inner, const comm::GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
+    if (group.rank != 0) return inner;
+    return c10::make_intrusive<LateSends>(group, std::move(inner));
+  };
+  run_ranks(5,
+            [](World& world) {
+              const at::Tensor whole = numbers({2, 15, 3});
+              for (GatherRing ring(world.group(), part_of(whole, 5, world.rank()), 15); !ring.done(); ring.advance()) {
+                EXPECT_TRUE(at::equal(ring.part(), whole.narrow(1, ring.begin(), 3))) << "rank " << world.rank() << " at " << ring.begin();
+              }
+              SumRing ring(world.group(), {2, 15, 3}, whole.options());
+              while (!ring.done()) {
+                ring.term().copy_(whole.narrow(1, ring.begin(), 3) * (world.rank() + 1));
+                ring.pass_on();
+              }
+              EXPECT_LT(worst(ring.take(), part_of(whole, 5, world.rank()) * 15), 1e-6) << "rank " << world.rank();
+            },
+            {.decorators = {late}});
 }
 
 class Overlapped : public ::testing::TestWithParam<std::tuple<int, bool>> {};
