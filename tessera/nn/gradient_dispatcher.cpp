@@ -113,7 +113,15 @@ GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
 
 Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
   if (!std::exchange(state_->hears_arrivals, true)) {
-    torch::autograd::impl::add_hook(parameter(), std::make_unique<ArrivalHook>(parameter_, state_));
+    const at::Tensor tensor = parameter();
+    auto* const meta = torch::autograd::impl::materialize_autograd_meta(tensor);
+    if (meta->hooks_.empty()) {  // the first register_hook of a tensor would clear those that are there: let it be this one
+      const bool trained = tensor.requires_grad();
+      tensor.set_requires_grad(true);
+      tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
+      tensor.set_requires_grad(trained);
+    }
+    meta->hooks_.push_back(std::make_unique<ArrivalHook>(parameter_, state_));
   }
   auto added = state_->arriving.add(std::move(before_accumulation));
   return Attachment([state = std::weak_ptr(state_), added] {

@@ -35,7 +35,7 @@ Attachment keep_gradients_in(at::ScalarType dtype, const std::vector<nn::NamedPa
   const auto active = std::make_shared<bool>(true);
   for (const auto& parameter : parameters) {
     if (!parameter.tensor.requires_grad() || parameter.tensor.scalar_type() == dtype) continue;
-    torch::autograd::impl::add_hook(parameter.tensor, std::make_unique<Convert>(dtype, active));
+    torch::autograd::impl::materialize_autograd_meta(parameter.tensor)->hooks_.push_back(std::make_unique<Convert>(dtype, active));
   }
   return Attachment([active] { *active = false; });
 }
