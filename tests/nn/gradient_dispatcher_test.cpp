@@ -182,6 +182,20 @@ TEST(GradientDispatcher, ArrivingComesBeforeEachAccumulationAndNotWhereAGradient
   EXPECT_EQ(had_gradient.size(), 3u);
 }
 
+TEST(GradientDispatcher, ArrivalsAndHooksOfTheUserLiveTogether) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  int arrived = 0, seen = 0;
+  const auto listening = GradientDispatcher::of(weight).listen_arriving([&](const at::Tensor&) { ++arrived; });
+  weight.register_hook([&](const at::Tensor& gradient) {
+    ++seen;
+    return gradient * 2;
+  });
+  weight.sum().backward();
+  EXPECT_EQ(arrived, 1);
+  EXPECT_EQ(seen, 1);
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 2.0)));
+}
+
 TEST(GradientDispatcher, ServesAParameterThatIsFrozenAtFirst) {
   torch::nn::Linear linear(2, 3);
   linear->weight.requires_grad_(false);
