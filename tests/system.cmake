@@ -9,7 +9,7 @@ foreach(script ${scripts})
   get_filename_component(name ${script} NAME_WE)
   string(REPLACE "_test" "" name ${name})
   # One ctest entry per test method, so that a failure names what broke and the two cores stay busy.
-  file(STRINGS ${script} lines REGEX "^(class [A-Za-z]+\\([A-Za-z]*Test\\)|    def test_[a-z0-9_A-Z]+)")
+  file(STRINGS ${script} lines REGEX "^(class [A-Za-z]+\\([A-Za-z.]*Test(Case)?\\)|    def test_[a-z0-9_A-Z]+)")
   foreach(line ${lines})
     if(line MATCHES "^class ([A-Za-z]+)")
       set(class ${CMAKE_MATCH_1})

@@ -186,7 +186,8 @@ std::array<void (*)(), c10::COMPILE_TIME_MAX_DEVICE_TYPES>& device_tracking() {
 
 void visit_counted(const at::Tensor& tensor, const std::function<void(CountedMemory&)>& change) {
   if (!tensor.defined() || !tensor.has_storage()) return;
-  const c10::DataPtr& pointer = tensor.storage().data_ptr();
+  // Without libtorch's checks: memory that a shard has given back complains when it is read, and here it is only looked up.
+  const c10::DataPtr& pointer = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   if (pointer.get_deleter() == &free_meta) {
     change(*static_cast<CountedMemory*>(pointer.get_context()));
   } else {

@@ -131,8 +131,8 @@ TEST(MasterWeights, UpdateEachParameterOnceHoweverTheyAreStaged) {
   config.momentum = 0;
   config.weight_decay = 0;
   auto parameters = make_parameters({{2}, {0}}, at::kBFloat16);
-  parameters[0].tensor.fill_(1);
-  parameters[1].tensor = at::ones({MasterWeights::kStagingBytes / 4 + 1}, at::kBFloat16);
+  parameters[0].tensor.detach().fill_(1);
+  parameters[1].tensor = at::ones({MasterWeights::kStagingBytes / 4 + 1}, at::kBFloat16).requires_grad_();
   nn::set_slice(parameters[1].tensor, Slice::whole("p1", parameters[1].tensor.sizes().vec()));
   const auto optimizer = make_optimizer(config, policy(at::kBFloat16), 0, parameters);
   for (auto& parameter : parameters) parameter.tensor.mutable_grad() = at::full_like(parameter.tensor, 0.25);
