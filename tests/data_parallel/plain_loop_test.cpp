@@ -1,4 +1,6 @@
+#include <chrono>
 #include <functional>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -514,6 +516,21 @@ TEST(DdpPlainLoop, FindUnusedParameters) {
     for (int rank = 0; rank < 3; ++rank) loss(reference, false).backward();
     EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
   });
+}
+
+TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {
+  const auto train = [](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = true});
+    if (world.rank() == 0) backward(net, whole_batch(samples));
+    std::this_thread::sleep_for(std::chrono::milliseconds(world.rank() * 600));
+  };
+  try {
+    run_ranks(2, train, {.timeout = std::chrono::milliseconds(300)});
+    ADD_FAILURE() << "rank 0 waited for nobody";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("a rank whose backward pass brings no gradient at all to the wrapped module"));
+  }
 }
 
 TEST(DdpPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {

@@ -1,4 +1,6 @@
+#include <chrono>
 #include <functional>
+#include <latch>
 #include <sstream>
 
 #include <gmock/gmock.h>
@@ -270,6 +272,52 @@ TEST(ZeroPlainLoop, TheGanLoopWithTwoWrappers) {
       });
     }
   }
+}
+
+/// Ranks that use different parameters finish their buckets in different orders, and both wrappers' collectives are one sequence.
+TEST(ZeroPlainLoop, TwoWrappersOfOneEngineStartTheirBucketsInOneOrder) {
+  const auto loss = [](Net& d, Net& g, bool whole) {
+    const at::Tensor x = at::constant_pad_nd(g.forward(whole_batch(samples, 3).x), {0, 2});
+    const at::Tensor hidden = at::tanh(d.middle(at::tanh(d.first(x))) * d.scale);
+    return (whole ? d.last(hidden) : at::linear(hidden, d.last->weight)).square().sum() / static_cast<double>(samples);
+  };
+  Net d, g;
+  for (int rank = 0; rank < 2; ++rank) loss(d, g, rank == 0).backward();
+  for (const Way& way : ways) {
+    SliceCollector gradients_d, gradients_g;
+    run_ranks(2, [&](World& world) {
+      Net my_d, my_g;
+      ZeroOptions options = options_of(way);
+      options.sizes = {};
+      options.find_unused_parameters = true;
+      ShardedDataParallel zero_d(my_d, groups_of(world, 1), options), zero_g(my_g, groups_of(world, 1), options);
+      loss(my_d, my_g, world.rank() == 0).backward();
+      gradients_d.add_gradients(zero_d.shards());
+      gradients_g.add_gradients(zero_g.shards());
+    });
+    EXPECT_LT(largest_difference(in_order_of(Net(), gradients_d.whole()), gradients_of(d)), parity);
+    EXPECT_LT(largest_difference(in_order_of(Net(), gradients_g.whole()), gradients_of(g)), parity);
+  }
+}
+
+/// While an exception unwinds, a wrapper waits for nobody.
+TEST(ZeroPlainLoop, AWrapperThatGoesInTheMiddleOfAStepWaitsForNobody) {
+  std::latch gone(1);
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              auto zero = std::make_unique<ShardedDataParallel>(net, groups_of(world, 1),
+                                                                ZeroOptions{.stage = 1, .sizes = small_buckets, .replicas = ReplicaStart::Trust});
+              if (world.rank() == 1) return gone.wait();
+              at::Tensor hidden = net.first(whole_batch(samples).x);
+              hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+              const auto start = std::chrono::steady_clock::now();
+              EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+              zero.reset();
+              EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+              gone.count_down();
+            },
+            {.timeout = std::chrono::seconds(4)});
 }
 
 void set_trained(Net& net, bool first, bool last) {
