@@ -48,7 +48,8 @@ class GradientChannel {
   SynchronizationStatistics& statistics_;
 };
 
-/// The way of one bucket through a hook in one step. On every rank the same collectives must be started in the same calls.
+/// The way of one bucket through a hook in one step. On every rank the same collectives must be started in the same calls. Destroyed before it is done where a
+/// step failed: then it waits for nothing, and leaves what the hook carries as it was.
 class BucketReduction {
  public:
   virtual ~BucketReduction() = default;

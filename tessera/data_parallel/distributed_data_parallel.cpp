@@ -15,8 +15,10 @@
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
+#include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/step_protocol.h"
+#include "tessera/nn/write_watch.h"
 
 namespace tessera {
 namespace {
@@ -26,6 +28,7 @@ struct GradientBuckets {
   std::vector<GradientBucket> buckets;
   std::vector<at::Tensor> views;
   std::vector<size_t> bucket_of;
+  std::vector<size_t> references;  ///< per bucket: of our own to its memory
 };
 
 using IndexByName = std::unordered_map<std::string, size_t>;
@@ -44,6 +47,7 @@ void allocate(const BucketPlan& plan, size_t b, const std::vector<nn::NamedParam
     buckets.bucket_of[index] = b;
     buckets.buckets[b].gradients.push_back({.name = slot.name, .tensor = buckets.views[index]});
   }
+  buckets.references[b] = flat.storage().use_count();
 }
 
 /// Parameters are expected in the reverse order of registration before anything was seen.
@@ -67,10 +71,11 @@ class DistributedDataParallel::Impl {
         used_(parameters_),
         arrived_(parameters_.size(), false),
         carried_(parameters_.size()),
+        gradient_writes_(parameters_.size()),
         protocol_("data parallelism", self.holds(),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass = [this](bool last) { begin_pass(last); },
-                   .end_pass = [this](bool) { end_pass(); },
+                   .end_pass = [this](bool last) { end_pass(last); },
                    .complete = [this] { complete(); },
                    .abandon = [this] { abandon(); },
                    .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
@@ -87,6 +92,7 @@ class DistributedDataParallel::Impl {
     if (!options_.hook) options_.hook = std::make_shared<AllReduceHook>();
     train(trained_parameters(parameters_, &self_));
     if (options_.plan) take_given_plan();
+    hooks_.add(nn::use_engine(group_));
     listen();
   }
 
@@ -128,6 +134,8 @@ class DistributedDataParallel::Impl {
       if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).follow(options_.phase);
     }
     plain_ = plain;
+    starts_early_ = !plain || !nn::is_engine_shared(group_);
+    parameter_writes_.clear();
     missing_.clear();
     for (const BucketPlan::Bucket& bucket : plan_.buckets) missing_.push_back(bucket.slots.size());
     used_.clear();
@@ -142,11 +150,19 @@ class DistributedDataParallel::Impl {
 
   void begin_pass(bool last) {
     if (own_phase_) own_phase_->last_micro_batch = last;
-    if (plain_) offer_places();
+    if (!plain_) return;
+    const std::string written = parameter_writes_.first_written(parameters_);
+    require(
+        written.empty(), "data parallelism: '", written,
+        "' was written after a backward pass under no_sync(): an optimizer's step took gradients that were of this rank alone, and the replicas part; let a "
+        "pass without no_sync() complete them before each step, the last of an epoch too (ReplicaStart::Trust: who writes parameters there vouches)");
+    offer_places();
   }
 
-  void end_pass() {
-    if (plain_) withdraw_places();
+  void end_pass(bool last) {
+    if (!plain_) return;
+    withdraw_places();
+    if (active() && !last && options_.replicas != ReplicaStart::Trust) parameter_writes_.mark(parameters_, trained_);
   }
 
   void complete() {
@@ -180,16 +196,17 @@ class DistributedDataParallel::Impl {
     drop_reductions();
     withdraw_places();
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (arrived_[i] && parameters_[i].tensor.grad().defined()) set_gradient(parameters_[i].tensor, carried_[i]);
+      const at::Tensor& gradient = parameters_[i].tensor.grad();
+      if (!arrived_[i] || !gradient.defined()) continue;
+      if (gradient_writes_.zeroed(i, gradient)) carried_[i].reset();  // by the program
+      set_gradient(parameters_[i].tensor, carried_[i]);
     }
   }
 
-  /// Waits for what a step that failed has under way. The other ranks have failed at the same place, or will not get there.
+  /// Lets go of what a step that failed has under way, and waits for none of it: the other ranks have failed at the same place, or will not get there. The
+  /// engine keeps the memory in which it may still write; buckets get another.
   void drop_reductions() {
-    try {
-      complete_reductions();
-    } catch (const std::exception&) {  // the step has failed already, and said why
-    }
+    stale_ |= std::ranges::any_of(reductions_, [](const auto& reduction) { return reduction != nullptr; });
     reductions_.clear();
   }
 
@@ -255,22 +272,26 @@ class DistributedDataParallel::Impl {
     stale_ = true;
   }
 
-  /// Buckets of the plan, in the memory of the step before. A bucket of which somebody still holds a gradient, a parameter that is added to or whoever kept it,
-  /// is left to them, and gets new memory.
+  /// Buckets of the plan, in the memory of the step before. A bucket of which somebody still holds a gradient, or of whose memory (a detached alias, a view), a
+  /// parameter that is added to or whoever kept it, is left to them, and gets new memory.
   void renew_buckets() {
     constexpr size_t own_handles = 2;  // in views and in the bucket's gradients
     if (!buckets_ || stale_) {
       buckets_.reset();  // the old ones go before the new ones come
       const size_t n = parameters_.size();
-      buckets_ = GradientBuckets{
-          .buckets = std::vector<GradientBucket>(plan_.buckets.size()), .views = std::vector<at::Tensor>(n), .bucket_of = std::vector<size_t>(n)};
+      buckets_ = GradientBuckets{.buckets = std::vector<GradientBucket>(plan_.buckets.size()),
+                                 .views = std::vector<at::Tensor>(n),
+                                 .bucket_of = std::vector<size_t>(n),
+                                 .references = std::vector<size_t>(plan_.buckets.size())};
       for (size_t b = 0; b < plan_.buckets.size(); ++b) allocate(plan_, b, parameters_, index_of_, group_, *buckets_);
       stale_ = false;
       return;
     }
     for (size_t b = 0; b < plan_.buckets.size(); ++b) {
       const auto held = [&](const BucketGradient& gradient) { return gradient.tensor.use_count() > own_handles; };
-      if (std::ranges::any_of(buckets_->buckets[b].gradients, held)) allocate(plan_, b, parameters_, index_of_, group_, *buckets_);
+      const GradientBucket& bucket = buckets_->buckets[b];
+      if (bucket.flat.storage().use_count() > buckets_->references[b] || std::ranges::any_of(bucket.gradients, held))
+        allocate(plan_, b, parameters_, index_of_, group_, *buckets_);
     }
   }
 
@@ -317,15 +338,24 @@ class DistributedDataParallel::Impl {
     if (!arrived_[index]) {
       arrived_[index] = true;
       set_aside(index);
-    } else if (!parameters_[index].tensor.grad().defined()) {
-      carried_[index].reset();  // cleared since the pass before
+    } else {
+      settle_cleared(index);
     }
   }
 
-  void set_aside(size_t index) { carried_[index] = std::exchange(parameters_[index].tensor.mutable_grad(), {}); }
+  void set_aside(size_t index) {
+    carried_[index] = std::exchange(parameters_[index].tensor.mutable_grad(), {});
+    if (carried_[index].defined() && carried_[index].is_alias_of(buckets_->views[index])) carried_[index] = carried_[index].clone();
+  }
+
+  /// What was set aside goes where the program has cleared, since the pass before, what shows in its place.
+  void settle_cleared(size_t index) {
+    if (carried_[index].defined() && gradient_writes_.cleared(index, parameters_[index], "data parallelism")) carried_[index].reset();
+  }
 
   void accumulated(size_t index) {
     if (!is_place_awaited(parameters_[index].tensor, buckets_->views[index])) recover_gradient(parameters_[index].tensor, buckets_->views[index]);
+    if (plain_) gradient_writes_.see(index, parameters_[index].tensor.grad());
     used_.mark(index);
   }
 
@@ -334,7 +364,7 @@ class DistributedDataParallel::Impl {
     recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     arrivals_.push_back(static_cast<int64_t>(index));
     --missing_[buckets_->bucket_of[index]];
-    while (reductions_.size() < missing_.size() && missing_[reductions_.size()] == 0) launch_next();
+    while (starts_early_ && reductions_.size() < missing_.size() && missing_[reductions_.size()] == 0) launch_next();
   }
 
   /// Starts the first bucket that has not been. On every rank in the order of the plan, whatever order its gradients came in.
@@ -380,9 +410,9 @@ class DistributedDataParallel::Impl {
       const bool has_gradient = parameters_[i].tensor.grad().defined();
       if (!arrived_[i] && has_gradient) {
         set_aside(i);
-      } else if (arrived_[i] && !has_gradient) {  // cleared since its pass
-        carried_[i].reset();
-        used_.mark(i, false);
+      } else if (arrived_[i]) {
+        settle_cleared(i);
+        if (!has_gradient) used_.mark(i, false);
       }
       recover_gradient(parameters_[i].tensor, buckets_->views[i]);
     }
@@ -433,13 +463,16 @@ class DistributedDataParallel::Impl {
   std::optional<GradientBuckets> buckets_;
   std::shared_ptr<nn::StepPhase> own_phase_;
 
-  bool plain_ = false;  ///< the step is one of the plain loop
+  bool plain_ = false;         ///< the step is one of the plain loop
+  bool starts_early_ = false;  ///< buckets, while backward runs; else when it is done, for another wrapper's start on the same engine
   UsedParameters used_;
   std::vector<bool> arrived_;        ///< parameters that got a gradient in this step
   std::vector<at::Tensor> carried_;  ///< gradients from before this step, set aside
-  std::vector<bool> overtaken_;      ///< gradients that went without the one that was to be computed in place, which must not come any more
-  std::vector<size_t> missing_;      ///< per bucket: gradients that are not final
-  std::vector<int64_t> arrivals_;    ///< parameters in the order in which their gradients became final
+  nn::GradientWrites gradient_writes_;
+  nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
+  std::vector<bool> overtaken_;           ///< gradients that went without the one that was to be computed in place, which must not come any more
+  std::vector<size_t> missing_;           ///< per bucket: gradients that are not final
+  std::vector<int64_t> arrivals_;         ///< parameters in the order in which their gradients became final
   SynchronizationStatistics statistics_;
   GradientChannel channel_{group_, statistics_};
   std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket launched; null where nothing is, or is no more, under way

@@ -56,8 +56,15 @@ struct DdpOptions {
 ///
 /// Frozen parameters (requires_grad false when a step begins) are skipped, tied ones reduced once; parameters may be frozen and unfrozen between steps, on
 /// every rank alike, and the plan follows. A parameter that gets a second gradient after its bucket has left is refused by name. A backward pass that ends by
-/// an exception takes its step with it: what it and passes under no_sync() before it have accumulated is dropped by the next one. Several live side by side in
-/// any order, also over modules that are used in each other's losses, as long as no parameter is in two; ranks have to use them in the same order. Throws
+/// an exception takes its step with it: what it and passes under no_sync() before it have accumulated is dropped, what was there before is there again.
+/// An optimizer's step after nothing but passes under no_sync() would part the replicas: parameters that were written between passes are refused by name when
+/// the next gradient comes (with ReplicaStart::Trust the program vouches for them, too). Several live side by side in any order, also over modules that are
+/// used in each other's losses, as long as no parameter is in two; ranks have to use them in the same order. Where several share an engine, buckets of the
+/// plain loop start when backward is done, since gradients may become final in another order on each rank.
+///
+/// In the plain loop a rank takes part in a step's collectives by a gradient that arrives: one whose pass uses nothing at all of the module, while others'
+/// passes do, leaves them waiting until comm.timeout, with find_unused_parameters, too. Add `0 * sum` of one of its outputs to that rank's loss. A backward
+/// pass inside of another that brings the first gradient (a checkpoint that calls backward itself) is refused. Throws
 /// ConfigError for replicas that differ, a plan of another model, a module without trainable parameters. The module must outlive this object and keep its
 /// parameters; the hooks go with it, gradients stay.
 class DistributedDataParallel final : public GradientSynchronizer {

@@ -14,6 +14,7 @@
 #include "tessera/core/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/step_protocol.h"
 
 namespace tessera {
@@ -35,7 +36,7 @@ class TreeReduction::Impl {
                        [this](bool) {
                          if (!padding_ && !leaf_.defined()) begin_leaf();
                        },
-                   .end_pass = [this](bool) { end_leaf(); },
+                   .end_pass = [this](bool last) { end_leaf(last); },
                    .complete = [this] { complete(); },
                    .abandon = [this] { abandon(); }}) {
     const comm::CallSite site("tree.start");
@@ -52,6 +53,14 @@ class TreeReduction::Impl {
       }));
     }
   }
+
+  ~Impl() {
+    for (const nn::NamedParameter& parameter : parameters_) {
+      if (nn::is_gradient_guard(parameter.tensor.grad())) set_gradient(parameter.tensor, {});
+    }
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
 
   StepProtocol& protocol() { return protocol_; }
 
@@ -78,12 +87,16 @@ class TreeReduction::Impl {
       if (trained_[i]) carried_[i] = parameters_[i].tensor.grad();
     }
     clear_gradients();
+    padding_ = false;
+    statistics_ = {};
+    start_run();
+  }
+
+  void start_run() {
     sums_.clear();
     stack_ = TreeStack(options_.num_micro_batches);
     next_index_ = run().begin;
-    padding_ = false;
     used_.clear();
-    statistics_ = {};
   }
 
   TreeSchedule::Run run() const { return schedule_.runs[group_.rank()]; }
@@ -105,6 +118,7 @@ class TreeReduction::Impl {
 
   /// Views of a flat tensor of zeros, so that autograd adds into it and nothing is copied.
   void begin_leaf() {
+    if (plain_ && next_index_ > run().begin) settle_cleared();
     require(next_index_ < run().begin + run().size, "TreeReduction: backward pass ", next_index_ - run().begin + 1, " of a step in which rank ", group_.rank(),
             " has ", run().size, " of ", options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
     leaf_ = new_flat(/*zeroed=*/true);
@@ -116,7 +130,7 @@ class TreeReduction::Impl {
     }
   }
 
-  void end_leaf() {
+  void end_leaf(bool last) {
     if (leaf_.defined()) {
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -132,6 +146,43 @@ class TreeReduction::Impl {
     padding_ = false;
     views_.clear();
     clear_gradients();
+    if (plain_ && !last) show_guards();
+  }
+
+  /// Between the passes of a run there is no gradient: what stands in its place tells an optimizer so, and us that the program cleared it.
+  void show_guards() {
+    guards_.resize(parameters_.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!trained_[i]) continue;
+      const auto& [name, tensor, aliases] = parameters_[i];
+      if (!guards_[i].defined()) {
+        guards_[i] = nn::make_gradient_guard(
+            tensor,
+            detail::concat("TreeReduction: the gradient of '", name,
+                           "' is summed when the last of this rank's micro-batches is done, in a backward pass without no_sync(); read it, clip and step "
+                           "after that"));
+      }
+      nn::arm(guards_[i]);
+      set_gradient(tensor, guards_[i]);
+    }
+  }
+
+  /// A run whose gradients were cleared begins anew, with nothing carried.
+  void settle_cleared() {
+    std::string cleared, kept;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i]) (is_guarded(i) ? kept : cleared) = parameters_[i].name;
+    }
+    if (cleared.empty()) return;
+    require(kept.empty(), "TreeReduction: the gradient of '", cleared, "' was cleared within a run of micro-batches, and that of '", kept,
+            "' was not; clear all of the module's or none (zero_grad)");
+    start_run();
+    carried_.assign(parameters_.size(), {});
+  }
+
+  bool is_guarded(size_t i) const {
+    const at::Tensor& gradient = parameters_[i].tensor.grad();
+    return nn::is_gradient_guard(gradient) && !nn::is_cleared(gradient);
   }
 
   void complete() {
@@ -149,10 +200,11 @@ class TreeReduction::Impl {
   }
 
   void abandon() {
+    const bool between_passes = plain_ && !leaf_.defined() && next_index_ > run().begin;
     leaf_.reset();
     sums_.clear();
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (trained_[i]) set_gradient(parameters_[i].tensor, carried_[i]);
+      if (trained_[i]) set_gradient(parameters_[i].tensor, between_passes && !is_guarded(i) ? at::Tensor() : carried_[i]);
     }
   }
 
@@ -251,6 +303,7 @@ class TreeReduction::Impl {
   at::Tensor leaf_;                  ///< of the micro-batch at hand
   std::vector<at::Tensor> views_;    ///< into leaf_
   std::vector<at::Tensor> sums_;     ///< of stack_'s nodes
+  std::vector<at::Tensor> guards_;   ///< by parameter, once they were needed: what stands for its gradient between the passes of a run
   UsedParameters used_;
   TreeStack stack_;
   SynchronizationStatistics statistics_;

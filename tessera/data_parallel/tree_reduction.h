@@ -27,8 +27,9 @@ struct TreeReductionOptions {
 ///                2 log2 M in the worst; freed as they are added up
 ///   traffic      each partial sum that is no whole tree once, P elements (at most 2 log2 M per rank), then a broadcast of P; nothing overlaps backward
 ///
-/// In the plain loop each backward pass is one micro-batch of this rank's run, in ascending order, all but the last under no_sync(); after each grad() is
-/// undefined until the step is complete. Ranks without a micro-batch, and padding, need the explicit calls.
+/// In the plain loop each backward pass is one micro-batch of this rank's run, in ascending order, all but the last under no_sync(). Between them what
+/// grad() returns refuses to be read, clipped or stepped with; zero_grad there begins the run anew. Ranks without a micro-batch, and padding, need the explicit
+/// calls.
 ///
 /// Padding micro-batches are left out. In a group of one the tree is the same and nothing is sent. Micro-batches of a rank must come in ascending order.
 class TreeReduction final : public GradientSynchronizer {

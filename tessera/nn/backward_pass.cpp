@@ -16,4 +16,7 @@ void at_end_of_backward(std::function<void()> done) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(done));
 }
 
+// The pass that ends has left its last node; one that is being evaluated on this thread is another pass's.
+bool is_inside_of_backward() { return torch::autograd::get_current_node() != nullptr; }
+
 }  // namespace tessera::nn

@@ -12,4 +12,7 @@ int backward_pass();
 /// exception, so keep no state that only `done` resets. Throws InternalError outside of a pass.
 void at_end_of_backward(std::function<void()> done);
 
+/// For `done` of at_end_of_backward: whether the pass that ends runs inside of another's, on this thread.
+bool is_inside_of_backward();
+
 }  // namespace tessera::nn

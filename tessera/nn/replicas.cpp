@@ -1,6 +1,10 @@
 #include "tessera/nn/replicas.h"
 
+#include <functional>
 #include <map>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -64,7 +68,9 @@ void check_replicas(const std::vector<nn::NamedParameter>& parameters, const com
 }
 
 /// One message per dtype and device: small tensors are packed, for a broadcast costs a round trip whatever its size.
-void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group& group) {
+/// `before_write` is told what becomes of each.
+void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group& group,
+                      const std::function<void(const at::Tensor& tensor, const at::Tensor& next)>& before_write = {}) {
   std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>> packs;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() > 0) packs[{tensor.scalar_type(), tensor.device().str()}].push_back(tensor);
@@ -76,10 +82,18 @@ void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group&
     comm::broadcast(group, packed, 0);
     int64_t offset = 0;
     for (at::Tensor tensor : members) {
-      if (group.rank() != 0) tensor.copy_(packed.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      const at::Tensor next = packed.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       offset += tensor.numel();
+      if (group.rank() == 0) continue;
+      if (before_write) before_write(tensor, next);
+      tensor.copy_(next);
     }
   }
+}
+
+/// What a normalisation in training updates by itself, and does not differentiate by.
+bool is_running_statistic(const std::string& name) {
+  return name.ends_with("running_mean") || name.ends_with("running_var") || name.ends_with("num_batches_tracked");
 }
 
 }  // namespace
@@ -94,12 +108,20 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
 
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
   if (group.size() == 1) return;
+  std::vector<at::Tensor> buffers;
+  std::set<const c10::TensorImpl*> watched;
+  for (const auto& item : module.named_buffers()) {
+    const at::Tensor& buffer = item.value();
+    if (!buffer.defined()) continue;
+    buffers.push_back(buffer);
+    if (!buffer.is_meta() && !is_running_statistic(item.key())) watched.insert(buffer.unsafeGetTensorImpl());
+  }
   // Quietly: a graph whose backward pass is still to come may hold a buffer (BatchNorm's statistics), and does not mind, as it does not when forward updates
-  // one.
+  // one. Any other may be a factor of what the graph computed: if it becomes another one now, that pass has to say so.
   const at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<at::Tensor> buffers = module.buffers();
-  std::erase_if(buffers, [](const at::Tensor& buffer) { return !buffer.defined(); });
-  broadcast_packed(buffers, group);
+  broadcast_packed(buffers, group, [&](const at::Tensor& buffer, const at::Tensor& next) {
+    if (watched.contains(buffer.unsafeGetTensorImpl()) && !at::equal(buffer, next)) buffer.unsafeGetTensorImpl()->bump_version();
+  });
 }
 
 }  // namespace tessera

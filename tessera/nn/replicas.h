@@ -25,7 +25,8 @@ enum class BufferBroadcast {
 /// Traffic: Check one all-gather of 3 words per rank (a word per parameter more where it finds a difference); Broadcast every parameter once.
 void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start);
 
-/// Broadcasts the buffers of `module` from rank 0, one message per dtype.
+/// Broadcasts the buffers of `module` from rank 0, one message per dtype. One that becomes another by that counts as written in place (a graph that still holds
+/// it refuses its backward pass), but for running statistics (running_mean, running_var, num_batches_tracked), by which nothing is differentiated in training.
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group);
 
 }  // namespace tessera

@@ -7,6 +7,19 @@
 
 namespace tessera {
 
+struct StepProtocol::Pass {
+  StepProtocol* protocol;
+  std::weak_ptr<int> alive;  ///< the protocol is
+  bool ended = false;        ///< as passes end
+
+  Pass(StepProtocol* protocol, std::weak_ptr<int> alive) : protocol(protocol), alive(std::move(alive)) {}
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+  ~Pass() {
+    if (!ended && !alive.expired()) protocol->pass_failed();
+  }
+};
+
 void StepProtocol::begin_step() {
   const State before = state_;
   const bool failed = leave_step();
@@ -64,23 +77,43 @@ void StepProtocol::arriving(const std::string& parameter) {
 }
 
 void StepProtocol::begin_pass() {
-  auto pass = std::make_shared<int>(0);
+  auto pass = std::make_shared<Pass>(this, alive_);
   pass_ = pass;
   in_pass_ = true;
   last_pass_ = *holds_ == 0 && (state_ == State::Plain || is_last_announced_);
-  nn::at_end_of_backward([this, pass = std::move(pass), alive = std::weak_ptr(alive_)] {
-    if (!alive.expired()) end_of_backward();
+  nn::at_end_of_backward([pass = std::move(pass)] {
+    pass->ended = true;
+    if (!pass->alive.expired()) pass->protocol->end_of_backward();
   });
   actions_.begin_pass(last_pass_);
 }
 
 void StepProtocol::end_of_backward() {
+  if (state_ == State::Plain && nn::is_inside_of_backward()) {
+    leave_step();
+    throw ConfigError(
+        technique_ +
+        ": a backward pass inside of another (a checkpoint that calls backward itself) brought the first gradient, and its end is not that of the "
+        "whole; let a parameter outside of it be used later in the forward pass, or use tessera's recomputation");
+  }
   in_pass_ = false;
   if (state_ == State::Between || in_micro_batch_) return;
   actions_.end_pass(last_pass_);
   if (state_ != State::Plain || !last_pass_) return;
   state_ = State::Between;
-  actions_.complete();
+  try {
+    actions_.complete();
+  } catch (const CommError& error) {
+    throw CommError(
+        detail::concat(error.what(), " (", technique_,
+                       ", plain loop: a rank whose backward pass brings no gradient at all to the wrapped module makes none of its collectives, and the "
+                       "others wait for it)"));
+  }
+}
+
+/// Called as an exception unwinds.
+void StepProtocol::pass_failed() {
+  if (state_ == State::Plain && in_pass_ && pass_.expired()) leave_step();
 }
 
 }  // namespace tessera

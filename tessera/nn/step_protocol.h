@@ -13,8 +13,10 @@ namespace tessera {
 ///
 /// In the plain loop a step opens with the first gradient that arrives after the step before was complete. Which backward pass a gradient is of, libtorch's
 /// engine tells (nn/backward_pass.h); the end of a pass that runs while nobody holds no_sync() completes the step. A pass that ended by an exception never ends
-/// for us: what the engine would have called is gone with it, so the next pass finds that out, and abandons the step. A backward pass inside of another belongs
-/// to that one.
+/// for us: what the engine would have called is gone with it. In the plain loop the step is abandoned as that goes, before the program sees the exception, so
+/// that an optimizer's step after it finds what was there before; by explicit calls the next one finds it out. A backward pass inside of another (a
+/// checkpoint that calls backward itself) belongs to that one; where it brings the first gradient, its end cannot be told from that of the whole, and it is
+/// refused.
 ///
 /// Explicit calls are checked: one that is missing or out of order is refused by name at the next one.
 class StepProtocol {
@@ -45,8 +47,12 @@ class StepProtocol {
  private:
   enum class State { Between, Plain, Explicit };
 
+  /// What the engine holds for us while a pass runs.
+  struct Pass;
+
   void begin_pass();
   void end_of_backward();
+  void pass_failed();
   bool leave_step();  ///< whether a pass ended by an exception
 
   std::string technique_;

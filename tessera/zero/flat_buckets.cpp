@@ -55,7 +55,10 @@ FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& buc
                        const comm::Group& group, GradientForm form, GradientMemory& memory)
     : bucket_(bucket), numel_(layout.numel(bucket)), group_(group), form_(form), memory_(&memory) {
   if (form_.network && c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype)) form_.network.reset();
-  for (const auto& slot : bucket_.slots) tensors_.push_back(parameters[slot.parameter].tensor);
+  for (const auto& slot : bucket_.slots) {
+    tensors_.push_back(parameters[slot.parameter].tensor);
+    sizes_.push_back(tensors_.back().sizes().vec());
+  }
   gradient_options_ = tensors_.front().options().dtype(form_.dtype).requires_grad(false);
   move_parameters();
   if (std::ranges::any_of(tensors_, [](const at::Tensor& tensor) { return tensor.requires_grad(); })) hold_part();
@@ -78,10 +81,29 @@ void FlatBucket::move_parameters() {
   parameters_ = comm::empty(group_, {numel_}, tensors_.front().options().requires_grad(false));
   clear_padding(parameters_, bucket_.slots);
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    const at::Tensor view = parameters_.narrow(0, bucket_.slots[i].offset, bucket_.slots[i].numel).view(tensors_[i].sizes());
-    view.copy_(tensors_[i]);
-    move_into(tensors_[i], view);
+    take_parameter(i);
   }
+}
+
+at::Tensor FlatBucket::parameter_view(size_t slot) const {
+  return parameters_.narrow(0, bucket_.slots[slot].offset, bucket_.slots[slot].numel).view(sizes_[slot]);
+}
+
+bool FlatBucket::is_replaced(size_t slot) const {
+  const at::Tensor& tensor = tensors_[slot];
+  return !tensor.is_alias_of(parameters_) || tensor.storage_offset() != parameters_.storage_offset() + bucket_.slots[slot].offset;
+}
+
+bool FlatBucket::fits(size_t slot) const {
+  const at::Tensor& tensor = tensors_[slot];
+  return tensor.sizes() == sizes_[slot] && tensor.scalar_type() == parameters_.scalar_type() && tensor.device() == parameters_.device();
+}
+
+void FlatBucket::take_parameter(size_t slot) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor view = parameter_view(slot);
+  view.copy_(tensors_[slot]);
+  move_into(tensors_[slot], view);
 }
 
 void FlatBucket::hold_gradients() {
@@ -103,10 +125,12 @@ at::Tensor FlatBucket::place(size_t slot) {
 
 bool FlatBucket::awaits_gradient(size_t slot) const { return gradients_.defined() && is_place_awaited(tensors_[slot], views_[slot]); }
 
-void FlatBucket::take_gradient(size_t slot) {
+bool FlatBucket::take_gradient(size_t slot) {
   hold_gradients();
-  if (!form_.keeps_whole && awaits_gradient(slot)) leave_places();
+  const bool leaves = !form_.keeps_whole && awaits_gradient(slot);
+  if (leaves) leave_places();
   recover_gradient(tensors_[slot], views_[slot]);
+  return leaves;
 }
 
 /// Whoever computes a gradient in this memory keeps it, and may bring it later; what has come moves.
@@ -151,6 +175,15 @@ void FlatBucket::finish_reduce() {
   }
   if (adding_) gradient_part_.add_(part_of(gradients_));
   if (!form_.keeps_whole) release_gradients();
+}
+
+void FlatBucket::drop_reduce() {
+  reduction_ = comm::Pending();
+  narrow_.reset();
+  views_.clear();
+  gradients_.reset();
+  block_.reset();
+  gradient_part_.reset();
 }
 
 void FlatBucket::release_gradients() {

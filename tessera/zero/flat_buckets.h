@@ -54,15 +54,24 @@ class FlatBucket {
   at::Tensor place(size_t slot);
   /// Whether that place is taken, and what it was taken for has not come.
   bool awaits_gradient(size_t slot) const;
-  /// Brings the gradient of a slot's parameter to its place, and makes it a view of that: zeros where there is none.
-  void take_gradient(size_t slot);
+  /// Brings the gradient of a slot's parameter to its place, and makes it a view of that: zeros where there is none. Whether those of other slots moved, too.
+  bool take_gradient(size_t slot);
   /// Zeros in the place of a parameter that has no part in this step, and keeps its own.
   void leave_out(size_t slot);
+
+  /// Whether the slot's parameter lies elsewhere by now: torch::load, set_data and vector_to_parameters give it another storage.
+  bool is_replaced(size_t slot) const;
+  /// Whether what it is now fits the slot: shape, dtype and device.
+  bool fits(size_t slot) const;
+  /// Takes its values in, and makes it a view of the bucket again.
+  void take_parameter(size_t slot);
 
   /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced.
   void start_reduce(bool add);
   /// Waits for it; whole gradients go, where they do not stay.
   void finish_reduce();
+  /// Lets go of it without waiting, and of the memory in which the engine may still write: hold_part before there is another.
+  void drop_reduce();
 
   const ShardLayout::Bucket& plan() const { return bucket_; }
   const at::Tensor& parameters() const { return parameters_; }        ///< [part * ranks]
@@ -72,6 +81,7 @@ class FlatBucket {
 
  private:
   at::Tensor part_of(const at::Tensor& whole) const { return whole.narrow(0, group_.rank() * bucket_.part, bucket_.part); }
+  at::Tensor parameter_view(size_t slot) const;
   void move_parameters();
   void leave_places();
   void release_gradients();
@@ -79,6 +89,7 @@ class FlatBucket {
   ShardLayout::Bucket bucket_;
   int64_t numel_;
   std::vector<at::Tensor> tensors_;  ///< the parameters, by slot
+  std::vector<std::vector<int64_t>> sizes_;
   comm::Group group_;
   GradientForm form_;
   GradientMemory* memory_;

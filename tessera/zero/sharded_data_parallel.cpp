@@ -14,10 +14,12 @@
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/step_protocol.h"
+#include "tessera/nn/write_watch.h"
 #include "tessera/zero/flat_buckets.h"
 
 namespace tessera {
@@ -69,6 +71,8 @@ class ShardedDataParallel::Impl {
         parameters_(floating_parameters(module)),
         memory_(groups_.shard),
         carried_(parameters_.size()),
+        is_handed_(parameters_.size(), false),
+        gradient_writes_(parameters_.size()),
         used_(parameters_),
         arrived_(parameters_.size(), false),
         protocol_("sharded data parallelism", self.holds(),
@@ -94,8 +98,14 @@ class ShardedDataParallel::Impl {
     lay_out();
     make_shards();
     make_guards();
+    for (const comm::Group& group : {groups_.shard, groups_.replicate}) hooks_.add(nn::use_engine(group));
     listen();
-    if (options_.replicas == ReplicaStart::Broadcast) equalize(ReplicaStart::Broadcast);  // before the first forward pass
+    // Before the first forward pass, which in the plain loop nobody announces.
+    if (options_.replicas == ReplicaStart::Broadcast) {
+      equalize(ReplicaStart::Broadcast);
+    } else if (!parameters_.front().tensor.is_meta()) {
+      share_buffers();
+    }
   }
 
   ~Impl() {
@@ -126,6 +136,10 @@ class ShardedDataParallel::Impl {
   void after_update() {
     protocol_.after_update();
     if (!active()) return;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      require(!is_replaced(i), "sharded data parallelism: '", parameters_[i].name,
+              "' was given other values (torch::load, set_data) between the optimizer's step and after_update(); load before the step or after it");
+    }
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
     for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -138,7 +152,16 @@ class ShardedDataParallel::Impl {
   }
 
   const SynchronizationStatistics& statistics() const { return statistics_; }
-  const std::vector<nn::NamedParameter>& shards() const { return shards_; }
+
+  /// What is updated, as the program has left it.
+  const std::vector<nn::NamedParameter>& shards() {
+    if (active()) {
+      take_replaced();
+      settle_cleared();
+    }
+    return shards_;
+  }
+
   const ShardLayout& layout() const { return layout_; }
   comm::Group norm_group() const { return active() ? groups_.shard : comm::Group::self(); }
 
@@ -168,6 +191,14 @@ class ShardedDataParallel::Impl {
     size_t bucket;
     std::optional<NarrowSum> narrow;  ///< where it crosses in fewer bits
     comm::Pending pending;
+  };
+
+  /// What a bucket's part was when the step was complete.
+  struct Mark {
+    size_t bucket;
+    int64_t version;
+    int64_t written;  ///< versions of the parameters, which those who write parts do not touch
+    at::Tensor samples;
   };
 
   bool active() const { return groups_.shard.size() * groups_.replicate.size() > 1; }
@@ -272,6 +303,9 @@ class ShardedDataParallel::Impl {
     }
     drop_reductions();
     refuse_forgotten_gather();
+    take_replaced();
+    settle_cleared();
+    starts_early_ = !plain || !(nn::is_engine_shared(groups_.shard) || nn::is_engine_shared(groups_.replicate));
     // In the plain loop the first forward pass has been made by now, with whatever each rank had.
     if (steps_++ == 0) equalize(plain && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
     follow_trained();
@@ -282,7 +316,9 @@ class ShardedDataParallel::Impl {
       carried_.assign(parameters_.size(), {});
     }
     for (size_t i = 0; i < shards_.size(); ++i) {
-      if (!plain || trained_[i]) set_gradient(shards_[i].tensor, {});
+      if (plain && !trained_[i]) continue;
+      set_gradient(shards_[i].tensor, {});
+      is_handed_[i] = false;
     }
     used_.clear();
     arrived_.assign(parameters_.size(), false);
@@ -316,17 +352,51 @@ class ShardedDataParallel::Impl {
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && !nn::is_cleared(gradient) && part.defined();
       carried_[i] = stands ? part.clone() : at::Tensor();
-      const bool outlives = !trained_[i] && part.defined() && part.is_alias_of(buckets_[slot_of_[i].bucket].gradient_part());
+      const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
+      const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
       if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
     }
   }
 
+  /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts.
+  void settle_cleared() {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!is_handed_[i]) continue;
+      const at::Tensor& gradient = parameters_[i].tensor.grad();
+      at::Tensor part = shards_[i].tensor.grad();
+      if (!gradient.defined()) {
+        set_gradient(shards_[i].tensor, {});
+        is_handed_[i] = false;
+      } else if (nn::is_cleared(gradient) && part.defined()) {
+        const c10::NoGradGuard no_grad;
+        part.zero_();
+      }
+    }
+  }
+
+  bool is_replaced(size_t i) const { return buckets_[slot_of_[i].bucket].is_replaced(slot_of_[i].slot); }
+
+  /// Values that came by another storage (torch::load, set_data, vector_to_parameters) are the model's: they move into the bucket, and the parameter with them.
+  void take_replaced() {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!is_replaced(i)) continue;
+      const auto& [name, tensor, aliases] = parameters_[i];
+      const auto [b, slot] = slot_of_[i];
+      require(buckets_[b].fits(slot), "sharded data parallelism: '", name, "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ",
+              tensor.device(), " (torch::load, set_data, Module::to) after it was wrapped in another form; change a model's form before it is wrapped");
+      buckets_[b].take_parameter(slot);
+      for (Mark& mark : marks_) {
+        if (mark.bucket == b) mark = mark_of(b);
+      }
+    }
+  }
+
   /// Updated parts that were not brought together would let the replicas part. An optimizer may update behind autograd's back (Tensor::data), so in the plain
-  /// loop, on the CPU, a few elements are compared besides the version: who changes parameters themselves changes those of other ranks' parts, too.
+  /// loop, on the CPU, a few elements are compared besides the version, unless the program has written the parameters themselves.
   void refuse_forgotten_gather() {
     for (const Mark& mark : marks_) {
       bool updated = buckets_[mark.bucket].parameter_part()._version() != mark.version;
-      if (mark.samples.defined()) {
+      if (mark.samples.defined() && written_versions(mark.bucket) == mark.written) {
         const at::Tensor changed = samples_of(buckets_[mark.bucket].parameters()).ne(mark.samples).any(1);
         updated |= changed[groups_.shard.rank()].item<bool>() && changed.sum().item<int64_t>() == 1;
       }
@@ -348,10 +418,21 @@ class ShardedDataParallel::Impl {
     if (groups_.shard.size() == 1) return;
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (!is_trained_[b]) continue;
-      const at::Tensor& whole = buckets_[b].parameters();
-      const MemoryScope scope(MemoryCategory::Other);
-      marks_.push_back({b, whole._version(), plain_ && whole.is_cpu() ? samples_of(whole).clone() : at::Tensor()});
+      marks_.push_back(mark_of(b));
     }
+  }
+
+  Mark mark_of(size_t b) const {
+    const at::Tensor& whole = buckets_[b].parameters();
+    const MemoryScope scope(MemoryCategory::Other);
+    return {b, whole._version(), written_versions(b), plain_ && whole.is_cpu() ? samples_of(whole).clone() : at::Tensor()};
+  }
+
+  /// Grows with everything that is written to a bucket's parameters, and not to its parts.
+  int64_t written_versions(size_t b) const {
+    int64_t sum = 0;
+    for (const auto& slot : buckets_[b].plan().slots) sum += parameters_[slot.parameter].tensor._version();
+    return sum;
   }
 
   void set_last(bool last) {
@@ -405,6 +486,7 @@ class ShardedDataParallel::Impl {
       const at::Tensor before = std::exchange(carried_[i], {});
       const bool has_gradient = used[i] || before.defined();
       set_gradient(parameters_[i].tensor, has_gradient ? guards_[i] : at::Tensor());
+      is_handed_[i] = plain_ && has_gradient;
       if (!has_gradient) continue;
       nn::arm(guards_[i]);
       at::Tensor part = gradient_shard(i);
@@ -424,29 +506,20 @@ class ShardedDataParallel::Impl {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!trained_[i]) continue;
       const at::Tensor& gradient = parameters_[i].tensor.grad();
-      if (!gradient.defined() || nn::is_cleared(gradient)) carried_[i].reset();  // by the user, after the failure
+      if (!gradient.defined() || nn::is_cleared(gradient) || gradient_writes_.zeroed(i, gradient)) carried_[i].reset();  // by the program
       set_gradient(parameters_[i].tensor, carried_[i].defined() ? guards_[i] : at::Tensor());
       if (carried_[i].defined()) {
         nn::arm(guards_[i]);
         set_gradient(shards_[i].tensor, std::exchange(carried_[i], {}));
+        is_handed_[i] = plain_;
       }
     }
   }
 
-  /// Waits for what a step that failed has under way. The other ranks have failed at the same place, or will not get there.
+  /// Lets go of what a step that failed has under way, and waits for none of it: the other ranks have failed at the same place, or will not get there.
   void drop_reductions() {
-    const auto wait = [](const auto& end) {
-      try {
-        end();
-      } catch (const std::exception&) {  // the step has failed already, and said why
-      }
-    };
-    for (const Reduction& reduction : std::exchange(in_flight_, {})) {
-      wait([&] { buckets_[reduction.bucket].finish_reduce(); });
-    }
-    for (Across& across : std::exchange(across_, {})) {
-      wait([&] { across.pending.wait(); });
-    }
+    for (const Reduction& reduction : std::exchange(in_flight_, {})) buckets_[reduction.bucket].drop_reduce();
+    for (const Across& across : std::exchange(across_, {})) buckets_[across.bucket].drop_reduce();
   }
 
   void equalize(ReplicaStart start) {
@@ -454,6 +527,10 @@ class ShardedDataParallel::Impl {
     for (const comm::Group& group : {groups_.replicate, groups_.shard}) {
       if (group.size() > 1) equalize_replicas(module_, group, start);
     }
+    if (!plain_) share_buffers();
+  }
+
+  void share_buffers() {
     if (options_.buffers != BufferBroadcast::Never) broadcast_all_buffers();
   }
 
@@ -514,7 +591,8 @@ class ShardedDataParallel::Impl {
   /// What a parameter has from before its first gradient of this step is not summed again.
   void settle_earlier(size_t index) {
     const at::Tensor& gradient = parameters_[index].tensor.grad();
-    if (!gradient.defined() || nn::is_cleared(gradient)) carried_[index].reset();  // cleared, since the step opened or since its last pass
+    // Cleared, since the step opened or since its last pass.
+    if (carried_[index].defined() && gradient_writes_.cleared(index, parameters_[index], "sharded data parallelism")) carried_[index].reset();
     if (arrived_[index] || !gradient.defined()) return;
     if (!nn::is_gradient_guard(gradient)) {  // from before this object: the same on all ranks, each takes its part
       const c10::NoGradGuard no_grad;
@@ -527,16 +605,24 @@ class ShardedDataParallel::Impl {
   void accumulated(size_t index) {
     const auto [bucket, slot] = slot_of_[index];
     complete_earlier_pass();
-    if (!buckets_[bucket].awaits_gradient(slot)) buckets_[bucket].take_gradient(slot);
+    if (!buckets_[bucket].awaits_gradient(slot)) take_gradient(index);
+    if (plain_) gradient_writes_.see(index, parameters_[index].tensor.grad());
     used_.mark(index);
+  }
+
+  void take_gradient(size_t index) {
+    FlatBucket& bucket = buckets_[slot_of_[index].bucket];
+    if (!bucket.take_gradient(slot_of_[index].slot) || !plain_) return;
+    for (const auto& slot : bucket.plan().slots) gradient_writes_.see(slot.parameter, parameters_[slot.parameter].tensor.grad());
   }
 
   void final(size_t index) {
     const auto [bucket, slot] = slot_of_[index];
     overtaken_[index] = options_.stage == 1 && buckets_[bucket].awaits_gradient(slot);
-    buckets_[bucket].take_gradient(slot);
+    take_gradient(index);
+    if (plain_) gradient_writes_.see(index, parameters_[index].tensor.grad());
     --missing_[bucket];
-    while (launched_ < missing_.size() && missing_[launched_] == 0) launch_next();
+    while (starts_early_ && launched_ < missing_.size() && missing_[launched_] == 0) launch_next();
   }
 
   void launch_rest() {
@@ -566,7 +652,7 @@ class ShardedDataParallel::Impl {
     const at::Tensor& parameter = parameters_[i].tensor;
     const bool cleared = arrived_[i] && !reduced_before_ && !parameter.grad().defined();
     if (cleared) used_.mark(i, false);
-    if (cleared || !arrived_[i]) settle_earlier(i);
+    if (cleared || !arrived_[i] || plain_) settle_earlier(i);
     bucket.take_gradient(slot);
     if (options_.stage == 2) set_gradient(parameter, plain_ ? guards_[i] : at::Tensor());
   }
@@ -620,13 +706,6 @@ class ShardedDataParallel::Impl {
     return used_.anywhere(groups_.replicate);
   }
 
-  /// What a bucket's part was when the step was complete.
-  struct Mark {
-    size_t bucket;
-    int64_t version;
-    at::Tensor samples;
-  };
-
   ShardedDataParallel& self_;
   torch::nn::Module& module_;
   ShardGroups groups_;
@@ -644,7 +723,10 @@ class ShardedDataParallel::Impl {
   std::vector<Mark> marks_;          ///< of a step that is complete, until its parts were brought together
   std::shared_ptr<nn::StepPhase> phase_ = std::make_shared<nn::StepPhase>();
 
+  std::vector<bool> is_handed_;  ///< by parameter: a step of the plain loop has left its guard and its part
+  nn::GradientWrites gradient_writes_;
   bool plain_ = false;           ///< the step is one of the plain loop
+  bool starts_early_ = false;    ///< reductions, while backward runs; else when it is done, for another wrapper's start on the same engine
   bool in_micro_batch_ = false;  ///< between the explicit calls
   int64_t steps_ = 0;
   bool reduced_before_ = false;  ///< in this step: parts hold sums of earlier micro-batches

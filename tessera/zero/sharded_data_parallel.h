@@ -64,12 +64,16 @@ struct ZeroOptions {
 ///   memory per rank    w, g, k bytes a parameter of working weight, gradient, optimizer state: stage 1 w + g + k/n, stage 2 w + (g+k)/n. Beyond that, stage 2
 ///                      holds the buckets that are being filled and one that is being reduced (with network_dtype its copy); padding as in shard_layout.h
 ///                      Passes under no_sync(), and those that add to a result: whole gradients in stage 2 too, and a copy of the parts
-///   at construction    nothing (ReplicaStart::Broadcast: the parameters); when the first step begins as DDP: 3 words per rank, and buffers from rank 0
+///   at construction    buffers from rank 0 (ReplicaStart::Broadcast: the parameters, too); when the first step begins as DDP 3 words per rank, and, by
+///                      explicit calls, buffers once more
 ///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of five words
 ///
 /// Parameters that are frozen when this is made lie in buckets of their own, which take no gradients, no reduction and no gather until one of them is unfrozen;
-/// parameters may be frozen and unfrozen between steps, on every rank alike. Tied ones are held once. After an exception in a backward pass, with several
-/// wrappers, and for parameters that are in two: as DistributedDataParallel. A group of one data rank shards nothing: shards() are the parameters. Throws
+/// parameters may be frozen and unfrozen between steps, on every rank alike. Tied ones are held once. Weights may be loaded at any time, also by what gives a
+/// parameter another storage (torch::load, set_data, vector_to_parameters): when a step begins, and before an update, the values move into the bucket and the
+/// parameter with them. shards()[i].tensor.grad() lies in memory that the next step uses again: clone what is to be kept. After an exception in a backward
+/// pass, with several wrappers, on a rank whose pass uses nothing of the module, for a pass inside of another, and for parameters that are in two: as
+/// DistributedDataParallel. A group of one data rank shards nothing: shards() are the parameters. Throws
 /// ConfigError for a stage other than 1 and 2, dtypes that do not fit, replicas that differ, a module without trainable parameters, parameters that share
 /// memory. The module must outlive this object and keep its parameters. Not thread-safe: one rank, one thread.
 class ShardedDataParallel final : public GradientSynchronizer {

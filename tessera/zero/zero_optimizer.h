@@ -26,6 +26,7 @@ class ZeroOptimizer {
   /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
+    (void)synchronizer_->updated();  // brings what was cleared or loaded since on the model's side to the parts
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);
       synchronizer_->after_update();

@@ -1,4 +1,6 @@
+#include <chrono>
 #include <functional>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -81,6 +83,23 @@ TEST(DdpPlainLoop, IsTheLoopOfOneProcess) {
   }
 }
 
+/// Module::zero_grad(false) leaves a detached alias of the gradient, of another tensor over the bucket's memory.
+TEST(DdpPlainLoop, TheModelsZeroGradToZeros) {
+  expect_parity({.train = [](Net& net, GradientSynchronizer*, torch::optim::Optimizer& optimizer, const auto& mine) {
+    for (int step = 0; step < 4; ++step) {
+      net.zero_grad(/*set_to_none=*/false);
+      backward(net, mine(step));
+      optimizer.step();
+    }
+  }});
+  expect_parity({.train = [](Net& net, GradientSynchronizer*, torch::optim::Optimizer&, const auto& mine) {
+    for (int pass = 0; pass < 3; ++pass) {
+      backward(net, mine(pass));
+      for (const at::Tensor& parameter : net.parameters()) parameter.mutable_grad() = parameter.grad().view_as(parameter);
+    }
+  }});
+}
+
 TEST(DdpPlainLoop, ForwardMayComeBeforeZeroGrad) {
   expect_parity({.train = [](Net& net, GradientSynchronizer*, torch::optim::Optimizer& optimizer, const auto& mine) {
     for (int step = 0; step < 3; ++step) {
@@ -134,27 +153,184 @@ TEST(DdpPlainLoop, AveragesAddUp) {
 }
 
 TEST(DdpPlainLoop, ClearingWithinAnAccumulationClearsIt) {
-  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
-    backward(net, mine(0));
-    {
-      const Attachment local = ddp ? ddp->no_sync() : Attachment();
-      backward(net, mine(1));
+  for (const bool set_to_none : {true, false}) {
+    for (const bool by_module : {true, false}) {
+      expect_parity({.train = [&](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
+        backward(net, mine(0));
+        {
+          const Attachment local = ddp ? ddp->no_sync() : Attachment();
+          backward(net, mine(1));
+        }
+        by_module ? net.zero_grad(set_to_none) : optimizer.zero_grad(set_to_none);
+        backward(net, mine(2));
+        optimizer.step();
+      }});
     }
-    optimizer.zero_grad();
-    backward(net, mine(2));
-    optimizer.step();
-  }});
+  }
 }
 
-TEST(DdpPlainLoop, NobodysHandleOnAGradientChanges) {
+TEST(DdpPlainLoop, ClearingAfterAFailureClearsIt) {
+  for (const bool tree : {false, true}) {
+    for (const bool set_to_none : {true, false}) {
+      run_ranks(2, [&](World& world) {
+        Net net, reference;
+        std::unique_ptr<GradientSynchronizer> wrapped = make_ddp(net, world.group());
+        if (tree) wrapped = std::make_unique<TreeReduction>(net, world.group(), TreeReductionOptions{.num_micro_batches = 2});
+        backward(net, part_of(whole_batch(samples), 2, world.rank()));
+        at::Tensor hidden = net.first(whole_batch(samples).x);
+        hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+        EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+        net.zero_grad(set_to_none);
+        backward(net, part_of(whole_batch(samples, 1), 2, world.rank()));
+        backward(reference, whole_batch(samples, 1));
+        EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+      });
+    }
+  }
+}
+
+/// What was carried over the pass would not be scaled with what it left.
+TEST(DdpPlainLoop, AGradientWrittenWithinAnAccumulationIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
     DistributedDataParallel ddp(net, world.group());
     backward(net, whole_batch(samples, 0));
-    const at::Tensor kept = net.scale.grad(), copy = kept.clone();
+    {
+      const Attachment local = ddp.no_sync();
+      backward(net, whole_batch(samples, 1));
+    }
+    net.scale.mutable_grad().mul_(0.5);
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples, 2)); }), HasSubstr("the gradient of 'scale' was changed within an accumulation"));
+  });
+}
+
+TEST(DdpPlainLoop, AnOptimizersStepOnGradientsOfThisRankAloneIsRefused) {
+  for (const auto& make : {make_sgd, make_adam}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group());
+      const auto optimizer = make(net.parameters());
+      const auto tail = [&] {
+        const Attachment local = ddp.no_sync();
+        backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      };
+      tail();
+      optimizer->step();
+      optimizer->zero_grad();
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("was written after a backward pass under no_sync()"));
+    });
+    run_ranks(2, [&](World& world) {
+      Net net;
+      {
+        TreeReduction tree(net, world.group(), {.num_micro_batches = 4});
+        const auto optimizer = make(net.parameters());
+        const Attachment local = tree.no_sync();
+        backward(net, whole_batch(samples));
+        EXPECT_THAT(refusal([&] { optimizer->step(); }), HasSubstr("TreeReduction: the gradient of"));
+      }
+      EXPECT_FALSE(net.scale.grad().defined());
+    });
+  }
+}
+
+TEST(DdpPlainLoop, NobodysHandleOnAGradientChanges) {
+  using Keep = std::function<at::Tensor(const at::Tensor&)>;
+  for (const Keep& keep :
+       {Keep([](const at::Tensor& gradient) { return gradient; }), Keep([](const at::Tensor& gradient) { return gradient.detach(); }),
+        Keep([](const at::Tensor& gradient) { return gradient.data(); }), Keep([](const at::Tensor& gradient) { return gradient.view({-1}); })}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group());
+      for (int step = 0; step < 2; ++step) {  // after the first the plan is another, in new memory
+        net.zero_grad();
+        backward(net, whole_batch(samples, 0));
+      }
+      const at::Tensor kept = keep(net.scale.grad()), copy = kept.clone();
+      net.zero_grad();
+      backward(net, whole_batch(samples, 1));
+      EXPECT_TRUE(at::equal(kept, copy));
+    });
+  }
+}
+
+/// A user's own checkpoint: what it keeps back is differentiated by a pass inside of the pass.
+struct Reentrant : torch::autograd::Function<Reentrant> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t net) {
+    context->save_for_backward({x});
+    context->saved_data["net"] = net;
+    return reinterpret_cast<Net*>(net)->forward(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    {
+      const at::AutoGradMode recording(true);
+      reinterpret_cast<Net*>(context->saved_data["net"].toInt())->forward(x).backward(gradients[0]);
+    }
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+TEST(DdpPlainLoop, APassInsideOfAnotherThatComesFirstIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const at::Tensor x = whole_batch(samples).x.clone().requires_grad_();
+    EXPECT_THAT(refusal([&] { Reentrant::apply(x, reinterpret_cast<int64_t>(&net)).sum().backward(); }), HasSubstr("a backward pass inside of another"));
     net.zero_grad();
-    backward(net, whole_batch(samples, 1));
-    EXPECT_TRUE(at::equal(kept, copy));
+    backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity);
+  });
+}
+
+/// Ranks that use different parameters finish their buckets in different orders, and both wrappers' collectives are one sequence.
+TEST(DdpPlainLoop, TwoWrappersOfOneEngineStartTheirBucketsInOneOrder) {
+  const auto loss = [](Net& d, Net& g, bool whole) {
+    const at::Tensor x = at::constant_pad_nd(g.forward(whole_batch(samples, 3).x), {0, 2});
+    const at::Tensor hidden = at::tanh(d.middle(at::tanh(d.first(x))) * d.scale);
+    return (whole ? d.last(hidden) : at::linear(hidden, d.last->weight)).square().sum() / static_cast<double>(samples);
+  };
+  Net d, g;
+  for (int rank = 0; rank < 2; ++rank) loss(d, g, rank == 0).backward();
+  run_ranks(2, [&](World& world) {
+    Net my_d, my_g;
+    const DdpOptions options{.find_unused_parameters = true};
+    DistributedDataParallel ddp_d(my_d, world.group(), options), ddp_g(my_g, world.group(), options);
+    for (int step = 0; step < 2; ++step) {
+      my_d.zero_grad(), my_g.zero_grad();
+      loss(my_d, my_g, world.rank() == 0).backward();
+      EXPECT_LT(largest_difference(gradients_of(my_d), gradients_of(d)), parity);
+      EXPECT_LT(largest_difference(gradients_of(my_g), gradients_of(g)), parity);
+    }
+  });
+}
+
+/// While an exception unwinds, a wrapper waits for nobody, and starts nothing.
+TEST(DdpPlainLoop, AWrapperThatGoesInTheMiddleOfAStepCommunicatesNothing) {
+  struct Counting final : CommunicationHook {
+    struct Reduction final : BucketReduction {
+      explicit Reduction(int& advances) : advances(advances) {}
+      bool advance() override { return ++advances > 0; }
+      int& advances;
+    };
+    std::unique_ptr<BucketReduction> start(GradientBucket&, GradientChannel&) override { return std::make_unique<Reduction>(advances); }
+    int advances = 0;
+  };
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const auto hook = std::make_shared<Counting>();
+    const auto fail = [&] {
+      at::Tensor hidden = net.first(whole_batch(samples).x);
+      hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+      EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+    };
+    {
+      DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .hook = hook});
+      fail();
+      backward(net, whole_batch(samples));
+      hook->advances = 0;
+      fail();
+    }
+    EXPECT_EQ(hook->advances, 0);
   });
 }
 
@@ -342,6 +518,21 @@ TEST(DdpPlainLoop, FindUnusedParameters) {
   });
 }
 
+TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {
+  const auto train = [](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = true});
+    if (world.rank() == 0) backward(net, whole_batch(samples));
+    std::this_thread::sleep_for(std::chrono::milliseconds(world.rank() * 600));
+  };
+  try {
+    run_ranks(2, train, {.timeout = std::chrono::milliseconds(300)});
+    ADD_FAILURE() << "rank 0 waited for nobody";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("a rank whose backward pass brings no gradient at all to the wrapped module"));
+  }
+}
+
 TEST(DdpPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
   run_ranks(2, [&](World& world) {
     Net net;
@@ -420,6 +611,36 @@ TEST(DdpPlainLoop, AfterItIsGoneItsGradientsStayAndTrainingGoesOn) {
       EXPECT_LT(largest_difference(gradients_of(net), one_process(2)[1]), parity);
     }
   });
+}
+
+TEST(TreePlainLoop, ClearingWithinARunStartsItAnew) {
+  for (const bool set_to_none : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net, reference;
+      TreeReduction tree(net, world.group(), {.num_micro_batches = 4});
+      const auto run = [&](int64_t first) {
+        for (int64_t i = 0; i < 2; ++i) {
+          const Attachment local = i < 1 ? tree.no_sync() : Attachment();
+          backward(net, part_of(whole_batch(samples, first + i), 2, world.rank()));
+        }
+      };
+      run(0);
+      {
+        const Attachment local = tree.no_sync();
+        backward(net, whole_batch(samples, 7));
+      }
+      net.zero_grad(set_to_none);
+      run(2);
+      for (const int step : {2, 3}) backward(reference, whole_batch(samples, step));
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+      {
+        const Attachment local = tree.no_sync();
+        backward(net, whole_batch(samples, 7));
+      }
+      net.scale.mutable_grad() = at::Tensor();
+      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("the gradient of 'scale' was cleared within a run of micro-batches"));
+    });
+  }
 }
 
 TEST(TreePlainLoop, HasTheBitsOfTheExplicitCalls) {

@@ -1,11 +1,17 @@
+#include <chrono>
 #include <functional>
+#include <latch>
+#include <sstream>
 
 #include <gmock/gmock.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/zero/support.h"
@@ -99,6 +105,86 @@ TEST(ZeroPlainLoop, TheModelsZeroGradDoesToo) {
   }
 }
 
+/// zero_grad of the model within an accumulation, after a step of which something is carried.
+TEST(ZeroPlainLoop, TheModelsZeroGradClearsWhatIsCarried) {
+  for (const bool set_to_none : {true, false}) {
+    expect_parity([&](Net& net, const Loop& loop) {
+      backward(net, loop.mine(0));
+      {
+        const Attachment local = loop.no_sync();
+        backward(net, loop.mine(1));
+      }
+      net.zero_grad(set_to_none);
+      backward(net, loop.mine(2));
+      loop.step();
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, WhatTheModelClearedNoOptimizerUsesAgain) {
+  for (const bool set_to_none : {true, false}) {
+    expect_parity([&](Net& net, const Loop& loop) {
+      for (int step = 0; step < 2; ++step) {
+        net.zero_grad(set_to_none);
+        backward(net, loop.mine(step));
+        loop.step();
+      }
+      net.zero_grad(set_to_none);
+      loop.step();  // with nothing
+      backward(net, loop.mine(2));
+      for (at::Tensor parameter : net.first->parameters()) parameter.requires_grad_(false);
+      for (int step = 3; step < 6; ++step) {
+        net.zero_grad(set_to_none);
+        backward(net, loop.mine(step));
+        loop.step();
+      }
+    });
+  }
+}
+
+/// torch::load, set_data and vector_to_parameters give a parameter another storage than the bucket's.
+TEST(ZeroPlainLoop, WeightsMayBeLoadedAfterWrapping) {
+  Net saved;
+  {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor parameter : saved.parameters()) parameter.mul_(2);
+  }
+  std::stringstream file;
+  torch::save(std::shared_ptr<Net>(&saved, [](Net*) {}), file);
+  const auto load = [&](Net& net) {
+    std::stringstream copy(file.str());
+    auto handle = std::shared_ptr<Net>(&net, [](Net*) {});
+    torch::load(handle, copy);
+  };
+  const auto halve = [](Net& net) {
+    std::vector<at::Tensor> halves;
+    for (const at::Tensor& parameter : net.parameters()) halves.push_back(parameter.detach() * 0.5);
+    torch::nn::utils::vector_to_parameters(torch::nn::utils::parameters_to_vector(halves), net.parameters());
+  };
+  const auto step = [](Net& net, const Loop& loop, int64_t i) {
+    loop.zero_grad();
+    backward(net, loop.mine(i));
+    loop.step();
+  };
+  expect_parity([&](Net& net, const Loop& loop) {
+    load(net);
+    step(net, loop, 0);
+    step(net, loop, 1);
+    halve(net);  // between steps
+    step(net, loop, 2);
+    backward(net, loop.mine(3));
+    load(net);  // between the gradient and the update
+    loop.step();
+    step(net, loop, 4);
+  });
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1));
+    net.scale.set_data(at::ones({1}));
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("sharded data parallelism: 'scale' was given values of shape [1]"));
+  });
+}
+
 TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
   expect_parity([](Net& net, const Loop& loop) {
     for (int step = 0; step < 3; ++step) {
@@ -186,6 +272,52 @@ TEST(ZeroPlainLoop, TheGanLoopWithTwoWrappers) {
       });
     }
   }
+}
+
+/// Ranks that use different parameters finish their buckets in different orders, and both wrappers' collectives are one sequence.
+TEST(ZeroPlainLoop, TwoWrappersOfOneEngineStartTheirBucketsInOneOrder) {
+  const auto loss = [](Net& d, Net& g, bool whole) {
+    const at::Tensor x = at::constant_pad_nd(g.forward(whole_batch(samples, 3).x), {0, 2});
+    const at::Tensor hidden = at::tanh(d.middle(at::tanh(d.first(x))) * d.scale);
+    return (whole ? d.last(hidden) : at::linear(hidden, d.last->weight)).square().sum() / static_cast<double>(samples);
+  };
+  Net d, g;
+  for (int rank = 0; rank < 2; ++rank) loss(d, g, rank == 0).backward();
+  for (const Way& way : ways) {
+    SliceCollector gradients_d, gradients_g;
+    run_ranks(2, [&](World& world) {
+      Net my_d, my_g;
+      ZeroOptions options = options_of(way);
+      options.sizes = {};
+      options.find_unused_parameters = true;
+      ShardedDataParallel zero_d(my_d, groups_of(world, 1), options), zero_g(my_g, groups_of(world, 1), options);
+      loss(my_d, my_g, world.rank() == 0).backward();
+      gradients_d.add_gradients(zero_d.shards());
+      gradients_g.add_gradients(zero_g.shards());
+    });
+    EXPECT_LT(largest_difference(in_order_of(Net(), gradients_d.whole()), gradients_of(d)), parity);
+    EXPECT_LT(largest_difference(in_order_of(Net(), gradients_g.whole()), gradients_of(g)), parity);
+  }
+}
+
+/// While an exception unwinds, a wrapper waits for nobody.
+TEST(ZeroPlainLoop, AWrapperThatGoesInTheMiddleOfAStepWaitsForNobody) {
+  std::latch gone(1);
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              auto zero = std::make_unique<ShardedDataParallel>(net, groups_of(world, 1),
+                                                                ZeroOptions{.stage = 1, .sizes = small_buckets, .replicas = ReplicaStart::Trust});
+              if (world.rank() == 1) return gone.wait();
+              at::Tensor hidden = net.first(whole_batch(samples).x);
+              hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+              const auto start = std::chrono::steady_clock::now();
+              EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
+              zero.reset();
+              EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+              gone.count_down();
+            },
+            {.timeout = std::chrono::seconds(4)});
 }
 
 void set_trained(Net& net, bool first, bool last) {
@@ -281,6 +413,12 @@ TEST(ZeroPlainLoop, PartsThatWereNotBroughtTogetherAreNoticed) {
       for (at::Tensor parameter : net.parameters()) parameter.clamp_(-0.1, 0.1);  // of whole parameters, on every rank
     }
     backward(net, whole_batch(samples));
+    {
+      const at::NoGradGuard no_grad;
+      net.last->weight.zero_();  // lies in one rank's part alone
+      net.last->bias.zero_();
+    }
+    backward(net, whole_batch(samples));
   });
 }
 
@@ -323,6 +461,36 @@ TEST(ZeroPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
   });
   EXPECT_GT(means[0].abs().max().item<double>(), 0);
   for (const at::Tensor& mean : means) EXPECT_TRUE(at::equal(mean, means[0]));
+}
+
+/// A table that ranks made differently is rank 0's before the first forward pass, as are the products with it; one that a graph holds is not changed under it.
+TEST(ZeroPlainLoop, BuffersThatAGraphHoldsDoNotChangeUnderIt) {
+  struct Scaled : torch::nn::Module {
+    explicit Scaled(double scale) {
+      net = register_module("net", std::make_shared<Net>());
+      table = register_buffer("table", at::full({5}, scale));
+    }
+    at::Tensor loss(const at::Tensor& x) { return net->forward(x * table).square().sum(); }
+    std::shared_ptr<Net> net;
+    at::Tensor table;
+  };
+  run_ranks(2, [&](World& world) {
+    Scaled model(1 + world.rank()), reference(1);
+    ShardedDataParallel zero(model, groups_of(world, 1), {.stage = 1});
+    EXPECT_EQ(model.table[0].item<double>(), 1);
+    const at::Tensor x = whole_batch(samples).x.clone().requires_grad_();
+    model.loss(x).backward();
+    const at::Tensor expected = torch::autograd::grad({reference.loss(x)}, {x})[0];
+    EXPECT_TRUE(at::equal(x.grad(), expected));
+    const int64_t before = model.table._version();
+    {
+      const at::NoGradGuard no_grad;
+      model.table.data().fill_(3 + world.rank());
+    }
+    model.loss(x).backward();
+    EXPECT_EQ(model.table[0].item<double>(), 3);
+    EXPECT_EQ(model.table._version(), before + world.rank());
+  });
 }
 
 TEST(ZeroPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/nn/parameter.h"
+
+/// What a program has written between two backward passes of one step. Not part of the public surface.
+namespace tessera::nn {
+
+/// What became of the gradients that a pass left. zero_grad(set_to_none = false) zeros them in place, of an optimizer by the tensor itself, of a module by an
+/// alias of it that takes its place.
+class GradientWrites {
+ public:
+  explicit GradientWrites(size_t parameters) : seen_(parameters) {}
+
+  /// This is the gradient now.
+  void see(size_t index, const at::Tensor& gradient);
+  /// Whether somebody has written it since, or put another in its place. False for one that was not seen, or is none.
+  bool written(size_t index, const at::Tensor& gradient) const;
+  /// Whether that made it zero. Where it was written, it is read (a synchronization with a GPU).
+  bool zeroed(size_t index, const at::Tensor& gradient) const;
+  /// Whether the program has cleared the parameter's gradient since, in either way. Throws ConfigError where it has changed it otherwise.
+  bool cleared(size_t index, const NamedParameter& parameter, const std::string& technique) const;
+
+ private:
+  struct Seen {
+    const void* tensor = nullptr;
+    int64_t version = 0;
+  };
+  std::vector<Seen> seen_;
+};
+
+/// Whether parameters were written. libtorch's optimizers write behind the version's back (Tensor::data), so on the CPU a few elements are compared besides.
+class ParameterWrites {
+ public:
+  /// These are the parameters now, those of `which`; no effect where they are marked already.
+  void mark(const std::vector<NamedParameter>& parameters, const std::vector<bool>& which);
+  void clear() { marks_.clear(); }
+  /// The first that was written since; empty where none was, or none is marked.
+  std::string first_written(const std::vector<NamedParameter>& parameters) const;
+
+ private:
+  static constexpr int64_t kSamples = 16;
+  struct Mark {
+    size_t index;
+    int64_t version;
+    std::array<uint64_t, kSamples> samples;
+  };
+  static std::array<uint64_t, kSamples> samples_of(const at::Tensor& tensor);
+
+  std::vector<Mark> marks_;
+};
+
+}  // namespace tessera::nn
