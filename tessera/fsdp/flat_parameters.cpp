@@ -89,16 +89,53 @@ void FlatParameters::cut() {
     before_.push_back(nn::slice_of(parameter));
     Slice slice = cut_rows(before_.back(), first, count);
     slice.name = parameters_[i].name;
-    at::Tensor rows = local_rows(slices_, i);
-    slice_sizes_.push_back(rows.sizes().vec());
-    if (!parameter.is_meta()) {
-      const at::Tensor whole = parameter.detach();
-      rows.copy_(whole.dim() == 0 ? whole.reshape({1}).narrow(0, 0, count).view(rows.sizes()) : whole.narrow(0, first, count));
-    }
-    nn::set_slice(parameter, std::move(slice));
+    slice_sizes_.push_back(local_rows(slices_, i).sizes().vec());
+    if (!parameter.is_meta()) keep_rows(i, parameter.detach());
+    nn::set_slice(parameter, cut_.emplace_back(std::move(slice)));
     nn::keep_memory(parameter);
   }
   show_slices();
+}
+
+/// This rank's rows of `whole` -> its slice of parameter `index`.
+void FlatParameters::keep_rows(size_t index, const at::Tensor& whole) const {
+  const auto [first, count] = rows_of(layout_, index, group_.rank());
+  const at::Tensor rows = local_rows(slices_, index);
+  rows.copy_(whole.dim() == 0 ? whole.reshape({1}).narrow(0, 0, count).view(rows.sizes()) : whole.narrow(0, first, count));
+}
+
+bool FlatParameters::is_replaced() const {
+  return std::ranges::any_of(parameters_, [this](const nn::NamedParameter& parameter) { return is_replaced(parameter.tensor); });
+}
+
+bool FlatParameters::is_replaced(const at::Tensor& parameter) const {
+  const c10::StorageImpl* const storage = parameter.storage().unsafeGetStorageImpl();
+  return storage != whole_storage() && storage != slice_storage();
+}
+
+void FlatParameters::take_in(size_t limit) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [name, parameter, aliases] = parameters_[i];
+    if (!is_replaced(parameter)) continue;
+    const at::IntArrayRef whole = layout_.parameters[i].shape, slice = slice_sizes_[i];
+    const at::Tensor given = parameter.detach();
+    require(given.scalar_type() == slices_.scalar_type() || given.scalar_type() == dtypes_.gathered, "fully_shard: '", name, "' was given a tensor of type ",
+            given.scalar_type(), " after it was wrapped, where its slices are ", slices_.scalar_type(),
+            "; convert the model before fully_shard, or what is loaded");
+    require(given.sizes() == whole || given.sizes() == slice, "fully_shard: '", name, "' was given a tensor of shape ", given.sizes(),
+            " after it was wrapped; load the whole, ", whole, ", or this rank's slice, ", slice);
+    nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
+    nn::keep_memory(parameter);
+    if (given.sizes() == whole) {
+      keep_rows(i, given);
+      continue;
+    }
+    require(given.storage().nbytes() <= limit, "fully_shard: '", name, "' was given a part of ", given.storage().nbytes(),
+            " bytes, while all slices of this rank have ", limit,
+            ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
+    local_rows(slices_, i).copy_(given);
+  }
 }
 
 void FlatParameters::follow_requires_grad() {
@@ -126,6 +163,12 @@ void FlatParameters::set_complaint(std::string text) {
 int64_t FlatParameters::gathered_bytes() const { return layout_.size * static_cast<int64_t>(c10::elementSize(dtypes_.gathered)); }
 int64_t FlatParameters::reduced_bytes() const { return layout_.size * static_cast<int64_t>(c10::elementSize(dtypes_.reduced)); }
 int64_t FlatParameters::local_bytes() const { return static_cast<int64_t>(slices_.nbytes()); }
+
+int64_t FlatParameters::tied_bytes() const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) bytes += static_cast<int64_t>(parameters_[i].aliases.size() * local_rows(slices_, i).nbytes());
+  return bytes;
+}
 
 at::Tensor FlatParameters::local_rows(const at::Tensor& flat, size_t index) const {
   const UnitLayout::Entry& entry = layout_.parameters[index];
@@ -442,11 +485,6 @@ void FlatParameters::finish_step(double scale) {
 at::Tensor FlatParameters::local_gradient(size_t index) const {
   if (!local_gradients_.defined()) return {};
   return no_view([&] { return local_rows(local_gradients_, index); });
-}
-
-at::Tensor FlatParameters::zero_gradient(size_t index) const {
-  const MemoryScope scope(MemoryCategory::Gradients);
-  return at::zeros(local_rows(slices_, index).sizes(), slices_.options().dtype(dtypes_.kept));
 }
 
 void FlatParameters::clear_sums() {

@@ -55,6 +55,13 @@ class FlatParameters {
   int64_t gathered_bytes() const;
   int64_t reduced_bytes() const;  ///< of whole gradients
   int64_t local_bytes() const;
+  int64_t tied_bytes() const;  ///< of the slices once more for each further name that their parameters have
+
+  /// Whether a parameter lies in memory of neither: the program put another tensor in its place (torch::load, set_data).
+  bool is_replaced() const;
+  /// Then takes in what was put there: of a whole one this rank's rows, of a slice all. Parameters have to be shown anew. Throws ConfigError, by name, for
+  /// another shape or dtype, and for a slice that is cut out of more than `limit` bytes, which are no slices'.
+  void take_in(size_t limit);
 
   void show_slices();  ///< each parameter is this rank's rows
   void show_whole();   ///< each parameter has its whole shape; with memory between start_gather or allocate, and release
@@ -94,13 +101,13 @@ class FlatParameters {
 
   /// The reduced gradient of parameter `index`, in the shape of its slice, no view as far as autograd knows; undefined before the first reduction of a step.
   at::Tensor local_gradient(size_t index) const;
-  /// Zeros of that shape and dtype.
-  at::Tensor zero_gradient(size_t index) const;
   /// Waits for what is under way and drops what was taken up and what was reduced; what `grad()` of the parameters holds stays.
   void clear_sums();
 
  private:
   void cut();
+  void keep_rows(size_t index, const at::Tensor& whole) const;
+  bool is_replaced(const at::Tensor& parameter) const;
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
   void unpad(const at::Tensor& parts, const at::Tensor& whole) const;
@@ -119,6 +126,7 @@ class FlatParameters {
   std::shared_ptr<const HostLink> host_;  ///< null: slices lie on the device
   UnitLayout layout_;
   std::vector<Slice> before_;  ///< of the parameters as they were given
+  std::vector<Slice> cut_;     ///< as they are since
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;

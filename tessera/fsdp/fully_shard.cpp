@@ -16,6 +16,7 @@
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 
@@ -108,6 +109,7 @@ class FullyShardedDataParallel::Impl {
     check_unit_sizes(plan, options_);
     if (!active()) {
       if (options_.init) initialize_whole(plan);
+      claim(owner);
       return;
     }
     cut_parameters().check_none(plan);
@@ -189,6 +191,11 @@ class FullyShardedDataParallel::Impl {
   }
 
   torch::nn::Module& module() const { return module_; }
+  void check_no_gradients_wait() const {
+    require(!step_ || !step_->holds_gradients(),
+            "fully_shard: whole gradients wait on this rank, where no_sync() left them (reduce_each_micro_batch = false); call backward once without no_sync() "
+            "before they are clipped");
+  }
   bool is_whole() const { return !active() || unsharded_; }
   const SynchronizationStatistics& statistics() const { return active() ? units_->statistics() : none_; }
   const comm::Group& group() const { return group_; }
@@ -263,6 +270,13 @@ class FullyShardedDataParallel::Impl {
     watch_->wake();
   }
 
+  /// One rank has an owner of its parameters as many have.
+  void claim(GradientSynchronizer* owner) {
+    for (const auto& parameter : nn::unique_parameters(module_)) {
+      if (parameter.tensor.is_floating_point() && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
+    }
+  }
+
   void initialize_whole(const UnitPlan& plan) {
     const at::NoGradGuard no_grad;
     give_memory(module_, options_.device);
@@ -333,7 +347,10 @@ void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const { return nn::unique_parameters(impl_->module()); }
-comm::Group FullyShardedDataParallel::norm_group() const { return impl_->is_whole() ? comm::Group::self() : impl_->group(); }
+comm::Group FullyShardedDataParallel::norm_group() const {
+  impl_->check_no_gradients_wait();
+  return impl_->is_whole() ? comm::Group::self() : impl_->group();
+}
 std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->units(); }
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
 

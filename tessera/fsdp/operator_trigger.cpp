@@ -31,11 +31,14 @@ void OperatorTrigger::note(size_t unit) {
 void OperatorTrigger::meet(const at::Tensor& tensor, size_t argument) {
   if (!tensor.defined() || !tensor.has_storage()) return;
   const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found == storages_.end()) return;
+  if (found == storages_.end()) {
+    replaced_ = replaced_ || parameters_.contains(tensor.unsafeGetTensorImpl());
+    return;
+  }
   if (found->second.whole) return note(found->second.unit);
   const auto parameter = parameters_.find(tensor.unsafeGetTensorImpl());
   if (parameter == parameters_.end()) {
-    touched_ = true;
+    touched_.push_back(tensor);
   } else {
     seen_.push_back({tensor, parameter->second, argument});
   }
@@ -54,21 +57,118 @@ void OperatorTrigger::meet(const c10::IValue& value, size_t argument) {
 OperatorUse OperatorTrigger::use_of(const c10::FunctionSchema& schema, Arguments arguments) const {
   OperatorUse use = OperatorUse::Slice;
   for (const Seen& seen : seen_) {
-    const OperatorUse own = operator_use(schema, arguments, seen.argument, seen.tensor.sizes());
+    const OperatorUse own = operator_use(schema, arguments, seen.argument, seen.tensor);
     if (own == OperatorUse::Whole) return own;
     if (own != OperatorUse::Slice) use = own;
   }
   return use;
 }
 
-/// Optimizers, and whoever prints or compares, work on slices, too. They do so beside other slices, or without gradients, or where no forward is under way.
+void OperatorTrigger::scan(Arguments arguments) {
+  met_.clear();
+  seen_.clear();
+  touched_.clear();
+  replaced_ = false;
+  for (size_t i = 0; i < arguments.size(); ++i) meet(arguments[i], i);
+}
+
+/// Where calls trigger, parameters are slices between them, for whoever looks.
 bool OperatorTrigger::wants_whole(OperatorUse use) const {
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
-  if (in_call()) return true;
-  if (role_ == Role::Fallback && step_.running()) return true;
-  if (use == OperatorUse::Alike) return false;
-  if (evaluating_) return true;
-  return role_ == Role::Trigger && (at::GradMode::is_enabled() || !module_.is_training());
+  if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
+  if (in_call() || step_.running()) return true;
+  return use != OperatorUse::Alike && evaluating_;
+}
+
+/// Where nothing but operators shows what runs. Optimizers, and whoever prints or copies, work on slices: beside other slices and without gradients.
+bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+  if (role_ == Role::Fallback) return wants_whole(use);
+  if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
+  if (step_.running()) return true;
+  if (at::GradMode::is_enabled()) {
+    if (use == OperatorUse::Look && !units_.any_held()) refuse_unclear(schema);  // a frozen model's forward runs without a step
+    return true;
+  }
+  const bool forward = evaluating_ || !module_.is_training();  // as far as anybody knows
+  switch (use) {
+    case OperatorUse::Look:
+      if (evaluating_) return true;
+      refuse_unclear(schema);
+    case OperatorUse::Clone:
+      refuse_unclear(schema);
+    case OperatorUse::Alike: {
+      // An optimizer takes a parameter beside its gradient or its state, not beside another one.
+      size_t tensors = 0;
+      for (const c10::IValue& argument : arguments) {
+        if (argument.isTensor()) tensors += argument.toTensor().defined() ? 1 : 0;
+        if (argument.isTensorList()) tensors += argument.toListRef().size();
+      }
+      const bool several = tensors == seen_.size() && std::ranges::none_of(arguments, [](const c10::IValue& argument) { return argument.isTensorList(); });
+      if (several && !forward) refuse_unclear(schema);
+      return several;
+    }
+    default:
+      if (!forward) refuse_unclear(schema);
+      return true;
+  }
+}
+
+void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
+  const UnitPlace& place = seen_.front().place;
+  const std::string& name = units_.flats(place.unit)[place.flat].parameters()[place.index].name;
+  throw ConfigError(
+      detail::concat("fully_shard: ", schema.name(), " was given '", name,
+                     "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
+                     "detach(); in a forward let the first operator be one with the module's input, and before an evaluation say model->eval()"));
+}
+
+/// A handle on a slice (detach(), data()) is what its maker asked for; a layer over it is not.
+void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schema) const {
+  if (!is_layer(schema.name())) return;
+  for (const at::Tensor& handle : touched_) {
+    const size_t unit = storages_.at(handle.storage().unsafeGetStorageImpl()).unit;
+    for (const FlatParameters& flat : units_.flats(unit)) {
+      for (size_t i = 0; flat.slice_storage() == handle.storage().unsafeGetStorageImpl() && i < flat.parameters().size(); ++i) {
+        const at::Tensor slice = flat.slice_view(i);
+        require(slice.storage_offset() != handle.storage_offset() || slice.sizes() != handle.sizes(), "fully_shard: ", schema.name(),
+                " was given a handle (detach(), data()) on '", flat.parameters()[i].name,
+                "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's "
+                "input");
+      }
+    }
+  }
+}
+
+bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
+  const auto is = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return false;
+    return std::ranges::any_of(parameters_, [&](const auto& item) {
+      const at::Tensor& gradient = item.first->grad();
+      return gradient.defined() && gradient.has_storage() && gradient.storage().is_alias_of(tensor.storage());
+    });
+  };
+  if (value.isTensor()) return is(value.toTensor());
+  if (!value.isTensorList()) return false;
+  const std::vector<at::Tensor> list = value.toTensorVector();
+  return std::ranges::any_of(list, is);
+}
+
+/// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
+void OperatorTrigger::refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments) {
+  const bool absolute = std::exchange(absolute_, false);
+  const std::string& name = schema.name();
+  const bool norm = name == "aten::norm" || name == "aten::linalg_vector_norm" || name == "aten::_foreach_norm";
+  const bool largest = absolute && name == "aten::max" && arguments.size() == 1;
+  if (!norm && name != "aten::abs" && !largest) return;
+  if (!units_.are_cut() || !step_.looped() || arguments.empty()) return;
+  if (name == "aten::abs") {
+    absolute_ = is_gradient(arguments[0]);
+    return;
+  }
+  require(
+      !largest && !is_gradient(arguments[0]), "fully_shard: ", name,
+      " was given a gradient, of which this rank has a slice: a norm of slices, such as torch::nn::utils::clip_grad_norm_ takes, is another on each rank; call "
+      "tessera::clip_grad_norm(sharded, max_norm), which sums over the ranks and returns the norm");
 }
 
 /// The parameter that `tensor` is, or is an alias of (data(), which optimizers take), while parameters show their whole shapes.
@@ -159,20 +259,23 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
 }
 
 void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  met_.clear();
-  seen_.clear();
-  touched_ = false;
   const bool backward = nn::backward_pass() >= 0;
   if (!backward) step_.recover();
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack.size() - count;
-  for (size_t i = 0; i < count; ++i) meet(stack[first + i], i);
+  const Arguments arguments(stack.data() + first, count);
+  if (!backward) refuse_local_norms(schema, arguments);
+  scan(arguments);
+  if (replaced_ && !backward) {
+    if (step_.running() && !step_.driven()) step_.leave();
+    for (size_t unit = 0; unit < units_.size(); ++unit) units_.take_in(unit);
+    scan(arguments);
+  }
   if (evaluating_ && !backward && at::GradMode::is_enabled()) {  // evaluation is over
     evaluating_ = false;
     if (!step_.running()) units_.release_all();
   }
-  if (met_.empty() && seen_.empty() && !touched_) return;
-  const Arguments arguments(stack.data() + first, count);
+  if (met_.empty() && seen_.empty() && touched_.empty()) return;
   require(schema.name() != "aten::embedding_renorm_",
           "fully_shard: an embedding with max_norm writes rows of its weight in forward, which on each rank holds some of them; leave max_norm out");
   const OperatorUse use = use_of(schema, arguments);
@@ -182,9 +285,10 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     for (const Seen& seen : seen_) note(seen.place.unit);
     return use_met();
   }
-  if (!seen_.empty() && wants_whole(use)) {
+  if (!touched_.empty() && !in_call()) refuse_layers_over_slices(schema);
+  if (!seen_.empty() && wants_whole(schema, arguments, use)) {
     begin_forward(stack, first);
-  } else if (!seen_.empty() || touched_) {
+  } else if (!seen_.empty() || !touched_.empty()) {
     if (!step_.running() && !in_call()) {  // what is held is stale, if the slice is written
       units_.release_all();
       evaluating_ = false;

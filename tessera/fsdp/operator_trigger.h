@@ -21,7 +21,11 @@ namespace tessera {
 ///
 /// Between steps parameters are slices, and an operator that is given one either wants that (optimizers and checkpoints write and copy) or is the first of a
 /// forward (operator_use.h). With gradients a step begins with it, and all parameters become whole before the operator looks at them. Without, the operator is
-/// given the whole in the parameter's place, so that nothing has to be undone when evaluation is over, which nobody tells.
+/// given the whole in the parameter's place, so that nothing has to be undone when evaluation is over, which nobody tells. What may be a forward, an optimizer
+/// or a line for a log is refused by name, with the line to change, for nothing may be computed with slices unawares, and no line on one rank may start a
+/// collective.
+///
+/// In a loop norms of sliced gradients are refused, too: libtorch's clip_grad_norm_ would scale by another factor on each rank.
 ///
 /// Beside calls that trigger (Role::Fallback) it does the same for what calls do not show: a module that is called by ->forward(), a weight that another module
 /// reads, a graph whose outputs carry no hook. Cost: under a microsecond an operator.
@@ -53,7 +57,13 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void meet(const at::Tensor& tensor, size_t argument);
   void note(size_t unit);
   OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void scan(Arguments arguments);
   bool wants_whole(OperatorUse use) const;
+  bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
+  void refuse_layers_over_slices(const c10::FunctionSchema& schema) const;
+  void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
+  bool is_gradient(const c10::IValue& value) const;
   std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;
   bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
   void leave_forward(torch::jit::Stack& stack, size_t first);
@@ -75,11 +85,13 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::unordered_map<const c10::StorageImpl*, Storage> storages_;
   std::unordered_map<const c10::TensorImpl*, UnitPlace> parameters_;
 
-  std::vector<size_t> met_;  ///< units among the arguments of the operator at hand
-  std::vector<Seen> seen_;   ///< and parameters that show slices
-  bool touched_ = false;     ///< and memory of slices by another name
-  bool evaluating_ = false;  ///< units may be held that no step knows of
-  size_t last_;              ///< unit met last; size() before the first
+  std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
+  std::vector<Seen> seen_;           ///< and parameters that show slices
+  std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
+  bool replaced_ = false;            ///< and a parameter in whose place the program has put another tensor
+  bool absolute_ = false;            ///< the operator before took absolute values of a gradient
+  bool evaluating_ = false;          ///< units may be held that no step knows of
+  size_t last_;                      ///< unit met last; size() before the first
   int64_t pass_ = -1;
 };
 

@@ -1,5 +1,6 @@
 #include "tessera/fsdp/operator_use.h"
 
+#include <optional>
 #include <unordered_set>
 
 #include <ATen/core/Tensor.h>
@@ -11,12 +12,41 @@ using Names = std::unordered_set<std::string>;
 
 /// Made of a parameter without looking at it as a part of a model.
 const Names& copies() {
-  static const Names names{
-      "aten::detach",     "aten::detach_",      "aten::clone",          "aten::to",          "aten::_to_copy",  "aten::cpu",
-      "aten::cuda",       "aten::alias",        "aten::contiguous",     "aten::zeros_like",  "aten::ones_like", "aten::empty_like",
-      "aten::full_like",  "aten::rand_like",    "aten::randn_like",     "aten::equal",       "aten::item",      "aten::_local_scalar_dense",
-      "aten::is_nonzero", "aten::is_same_size", "aten::requires_grad_", "aten::retain_grad", "aten::set_data",  "aten::data",
-      "aten::_version",   "aten::is_leaf",      "aten::output_nr",      "aten::pin_memory",  "aten::is_pinned"};
+  static const Names names{"aten::detach",
+                           "aten::detach_",
+                           "aten::cpu",
+                           "aten::cuda",
+                           "aten::alias",
+                           "aten::contiguous",
+                           "aten::zeros_like",
+                           "aten::ones_like",
+                           "aten::empty_like",
+                           "aten::full_like",
+                           "aten::rand_like",
+                           "aten::randn_like",
+                           "aten::equal",
+                           "aten::item",
+                           "aten::_local_scalar_dense",
+                           "aten::is_nonzero",
+                           "aten::is_same_size",
+                           "aten::requires_grad_",
+                           "aten::retain_grad",
+                           "aten::set_data",
+                           "aten::data",
+                           "aten::_has_compatible_shallow_copy_type",
+                           "aten::view_as",
+                           "aten::reshape_as",
+                           "aten::type_as",
+                           "aten::new_empty",
+                           "aten::new_zeros",
+                           "aten::new_ones",
+                           "aten::new_full",
+                           "aten::new_empty_strided",
+                           "aten::_version",
+                           "aten::is_leaf",
+                           "aten::output_nr",
+                           "aten::pin_memory",
+                           "aten::is_pinned"};
   return names;
 }
 
@@ -51,29 +81,63 @@ const Names& products() {
   return names;
 }
 
+/// Norms and look-ups.
+const Names& layers() {
+  static const Names names{"aten::embedding",         "aten::embedding_bag",     "aten::batch_norm", "aten::layer_norm",
+                           "aten::group_norm",        "aten::instance_norm",     "aten::rms_norm",   "aten::native_batch_norm",
+                           "aten::native_layer_norm", "aten::native_group_norm", "aten::prelu",      "aten::scaled_dot_product_attention"};
+  return names;
+}
+
 /// And what else parameters are for.
 const Names& others() {
-  static const Names names{"aten::embedding",
-                           "aten::embedding_bag",
-                           "aten::batch_norm",
-                           "aten::layer_norm",
-                           "aten::group_norm",
-                           "aten::instance_norm",
-                           "aten::rms_norm",
-                           "aten::native_batch_norm",
-                           "aten::native_layer_norm",
-                           "aten::native_group_norm",
-                           "aten::prelu",
-                           "aten::t",
-                           "aten::transpose",
-                           "aten::permute",
-                           "aten::expand",
-                           "aten::unsqueeze",
-                           "aten::index_select",
-                           "aten::index",
-                           "aten::gather",
-                           "aten::scaled_dot_product_attention"};
+  static const Names names{"aten::t",         "aten::transpose",    "aten::permute", "aten::expand",
+                           "aten::unsqueeze", "aten::index_select", "aten::index",   "aten::gather"};
   return names;
+}
+
+/// Of which one number comes, where no dimension is named.
+const Names& reductions() {
+  static const Names names{"aten::norm",   "aten::linalg_vector_norm",
+                           "aten::sum",    "aten::mean",
+                           "aten::std",    "aten::var",
+                           "aten::max",    "aten::min",
+                           "aten::median", "aten::prod",
+                           "aten::any",    "aten::all",
+                           "aten::abs",    "aten::argmax",
+                           "aten::argmin", "aten::count_nonzero",
+                           "aten::aminmax"};
+  return names;
+}
+
+/// No gradient goes through them.
+const Names& comparisons() {
+  static const Names names{"aten::isnan", "aten::isinf", "aten::isfinite", "aten::eq",    "aten::ne",     "aten::gt",
+                           "aten::ge",    "aten::lt",    "aten::le",       "aten::histc", "aten::nonzero"};
+  return names;
+}
+
+const c10::IValue* named(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const std::string& name) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() == name && !arguments[i].isNone()) return &arguments[i];
+  }
+  return nullptr;
+}
+
+bool is_look(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  if (comparisons().contains(schema.name())) return true;
+  if (!reductions().contains(schema.name())) return false;
+  const c10::IValue* const dimensions = named(schema, arguments, "dim");
+  return dimensions == nullptr || (dimensions->isIntList() && dimensions->toIntVector().empty());
+}
+
+/// To another device, or to the dtype that it has: a handle. Double on the CPU is what printing casts to.
+OperatorUse use_of_cast(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const at::Tensor& parameter) {
+  std::optional<at::ScalarType> dtype;
+  if (const auto* const other = named(schema, arguments, "other"); other != nullptr && other->isTensor()) dtype = other->toTensor().scalar_type();
+  if (const auto* const given = named(schema, arguments, "dtype"); given != nullptr && given->isInt()) dtype = given->toScalarType();
+  if (!dtype || *dtype == parameter.scalar_type()) return OperatorUse::Slice;
+  return *dtype == at::kDouble ? OperatorUse::Look : OperatorUse::Cast;
 }
 
 void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
@@ -87,11 +151,14 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
+bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name); }
 
-OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, at::IntArrayRef sizes) {
+OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter) {
   const c10::AliasInfo* const alias = schema.arguments()[argument].alias_info();
   if ((alias != nullptr && alias->isWrite()) || copies().contains(schema.name())) return OperatorUse::Slice;
-  if (products().contains(schema.name()) || others().contains(schema.name())) return OperatorUse::Whole;
+  if (is_layer(schema.name()) || others().contains(schema.name())) return OperatorUse::Whole;
+  if (schema.name() == "aten::clone") return OperatorUse::Clone;
+  if (schema.name() == "aten::to" || schema.name() == "aten::_to_copy") return use_of_cast(schema, arguments, parameter);
   bool alone = true;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (i == argument) continue;
@@ -99,10 +166,11 @@ OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IV
     collect(arguments[i], tensors);
     for (const at::Tensor& tensor : tensors) {
       alone = false;
-      if (tensor.sizes() != sizes) return OperatorUse::Whole;
+      if (tensor.sizes() != parameter.sizes()) return OperatorUse::Whole;
     }
   }
-  return alone ? OperatorUse::Alone : OperatorUse::Alike;
+  if (!alone) return OperatorUse::Alike;
+  return is_look(schema, arguments) ? OperatorUse::Look : OperatorUse::Alone;
 }
 
 }  // namespace tessera

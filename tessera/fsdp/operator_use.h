@@ -9,14 +9,20 @@ namespace tessera {
 
 /// What an operator that is given a parameter wants of it, while the parameter shows this rank's slice.
 enum class OperatorUse {
-  Slice,  ///< it writes it or copies it out: an optimizer, a checkpoint
+  Slice,  ///< it writes it, or makes a handle of it: an optimizer, a checkpoint
   Whole,  ///< a forward: products, convolutions, norms, look-ups, or arguments that do not have the slice's shape
+  Clone,  ///< a copy as it is: a snapshot
+  Cast,   ///< a copy in another dtype
+  Look,   ///< one number of all of it, a comparison, or what prints it: a line for a log
   Alone,  ///< it takes no other tensor
   Alike   ///< it takes others, and all have the slice's shape
 };
 
-/// `argument`: the position of the parameter, whose slice has `sizes`, among the operator's arguments, or of the list that it is in.
-OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, at::IntArrayRef sizes);
+/// `argument`: the position of `parameter`, which shows its slice, among the operator's arguments, or of the list that it is in.
+OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter);
+
+/// Whether nothing but the forward of a layer calls it (products, convolutions, norms over features, look-ups).
+bool is_layer(const std::string& name);
 
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);

@@ -53,7 +53,7 @@ class Orphans final : public nn::OperatorWatcher {
     if (found == known_.end() || found->second.alive.expired()) return;
     // Somebody else may have given it memory since, as whoever wraps it anew does.
     if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != found->second.slices) return;
-    require(operator_use(schema, arguments, i, tensor.sizes()) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
+    require(operator_use(schema, arguments, i, tensor) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
             "', of which this rank has a slice, and what gathered it is gone; keep what fully_shard returns for as long as the model is used, or call "
             "unshard(model) before it goes");
   }

@@ -2,9 +2,13 @@
 
 #include <algorithm>
 
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
+#include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/operator_watch.h"
 
 namespace tessera {
@@ -24,6 +28,13 @@ std::vector<nn::NamedParameter> parameters_at(const ShardedUnits& units, const s
   std::vector<nn::NamedParameter> parameters;
   for (const UnitPlace& place : places) parameters.push_back(units.flats(place.unit)[place.flat].parameters()[place.index]);
   return parameters;
+}
+
+std::string held_message(const std::string& name) {
+  return detail::concat(
+      "fully_shard: the gradient of '", name,
+      "' waits whole on this rank, where no_sync() left it (reduce_each_micro_batch = false), and has met no other rank's; call backward once "
+      "without no_sync() before the optimizer steps, gradients are clipped or read, or give it up by zero_grad()");
 }
 
 }  // namespace
@@ -118,9 +129,11 @@ bool ShardedStep::aborted() const { return in_backward_ && backward_.expired(); 
 
 void ShardedStep::recover() {
   if (!aborted() || drive_ == Drive::Engine) return;
-  put_back();
-  held_.clear();
-  units_.clear_sums();
+  if (accumulates_) {
+    put_back();
+    used_.clear();
+    units_.clear_sums();
+  }
   leave();
 }
 
@@ -143,6 +156,7 @@ void ShardedStep::abandon() noexcept {
   try {
     alive_.reset();
     put_back();
+    give_back_held();
     withdraw_places();
     for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
   } catch (...) {
@@ -174,7 +188,7 @@ void ShardedStep::begin_backward() {
   if (in_backward_) return;           // a pass inside of another belongs to it
   if (!running_) begin(Drive::Loop);  // over a graph that was kept
   in_backward_ = true;
-  came_ = false;
+  accumulates_ = accumulates();
   last_ = engine_last_ && !callbacks_.held();
   order_.turn();
   retired_.assign(units_.size(), false);
@@ -183,7 +197,7 @@ void ShardedStep::begin_backward() {
   std::ranges::fill(awaited_, 0);
   for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
-  if (drive_ == Drive::Loop) put_aside();
+  if (drive_ == Drive::Loop && accumulates_) put_aside();
   const auto pass = std::make_shared<int>(0);
   backward_ = pass;
   nn::at_end_of_backward([this, pass, alive = std::weak_ptr(alive_)] {
@@ -191,19 +205,49 @@ void ShardedStep::begin_backward() {
   });
 }
 
-/// What the program has in grad() is a slice; what backward brings is whole.
-void ShardedStep::put_aside() {
+/// Whether the pass is there for gradients of ours: backward() is, autograd::grad and backward() for other inputs are not. What arrives does not tell, for that
+/// may differ from rank to rank.
+bool ShardedStep::accumulates() const {
+  if (drive_ == Drive::Engine) return true;
+  const auto* const passes_through = torch::autograd::get_current_graph_task_exec_info();
+  const bool all = passes_through == nullptr || passes_through->empty();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
+    if (all) return true;
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[i].tensor);
+    const auto found = passes_through->find(accumulator.get());
+    if (found != passes_through->end() && found->second.needed_) return true;
+  }
+  return false;
+}
+
+/// What the program has in grad() is a slice; what backward brings is whole.
+void ShardedStep::put_aside() {
+  give_back_held();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i]) continue;
+    aside_[i] = parameters_[i].tensor.grad();
+    set_gradient(parameters_[i].tensor, {});
+  }
+}
+
+bool ShardedStep::holds_gradients() const {
+  for (size_t i = 0; i < held_.size(); ++i) {
+    const at::Tensor& guard = held_[i].guard;
+    if (guard.defined() && parameters_[i].tensor.grad().is_same(guard) && !nn::is_cleared(guard)) return true;
+  }
+  return false;
+}
+
+/// grad() is the program's again. What it cleared meanwhile is forgotten.
+void ShardedStep::give_back_held() {
+  for (size_t i = 0; i < held_.size(); ++i) {
+    const Held& held = held_[i];
+    if (!held.guard.defined()) continue;
     const at::Tensor& tensor = parameters_[i].tensor;
-    at::Tensor shown = tensor.grad();
-    if (!held_.empty() && held_[i].shown.defined()) {
-      const bool untouched = shown.is_same(held_[i].shown) && shown._version() == held_[i].version;
-      if (!untouched) flat_of(places_[i]).forget(places_[i].index);  // the program cleared it
-      if (untouched && held_[i].made) shown = at::Tensor();
-    }
-    aside_[i] = std::move(shown);
-    set_gradient(tensor, {});
+    const bool shown = tensor.grad().is_same(held.guard), cleared = !shown || nn::is_cleared(held.guard);
+    if (cleared) flat_of(places_[i]).forget(places_[i].index);
+    if (shown) set_gradient(tensor, cleared ? at::Tensor() : held.own);
   }
   held_.clear();
 }
@@ -226,8 +270,6 @@ void ShardedStep::accumulated(size_t parameter) {
   flat_of(place).take_up(place.index, tensor.grad());
   set_gradient(tensor, {});
   used_.mark(parameter);
-  came_ = true;
-  reduce_what_is_due();
   if (--awaited_[place.unit] == 0 && retire_when_complete_) retire(place.unit);
 }
 
@@ -239,11 +281,10 @@ void ShardedStep::retire(size_t unit) {
   reduce_what_is_due();
 }
 
-/// Ranks that use different parameters reduce in one order all the same. And a pass that is there for gradients of something else (autograd::grad) reduces
-/// nothing, which shows when none has come.
+/// Ranks that use different parameters reduce in one order all the same. A pass that is there for gradients of something else reduces nothing.
 void ShardedStep::reduce_what_is_due() {
+  if (!accumulates_) return;
   if (!find_unused_) {
-    if (drive_ == Drive::Loop && !came_) return;
     for (const size_t unit : std::exchange(due_, {})) reduce(unit);
     return;
   }
@@ -281,10 +322,7 @@ void ShardedStep::end_pass() {
 void ShardedStep::complete_pass() {
   const nn::Unwatched quietly;
   const at::NoGradGuard no_grad;
-  if (!came_ && !find_unused_) {
-    put_back();
-    return leave();
-  }
+  if (!accumulates_) return leave();
   if (!reduce_each_ && !last_) {
     hold();
     return leave();
@@ -307,16 +345,15 @@ void ShardedStep::forgive_frozen() {
   }
 }
 
-/// Whole gradients wait on this rank. What stands in grad() tells whether the program cleared it.
+/// Whole gradients wait on this rank, and what stands in grad() says so to whoever takes it for a gradient.
 void ShardedStep::hold() {
   held_.assign(parameters_.size(), {});
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
     Held& held = held_[i];
-    held.made = !aside_[i].defined();
-    held.shown = held.made ? flat_of(places_[i]).zero_gradient(places_[i].index) : std::exchange(aside_[i], {});
-    held.version = held.shown._version();
-    set_gradient(parameters_[i].tensor, held.shown);
+    held.own = std::exchange(aside_[i], {});
+    held.guard = nn::make_gradient_guard(flat_of(places_[i]).slice_view(places_[i].index), held_message(parameters_[i].name));
+    set_gradient(parameters_[i].tensor, held.guard);
   }
 }
 

@@ -50,6 +50,9 @@ class ShardedStep {
   void finish();  ///< of an engine's step
 
   bool running() const { return running_; }
+  bool looped() const { return drive_ == Drive::Loop; }  ///< nobody says where steps begin and end
+  /// Whether whole gradients wait on this rank under no_sync(), which the program has not cleared.
+  bool holds_gradients() const;
   bool driven() const { return running_ && drive_ == Drive::Engine; }
   bool in_backward() const { return in_backward_; }
   /// Whether an engine's step has seen its last backward pass, and waits for finish.
@@ -100,6 +103,8 @@ class ShardedStep {
   void put_back();
   void end_backward();
   void end_pass();
+  bool accumulates() const;
+  void give_back_held();
   void reduce_what_is_due();
   void reduce(size_t unit);
   void complete_pass();
@@ -125,7 +130,7 @@ class ShardedStep {
   bool engine_last_ = true;       ///< what an engine said of the pass that comes
   bool last_ = true;              ///< the pass at hand completes its step
   bool last_done_ = false;        ///< of an engine's step: that pass is over
-  bool came_ = false;             ///< a gradient in this backward
+  bool accumulates_ = false;      ///< this backward brings gradients of ours, on some rank at least
   std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;
   UseOrder order_;
@@ -136,11 +141,10 @@ class ShardedStep {
   size_t next_ = 0;                ///< with find_unused: units from this one on are reduced, the last first
   std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
 
-  /// Under no_sync, where whole gradients wait: what stands in grad() meanwhile, so that a zero_grad is seen.
+  /// Under no_sync, where whole gradients wait.
   struct Held {
-    at::Tensor shown;
-    uint32_t version = 0;
-    bool made = false;  ///< by us: no gradient of the program's
+    at::Tensor guard;  ///< stands in grad() meanwhile: zero_grad is seen, and whoever would step or clip is refused
+    at::Tensor own;    ///< what grad() held before
   };
   std::vector<Held> held_;
 

@@ -109,18 +109,38 @@ void ShardedUnits::unshard() {
   release_all();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     show_slices(unit);
+    take_in(unit);
     const comm::CallSite site(units_[unit].name);
     for (auto& flat : units_[unit].flats) flat.unshard();
   }
 }
 
+void ShardedUnits::take_in(size_t index) {
+  Unit& unit = units_[index];
+  if (std::ranges::none_of(unit.flats, [](const FlatParameters& flat) { return flat.is_replaced(); })) return;
+  const nn::Unwatched quietly;
+  release(index);  // slices on their way must not be written
+  size_t bytes = 0;
+  for (const Unit& any : units_) {
+    for (const FlatParameters& flat : any.flats) bytes += static_cast<size_t>(flat.local_bytes() + flat.tied_bytes());
+  }
+  for (auto& flat : unit.flats) {
+    flat.take_in(bytes);
+    unit.whole ? flat.show_whole() : flat.show_slices();
+  }
+}
+
 void ShardedUnits::show_whole(size_t unit) {
-  if (std::exchange(units_[unit].whole, true)) return;
+  if (units_[unit].whole) return;
+  take_in(unit);
+  units_[unit].whole = true;
   for (auto& flat : units_[unit].flats) flat.show_whole();
 }
 
 void ShardedUnits::show_slices(size_t unit) {
-  if (!std::exchange(units_[unit].whole, false)) return;
+  if (!units_[unit].whole) return;
+  take_in(unit);
+  units_[unit].whole = false;
   for (auto& flat : units_[unit].flats) flat.show_slices();
 }
 

@@ -36,6 +36,10 @@ class ShardedUnits {
   /// Gives every parameter its whole value, in memory of its own, unit by unit. Collective; nothing else may be called afterwards.
   void unshard();
 
+  /// Takes in what the program has put in the place of parameters (FlatParameters::take_in), and shows them as before. What was gathered is gone then.
+  void take_in(size_t unit);
+  bool are_cut() const { return group_.size() > 1; }  ///< slices are less than the whole
+
   void show_whole(size_t unit);
   void show_slices(size_t unit);
 

@@ -9,6 +9,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/clip.h"
 
@@ -57,6 +58,7 @@ optim::NormGroup norm_group(const GradientSynchronizer& synchronizer) {
 
 at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
   require(max_norm > 0, "clip_grad_norm: max_norm = ", max_norm, ": a norm above 0 is expected");
+  const nn::Unwatched quietly;  // wrappers refuse norms of slices by others
   at::Tensor norm = optim::global_norm(groups);
   for (const auto& group : groups) optim::clip_gradients(group.parameters, norm, max_norm);
   return norm;

@@ -1,0 +1,361 @@
+// What programs do around a loop over sharded modules that would part ranks without a word: it is right, or it is refused by name.
+
+#include <limits>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/nn/utils/convert_parameters.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+
+#include "support.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/nn/gradient_dispatcher.h"
+
+namespace tessera {
+namespace {
+
+using comm::run_ranks;
+using comm::World;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using namespace testing_support;
+
+constexpr auto kBoth = {ShardTrigger::Calls, ShardTrigger::Operators};
+
+torch::optim::SGD momentum(const torch::nn::Module& module) {
+  return torch::optim::SGD(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+}
+
+void train(DeepNet& net, torch::optim::Optimizer& optimizer, const Batch& batch) {
+  optimizer.zero_grad();
+  backward_of(net, batch);
+  optimizer.step();
+}
+
+enum class Loaded { File, Data, Slices };
+
+void load(torch::nn::Module& net, const std::shared_ptr<torch::nn::Module>& saved, Loaded how, bool sharded) {
+  std::stringstream file;
+  if (how == Loaded::File) {
+    torch::save(saved, file);
+    auto into = std::shared_ptr<torch::nn::Module>(&net, [](auto*) {});
+    torch::load(into, file);
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const auto parameters = net.parameters(), values = saved->parameters();
+  if (how == Loaded::Data || !sharded) {
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].set_data(values[i].detach().clone());
+  } else {  // what slices were saved from
+    std::vector<at::Tensor> slices;
+    for (size_t i = 0; i < parameters.size(); ++i) slices.push_back(take(values[i].detach(), nn::slice_of(parameters[i])));
+    torch::nn::utils::vector_to_parameters(torch::nn::utils::parameters_to_vector(slices), parameters);
+  }
+}
+
+TEST(FullyShardLoop, WeightsAreLoadedAfterWrapping) {
+  DeepNet saved;
+  fill_parameters(*saved, 9);
+  for (const auto how : {Loaded::File, Loaded::Data, Loaded::Slices}) {
+    const auto loop = [&](DeepNet& net, torch::optim::Optimizer& optimizer, const auto& batch, bool sharded) {
+      train(net, optimizer, batch(0));
+      load(*net, saved.ptr(), how, sharded);
+      at::Tensor out;
+      {
+        const at::NoGradGuard no_grad;
+        out = net(whole_batch(samples, 50).x);
+      }
+      load(*net, saved.ptr(), how, sharded);
+      train(net, optimizer, batch(1));
+      train(net, optimizer, batch(2));
+      return out;
+    };
+    DeepNet whole;
+    auto optimizer = momentum(*whole);
+    const at::Tensor out = loop(whole, optimizer, [](int step) { return whole_batch(samples, step); }, false);
+    const Gradients expected = named_values(*whole);
+    for (const auto trigger : kBoth) {
+      run_ranks(2, [&](World& world) {
+        DeepNet net;
+        auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+        auto own = momentum(*net);
+        const at::Tensor mine = loop(net, own, [&](int step) { return part_of(whole_batch(samples, step), 2, world.rank()); }, true);
+        EXPECT_LT((mine - out).abs().max().item<double>(), 10 * parity * out.abs().max().item<double>());
+        EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
+      });
+    }
+  }
+}
+
+TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      net->first->weight.set_data(at::zeros({17, 3}));
+      EXPECT_THAT(refusal([&] { backward_of(net, mine); }), HasSubstr("'first.weight' was given"));
+    });
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      net->first->bias.set_data(net->first->bias.detach().to(at::kDouble));
+      EXPECT_THAT(refusal([&] { backward_of(net, mine); }), HasSubstr("of type Double"));
+    });
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      const at::Tensor all = torch::nn::utils::parameters_to_vector(net->parameters()).detach();
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      EXPECT_THAT(refusal([&] {
+                    torch::nn::utils::vector_to_parameters(all, net->parameters());
+                    backward_of(net, mine);
+                  }),
+                  HasSubstr("vector_to_parameters"));
+    });
+  }
+}
+
+TEST(FullyShardLoop, LibtorchsClippingIsRefused) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      auto optimizer = momentum(*net);
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        backward_of(net, part_of(whole_batch(samples, step), 2, world.rank()));
+        const Gradients before = named_gradients(*net);
+        EXPECT_THAT(refusal([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1); }), HasSubstr("tessera::clip_grad_norm"));
+        EXPECT_THAT(refusal([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1, std::numeric_limits<double>::infinity()); }),
+                    HasSubstr("tessera::clip_grad_norm"));
+        for (const auto& parameter : nn::unique_parameters(*net)) {
+          if (before.at(parameter.name).defined()) EXPECT_TRUE(at::equal(parameter.tensor.grad(), before.at(parameter.name))) << parameter.name;
+        }
+        torch::nn::utils::clip_grad_value_(net->parameters(), 0.05);  // goes by elements
+        optimizer.step();
+      }
+    });
+  }
+}
+
+/// Ranks whose losses leave out the last unit, which all have called: in a step the collectives are the same, and all ranks refuse.
+struct EarlyExitImpl : nn::Module {
+  EarlyExitImpl() : first(5, 7), second(7, 7), third(7, 7) {
+    register_module("first", first);
+    register_module("second", second);
+    register_module("third", third);
+    fill_parameters(*this);
+  }
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(second(at::tanh(first(x))));
+    return {h, third(h)};
+  }
+  nn::Linear first, second, third;
+};
+TESSERA_MODULE(EarlyExit);
+
+TEST(FullyShardLoop, CollectivesDoNotFollowWhatArrives) {
+  run_ranks(2,
+            [&](World& world) {
+              EarlyExit net;
+              auto sharded = fully_shard(net, world.group(), {.wrap = "*", .prefetch = {.units = 0}});
+              const auto [early, late] = net(random_tensor({4, 5}, "x"));
+              const at::Tensor loss = world.rank() == 0 ? early.sum() + late.sum() : early.sum();
+              const std::string said = refusal([&] { loss.backward(); });
+              EXPECT_THAT(said, HasSubstr("on rank 1 of world"));
+              EXPECT_THAT(said, HasSubstr("got no gradient in this step"));
+            },
+            {.timeout = std::chrono::seconds(20)});
+}
+
+TEST(FullyShardLoop, LookingAtAGradientLeavesWhatIsHeld) {
+  for (const auto trigger : kBoth) {
+    for (const bool before : {false, true}) {  // there is a gradient already
+      const auto loop = [&](DeepNet& net, const auto& batch, FullyShardedDataParallel* sharded) {
+        if (before) backward_of(net, batch(5));
+        for (int held = 0; held < 2; ++held) {
+          const Attachment hold = sharded ? sharded->no_sync() : Attachment();
+          backward_of(net, batch(held));
+          const at::Tensor x = batch(3).x.clone().requires_grad_();
+          torch::autograd::grad({net(x).sum()}, {x});
+        }
+        const at::Tensor x = batch(3).x.clone().requires_grad_();
+        torch::autograd::grad({net(x).sum()}, {x});
+        backward_of(net, batch(2));
+      };
+      DeepNet whole;
+      loop(whole, [](int step) { return whole_batch(samples, step); }, nullptr);
+      const Gradients expected = named_gradients(*whole);
+      run_ranks(2, [&](World& world) {
+        DeepNet net;
+        auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_each_micro_batch = false, .trigger = trigger});
+        loop(net, [&](int step) { return part_of(whole_batch(samples, step), 2, world.rank()); }, sharded.get());
+        EXPECT_LT(slice_difference(*net, expected), 20 * parity);
+      });
+    }
+  }
+}
+
+TEST(FullyShardLoop, WhatIsHeldIsNotStepped) {
+  for (const auto trigger : kBoth) {
+    DeepNet whole;
+    auto optimizer = momentum(*whole);
+    optimizer.zero_grad();
+    backward_of(whole, whole_batch(samples, 0));
+    backward_of(whole, whole_batch(samples, 1));
+    optimizer.step();
+    const Gradients expected = named_values(*whole);
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_each_micro_batch = false, .trigger = trigger});
+      auto own = momentum(*net);
+      own.zero_grad();
+      {
+        const Attachment hold = sharded->no_sync();
+        backward_of(net, part_of(whole_batch(samples, 0), 2, world.rank()));
+      }
+      EXPECT_THAT(refusal([&] { own.step(); }), HasSubstr("no_sync()"));
+      EXPECT_THAT(refusal([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1); }), HasSubstr("no_sync()"));
+      EXPECT_THAT(refusal([&] { sharded->norm_group(); }), HasSubstr("no_sync()"));
+      EXPECT_THAT(refusal([&] {
+                    const at::NoGradGuard no_grad;
+                    net->first->weight.grad().div_(2);
+                  }),
+                  HasSubstr("no_sync()"));
+      backward_of(net, part_of(whole_batch(samples, 1), 2, world.rank()));
+      own.step();
+      EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
+    });
+  }
+}
+
+TEST(FullyShardLoop, AWrapperOfOneRankOwnsItsParameters) {
+  run_ranks(1, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    const auto* const dispatcher = nn::GradientDispatcher::find(net->first->weight);
+    ASSERT_NE(dispatcher, nullptr);
+    EXPECT_EQ(dispatcher->owner(), sharded.get());
+    sharded.reset();
+    EXPECT_EQ(dispatcher->owner(), nullptr);
+  });
+}
+
+/// A failed pass leaves no marks: what nobody uses afterwards has no gradient.
+TEST(FullyShardLoop, AFailedPassUsedNothing) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .find_unused_parameters = true});
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    const at::Tensor x = mine.x.clone().requires_grad_();
+    x.register_hook([](const at::Tensor&) { throw std::runtime_error("stop"); });
+    EXPECT_THROW(loss_of(net(x), mine.y, samples).backward(), std::runtime_error);
+    net->skipped = &net->blocks[1];
+    net->zero_grad();
+    backward_of(net, mine);
+    EXPECT_FALSE(net->blocks[1]->w1->weight.grad().defined());
+    EXPECT_TRUE(net->blocks[0]->w1->weight.grad().defined());
+  });
+}
+
+/// Plain libtorch whose forward begins in a way of one's choice with parameters alone.
+struct Begins : torch::nn::Module {
+  enum class With { Slice, Softmax, Sum, Cast, Copy, Detached };
+  explicit Begins(With with) : with(with) {
+    positions = register_parameter("positions", at::empty({8, 6}));
+    delta = register_parameter("delta", at::empty({8, 6}));
+    fill_parameters(*this);
+  }
+  at::Tensor begin() const {
+    switch (with) {
+      case With::Slice:
+        return positions.slice(0, 0, 4) + delta.slice(0, 4, 8);
+      case With::Softmax:
+        return positions.softmax(0).slice(0, 0, 4) * delta.slice(0, 0, 4);
+      case With::Sum:
+        return (positions + delta).slice(0, 0, 4);
+      case With::Cast:
+        return positions.to(at::kBFloat16).to(at::kFloat).slice(0, 0, 4) * delta.slice(0, 0, 4);
+      case With::Copy:
+        return positions.clone().slice(0, 0, 4) * delta.slice(0, 0, 4);
+      case With::Detached:
+        return at::linear(at::ones({4, 6}), positions.detach()).slice(1, 0, 6) + delta.slice(0, 0, 4);
+    }
+    return {};
+  }
+  at::Tensor forward(const at::Tensor& x) const {
+    const at::Tensor w = begin();
+    return at::linear(x, w);
+  }
+  With with;
+  at::Tensor positions, delta;
+};
+
+TEST(FullyShardLoop, AForwardOverOperatorsIsRightOrRefused) {
+  using With = Begins::With;
+  const at::Tensor x = random_tensor({3, 6}, "x");
+  for (const auto with : {With::Slice, With::Softmax, With::Sum, With::Cast, With::Copy, With::Detached}) {
+    Begins whole(with);
+    const at::Tensor out = whole.forward(x);
+    out.square().sum().backward();
+    const Gradients expected = named_gradients(whole);
+    for (const bool training : {true, false}) {
+      for (const bool gradients : {true, false}) {
+        SCOPED_TRACE(::testing::Message() << "begins with " << static_cast<int>(with) << (training ? " training" : " evaluating")
+                                          << (gradients ? " with gradients" : ""));
+        run_ranks(2, [&](World& world) {
+          Begins net(with);
+          auto sharded = fully_shard(net, world.group(), {.average = true, .find_unused_parameters = with == With::Detached});
+          net.train(training);
+          const at::AutoGradMode mode(gradients);
+          at::Tensor mine;
+          std::string said;
+          try {
+            mine = net.forward(x);
+          } catch (const ConfigError& error) {
+            said = error.what();
+          }
+          if (said.empty()) {
+            EXPECT_TRUE(mine.sizes() == out.sizes() && (mine - out).abs().max().item<double>() < 1e-5);
+            if (!gradients) return;
+            mine.square().sum().backward();
+            EXPECT_LT(slice_difference(net, expected), parity);
+          } else {
+            EXPECT_THAT(said, HasSubstr("fully_shard: "));
+            EXPECT_THAT(said, AnyOf(HasSubstr("'positions'"), HasSubstr("'delta'")));
+            EXPECT_TRUE(!gradients || with == With::Detached) << said;  // where gradients are recorded a forward is told from an optimizer
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(FullyShardLoop, ALineForTheLogOnOneRankStartsNothing) {
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              auto sharded = fully_shard(net, world.group(), {.wrap = "middle", .average = true});
+              torch::optim::SGD optimizer(net.parameters(), 0.1);
+              const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+              if (world.rank() == 0) {
+                EXPECT_THAT(refusal([&] { net.middle->weight.norm(); }), HasSubstr("detach()"));
+                std::ostringstream line;
+                EXPECT_THAT(refusal([&] { line << net.middle->weight; }), HasSubstr("detach()"));
+                line << net.middle->weight.detach() << net.middle->weight.detach().norm();
+                const at::NoGradGuard no_grad;
+                EXPECT_THAT(refusal([&] { net.middle->weight.norm(); }), HasSubstr("detach()"));
+              }
+              backward(net, mine);
+              optimizer.step();
+            },
+            {.timeout = std::chrono::seconds(20)});
+}
+
+}  // namespace
+}  // namespace tessera
