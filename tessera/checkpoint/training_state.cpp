@@ -6,7 +6,9 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::checkpoint {
@@ -41,6 +43,7 @@ std::vector<std::string> parameters_among(const std::set<std::string>& tensors) 
 }  // namespace
 
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
+  nn::refuse_shared_names(model);
   std::vector<SlicedTensor> tensors;
   for (const auto& parameter : nn::unique_parameters(model)) tensors.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), parameter.name)});
   return tensors;
