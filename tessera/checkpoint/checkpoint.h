@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -39,7 +40,8 @@ std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer);
 
 /// The same as targets for the checkpoint that `source` describes, whose optimizer may hold state of other parameters: it makes room for the state of those
-/// that were trained there and are frozen here, and leaves out the state of those that have had no update there, which stays zero.
+/// that were trained there and are frozen here, and leaves out the state of those that have had no update there, which stays zero. Where one of the two has
+/// fp32 masters and the other has none, masters are filled from the weights, and weights from the masters (LoadOptions::convert).
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source);
 
 /// What save() writes.
@@ -54,9 +56,10 @@ struct CheckpointState {
 
 /// What load() did.
 struct LoadReport {
-  std::set<std::string> fresh;   ///< targets that stay as they were, by stored name; LoadOptions::partial allowed it
-  std::set<std::string> unread;  ///< stored tensors that no target takes, likewise
-  uint64_t read_bytes = 0;       ///< of the stored slices that were mapped: what the disk is asked for at most
+  std::set<std::string> fresh;                   ///< targets that stay as they were, by stored name; LoadOptions::partial allowed it
+  std::set<std::string> unread;                  ///< stored tensors that no target takes, likewise
+  std::map<std::string, std::string> converted;  ///< targets that are kept in another dtype than was stored: "F32 -> BF16"; LoadOptions::convert allowed it
+  uint64_t read_bytes = 0;                       ///< of the stored slices that were mapped: what the disk is asked for at most
 };
 
 /// Kind and update counts of an optimizer, and back. A parameter that load() left fresh counts from 0. restore throws ConfigError where kind or parameters
@@ -80,6 +83,8 @@ struct LoadOptions {
   /// Parameters, by pattern ("head.*"), whose tensors (weights, buffers, optimizer state) may be missing, extra, mis-shaped or of another dtype: then they are
   /// left as they are. A pattern that matches nothing is refused.
   std::vector<std::string> partial = {};
+  /// Floating tensors may be stored in another floating dtype than the targets': they are rounded to nearest, or widened.
+  bool convert = false;
 };
 
 /// Fills `targets` from a checkpoint of any layout; not collective. Only the stored slices that overlap a target are mapped, hashed and copied. Throws

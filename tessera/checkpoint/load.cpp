@@ -51,14 +51,15 @@ class PartialPatterns {
 };
 
 /// What keeps a stored tensor from filling a target, or nothing.
-std::string misfit(const SlicedTensor& target, const Manifest& manifest) {
+std::string misfit(const SlicedTensor& target, const Manifest& manifest, bool convert) {
   const auto& [tensor, slice] = target;
   const StoredTensor& stored = manifest.tensors.at(slice.name);
   if (stored.shape != slice.shape) {
     return detail::concat("shape of ", slice.name, ": ", at::IntArrayRef(stored.shape), " in the checkpoint, ", at::IntArrayRef(slice.shape), " in the model");
   }
   const std::string dtype = dtype_name(tensor.scalar_type());
-  if (stored.dtype != dtype) return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model");
+  const bool converts = convert && at::isFloatingType(tensor.scalar_type()) && at::isFloatingType(dtype_from_name(stored.dtype));
+  if (stored.dtype != dtype && !converts) return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model");
   try {
     reshard(manifest.slices(slice.name), slice);
     return {};
@@ -80,9 +81,13 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
               at::IntArrayRef(slice.local_shape()));
     const auto stored = manifest.tensors.find(slice.name);
     if (stored == manifest.tensors.end()) continue;
-    const std::string problem = misfit(target, manifest);
+    const std::string problem = misfit(target, manifest, options.convert);
     const bool allowed = partial.allow(slice.name);
-    if (problem.empty()) continue;
+    if (problem.empty()) {
+      const std::string dtype = dtype_name(tensor.scalar_type());
+      if (stored->second.dtype != dtype) report.converted[slice.name] = detail::concat(stored->second.dtype, " -> ", dtype);
+      continue;
+    }
     if (allowed) {
       report.fresh.insert(slice.name);
     } else {

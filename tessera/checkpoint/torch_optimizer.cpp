@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
+#include "tessera/nn/names.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -87,11 +88,12 @@ std::vector<Updated> updated_by(const torch::nn::Module& model, const torch::opt
   // param_groups() of a const optimizer gives groups that cannot tell their learning rate.
   for (auto& group : const_cast<torch::optim::Optimizer&>(optimizer).param_groups()) {
     for (const at::Tensor& tensor : group.params()) {
-      const auto known = names.find(tensor.unsafeGetTensorImpl());
-      const std::string name = known != names.end() ? known->second : nn::slice_of(tensor).name;
-      require(!name.empty(), "checkpoint: the optimizer updates a tensor of shape ", tensor.sizes(),
-              " that is no parameter of this model, so there is no name to save its state under; give it the model that it updates");
-      updated.push_back({name, tensor, &group});
+      const at::Tensor parameter = nn::updated_for(tensor);
+      const auto known = parameter.defined() ? names.find(parameter.unsafeGetTensorImpl()) : names.end();
+      require(
+          known != names.end(), "checkpoint: the optimizer updates a tensor of shape ", tensor.sizes(),
+          " that is no parameter of this model, nor this rank's part of one, so there is no name to save its state under; give it the model that it updates");
+      updated.push_back({known->second, tensor, &group});
     }
   }
   return updated;

@@ -15,8 +15,8 @@
 /// layout. AdamW and SGD use the names that ours do.
 namespace tessera::checkpoint {
 
-/// The state that `optimizer` has by now, as views named "optimizer.<state>.<parameter>". Its parameters are those of `model`, or slices that carry their names
-/// (ShardedDataParallel::shards). Throws ConfigError for an optimizer of another kind and a parameter that has no name.
+/// The state that `optimizer` has by now, as views named "optimizer.<state>.<parameter>". Its parameters are those of `model`, or what is updated in their
+/// place (ShardedDataParallel::shards). Throws ConfigError for an optimizer of another kind and for a tensor that belongs to another model.
 std::vector<SlicedTensor> optimizer_tensors(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer);
 
 /// What is saved beside the tensors: the kind of optimizer, how many updates each parameter has had, and the learning rate of each. Collective: ranks may

@@ -6,7 +6,9 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::checkpoint {
@@ -29,6 +31,28 @@ std::optional<std::string> parameter_of_state(const std::string& name) {
   return name.substr(dot + 1);
 }
 
+constexpr std::string_view kMaster = "optimizer.master.";
+
+/// Where the checkpoint has no masters for those that are held here, the stored weights fill them. Where it has some for weights that have none here, or are
+/// of another type here, those are what was trained: they fill the weights after the stored ones, which say less.
+void fill_across_masters(std::vector<SlicedTensor>& targets, const Manifest& source) {
+  std::set<std::string> held;
+  for (const auto& target : targets) held.insert(target.slice.name);
+  const size_t own = targets.size();
+  for (size_t i = 0; i < own; ++i) {
+    const std::string& name = targets[i].slice.name;
+    if (name.starts_with(kMaster) && !source.tensors.contains(name)) {
+      std::string weight = std::string(kModel) + name.substr(kMaster.size());
+      if (source.tensors.contains(weight)) targets[i].slice.name = std::move(weight);
+    } else if (name.starts_with(kModel)) {
+      const std::string master = std::string(kMaster) + name.substr(kModel.size());
+      const auto weight = source.tensors.find(name);
+      const bool same = weight != source.tensors.end() && weight->second.dtype == dtype_name(targets[i].tensor.scalar_type());
+      if (source.tensors.contains(master) && !(same && held.contains(master))) targets.push_back({targets[i].tensor, renamed(targets[i].slice, master)});
+    }
+  }
+}
+
 /// The parameters among tensors, by their own names. No other tensor has an update count.
 std::vector<std::string> parameters_among(const std::set<std::string>& tensors) {
   std::vector<std::string> names;
@@ -41,6 +65,7 @@ std::vector<std::string> parameters_among(const std::set<std::string>& tensors) 
 }  // namespace
 
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
+  nn::refuse_shared_names(model);
   std::vector<SlicedTensor> tensors;
   for (const auto& parameter : nn::unique_parameters(model)) tensors.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), parameter.name)});
   return tensors;
@@ -78,8 +103,9 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
     const auto parameter = parameter_of_state(target.slice.name);
     if (!parameter || source.tensors.contains(target.slice.name)) return false;
     const auto counts = source.optimizer.find("update_counts");
-    return counts != source.optimizer.end() && counts->value(*parameter, int64_t{-1}) == 0;
+    return counts != source.optimizer.end() && !target.slice.name.starts_with(kMaster) && counts->value(*parameter, int64_t{-1}) == 0;
   });
+  fill_across_masters(targets, source);
   return targets;
 }
 

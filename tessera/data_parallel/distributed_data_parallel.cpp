@@ -15,6 +15,8 @@
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/step_protocol.h"
@@ -81,6 +83,8 @@ class DistributedDataParallel::Impl {
                    .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
     require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble,
             "data parallelism: reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
+    nn::assign_paths(module_);
+    nn::drop_apart(module_, group_.rank());
     for (size_t i = 0; i < parameters_.size(); ++i) {
       index_of_.emplace(parameters_[i].name, i);
       hooks_.add(nn::GradientDispatcher::of(parameters_[i].tensor).claim(&self_));

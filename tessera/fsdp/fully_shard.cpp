@@ -15,6 +15,7 @@
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/module.h"
@@ -105,6 +106,7 @@ class FullyShardedDataParallel::Impl {
       : module_(module), group_(std::move(group)), options_(std::move(options)), holds_(std::move(holds)) {
     check_dtypes(options_);
     nn::assign_paths(module_);
+    nn::drop_apart(module_, options_.replicate.rank() * group_.size() + group_.rank());
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too
     check_unit_sizes(plan, options_);
     if (!active()) {

@@ -1,6 +1,7 @@
 #include "tessera/nn/attach.h"
 
 #include <algorithm>
+#include <unordered_set>
 
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -8,6 +9,7 @@
 
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
@@ -120,17 +122,26 @@ bool path_matches(const std::vector<std::string_view>& pattern, size_t p, const 
   return t == path.size();
 }
 
-void assign_paths_below(torch::nn::Module& module, const std::string& path) {
-  if (auto* ours = dynamic_cast<Module*>(&module); ours && ours->path().empty()) ours->set_path(path);
-  const auto below = [&](const std::string& name) { return path.empty() ? name : path + "." + name; };
-  for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
-    if (!parameter.value().defined() || !slice_of(parameter.value()).name.empty()) continue;
-    Slice named = slice_of(parameter.value());
-    named.name = below(parameter.key());
-    set_slice(parameter.value(), std::move(named));
+/// Shared modules and tied tensors have the name of their first use.
+struct PathWalk {
+  std::unordered_set<const void*> seen;
+
+  void name(torch::nn::Module& module, const std::string& path) {
+    if (!seen.insert(&module).second) return;
+    if (auto* ours = dynamic_cast<Module*>(&module)) ours->set_path(whole_name(ours->path(), path));
+    const auto below = [&](const std::string& name) { return path.empty() ? name : path + "." + name; };
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = parameter.value();
+      if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      Slice named = slice_of(tensor);
+      std::string whole = whole_name(named.name, below(parameter.key()));
+      if (whole == named.name) continue;
+      named.name = std::move(whole);
+      set_slice(tensor, std::move(named));
+    }
+    for (const auto& child : module.named_children()) name(*child.value(), below(child.key()));
   }
-  for (const auto& child : module.named_children()) assign_paths_below(*child.value(), below(child.key()));
-}
+};
 
 }  // namespace
 
@@ -152,7 +163,7 @@ std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_
   return matched;
 }
 
-void assign_paths(torch::nn::Module& root, const std::string& prefix) { assign_paths_below(root, prefix); }
+void assign_paths(torch::nn::Module& root, const std::string& prefix) { PathWalk().name(root, prefix); }
 
 std::shared_ptr<torch::nn::Module> share(torch::nn::Module& module) {
   if (auto owner = module.weak_from_this().lock()) return owner;

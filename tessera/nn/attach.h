@@ -39,8 +39,8 @@ std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_
 /// plain torch::nn::Module.
 std::vector<std::pair<std::string, std::shared_ptr<Module>>> interceptable_modules(torch::nn::Module& root, const std::string& pattern);
 
-/// Tells every nn::Module under `root` its path, and every parameter its logical name (see slice_of). Names that are set already stay: a
-/// part of a model keeps the names it has in the whole.
+/// Tells every nn::Module under `root` its path, and every parameter its logical name (see slice_of). Names that are set already stay, so a
+/// part of a model keeps the names it has in the whole; but those that a part was given when it was wrapped alone are made whole (whole_name).
 void assign_paths(torch::nn::Module& root, const std::string& prefix = "");
 
 /// Refuses modules of ours inside torch::nn::Sequential, which would call their forward directly and pass by every interceptor.

@@ -18,7 +18,9 @@ at::Tensor DropoutImpl::forward(const at::Tensor& x) {
   const int64_t features = x.size(-1);
   const int64_t batch = x.size(0);
   const int64_t columns = batch * features == 0 ? 0 : x.numel() / (batch * features);
-  const CounterRng rng(context.seed, path() + "/" + std::to_string(context.step));
+  const bool placed = context.step != 0 || x.is_meta();
+  const CounterRng rng =
+      placed ? CounterRng(context.seed, path() + "/" + std::to_string(context.step)) : CounterRng(MaskKeys::next(), path() + "@" + std::to_string(replica_));
   return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, columns, x.device()), {.offset = feature_first_, .total = feature_total_});
 }
 
@@ -28,5 +30,11 @@ void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
 }
 
 void DropoutImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::Dropout(p=" << p << ")"; }
+
+void drop_apart(torch::nn::Module& root, int64_t replica) {
+  root.apply([&](torch::nn::Module& module) {
+    if (auto* dropout = dynamic_cast<DropoutImpl*>(&module)) dropout->set_replica(replica);
+  });
+}
 
 }  // namespace tessera::nn

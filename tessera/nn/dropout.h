@@ -8,6 +8,8 @@ namespace tessera::nn {
 ///   x [B, S, D] or [B, D]
 /// The mask is a function of (seed and step of the SampleScope, module path, global sample, position and feature): the same in any layout, for any
 /// micro-batch size, and when the block is computed again. It is not stored: backward draws it anew.
+/// Where no scope states a step (a loop of libtorch's own), each call's mask is drawn from libtorch's default generator, and apart on the ranks of a
+/// data-parallel wrapper: the same after torch::manual_seed, but not in another layout.
 class DropoutImpl : public Module {
  public:
   explicit DropoutImpl(double p = 0.5);
@@ -18,11 +20,18 @@ class DropoutImpl : public Module {
   /// Columns that a rank holds of a feature dimension that is split: first .. first + x.size(-1) of total. 0, 0: all.
   void set_feature_block(int64_t first, int64_t total);
 
+  /// Which of the ranks this is that train on other samples, with generators that may be seeded alike.
+  void set_replica(int64_t replica) { replica_ = replica; }
+
   double p;
 
  private:
   int64_t feature_first_ = 0, feature_total_ = 0;
+  int64_t replica_ = 0;
 };
 TESSERA_MODULE(Dropout);
+
+/// set_replica of every Dropout under `root`.
+void drop_apart(torch::nn::Module& root, int64_t replica);
 
 }  // namespace tessera::nn

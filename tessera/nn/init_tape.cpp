@@ -101,6 +101,8 @@ struct InitTape::Operator {
 struct InitTape::Memories {
   std::unordered_map<const c10::StorageImpl*, int> numbers;
   std::vector<c10::Storage> kept;
+  /// What was made, as far as it lives: where a part of a model is among them, it may be written once more after the recording.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> made;
 };
 
 namespace {
@@ -112,11 +114,32 @@ InitTape::~InitTape() {
   if (recorded_now == this) recorded_now = nullptr;
 }
 
+bool written_since(const at::Tensor& tensor) {
+  const auto origin = origin_of(tensor);
+  return origin && origin->version && !tensor.is_inference() && tensor._version() != *origin->version;
+}
+
+void forget_version(const at::Tensor& tensor) {
+  const auto origin = origin_of(tensor);
+  if (origin && origin->version) set_origin(tensor, std::make_shared<const Origin>(Origin{origin->tape, origin->view, std::nullopt}));
+}
+
 size_t tape_position() { return recorded_now ? recorded_now->size() : std::numeric_limits<size_t>::max(); }
 
 size_t InitTape::size() const { return operators_.size(); }
 
 void InitTape::close() {
+  if (memories_) {
+    for (const auto& weak : memories_->made) {
+      auto impl = weak.lock();
+      if (!impl) continue;
+      const at::Tensor tensor(std::move(impl));
+      const auto origin = origin_of(tensor);
+      if (origin && origin->tape.get() == this && !tensor.is_inference()) {
+        set_origin(tensor, std::make_shared<const Origin>(Origin{origin->tape, origin->view, tensor._version()}));
+      }
+    }
+  }
   memories_.reset();
   if (recorded_now == this) recorded_now = nullptr;
 }
@@ -187,7 +210,8 @@ void InitTape::end(const std::shared_ptr<InitTape>& tape, std::shared_ptr<Operat
       noted->creates.push_back(it->second);
     }
     View view = tape->view_of(tensor);
-    set_origin(tensor, std::make_shared<const Origin>(Origin{tape, view}));
+    if (origin_of(tensor) == nullptr) memories.made.emplace_back(tensor.getIntrusivePtr());
+    set_origin(tensor, std::make_shared<const Origin>(Origin{tape, view, std::nullopt}));
     noted->results.emplace_back(std::move(view));
   };
   for (size_t i = stack.size() - results; i < stack.size(); ++i) {
@@ -210,27 +234,32 @@ void InitTape::end(const std::shared_ptr<InitTape>& tape, std::shared_ptr<Operat
 
 InitTape::Recipe InitTape::recipe_for(const View& target) const {
   Recipe recipe;
-  // Backwards: who wrote the memory last, back to whoever overwrote or made it, and the same of what they read.
+  // Backwards: who wrote the memory last, back to whoever overwrote or made it, and the same of what they read. By a list of what is still to be looked at, for
+  // a table that is filled element by element would go as deep as it has elements.
   std::set<size_t> used;
-  const std::function<void(int, size_t)> need = [&](int memory, size_t before) {
-    if (memory < 0) return;
+  std::set<std::pair<int, size_t>> walked;
+  std::vector<std::pair<int, size_t>> needs{{target.memory, operators_.size()}};  // a memory, as it is before an operator
+  const auto use = [&](size_t i) {
+    const Operator& op = *operators_[i];
+    if (!used.insert(i).second) return;
+    op.for_each_input([&](const View& view) {
+      if (!op.overwrites() || view.memory != op.arguments[0].tensors[0]->memory) needs.emplace_back(view.memory, i);
+    });
+  };
+  while (!needs.empty()) {
+    const auto [memory, before] = needs.back();
+    needs.pop_back();
+    if (memory < 0) continue;
     const auto& writers = writers_.at(static_cast<size_t>(memory));
-    const auto use = [&](size_t i) {
-      const Operator& op = *operators_[i];
-      if (!used.insert(i).second) return;
-      op.for_each_input([&](const View& view) {
-        if (!op.overwrites() || view.memory != op.arguments[0].tensors[0]->memory) need(view.memory, i);
-      });
-    };
     for (auto it = std::ranges::lower_bound(writers, before); it != writers.begin();) {
       const size_t i = *--it;
+      if (!walked.emplace(memory, i).second) break;
       use(i);
       if (!operators_[i]->overwrites()) continue;
       use(writers.front());  // its memory has to be there
       break;
     }
-  };
-  need(target.memory, operators_.size());
+  }
   recipe.operators.assign(used.begin(), used.end());
 
   // Forwards: what each memory holds, as far as that is one rule. Undefined is no rule, and not unknown either.

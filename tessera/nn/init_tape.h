@@ -69,9 +69,15 @@ class InitTape {
 struct Origin {
   std::shared_ptr<const InitTape> tape;
   InitTape::View view;
+  std::optional<uint32_t> version;  ///< when the recording ended, until it is materialized
 };
 std::shared_ptr<const Origin> origin_of(const at::Tensor& tensor);
 void set_origin(const at::Tensor& tensor, std::shared_ptr<const Origin> origin);
+
+/// Whether the tensor was written on meta after the recording ended: no one knows what.
+bool written_since(const at::Tensor& tensor);
+/// The tensor has values: further writes are no loss.
+void forget_version(const at::Tensor& tensor);
 
 /// How much of a tape had been recorded when set_init() spoke of the tensor: what writes it later has the last word.
 size_t init_position(const at::Tensor& tensor);

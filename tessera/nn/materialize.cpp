@@ -1,4 +1,5 @@
 #include <cmath>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -16,6 +17,7 @@
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -137,11 +139,22 @@ class Recipes {
   std::map<Drawing, std::string> owners_, drawn_;
 };
 
+void refuse_late_write(const std::string& name, const at::Tensor& tensor) {
+  require(!written_since(tensor), "materialize: '", name,
+          "' was written after on_meta had returned, when it had no memory to keep the values in; write it in the init of on_meta (on_meta(build, init)), or "
+          "after materialize, or give it a rule with tessera::nn::set_init");
+}
+
+/// A forward pass on meta moves them, and leaves them what they are at the start.
+bool is_running_statistic(const std::string& key) { return key == "running_mean" || key == "running_var" || key == "num_batches_tracked"; }
+
 /// Buffers of one module get memory and values. Those that have memory are left alone: their values are the user's.
 void materialize_buffers_of(torch::nn::Module& module, const std::string& path, uint64_t seed, at::Device device) {
   std::vector<std::pair<std::string, at::Tensor>> made;
   for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
     if (!buffer.value().defined() || !buffer.value().is_meta()) continue;
+    if (!is_running_statistic(buffer.key()) && dynamic_cast<Module*>(&module) == nullptr) refuse_late_write(below(path, buffer.key()), buffer.value());
+    forget_version(buffer.value());
     materialize_storage(buffer.value(), device);
     made.emplace_back(below(path, buffer.key()), buffer.value());
   }
@@ -187,6 +200,7 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
       const std::string& name = slice_of(tensor).name;
       const auto given = init_of(tensor);
+      if (!given || init_position(tensor) != std::numeric_limits<size_t>::max()) refuse_late_write(below(path, parameter.key()), tensor);
       const auto usual = default_init(module, parameter.key());
       if (const auto origin = origin_of(tensor); origin && origin->view.sizes == slice_of(tensor).shape) {
         auto recipe = origin->tape->recipe_for(origin->view);
@@ -228,9 +242,11 @@ void materialize_buffers(torch::nn::Module& root, uint64_t seed, at::Device devi
 
 void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
   nn::assign_paths(root);
+  nn::refuse_shared_names(root);
   const auto recipes = nn::find_values(root, seed);
   for (const auto& parameter : nn::unique_parameters(root)) {
     const at::Tensor& tensor = parameter.tensor;
+    nn::forget_version(tensor);
     const bool fits = tensor.sizes() == at::IntArrayRef(nn::slice_of(tensor).local_shape());
     if (nn::keeps_memory(tensor)) {
       require(tensor.device() == device, "materialize: the memory of '", parameter.name, "' was put on ", tensor.device(),

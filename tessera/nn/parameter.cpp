@@ -1,11 +1,13 @@
 #include "tessera/nn/parameter.h"
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include <c10/core/TensorImpl.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/init_tape.h"
+#include "tessera/nn/names.h"
 
 namespace tessera::nn {
 
@@ -19,6 +21,7 @@ struct ParameterData : c10::BackendMeta {
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for;
 };
 
 c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
@@ -36,6 +39,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->init_position = before->init_position;
     data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
+    data->updated_for = before->updated_for;
   }
   how(*data);
   tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(data));
@@ -93,6 +97,31 @@ bool keeps_memory(const at::Tensor& parameter) {
   return data && data->keeps_memory;
 }
 
+void set_updated_for(const at::Tensor& part, const at::Tensor& parameter) {
+  change(part, [&](ParameterData& data) { data.updated_for.emplace(parameter.getIntrusivePtr()); });
+}
+
+at::Tensor updated_for(const at::Tensor& tensor) {
+  const auto data = data_of(tensor);
+  if (!data || !data->updated_for) return tensor;
+  auto parameter = data->updated_for->lock();
+  return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
+}
+
+std::string whole_name(const std::string& given, const std::string& path) { return given.empty() || path.ends_with("." + given) ? path : given; }
+
+void refuse_shared_names(const torch::nn::Module& root) {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  std::unordered_map<std::string, std::string> paths;
+  for (const auto& parameter : root.named_parameters()) {
+    if (!parameter.value().defined() || !seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
+    const std::string name = has_slice(parameter.value()) ? whole_name(slice_of(parameter.value()).name, parameter.key()) : parameter.key();
+    const auto [it, is_new] = paths.emplace(name, parameter.key());
+    require(is_new, "'", it->second, "' and '", parameter.key(), "' are two tensors of one name, '", name,
+            "', which they were given when parts of the model were wrapped or named alone; call tessera::nn::assign_paths(model) for the whole model before");
+  }
+}
+
 std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {
   std::vector<NamedParameter> unique;
   std::unordered_map<c10::TensorImpl*, size_t> seen;
@@ -103,8 +132,7 @@ std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {
       unique[it->second].aliases.push_back(parameter.key());
       continue;
     }
-    const bool named = has_slice(parameter.value()) && !slice_of(parameter.value()).name.empty();
-    unique.push_back({named ? slice_of(parameter.value()).name : parameter.key(), parameter.value(), {}});
+    unique.push_back({has_slice(parameter.value()) ? whole_name(slice_of(parameter.value()).name, parameter.key()) : parameter.key(), parameter.value(), {}});
   }
   return unique;
 }

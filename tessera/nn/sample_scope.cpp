@@ -1,5 +1,9 @@
 #include "tessera/nn/sample_scope.h"
 
+#include <mutex>
+#include <utility>
+
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
@@ -10,6 +14,14 @@ namespace tessera::nn {
 
 namespace {
 thread_local SampleScope* innermost = nullptr;
+thread_local MaskKeys::Replay* replayed = nullptr;
+thread_local std::vector<std::weak_ptr<MaskKeys::Drawn>> records;
+
+uint64_t draw_from_libtorch() {
+  auto* const generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  const std::lock_guard lock(generator->mutex_);
+  return generator->random64();
+}
 
 at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t columns, at::Device device) {
   const at::Tensor samples = consecutive(context.first_sample, batch, device);
@@ -35,6 +47,30 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
     scope.columns_ = columns;
   }
   return scope.rows_;
+}
+
+uint64_t MaskKeys::next() {
+  const bool again = replayed != nullptr && replayed->used_ < replayed->drawn_->size();
+  const uint64_t key = again ? (*replayed->drawn_)[replayed->used_++] : draw_from_libtorch();
+  std::erase_if(records, [&](const auto& weak) {
+    const auto record = weak.lock();
+    if (record) record->push_back(key);
+    return record == nullptr;
+  });
+  return key;
+}
+
+MaskKeys::Record::Record() : drawn_(std::make_shared<Drawn>()) { records.emplace_back(drawn_); }
+
+void MaskKeys::Record::end() {
+  std::erase_if(records, [&](const auto& weak) { return weak.expired() || weak.lock() == drawn_; });
+}
+
+MaskKeys::Replay::Replay(const Record& record) : drawn_(record.drawn_), outer_(std::exchange(replayed, this)), outer_records_(std::exchange(records, {})) {}
+
+MaskKeys::Replay::~Replay() {
+  replayed = outer_;
+  records = std::move(outer_records_);
 }
 
 at::Tensor consecutive(int64_t first, int64_t count, at::Device device) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +12,7 @@ namespace tessera::nn {
 /// layout and when a block is computed again.
 struct SampleContext {
   uint64_t seed = 0;             ///< of the run
-  int64_t step = 0;              ///< optimizer step, from 1
+  int64_t step = 0;              ///< optimizer step, from 1; 0: nobody stated one, and each call draws a mask of its own (MaskKeys)
   int64_t first_sample = 0;      ///< position of the micro-batch's first row in the global batch of the step
   int64_t first_position = 0;    ///< position of the first column in the sequence (sequence and context parallelism)
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
@@ -40,6 +42,43 @@ class SampleScope {
   at::Tensor rows_;
   int64_t columns_ = 0;
   SampleScope* outer_;
+};
+
+/// What masks are functions of where no step is stated, as in a loop that opens no SampleScope: a number from libtorch's default generator for each call, so
+/// they differ from call to call and are the same after torch::manual_seed. Per thread; what is computed again sees the numbers of the first time, whoever
+/// has drawn since.
+class MaskKeys {
+ public:
+  using Drawn = std::vector<uint64_t>;
+
+  static uint64_t next();
+
+  /// Notes the numbers that this thread draws until `end`.
+  class Record {
+   public:
+    Record();
+    void end();
+
+   private:
+    friend class MaskKeys;
+    std::shared_ptr<Drawn> drawn_;
+  };
+
+  /// While alive, this thread is given the numbers of a record again, and then new ones.
+  class Replay {
+   public:
+    explicit Replay(const Record& record);
+    ~Replay();
+    Replay(const Replay&) = delete;
+    Replay& operator=(const Replay&) = delete;
+
+   private:
+    friend class MaskKeys;
+    std::shared_ptr<const Drawn> drawn_;
+    size_t used_ = 0;
+    Replay* outer_;
+    std::vector<std::weak_ptr<Drawn>> outer_records_;
+  };
 };
 
 /// first, first + 1, ... as int64 [count]. Memory is asked for first: where at::arange makes a tensor grow on meta, no allocator hears of it, and a dry

@@ -54,6 +54,7 @@ class ThreadState {
   static void set_autocast(const std::array<Autocast, 2>& autocast);
 
   nn::SampleContext sample_;
+  nn::MaskKeys::Record mask_keys_;
   kernels::KernelChoice kernels_;
   MemoryContext memory_;
   std::array<Autocast, 2> autocast_;

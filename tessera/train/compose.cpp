@@ -1,5 +1,8 @@
 #include "tessera/train/compose.h"
 
+#include <map>
+#include <string>
+
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -31,9 +34,17 @@ namespace {
 
 bool verify_hashes(const Config& config, const ResumePoint& resume) { return config.checkpoint.verify && !resume.hashed; }
 
-void load_state(const Config& config, const ResumePoint& resume, Composition& run) {
-  const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
-                                       {.verify = verify_hashes(config, resume), .ignore_prefixes = {hook_prefix}, .partial = config.checkpoint.partial});
+void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
+  const auto loaded =
+      checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
+                       {.verify = verify_hashes(config, resume), .ignore_prefixes = {hook_prefix}, .partial = config.checkpoint.partial, .convert = true});
+  if (first && !loaded.converted.empty()) {
+    std::map<std::string, int64_t> kinds;
+    for (const auto& [name, kind] : loaded.converted) ++kinds[kind];
+    std::string list;
+    for (const auto& [kind, count] : kinds) list += detail::concat(list.empty() ? "" : ", ", kind, " (", count, " tensors)");
+    log().info("{}: saved with another precision.params or precision.master; what was stored is read as {}", resume.folder.string(), list);
+  }
   checkpoint::restore_optimizer(resume.manifest.optimizer, *run.optimizer, loaded);
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
@@ -234,7 +245,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
     const HostMemory beside(run.offloaded);
     run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
     run.loss_scale = precision::LossScale(config.precision);
-    if (device != at::kMeta && resume) load_state(config, *resume, run);
+    if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && mesh["tp"].rank() == 0);
   }
   if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 

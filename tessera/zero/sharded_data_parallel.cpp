@@ -14,10 +14,12 @@
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/step_protocol.h"
 #include "tessera/nn/write_watch.h"
 #include "tessera/zero/flat_buckets.h"
@@ -89,6 +91,7 @@ class ShardedDataParallel::Impl {
     require(!options_.network_dtype || *options_.network_dtype == at::kBFloat16 || *options_.network_dtype == at::kHalf,
             "sharded data parallelism: network_dtype = ", *options_.network_dtype, ": gradients cross the network in bf16, fp16, or (unset) as they are held");
     nn::assign_paths(module);
+    nn::drop_apart(module, groups_.replicate.rank() * groups_.shard.size() + groups_.shard.rank());
     for (const auto& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
     if (!active()) {
       shards_ = parameters_;
@@ -260,6 +263,7 @@ class ShardedDataParallel::Impl {
       nn::NamedParameter shard{parameters_[i].name, piece, parameters_[i].aliases};
       shard.tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
       nn::set_slice(shard.tensor, std::move(slice));
+      nn::set_updated_for(shard.tensor, parameters_[i].tensor);
       shards_.push_back(std::move(shard));
     }
   }

@@ -282,6 +282,25 @@ TEST(DropoutTest, BackwardDropsTheSameElements) {
   EXPECT_EQ(dropout(at::ones({0, 3, 8})).numel(), 0);
 }
 
+TEST(DropoutTest, WithoutAStepDrawsFromLibtorchsGenerator) {
+  Dropout drop(0.5), other(0.5);
+  const at::Tensor x = at::ones({8, 64});
+  torch::manual_seed(3);
+  const at::Tensor first = drop(x), second = drop(x), others = other(x);
+  EXPECT_FALSE(at::equal(first, second));
+  EXPECT_FALSE(at::equal(second, others));
+  EXPECT_FALSE(at::equal(first, others));
+  {
+    const SampleScope somewhere({.first_position = 4});  // a part of a sequence, of a step that nobody stated
+    EXPECT_FALSE(at::equal(drop(x), drop(x)));
+  }
+  torch::manual_seed(3);
+  EXPECT_TRUE(at::equal(drop(x), first));
+  EXPECT_TRUE(at::equal(drop(x), second));
+  drop->eval();
+  EXPECT_TRUE(at::equal(drop(x), x));
+}
+
 TEST(SampleScopeTest, NestsAndEnds) {
   EXPECT_EQ(SampleScope::current().step, 0);
   const SampleScope outer({.step = 1});

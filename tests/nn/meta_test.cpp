@@ -27,6 +27,7 @@
 namespace tessera::nn {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -41,6 +42,59 @@ TEST(OnMetaTest, BuildsPlainModulesWithoutMemory) {
   for (const auto& buffer : net->buffers()) EXPECT_TRUE(buffer.is_meta());
   EXPECT_EQ(tracker.current(), 0);
   EXPECT_TRUE(at::ones({2}).is_cpu());  // the guard is gone
+}
+
+struct Table : torch::nn::Module {
+  Table() {
+    at::Tensor table = torch::empty({256, 256});
+    for (int64_t i = 0; i < 256; ++i) {
+      const at::Tensor row = table[i];
+      for (int64_t j = 0; j < 256; ++j) row[j].fill_(static_cast<double>(i) - 2 * static_cast<double>(j));
+    }
+    register_buffer("table", table);
+  }
+};
+
+TEST(Materialize, ATableMayBeFilledElementByElement) {
+  const auto model = on_meta([] { return std::make_shared<Table>(); });
+  materialize(*model, 1);
+  EXPECT_TRUE(at::equal(model->buffers()[0], Table().buffers()[0]));
+}
+
+TEST(Materialize, RefusesWhatWasWrittenAfterOnMeta) {
+  const auto build = [] { return torch::nn::Sequential(torch::nn::Linear(4, 3), torch::nn::BatchNorm1d(3)); };
+  const auto refusal = [](auto& net) -> std::string {
+    try {
+      materialize(net, 1);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const auto fill = [](const at::Tensor& tensor) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(tensor).fill_(3);
+  };
+  auto net = on_meta(build);
+  fill(net->named_parameters()["0.bias"]);
+  EXPECT_THAT(refusal(net), AllOf(HasSubstr("'0.bias'"), HasSubstr("after on_meta"), HasSubstr("init of on_meta")));
+  set_init(net->named_parameters()["0.bias"], InitRule::constant(3));  // said in time, and it holds
+  EXPECT_EQ(refusal(net), "accepted");
+  EXPECT_TRUE(net->named_parameters()["0.bias"].eq(3).all().item<bool>());
+  fill(net->named_parameters()["0.weight"]);  // of real memory: the program's, until it asks for new ones
+  EXPECT_EQ(refusal(net), "accepted");
+
+  auto table = on_meta([] {
+    auto module = std::make_shared<torch::nn::Module>();
+    module->register_buffer("table", torch::zeros({3}));
+    return module;
+  });
+  fill(table->buffers()[0]);
+  EXPECT_THAT(refusal(*table), AllOf(HasSubstr("'table'"), HasSubstr("after on_meta")));
+
+  auto looked_at = on_meta(build);
+  looked_at->forward(at::empty({5, 4}, at::kMeta));  // moves running statistics
+  EXPECT_EQ(refusal(looked_at), "accepted");
 }
 
 TEST(Materialize, KeepsHandlesHooksAndWorksForPlainModules) {

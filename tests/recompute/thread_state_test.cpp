@@ -136,6 +136,7 @@ TEST(RecomputeState, AutocastIsTheOneOfTheFirstPass) {
   for (const bool shared : {false, true}) {
     Net net(2, shared);
     const auto grads = [&] {
+      const nn::SampleScope sample({.seed = 5, .step = 2});
       net->zero_grad();
       at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
       at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -161,6 +162,7 @@ TEST(RecomputeState, AutocastForgetsWhatItCastForTheSecondPass) {
     at::Tensor loss;
     at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
     for (int step = 0; step < 2; ++step) {
+      const nn::SampleScope sample({.seed = 5, .step = step + 1});
       net->zero_grad();
       at::autocast::set_autocast_enabled(at::kCPU, true);
       loss = net(input()).to(at::kFloat).sum();

@@ -1,6 +1,7 @@
 #include "tests/train/library_models.h"
 
 #include <map>
+#include <mutex>
 
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
@@ -10,6 +11,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -256,6 +258,35 @@ std::vector<double> play(Adversaries& models, Optimizer& of_generator, Optimizer
     losses.push_back(total);
   }
   return losses;
+}
+
+struct Dropping : torch::nn::Module {
+  Dropping() {
+    register_module("linear", linear);
+    register_module("dropout", dropout);
+    fill_parameters(*this);
+  }
+  torch::nn::Linear linear{4, 4};
+  nn::Dropout dropout{0.5};
+};
+
+TEST(LibraryModels, RanksOfEveryWrapperDropApartThoughTheyAreSeededAlike) {
+  for (const std::string wrapper : {"ddp", "zero", "fsdp"}) {
+    std::mutex one_at_a_time;  // ranks are threads, and share libtorch's generator
+    std::vector<at::Tensor> dropped(2);
+    run_ranks(2, [&](World& world) {
+      Dropping model;
+      std::unique_ptr<GradientSynchronizer> wrapped;
+      if (wrapper == "ddp") wrapped = std::make_unique<DistributedDataParallel>(model, world.group());
+      if (wrapper == "zero") wrapped = std::make_unique<ShardedDataParallel>(model, ShardGroups{.shard = world.group()});
+      if (wrapper == "fsdp") wrapped = fully_shard(model, world.group());
+      EXPECT_EQ(model.dropout->path(), "dropout");
+      const std::lock_guard lock(one_at_a_time);
+      torch::manual_seed(3);
+      dropped[static_cast<size_t>(world.rank())] = model.dropout(at::ones({4, 32}));
+    });
+    EXPECT_FALSE(at::equal(dropped[0], dropped[1])) << wrapper;
+  }
 }
 
 class AdversarialModels : public ::testing::TestWithParam<std::string> {};

@@ -113,6 +113,43 @@ TEST_F(Resume, SixteenBitsWithMastersGoOn) {
   }
 }
 
+/// The type of the weights may change: fp32 weights become the masters of 16-bit ones and come back from them.
+TEST_F(Resume, WeightsOfAnotherTypeGoOn) {
+  const std::map<std::string, Settings> types{
+      {"fp32", {}},
+      {"bf16 with masters", {"precision.params=bf16", "precision.compute=bf16"}},
+      {"fp16 with masters", {"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"}},
+      {"bf16 alone", {"precision.params=bf16", "precision.compute=bf16", "precision.master=bf16", "precision.reduce=bf16"}}};
+  const Layout& source = layouts()[2];
+  for (const auto& [before, was] : types) {
+    std::filesystem::remove_all(saved(source));
+    const auto whole = run_saving(source, was);
+    const auto from = saved(source, kSaved);
+    const auto state = stored(from);
+    const auto trained = [&](const std::string& parameter) {  // the weight as the optimizer knew it
+      const auto master = state.find("optimizer.master." + parameter);
+      return master == state.end() ? state.at("model." + parameter) : master->second;
+    };
+    for (const auto& [after, is] : types) {
+      if (before == after) continue;
+      SCOPED_TRACE(before + " to " + after);
+      const Layout& target = layouts()[after == "fp32" ? 3 : 1];
+      for (const auto& [name, tensor] : loaded(target, is, from)) {
+        const size_t model = std::string("model.").size(), master = std::string("optimizer.master.").size();
+        const at::Tensor want = name.starts_with("optimizer.master.") ? trained(name.substr(master))
+                                : name.starts_with("model.")          ? trained(name.substr(model))
+                                                                      : state.at(name);
+        EXPECT_TRUE(at::equal(tensor, want.to(tensor.scalar_type()))) << name;
+      }
+      auto all = is;
+      all.push_back("checkpoint.resume=" + from.string());
+      const auto steps = run(target, all);
+      ASSERT_EQ(steps.size(), kLast - kSaved);
+      for (size_t i = 0; i < steps.size(); ++i) EXPECT_NEAR(steps[i].loss, whole[kSaved + i].loss, replay_bound({"bf16"}) * whole[kSaved + i].loss);
+    }
+  }
+}
+
 /// Resident but for what the rank keeps: nothing. The mapped file is the kernel's cache.
 TEST_F(Resume, NoRankHoldsTheWholeModelWhileItLoads) {
   const auto& source = layouts()[1];

@@ -13,6 +13,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/checkpoint/files.h"
@@ -177,6 +178,105 @@ TEST(TorchOptimizerCheckpoints, AdamWAndOursReadEachOther) {
     EXPECT_EQ(ours.update_counts().at("first.weight"), 1);
     EXPECT_TRUE(at::equal(ours.state().front().tensor, checkpoint::optimizer_tensors(*run.net, *run.optimizer).front().tensor));
   });
+}
+
+void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], want[i])) << i;
+}
+
+struct Two : torch::nn::Module {
+  Two() {
+    register_module("a", a);
+    register_module("b", b);
+  }
+  std::shared_ptr<Net> a = std::make_shared<Net>(), b = std::make_shared<Net>();
+};
+
+/// Wraps each part of a model by itself.
+struct WrappedParts {
+  WrappedParts(Two& two, const std::string& wrapper, World& world) {
+    for (Net* part : {two.a.get(), two.b.get()}) {
+      if (wrapper == "ddp") synchronizers.push_back(std::make_unique<DistributedDataParallel>(*part, world.group()));
+      if (wrapper == "zero") synchronizers.push_back(std::make_unique<ShardedDataParallel>(*part, ShardGroups{.shard = world.group()}));
+      if (wrapper == "fsdp") synchronizers.push_back(fully_shard(*part, world.group()));
+      for (const auto& updated : synchronizers.back()->updated()) parameters.push_back(updated.tensor);
+    }
+    optimizer = kinds.at("adamw")(parameters);
+  }
+  void train(Two& two, World& world) {
+    for (int step = 0; step < 2; ++step) {
+      for (auto& synchronizer : synchronizers) synchronizer->clear_gradients();
+      const Batch mine = part_of(whole_batch(kSamples, step), world.size(), world.rank());
+      (loss_of(two.a->forward(mine.x), mine.y, kSamples) + 3 * loss_of(two.b->forward(mine.x * 2), mine.y, kSamples)).backward();
+      optimizer->step();
+      for (auto& synchronizer : synchronizers) synchronizer->after_update();
+    }
+  }
+  std::vector<std::unique_ptr<GradientSynchronizer>> synchronizers;
+  std::vector<at::Tensor> parameters;
+  TorchOptimizer optimizer;
+};
+
+std::vector<at::Tensor> copies(const std::vector<checkpoint::SlicedTensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (const auto& held : tensors) all.push_back(held.tensor.detach().clone());
+  return all;
+}
+
+TEST(TorchOptimizerCheckpoints, KeepPartsThatAreWrappedOneByOneApart) {
+  for (const std::string wrapper : {"ddp", "zero", "fsdp"}) {
+    SCOPED_TRACE(wrapper);
+    const checkpoint::TemporaryFolder folder;
+    run_ranks(2, [&](World& world) {
+      Two two;
+      WrappedParts run(two, wrapper, world);
+      run.train(two, world);
+      const auto saved = checkpoint::save(folder.path(), 2, two, *run.optimizer, world.group());
+      const auto weights = copies(checkpoint::training_tensors(two, nullptr)), states = copies(checkpoint::optimizer_tensors(two, *run.optimizer));
+      EXPECT_EQ(checkpoint::read_manifest(saved).tensors.size(), 3 * two.parameters().size());
+      Two other;
+      WrappedParts resumed(other, wrapper, world);
+      checkpoint::load(saved, other, *resumed.optimizer);
+      expect_equal(copies(checkpoint::training_tensors(other, nullptr)), weights);
+      expect_equal(copies(checkpoint::optimizer_tensors(other, *resumed.optimizer)), states);
+      Two plain;  // names are those of one process
+      const auto optimizer = kinds.at("adamw")(plain.parameters());
+      checkpoint::load(saved, plain, *optimizer);
+      EXPECT_FALSE(at::equal(plain.a->first->weight, plain.b->first->weight));
+    });
+  }
+}
+
+TEST(TorchOptimizerCheckpoints, PartsOnMetaStartAsInOneProcess) {
+  const auto build = [] { return std::make_shared<Two>(); };
+  const auto alone = on_meta(build);
+  materialize(*alone, 5);
+  run_ranks(2, [&](World& world) {
+    const auto two = on_meta(build);
+    const auto a = fully_shard(*two->a, world.group()), b = fully_shard(*two->b, world.group());
+    materialize(*two, 5);
+    unshard(*two->a);
+    unshard(*two->b);
+    expect_equal(two->parameters(), alone->parameters());
+  });
+}
+
+TEST(TorchOptimizerCheckpoints, RefuseTheOptimizerOfAnotherModel) {
+  for (const std::string wrapper : {"zero", "fsdp"}) {
+    const checkpoint::TemporaryFolder folder;
+    run_ranks(2, [&](World& world) {
+      Two two;
+      WrappedParts run(two, wrapper, world);
+      run.train(two, world);
+      try {
+        checkpoint::save(folder.path(), 1, *two.a, *run.optimizer, world.group());
+        ADD_FAILURE() << wrapper << ": saved b's state under a's names";
+      } catch (const ConfigError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("that is no parameter of this model"));
+      }
+    });
+  }
 }
 
 TEST(TorchOptimizerCheckpoints, RefuseWhatDoesNotFit) {

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+/// Logical names of parameters: one for each tensor of a model, whichever of its modules were wrapped, and in which order.
+namespace tessera::nn {
+
+/// The name of a parameter that is found at `path` below a model, having been named before. Who wrapped a part of the model alone named it by the end of that
+/// path ("first.weight" for "critic.first.weight"): then it is the path. A name that says something else stays (a part of a model that was named whole).
+std::string whole_name(const std::string& given, const std::string& path);
+
+/// Throws ConfigError, naming both paths, where two tensors under `root` have one logical name: a checkpoint could keep one of them only.
+void refuse_shared_names(const torch::nn::Module& root);
+
+/// Says that `part`, with a slice and memory of its own, is what is updated in place of `parameter`.
+void set_updated_for(const at::Tensor& part, const at::Tensor& parameter);
+
+/// The parameter in whose place `tensor` is updated: itself where nobody said otherwise; undefined where that parameter is gone.
+at::Tensor updated_for(const at::Tensor& tensor);
+
+}  // namespace tessera::nn
