@@ -177,7 +177,7 @@ int train(const Flags& flags) {
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
   check_report(flags);
-  check_host_memory(config, size);
+  check_host_memory(here, size);
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
   Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
