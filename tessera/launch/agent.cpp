@@ -170,12 +170,17 @@ class Agent {
       if (!self_.interrupted) watch_->stop(SIGTERM, duration(options_.failure_grace_s), Clock::now());
     } else if (self_.interrupted) {
       const bool saved = watch_ && watch_->clean();
-      return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : no_rendezvous()};
+      return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : interrupted_alone()};
     }
     if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
     // The line may be stuck in a request that nobody will answer.
     if (stuck_.elapsed_s() > (connecting_ ? most_s_to_connect : rules_.dead_after_s)) connect();
     return {};
+  }
+
+  std::string interrupted_alone() const {
+    const std::string sentence = detail::concat("interrupted by ", describe_signal(*self_.interrupted), "; all ranks have ended");
+    return problem_.empty() ? sentence : detail::concat(sentence, "; ", no_rendezvous());
   }
 
   std::string no_rendezvous() const {

@@ -93,6 +93,17 @@ void check_momentum(const Config& saved, const Config& config, const std::string
           "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
+/// Weights, and what the optimizer keeps of them, are stored in the types that they had.
+void check_formats(const Config& saved, const Config& config, const std::string& folder) {
+  if (!config.checkpoint.partial.empty()) return;  // the types of what is loaded decide, tensor by tensor
+  const auto same = [&](const char* key, const std::string& before, const std::string& now) {
+    require(before == now, key, " = ", now, ": ", folder, " holds its tensors in ", before, "; resume with ", key, " = ", before,
+            ", or start anew with checkpoint.resume = \"\"");
+  };
+  same("precision.params", saved.precision.params, config.precision.params);
+  same("precision.master", saved.precision.master, config.precision.master);
+}
+
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
@@ -106,7 +117,9 @@ void check_fit(const Config& config, const Inputs& inputs) {
                  .seed = static_cast<uint64_t>(*config.data.seed)});
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
-  check_momentum(config_of(manifest.progress, folder), config, folder);
+  const Config saved = config_of(manifest.progress, folder);
+  check_momentum(saved, config, folder);
+  check_formats(saved, config, folder);
 }
 
 /// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".
@@ -213,21 +226,23 @@ void lock_checkpoint_dir(const Config& config, Inputs& inputs) {
   for (const auto& remark : inputs.lock->remarks()) inputs.remarks.push_back(remark);
 }
 
-checkpoint::RunIdentity enter_checkpoint_dir(const Config& config, const Inputs& inputs, std::vector<std::string>& remarks) {
+checkpoint::RunIdentity run_identity(const Inputs& inputs) {
+  const auto& resume = inputs.resume;
+  return resume ? resume->manifest.run.continued(resume->manifest.step) : checkpoint::RunIdentity::fresh();
+}
+
+std::vector<std::string> enter_checkpoint_dir(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run) {
   const auto& [dir, resume] = std::tie(config.checkpoint.dir, inputs.resume);
-  const auto run = resume ? resume->manifest.run.continued(resume->manifest.step) : checkpoint::RunIdentity::fresh();
-  if (dir.empty()) return run;
   std::vector<std::filesystem::path> aside;
   for (const auto& found : checkpoint::written_checkpoints(dir)) {
     // One that nobody can read stays where it is as long as no step of this run will take its name.
     const bool stays = found.writer ? run.holds(*found.writer, found.step) : resume && found.step < resume->manifest.step;
     if (!stays) aside.push_back(found.folder);
   }
-  if (aside.empty()) return run;
+  if (aside.empty()) return {};
   const auto place = checkpoint::set_aside(dir, aside);
-  remarks.push_back(detail::concat("checkpoint.dir = ", dir, ": ", names_of(aside), aside.size() == 1 ? " is" : " are",
-                                   " not what this run goes on from: set aside in ", place.string()));
-  return run;
+  return {detail::concat("checkpoint.dir = ", dir, ": ", names_of(aside), aside.size() == 1 ? " is" : " are", " not what this run goes on from: set aside in ",
+                         place.string())};
 }
 
 }  // namespace tessera

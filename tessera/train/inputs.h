@@ -69,9 +69,12 @@ void check_checkpoint_dir(const Config& config, const Inputs& inputs);
 /// ConfigError where another live run has it, or nothing can be written there.
 void lock_checkpoint_dir(const Config& config, Inputs& inputs);
 
-/// On the rank that holds the lock: who this run is, and checkpoint.dir as it will go on from there. What is in it and not on the run's line (later steps,
-/// where it goes back; another run's, where checkpoint.replace says so) is set aside within it, and `remarks` tells where. Throws Error.
-checkpoint::RunIdentity enter_checkpoint_dir(const Config& config, const Inputs& inputs, std::vector<std::string>& remarks);
+/// Who this run is: the one that it goes on from, started anew, or a fresh one.
+checkpoint::RunIdentity run_identity(const Inputs& inputs);
+
+/// On the rank that holds the lock, before the first save: checkpoint.dir as `run` goes on from there. What is in it and not on the run's line (later steps,
+/// where it goes back; another run's, where checkpoint.replace says so) is set aside within it; returned is the remark that tells where. Throws Error.
+std::vector<std::string> enter_checkpoint_dir(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run);
 
 /// What stands for the data in a checkpoint's agreement: text and tokenizer by content.
 nlohmann::json data_identity(const data::Corpus& corpus);

@@ -93,18 +93,21 @@ Inputs agreed(Inputs inputs, const Config& config, const comm::World& world) {
   return inputs;
 }
 
-// Who this run is, on rank 0, once all ranks know from where they go on.
-checkpoint::RunIdentity entered(const Config& config, const Inputs& inputs, const comm::World& world) {
-  const comm::CallSite site("start");
-  checkpoint::RunIdentity identity;
-  std::vector<std::string> remarks;
-  const auto enter = [&] { identity = enter_checkpoint_dir(config, inputs, remarks); };
-  if (!config.checkpoint.dir.empty()) on_first_rank(world, enter);
+// Who this run is, once all ranks know from where they go on. Says what it does otherwise than before.
+checkpoint::RunIdentity begun(const Config& config, const Inputs& inputs, const comm::World& world) {
   if (inputs.resume && world.rank() == 0) {
-    for (auto& remark : changes_since(*inputs.resume, config)) remarks.push_back(std::move(remark));
+    for (const auto& remark : changes_since(*inputs.resume, config)) log().warn("{}", remark);
   }
-  for (const auto& remark : remarks) log().warn("{}", remark);
-  return identity;
+  return run_identity(inputs);
+}
+
+// Only a run that is about to train moves what others left: one that loading or replay has refused leaves checkpoint.dir as it found it.
+void enter(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run, const comm::World& world) {
+  if (config.checkpoint.dir.empty()) return;
+  const comm::CallSite site("start");
+  on_first_rank(world, [&] {
+    for (const auto& remark : enter_checkpoint_dir(config, inputs, run)) log().warn("{}", remark);
+  });
 }
 
 // The host of every rank, for messages about one of them.
@@ -155,7 +158,7 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
     : config_(settled(std::move(config), world)),
       world_(world),
       inputs_(agreed(std::move(inputs), config_, world)),
-      identity_(entered(config_, inputs_, world)),
+      identity_(begun(config_, inputs_, world)),
       dump_(std::move(dump)),
       hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
@@ -170,6 +173,7 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
     loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
     if (config_.checkpoint.verify) replay(*inputs_.resume);
   }
+  enter(config_, inputs_, identity_, world_);
   // The first step differs from all others: buckets are not yet in the order of their use.
   if (memory.report && world.rank() == 0) reported_step_ = std::min(loader_.cursor().step + 2, config_.run.steps);
 }

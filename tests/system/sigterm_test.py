@@ -107,6 +107,16 @@ class Sigterm(SystemTest):
         self.assertIn("got SIGINT; saved", self.end(process, 0)[0])
         self.assertEqual(self.newest(), len(metrics(log)))
 
+    def test_a_launcher_that_meets_nobody(self):
+        # An address of documentation: nobody answers there.
+        command = [TESSERA, "run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1", "--rdzv-endpoint=192.0.2.77:29400", "--", "true"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+        self.addCleanup(lambda: process.poll() is None and process.kill())
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        stderr, _ = self.end(process, 1)
+        self.assertIn("interrupted by SIGTERM (terminated)", stderr.splitlines()[-1])
+
     def test_before_the_first_step(self):
         process, _ = self.start(2, until=-1)
         process.terminate()
