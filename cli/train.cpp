@@ -79,12 +79,29 @@ std::string record_dir(const Config& config) {
   return (std::filesystem::absolute(config.log.dir) / "record").string();
 }
 
-void write_text(const std::filesystem::path& file, const std::string& text) {
+// Where there is no room, a run goes on without it (but for --strict-log), as without a line of metrics.jsonl: one that starts again over a full disk must not end
+// there. What was there before stays until the new text is whole.
+void write_text(const std::filesystem::path& file, const std::string& text, bool strict) {
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
-  std::ofstream out(file, std::ios::trunc);
-  out << text;
-  require(out.good(), "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written; set log.dir to a folder that can");
+  std::filesystem::path whole = file;
+  whole += ".new";
+  errno = 0;
+  std::ofstream out(whole, std::ios::trunc);
+  out << text << std::flush;
+  int reason = out.good() ? 0 : errno;
+  if (out.good()) {
+    out.close();
+    std::filesystem::rename(whole, file, error);
+    if (!error) return;
+    reason = error.value();
+  }
+  std::filesystem::remove(whole, error);
+  const std::string problem =
+      detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written: ", std::strerror(reason));
+  const bool full = reason == ENOSPC || reason == EDQUOT;
+  require(full && !strict, problem, full ? "; make room, or leave out --strict-log" : "; set log.dir to a folder that can be written");
+  log().warn("{}; the run goes on without it", problem);
 }
 
 // Over which the batch is dealt.
@@ -211,7 +228,7 @@ int train(const Flags& flags) {
     precision::settle_compute(config, at::kCPU, world.group());
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
-      write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config));
+      write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config), flags.strict_log);
       if (dump) std::filesystem::create_directories(dump->dir);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});

@@ -93,17 +93,6 @@ void check_momentum(const Config& saved, const Config& config, const std::string
           "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
-/// Weights, and what the optimizer keeps of them, are stored in the types that they had.
-void check_formats(const Config& saved, const Config& config, const std::string& folder) {
-  if (!config.checkpoint.partial.empty()) return;  // the types of what is loaded decide, tensor by tensor
-  const auto same = [&](const char* key, const std::string& before, const std::string& now) {
-    require(before == now, key, " = ", now, ": ", folder, " holds its tensors in ", before, "; resume with ", key, " = ", before,
-            ", or start anew with checkpoint.resume = \"\"");
-  };
-  same("precision.params", saved.precision.params, config.precision.params);
-  same("precision.master", saved.precision.master, config.precision.master);
-}
-
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
@@ -117,9 +106,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
                  .seed = static_cast<uint64_t>(*config.data.seed)});
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
-  const Config saved = config_of(manifest.progress, folder);
-  check_momentum(saved, config, folder);
-  check_formats(saved, config, folder);
+  check_momentum(config_of(manifest.progress, folder), config, folder);
 }
 
 /// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".

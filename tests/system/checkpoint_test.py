@@ -142,6 +142,22 @@ class Checkpoint(SystemTest):
                 subprocess.run(["umount", "-l", log], check=True)
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
+    def test_a_disk_that_is_full_from_the_start_loses_records_alone(self):
+        for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 2)):
+            log = self.folder / tag
+            log.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", log], capture_output=True).returncode:
+                self.skipTest("no tmpfs here")
+            try:
+                (log / "else").write_bytes(bytes(8 << 10))
+                done, _ = self.train(tag, *flags, sets=["log.record=false"], expect=code)
+                self.assertIn("config.toml cannot be written: No space left on device", done.stderr)
+                self.assertEqual("finished at step 20" in done.stderr, code == 0)
+                self.assertEqual([file.name for file in log.glob("*.new")], [])
+            finally:
+                subprocess.run(["umount", "-l", log], check=True)
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
     def test_a_disk_that_is_full_or_read_only(self):
         self.dir.mkdir()
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", self.dir], capture_output=True).returncode:

@@ -88,11 +88,6 @@ TEST_F(Runs, ARewindSetsTheLaterOnesAsideAndKeepCountsItsOwn) {
 
 TEST_F(Runs, ARewindThatIsRefusedLeavesEverythingWhereItWas) {
   run_into("a", 6, {});
-  // By name, before ranks meet.
-  EXPECT_THAT(([&] { run_into("a", 6, {"checkpoint.resume=" + at("a", 2), "precision.params=bf16", "precision.compute=bf16"}); }),
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("precision.params = bf16: "), HasSubstr("holds its tensors in fp32"))));
-  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6));
-  // By what is loaded.
   EXPECT_THAT(([&] { run_into("a", 6, {"checkpoint.resume=" + at("a", 2), "checkpoint.partial=nothing"}); }),
               ThrowsMessage<ConfigError>(HasSubstr("matches no tensor")));
   EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6)) << "a run that does not train moves nothing";
