@@ -118,9 +118,11 @@ struct ShardUnit {
 ///
 /// A step begins with a forward that records gradients and is complete when its backward pass is; another backward pass adds to what is in grad(). Under
 /// `auto held = sharded->no_sync()` whole gradients wait on each rank if reduce_each_micro_batch is false, and buffers are not shared; parameters without a
-/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing.
-/// Parameters may be frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate`
-/// once a step, and whole parameters from the one to the other.
+/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing where
+/// calls trigger; where operators do, a forward that begins with a parameter alone needs eval(). Weights that are loaded later (torch::load, set_data; whole,
+/// or slices) are taken in by the next forward. tessera::clip_grad_norm clips; libtorch's, which would take a norm of slices, is refused. Parameters may be
+/// frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate` once a step, and
+/// whole parameters from the one to the other.
 ///
 /// A unit is gathered before the calls that use it, freed after the last of them, gathered again when backward reaches it, and its gradients are
 /// reduce-scattered and freed as soon as backward has left it, in an order that depends on the order of calls alone, so that collectives match on

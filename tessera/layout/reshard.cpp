@@ -119,8 +119,9 @@ std::vector<Piece> reshard(const std::vector<Slice>& sources, const Slice& targe
 }
 
 void copy_piece(const Piece& piece, const at::Tensor& source, at::Tensor& target) {
-  const at::Tensor from = view_of(source, piece.source_local);
-  at::Tensor to = view_of(target, piece.target_local);
+  // Values are moved: who watches a parameter for its use in a forward need not wonder.
+  const at::Tensor from = view_of(source.detach(), piece.source_local);
+  at::Tensor to = view_of(target.detach(), piece.target_local);
   // A flat side is one contiguous run, so it can take the other side's shape.
   if (from.dim() >= to.dim()) {
     to.view(from.sizes()).copy_(from);
