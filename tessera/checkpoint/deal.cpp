@@ -46,6 +46,7 @@ std::vector<std::vector<size_t>> deal(const std::vector<std::vector<HeldSlice>>&
       Part& part = by_place[{slice.slice.name, std::move(boxes)}];
       invariant(part.slice == nullptr || (part.slice->slice.shape == slice.slice.shape && part.slice->dtype == slice.dtype), "ranks hold '", slice.slice.name,
                 "' in different shapes or dtypes");
+      invariant(part.holders.empty() || part.holders.back().first != rank, "rank ", rank, " holds the same part of '", slice.slice.name, "' twice");
       part.slice = &slice;
       part.holders.emplace_back(rank, i);
     }

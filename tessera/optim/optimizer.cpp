@@ -1,6 +1,7 @@
 #include "tessera/optim/optimizer.h"
 
 #include <set>
+#include <string>
 #include <utility>
 
 #include <ATen/ops/empty_like.h>
@@ -26,9 +27,13 @@ std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& 
 
 Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
   std::set<const void*> seen;
+  std::set<std::string> names;
   for (const auto& group : groups_) {
     for (const auto& parameter : group.parameters) {
       invariant(seen.insert(parameter.tensor.unsafeGetTensorImpl()).second, "the optimizer was given parameter '", parameter.name, "' twice");
+      require(parameter.name.empty() || names.insert(parameter.name).second, "the optimizer was given two parameters of one name, '", parameter.name,
+              "', under which their state could not be told apart; call tessera::nn::assign_paths(model) for the whole model before its parts are wrapped, or "
+              "make one optimizer for each part");
       parameters_.push_back(parameter);
     }
   }

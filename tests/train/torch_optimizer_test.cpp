@@ -262,6 +262,21 @@ TEST(TorchOptimizerCheckpoints, PartsOnMetaStartAsInOneProcess) {
   });
 }
 
+TEST(TorchOptimizerCheckpoints, OurOptimizerRefusesTwoParametersOfOneName) {
+  run_ranks(2, [](World& world) {
+    Two two;
+    const ShardedDataParallel a(*two.a, {.shard = world.group()}), b(*two.b, {.shard = world.group()});
+    std::vector<nn::NamedParameter> updated = a.updated();
+    for (const auto& parameter : b.updated()) updated.push_back(parameter);
+    try {
+      optim::AdamW both({{updated, 0.01}}, {0.9, 0.999, 1e-8});
+      ADD_FAILURE() << "accepted";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("two parameters of one name"));
+    }
+  });
+}
+
 TEST(TorchOptimizerCheckpoints, RefuseTheOptimizerOfAnotherModel) {
   for (const std::string wrapper : {"zero", "fsdp"}) {
     const checkpoint::TemporaryFolder folder;
