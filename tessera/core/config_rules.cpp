@@ -57,6 +57,8 @@ void validate_model(const ModelConfig& model) {
   require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mlp, or give model.from_hf");
   at_least("model.dim", model.dim, 1);
   at_least("model.layers", model.layers, 1);
+  constexpr int64_t most_layers = 100'000;  // each is a module of its own, also where nothing but shapes is built
+  require(model.layers <= most_layers, "model.layers = ", model.layers, ": expected at most ", most_layers, "; set model.layers");
   at_least("model.vocab_size", model.vocab_size, 1);
   at_least("model.ffn_dim", model.ffn_dim.value_or(0), 1);
   at_least("model.max_seq_len", model.max_seq_len.value_or(0), 1);

@@ -91,11 +91,7 @@ at::ScalarType network_dtype(const Config& config, const precision::Policy& poli
 
 FullyShardOptions stage_3_options(const Config& config, const precision::Policy& policy, LanguageModel& model) {
   const ZeroConfig& zero = config.zero;
-  try {
-    nn::modules_matching(model, zero.wrap);
-  } catch (const ConfigError& error) {
-    throw ConfigError(detail::concat("zero.wrap = '", zero.wrap, "': ", error.what()));
-  }
+  check_pattern("zero.wrap", model, zero.wrap);
   FullyShardOptions options;
   options.wrap = zero.wrap;
   options.prefetch.units = zero.prefetch;

@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/core/error.h"
 #include "tessera/core/memory.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"
 #include "tessera/recompute/recompute.h"
@@ -20,9 +22,18 @@ std::shared_ptr<LanguageModel> like_on_meta(const Config& config) {
 
 }  // namespace
 
+void check_pattern(const char* key, LanguageModel& model, const std::string& pattern) {
+  try {
+    nn::modules_matching(model, pattern);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat(key, " = '", pattern, "': ", error.what()));
+  }
+}
+
 Attachment recompute_blocks(const Config& config, LanguageModel& model) {
   const auto& asked = config.recompute;
   if (asked.mode == "none") return {};
+  check_pattern("recompute.modules", model, asked.modules);
   RecomputeOptions options{.modules = asked.modules,
                            .every = asked.every,
                            .mode = asked.mode == "selective" ? RecomputeMode::Selective : RecomputeMode::Full,

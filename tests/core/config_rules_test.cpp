@@ -171,6 +171,7 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.log.straggler_ratio = 0.8; }), AllOf(StartsWith("log.straggler_ratio = 0.8"), HasSubstr("1.2")));
   EXPECT_EQ(refusal([](Config& c) { c.log.straggler_ratio = 0; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.layers = 1'000'000'000; }), StartsWith("model.layers = 1000000000: expected at most 100000"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 100000; }), StartsWith("run.threads = 100000: expected at most 1024 threads"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));

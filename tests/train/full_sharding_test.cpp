@@ -210,7 +210,7 @@ TEST_F(FullSharding, RefusesPatternsAndUnitsBeforeThereAreRanks) {
       << large;
   check_modules(few("llama", {"run.memory_limit_bytes=30000"}));
   const std::string again = refused({"recompute.mode=full", "recompute.modules=blocks.*"});
-  EXPECT_NE(again.find("no module matches 'blocks.*'"), std::string::npos) << again;
+  EXPECT_NE(again.find("recompute.modules = 'blocks.*': no module matches 'blocks.*'"), std::string::npos) << again;
 }
 
 }  // namespace
