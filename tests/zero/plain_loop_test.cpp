@@ -343,6 +343,22 @@ TEST(ZeroPlainLoop, FreezingAndUnfreezingAtAnyTime) {
   }
 }
 
+/// As on one process, where it goes on moving the parameter.
+TEST(ZeroPlainLoop, AGradientThatNobodyClearedOutlivesFreezing) {
+  expect_parity([](Net& net, const Loop& loop) {
+    backward(net, loop.mine(0));
+    loop.step();
+    set_trained(net, false, true);
+    for (int step = 1; step < 3; ++step) {
+      for (at::Tensor parameter : net.parameters()) {
+        if (parameter.requires_grad()) parameter.mutable_grad().reset();
+      }
+      backward(net, loop.mine(step));
+      loop.step();
+    }
+  });
+}
+
 TEST(ZeroPlainLoop, WhatIsFrozenFromTheStartIsNeitherReducedNorGathered) {
   run_ranks(2, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
@@ -418,6 +434,8 @@ TEST(ZeroPlainLoop, PartsThatWereNotBroughtTogetherAreNoticed) {
       net.last->weight.zero_();  // lies in one rank's part alone
       net.last->bias.zero_();
     }
+    backward(net, whole_batch(samples));
+    for (const at::Tensor& parameter : net.parameters()) parameter.data().mul_(0.5);  // behind the version's back, and of every rank's part: nobody forgot a gather
     backward(net, whole_batch(samples));
   });
 }
