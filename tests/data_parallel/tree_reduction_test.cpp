@@ -150,6 +150,25 @@ TEST(Tree, UnusedParametersAreRefusedByName) {
   });
 }
 
+TEST(Tree, WhatPaddingAloneUsesIsUnused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const at::Tensor spare = net.register_parameter("spare", at::ones({2}));
+    TreeReduction tree(net, world.group(), {.num_micro_batches = 3, .find_unused_parameters = true});  // the second rank has one, and one of padding
+    tree.begin_step();
+    for (int64_t turn = 0; turn < 2; ++turn) {
+      const MicroBatchPosition position{.index = 2 * world.rank() + turn, .last = turn == 1, .padding = world.rank() == 1 && turn == 1};
+      tree.before_micro_batch(position);
+      backward_of(net, position.padding ? 99 : position.index, 3);
+      if (position.padding) spare.sum().backward();
+      tree.after_micro_batch(position);
+    }
+    tree.finish();
+    EXPECT_FALSE(spare.grad().defined());
+    EXPECT_TRUE(net.scale.grad().defined());
+  });
+}
+
 TEST(Tree, MicroBatchesOutOfOrderOrMissingAreRefused) {
   Net net;
   TreeReduction tree(net, comm::Group::self(), {.num_micro_batches = 2});
