@@ -348,7 +348,7 @@ TEST(ZeroPlainLoop, AGradientThatNobodyClearedOutlivesFreezing) {
   expect_parity([](Net& net, const Loop& loop) {
     backward(net, loop.mine(0));
     loop.step();
-    set_trained(net, false, true);
+    net.first->weight.requires_grad_(false);  // its bias, in the same bucket, goes on
     for (int step = 1; step < 3; ++step) {
       for (at::Tensor parameter : net.parameters()) {
         if (parameter.requires_grad()) parameter.mutable_grad().reset();
