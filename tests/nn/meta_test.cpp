@@ -243,6 +243,18 @@ struct HandWrittenImpl : torch::nn::Module {
 };
 TORCH_MODULE(HandWritten);
 
+TEST(OnMetaModules, DistributionsAreScaledByNegativeNumbersToo) {
+  struct Scaled : torch::nn::Module {
+    at::Tensor uniform = register_parameter("uniform", torch::rand({256}) * -2), normal = register_parameter("normal", torch::randn({256}) * -3);
+  };
+  auto lazy = on_meta([] { return std::make_shared<Scaled>(); });
+  materialize(*lazy, 4);
+  EXPECT_GE(lazy->uniform.min().item<float>(), -2);
+  EXPECT_LE(lazy->uniform.max().item<float>(), 0);
+  EXPECT_NEAR(lazy->uniform.mean().item<float>(), -1, 0.2);
+  EXPECT_NEAR(lazy->normal.std().item<float>(), 3, 0.6);
+}
+
 TEST(OnMetaModules, HandWrittenOnesGetTheValuesOfTheirConstructor) {
   HandWritten plain;
   auto lazy = on_meta([] { return HandWritten(); });
