@@ -79,8 +79,8 @@ std::string record_dir(const Config& config) {
   return (std::filesystem::absolute(config.log.dir) / "record").string();
 }
 
-// Where there is no room, a run goes on without it (but for --strict-log), as without a line of metrics.jsonl: one that starts again over a full disk must not end
-// there. What was there before stays until the new text is whole.
+// Where there is no room, a run goes on without it (but for --strict-log), as without a line of metrics.jsonl: one that starts again over a full disk must not
+// end there. What was there before stays until the new text is whole.
 void write_text(const std::filesystem::path& file, const std::string& text, bool strict) {
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);

@@ -15,9 +15,10 @@ namespace tessera {
 namespace {
 
 std::string missing_gradients(int64_t rank, const std::string& group, int64_t missing, int64_t wanted, const std::string& names) {
-  return detail::concat("data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
-                        "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
-                        "the models of the command use all of theirs)");
+  return detail::concat(
+      "data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
+      "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
+      "the models of the command use all of theirs)");
 }
 
 }  // namespace

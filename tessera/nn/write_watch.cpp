@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_guard.h"
