@@ -40,8 +40,10 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std
     }
     nlohmann::json mine = nlohmann::json::array();
     for (const auto& held : tensors) {
-      invariant(held.tensor.sizes() == at::IntArrayRef(held.slice.local_shape()), "'", held.slice.name, "' has shape ", held.tensor.sizes(), ", its slice ",
-                at::IntArrayRef(held.slice.local_shape()));
+      require(held.tensor.sizes() == at::IntArrayRef(held.slice.local_shape()), "checkpoint: '", held.slice.name, "' shows shape ", held.tensor.sizes(),
+              " where this rank holds ", at::IntArrayRef(held.slice.local_shape()),
+              " of it: a forward that recorded gradients is under way, and sharded parameters are whole until its backward pass is over; save after that, or "
+              "make a forward that has none under torch::NoGradGuard");
       mine.push_back(to_json(held));
     }
     return mine;

@@ -40,7 +40,10 @@ class Collective : public torch::autograd::Function<Collective> {
   }
 };
 
-at::Tensor apply(const at::Tensor& x, const Map& forward, const Map& backward) { return Collective::apply(x, forward, backward); }
+at::Tensor apply(const Group& group, const at::Tensor& x, const Map& forward, const Map& backward) {
+  if (x.requires_grad() && at::GradMode::is_enabled()) group.in_backward().by_graphs = true;
+  return Collective::apply(x, forward, backward);
+}
 
 at::Tensor packed_copy(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
 
@@ -104,14 +107,14 @@ at::Tensor reduce_to_root(const Group& group, const at::Tensor& x, int root) {
     comm::reduce(group, y, root);
     return group.rank() == root ? y : y.zero_();
   };
-  return apply(x, forward, [group, root](const at::Tensor& dy) { return differentiable::broadcast(group, dy, root); });
+  return apply(group, x, forward, [group, root](const at::Tensor& dy) { return differentiable::broadcast(group, dy, root); });
 }
 
 }  // namespace
 
 at::Tensor copy_to_group(const Group& group, const at::Tensor& x) {
   if (group.size() == 1) return x;
-  return apply(x, [](const at::Tensor& x) { return x; }, [group](const at::Tensor& dy) { return differentiable::all_reduce(group, dy); });
+  return apply(group, x, [](const at::Tensor& x) { return x; }, [group](const at::Tensor& dy) { return differentiable::all_reduce(group, dy); });
 }
 
 at::Tensor all_reduce(const Group& group, const at::Tensor& x, Gradient gradient) {
@@ -124,7 +127,7 @@ at::Tensor all_reduce(const Group& group, const at::Tensor& x, Gradient gradient
   const auto backward = [group, gradient](const at::Tensor& dy) {
     return gradient == Gradient::Replicated ? differentiable::copy_to_group(group, dy) : differentiable::all_reduce(group, dy, gradient);
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor all_gather(const Group& group, const at::Tensor& x, int64_t dim, int64_t total, Gradient gradient) {
@@ -137,14 +140,14 @@ at::Tensor all_gather(const Group& group, const at::Tensor& x, int64_t dim, int6
   const auto backward = [group, dim, gradient](const at::Tensor& dy) {
     return gradient == Gradient::Partial ? differentiable::reduce_scatter(group, dy, dim) : differentiable::split(group, dy, dim);
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, int64_t dim) {
   if (group.size() == 1) return x;
   dim = wrap_dim(x, dim);
   return apply(
-      x, [group, dim](const at::Tensor& x) { return reduced_part(group, x, dim); },
+      group, x, [group, dim](const at::Tensor& x) { return reduced_part(group, x, dim); },
       [group, dim, total = x.size(dim)](const at::Tensor& dy) { return differentiable::all_gather(group, dy, dim, total); });
 }
 
@@ -152,7 +155,7 @@ at::Tensor split(const Group& group, const at::Tensor& x, int64_t dim) {
   if (group.size() == 1) return x;
   dim = wrap_dim(x, dim);
   return apply(
-      x, [group, dim](const at::Tensor& x) { return own_part(group, x, dim); },
+      group, x, [group, dim](const at::Tensor& x) { return own_part(group, x, dim); },
       [group, dim, total = x.size(dim)](const at::Tensor& dy) { return differentiable::all_gather(group, dy, dim, total, Gradient::Replicated); });
 }
 
@@ -170,7 +173,7 @@ at::Tensor all_to_all(const Group& group, const at::Tensor& x, const std::vector
     if (back.empty() && !out_splits.empty()) back.assign(group.size(), rows / group.size());
     return differentiable::all_to_all(group, dy, back, out_splits);
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root, Gradient gradient) {
@@ -185,7 +188,7 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root, Gradient
     if (gradient == Gradient::Partial) return reduce_to_root(group, dy, root);
     return is_root ? dy : at::zeros_like(dy);
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor gather(const Group& group, const at::Tensor& x, int root) {
@@ -202,7 +205,7 @@ at::Tensor gather(const Group& group, const at::Tensor& x, int root) {
     comm::scatter(group, dx, dy, root);
     return dx;
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor scatter(const Group& group, const at::Tensor& x, int root) {
@@ -220,7 +223,7 @@ at::Tensor scatter(const Group& group, const at::Tensor& x, int root) {
     comm::gather(group, dx, dy, root);
     return dx;
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag) {
@@ -233,7 +236,7 @@ at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag) {
     comm::recv(group, dx, dst, tag);
     return dx;
   };
-  return apply(x, forward, backward);
+  return apply(group, x, forward, backward);
 }
 
 at::Tensor recv(const Group& group, const at::Tensor& like, int src, int tag) {
@@ -247,13 +250,13 @@ at::Tensor recv(const Group& group, const at::Tensor& like, int src, int tag) {
     return at::zeros({}, dy.options());
   };
   // Autograd comes back to a node only through an input that wants a gradient.
-  return apply(at::zeros({}, like.options()).requires_grad_(at::isFloatingType(like.scalar_type())), forward, backward);
+  return apply(group, at::zeros({}, like.options()).requires_grad_(at::isFloatingType(like.scalar_type())), forward, backward);
 }
 
 at::Tensor barrier(const Group& group, const at::Tensor& x) {
   if (group.size() == 1) return x;
   return apply(
-      x,
+      group, x,
       [group](const at::Tensor& x) {
         comm::barrier(group);
         return x;

@@ -10,6 +10,7 @@ struct Group::State {
   GroupInfo info;
   c10::intrusive_ptr<c10d::Backend> backend;
   std::function<std::string()> explain;
+  std::shared_ptr<BackwardUsers> in_backward = std::make_shared<BackwardUsers>();
 };
 
 Group::Group() : Group(self()) {}
@@ -21,7 +22,7 @@ Group::Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::fun
   invariant(info.ranks.empty() || static_cast<int>(info.ranks.size()) == info.size, "group ", info.name, ": ", info.ranks.size(), " members for size ",
             info.size);
   invariant(info.size == 1 || backend, "group ", info.name, " of ", info.size, " has no engine");
-  state_ = std::make_shared<const State>(State{std::move(info), std::move(backend), std::move(explain)});
+  state_ = std::make_shared<const State>(State{.info = std::move(info), .backend = std::move(backend), .explain = std::move(explain)});
 }
 
 int Group::rank() const { return state_->info.rank; }
@@ -34,6 +35,13 @@ int Group::world_rank(int member) const {
   const auto& info = state_->info;
   invariant(member >= 0 && member < info.size, "group ", info.name, " of ", info.size, " has no member ", member);
   return info.ranks.empty() ? member : info.ranks[member];
+}
+
+BackwardUsers& Group::in_backward() const { return *state_->in_backward; }
+
+Attachment Group::synchronize_in_backward() const {
+  ++state_->in_backward->synchronizers;
+  return Attachment([users = state_->in_backward] { --users->synchronizers; });
 }
 
 std::string Group::explain() const {

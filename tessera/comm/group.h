@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -7,6 +8,8 @@
 #include <vector>
 
 #include <c10/util/intrusive_ptr.h>
+
+#include "tessera/core/attachment.h"
 
 namespace c10d {
 class Backend;
@@ -24,6 +27,17 @@ struct GroupInfo {
   int size = 1;
   std::vector<int> ranks{};              ///< the members' ranks in the world, in group order; empty means 0 .. size - 1
   std::chrono::milliseconds timeout{0};  ///< of each collective; 0 where nothing can wait
+};
+
+/// Who makes collectives on an engine while a backward pass runs. An engine has one sequence of collectives, the same on every rank; two who start theirs as
+/// gradients come bring an order that depends on which parameters a rank used.
+struct BackwardUsers {
+  std::atomic<int> synchronizers{0};   ///< wrappers that start reductions as gradients come
+  std::atomic<bool> by_graphs{false};  ///< graphs have recorded collectives whose backward makes others: SyncBatchNorm, differentiable collectives
+
+  /// Whether a synchronizer may start while backward runs. `ordered`: somebody says when the step of each begins; `same_graph`: all ranks use the same
+  /// parameters, so that what graphs make comes at the same place among the gradients.
+  bool may_start_early(bool ordered, bool same_graph) const { return (ordered || synchronizers <= 1) && (same_graph || !by_graphs); }
 };
 
 /// Ranks that communicate: a small value to copy freely. Collectives are free functions on it (collectives.h).
@@ -47,6 +61,10 @@ class Group {
   std::chrono::milliseconds timeout() const;
   /// The engine with its decorators; null in a group of one.
   c10::intrusive_ptr<c10d::Backend> backend() const;
+  /// Shared by all copies of this group.
+  BackwardUsers& in_backward() const;
+  /// Counts a synchronizer in in_backward() until the attachment goes.
+  [[nodiscard]] Attachment synchronize_in_backward() const;
   /// What the world knows of a failure, as "; rank 3 failed: ..." or nothing. May ask the store, so only on the way to an error.
   std::string explain() const;
 

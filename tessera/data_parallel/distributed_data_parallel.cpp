@@ -17,7 +17,6 @@
 #include "tessera/core/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
-#include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/step_protocol.h"
 #include "tessera/nn/write_watch.h"
@@ -96,7 +95,7 @@ class DistributedDataParallel::Impl {
     if (!options_.hook) options_.hook = std::make_shared<AllReduceHook>();
     train(trained_parameters(parameters_, &self_));
     if (options_.plan) take_given_plan();
-    hooks_.add(nn::use_engine(group_));
+    hooks_.add(group_.synchronize_in_backward());
     listen();
   }
 
@@ -138,7 +137,7 @@ class DistributedDataParallel::Impl {
       if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).follow(options_.phase);
     }
     plain_ = plain;
-    starts_early_ = !plain || !nn::is_engine_shared(group_);
+    starts_early_ = group_.in_backward().may_start_early(/*ordered=*/!plain, /*same_graph=*/!options_.find_unused_parameters);
     parameter_writes_.clear();
     missing_.clear();
     for (const BucketPlan::Bucket& bucket : plan_.buckets) missing_.push_back(bucket.slots.size());

@@ -122,10 +122,20 @@ void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
                      "detach(); in a forward let the first operator be one with the module's input, and before an evaluation say model->eval()"));
 }
 
+/// Whether an operator that is no layer takes `handle` beside values of another shape, as a forward does and an optimizer in a loop does not.
+bool OperatorTrigger::stretches(Arguments arguments, const at::Tensor& handle) const {
+  if (!units_.are_cut() || (!at::GradMode::is_enabled() && module_.is_training())) return false;
+  return std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) return false;
+    const at::Tensor& other = argument.toTensor();
+    return other.is_floating_point() && other.numel() > 1 && other.sizes() != handle.sizes();
+  });
+}
+
 /// A handle on a slice (detach(), data()) is what its maker asked for; a layer over it is not.
-void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schema) const {
-  if (!is_layer(schema.name())) return;
+void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
   for (const at::Tensor& handle : touched_) {
+    if (!is_layer(schema.name()) && !stretches(arguments, handle)) continue;
     const size_t unit = storages_.at(handle.storage().unsafeGetStorageImpl()).unit;
     for (const FlatParameters& flat : units_.flats(unit)) {
       for (size_t i = 0; flat.slice_storage() == handle.storage().unsafeGetStorageImpl() && i < flat.parameters().size(); ++i) {
@@ -285,7 +295,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     for (const Seen& seen : seen_) note(seen.place.unit);
     return use_met();
   }
-  if (!touched_.empty() && !in_call()) refuse_layers_over_slices(schema);
+  if (!touched_.empty() && !in_call()) refuse_layers_over_slices(schema, arguments);
   if (!seen_.empty() && wants_whole(schema, arguments, use)) {
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {

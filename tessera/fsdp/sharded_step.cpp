@@ -39,6 +39,22 @@ std::string held_message(const std::string& name) {
 
 }  // namespace
 
+/// What the engine holds while a backward pass runs. As one that failed goes, before the program sees the exception, the gradients of before come back.
+struct ShardedStep::BackwardPass {
+  ShardedStep* step;
+  std::weak_ptr<int> alive;
+
+  BackwardPass(ShardedStep* step, std::weak_ptr<int> alive) : step(step), alive(std::move(alive)) {}
+  BackwardPass(const BackwardPass&) = delete;
+  BackwardPass& operator=(const BackwardPass&) = delete;
+  ~BackwardPass() {
+    try {
+      if (!alive.expired()) step->recover();
+    } catch (...) {  // another exception is on its way; the next forward tries again
+    }
+  }
+};
+
 ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks)
     : units_(units),
       group_(group),
@@ -198,10 +214,10 @@ void ShardedStep::begin_backward() {
   for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   if (drive_ == Drive::Loop && accumulates_) put_aside();
-  const auto pass = std::make_shared<int>(0);
+  auto pass = std::make_shared<BackwardPass>(this, alive_);
   backward_ = pass;
-  nn::at_end_of_backward([this, pass, alive = std::weak_ptr(alive_)] {
-    if (!alive.expired()) end_backward();
+  nn::at_end_of_backward([pass = std::move(pass)] {
+    if (!pass->alive.expired()) pass->step->end_backward();
   });
 }
 

@@ -127,10 +127,11 @@ class ShardedStep {
 
   bool running_ = false, in_backward_ = false;
   Drive drive_ = Drive::Loop;
-  bool engine_last_ = true;       ///< what an engine said of the pass that comes
-  bool last_ = true;              ///< the pass at hand completes its step
-  bool last_done_ = false;        ///< of an engine's step: that pass is over
-  bool accumulates_ = false;      ///< this backward brings gradients of ours, on some rank at least
+  bool engine_last_ = true;   ///< what an engine said of the pass that comes
+  bool last_ = true;          ///< the pass at hand completes its step
+  bool last_done_ = false;    ///< of an engine's step: that pass is over
+  bool accumulates_ = false;  ///< this backward brings gradients of ours, on some rank at least
+  struct BackwardPass;
   std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;
   UseOrder order_;

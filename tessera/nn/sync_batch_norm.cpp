@@ -120,6 +120,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
   at::Tensor normalized;
   if (is_training() || !options.track_running_stats()) {
     const auto [mean, variance, count] = statistics_of(group_, rows);
+    if (at::GradMode::is_enabled()) group_.in_backward().by_graphs = true;
     if (is_training() && options.track_running_stats()) track(mean, variance, count);
     normalized = NormalizeFunction::apply(rows, mean, at::rsqrt(variance + options.eps()), count, c10::make_intrusive<GroupHolder>(group_));
   } else {

@@ -15,7 +15,6 @@
 #include "tessera/core/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
-#include "tessera/nn/engine_users.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
@@ -101,7 +100,7 @@ class ShardedDataParallel::Impl {
     lay_out();
     make_shards();
     make_guards();
-    for (const comm::Group& group : {groups_.shard, groups_.replicate}) hooks_.add(nn::use_engine(group));
+    for (const comm::Group& group : {groups_.shard, groups_.replicate}) hooks_.add(group.synchronize_in_backward());
     listen();
     // Before the first forward pass, which in the plain loop nobody announces.
     if (options_.replicas == ReplicaStart::Broadcast) {
@@ -309,7 +308,8 @@ class ShardedDataParallel::Impl {
     refuse_forgotten_gather();
     take_replaced();
     settle_cleared();
-    starts_early_ = !plain || !(nn::is_engine_shared(groups_.shard) || nn::is_engine_shared(groups_.replicate));
+    starts_early_ = groups_.shard.in_backward().may_start_early(/*ordered=*/!plain, /*same_graph=*/!options_.find_unused_parameters) &&
+                    groups_.replicate.in_backward().may_start_early(!plain, !options_.find_unused_parameters);
     // In the plain loop the first forward pass has been made by now, with whatever each rank had.
     if (steps_++ == 0) equalize(plain && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
     follow_trained();
@@ -406,7 +406,8 @@ class ShardedDataParallel::Impl {
       }
       require(!updated,
               "sharded data parallelism: this rank's parts were updated, but after_update() was not called to bring them together; call it after each "
-              "optimizer.step(), or make the optimizer by zero_optimizer, which does");
+              "optimizer.step(), or make the optimizer by zero_optimizer, which does. A program that writes values of its own into a parameter writes the "
+              "parameter itself under NoGradGuard, or all of it on every rank: a write by data() of what lies in this rank's part alone looks the same");
     }
   }
 

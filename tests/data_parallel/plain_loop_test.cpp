@@ -11,6 +11,7 @@
 #include "support.h"
 #include "tessera/comm/decorators/check.h"
 #include "tessera/data_parallel/tree_reduction.h"
+#include "tessera/nn/sync_batch_norm.h"
 
 /// zero_grad, forward, backward, step: the loop of a program on one device, unchanged.
 namespace tessera {
@@ -300,6 +301,33 @@ TEST(DdpPlainLoop, TwoWrappersOfOneEngineStartTheirBucketsInOneOrder) {
       loss(my_d, my_g, world.rank() == 0).backward();
       EXPECT_LT(largest_difference(gradients_of(my_d), gradients_of(d)), parity);
       EXPECT_LT(largest_difference(gradients_of(my_g), gradients_of(g)), parity);
+    }
+  });
+}
+
+/// What a graph sums in its backward pass is of the same sequence, and comes before a bucket on one rank and after it on the other.
+TEST(DdpPlainLoop, CollectivesOfAGraphKeepTheirPlaceWhereRanksUseDifferentParameters) {
+  struct Normed : Net {
+    Normed() { norm = register_module("norm", nn::SyncBatchNorm(torch::nn::BatchNormOptions(7))), fill_parameters(*this); }
+    /// Without middle's bias, which the norm takes out again: what is left of its gradient is rounding.
+    at::Tensor hidden(const at::Tensor& x) { return norm(at::tanh(at::linear(at::tanh(first(x)), middle->weight))) * scale; }
+    at::Tensor loss(const at::Tensor& hidden, bool whole) {
+      return (whole ? last(hidden) : at::linear(hidden, last->weight)).sin().sum() + (whole ? 1 : 2) * hidden.sin().sum();
+    }
+    nn::SyncBatchNorm norm{nullptr};
+  };
+  const Batch batch = whole_batch(8);
+  Normed reference;
+  const at::Tensor hidden = reference.hidden(batch.x);
+  (reference.loss(hidden.narrow(0, 0, 4), true) + reference.loss(hidden.narrow(0, 4, 4), false)).backward();
+  run_ranks(2, [&](World& world) {
+    Normed net;
+    nn::synchronize_batch_norms(net, world.group());
+    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) {
+      net.zero_grad();
+      net.loss(net.hidden(part_of(batch, 2, world.rank()).x), world.rank() == 0).backward();
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
     }
   });
 }

@@ -317,5 +317,24 @@ TEST(TorchOptimizerCheckpoints, RefuseWhatDoesNotFit) {
   });
 }
 
+TEST(TorchOptimizerCheckpoints, AForwardUnderWayIsNotSaved) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(2, [&](World& world) {
+    const auto net = std::make_shared<torch::nn::LinearImpl>(4, 3);
+    const auto sharded = fully_shard(*net, world.group(), {.replicas = ReplicaStart::Broadcast, .trigger = ShardTrigger::Operators});
+    torch::optim::AdamW optimizer(net->parameters());
+    const at::Tensor loss = net->forward(at::ones({2, 4})).sum();
+    try {
+      checkpoint::save(folder.path(), 1, *net, optimizer, world.group());
+      ADD_FAILURE() << "saved whole parameters as slices";
+    } catch (const std::exception& error) {  // gathered from all ranks
+      EXPECT_THAT(error.what(), HasSubstr("weight' shows shape [3, 4]"));
+      EXPECT_THAT(error.what(), HasSubstr("NoGradGuard"));
+    }
+    loss.backward();
+    checkpoint::save(folder.path(), 1, *net, optimizer, world.group());
+  });
+}
+
 }  // namespace
 }  // namespace tessera
