@@ -9,6 +9,7 @@
 #include "tessera/core/config_missing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/temporary_place.h"
 
 namespace tessera {
 namespace {
@@ -30,7 +31,10 @@ std::string default_cache_dir() {
   if (cache && *cache) return (fs::path(cache) / "tessera").string();
   const char* home = std::getenv("HOME");
   if (home && *home) return (fs::path(home) / ".cache" / "tessera").string();
-  return (fs::temp_directory_path() / "tessera").string();
+  const TemporaryPlace place = temporary_place();
+  std::error_code ignored;
+  if (!fs::is_directory(place.folder, ignored)) place.refuse("there is no such folder", "say with data.cache_dir where packed texts go");
+  return (place.folder / "tessera").string();
 }
 
 void at_least(const std::string& key, int64_t value, int64_t least) {

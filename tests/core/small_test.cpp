@@ -15,6 +15,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/core/svg.h"
+#include "tessera/core/temporary_place.h"
 
 namespace tessera {
 namespace {
@@ -127,6 +128,27 @@ TEST(SvgTest, EscapesTextAndSaves) {
   EXPECT_EQ(std::filesystem::file_size(path), text.size());
   std::filesystem::remove(path);
   EXPECT_THROW(picture.save((path / "below" / "a.svg").string()), ConfigError);
+}
+
+TEST(TemporaryPlace, SaysWhichVariableNamedIt) {
+  const char* const names[] = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"};
+  std::vector<std::pair<const char*, std::string>> before;
+  for (const char* const name : names) {
+    if (const char* const value = std::getenv(name)) before.emplace_back(name, value);
+    unsetenv(name);
+  }
+  EXPECT_EQ(temporary_place().folder, "/tmp");
+  setenv("TEMP", "/other", 1);
+  setenv("TMPDIR", "", 1);
+  EXPECT_EQ(temporary_place().knob, "TEMP = /other");
+  setenv("TMPDIR", "nope", 1);
+  EXPECT_EQ(temporary_place().knob, "TMPDIR = nope");
+  EXPECT_EQ(temporary_place().folder, std::filesystem::current_path() / "nope");
+  EXPECT_THAT([] { temporary_place().refuse("Not a directory", "do without"); },
+              ::testing::ThrowsMessage<ConfigError>("TMPDIR = nope: nothing can be made there (Not a directory); set TMPDIR to a folder that exists and can be "
+                                                    "written, or do without"));
+  for (const char* const name : names) unsetenv(name);
+  for (const auto& [name, value] : before) setenv(name, value.c_str(), 1);
 }
 
 TEST(Log, GoesToStandardErrorWithARankPrefix) {
