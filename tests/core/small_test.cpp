@@ -127,7 +127,18 @@ TEST(SvgTest, EscapesTextAndSaves) {
   picture.save(path.string());
   EXPECT_EQ(std::filesystem::file_size(path), text.size());
   std::filesystem::remove(path);
-  EXPECT_THROW(picture.save((path / "below" / "a.svg").string()), ConfigError);
+  const auto refusal = [&](const std::string& file) -> std::string {
+    try {
+      picture.save(file);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "(written)";
+  };
+  const auto below = (path / "below" / "a.svg").string();
+  EXPECT_EQ(refusal(below), "picture " + below + ": cannot be written: No such file or directory; name a file in a folder that exists and can be written");
+  EXPECT_EQ(refusal("/dev/full"), "picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk");
+  EXPECT_TRUE(std::filesystem::exists("/dev/full"));
 }
 
 TEST(TemporaryPlace, SaysWhichVariableNamedIt) {
