@@ -282,8 +282,9 @@ class Faults(RunTest):
             self.assertFalse((self.folder / "started").exists(), "before any rank starts")
         self.ends(self.start(f"--log-dir={self.folder / 'logs'}", "true", TMPDIR="/proc"), 0)
         self.train("ranks", nproc=2, sets=["run.steps=1", "optim.warmup_steps=0"], TMPDIR="/proc")  # needs none
-        done, _ = self.train("cached", nproc=2, expect=2, TMPDIR="/nope", HOME="", XDG_CACHE_HOME="")
-        self.assertIn("TMPDIR = /nope: ", self.refusal(done))
+        nope = self.folder / "nope"
+        done, _ = self.train("cached", nproc=2, expect=2, TMPDIR=str(nope), HOME="", XDG_CACHE_HOME="")
+        self.assertIn(f"TMPDIR = {nope}: ", self.refusal(done))
         self.assertIn("data.cache_dir", self.refusal(done))
 
     def test_restarts_run_out(self):
