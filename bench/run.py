@@ -73,6 +73,16 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {multiplies}, torch {torch}, commit {commit}, {time.strftime('%Y-%m-%d')}"
 
 
+def note_memory(setting: Setting, sides: list, clock: Clock) -> None:
+    """It takes a peer a step. In a run that has to end it comes early, for a peer whose time is over cannot be asked any more."""
+    clock.say(f"{setting.name}: memory")
+    try:
+        for _, side in sides:
+            side.note_memory()
+    except OutOfTime:
+        pass  # what was timed stands without it
+
+
 def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: bool, setting_s: float) -> Report:
     """Turns of all sides for about `setting_s`. Out of time, what whole turns have shown stands, with the memory that was known by then."""
     from recipe import read_recipe  # brings torch, which nothing else here needs
@@ -104,8 +114,6 @@ def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: 
                     side.steps(setting.steps)
                 bound = plain.bound()
                 local = plain.local_steps(setting.steps) if setting.ranks > 1 and plain_kind.has_local_steps else []
-                for _, side in sides:
-                    side.note_memory()
             except OutOfTime:
                 if not bounds:
                     raise
@@ -114,8 +122,12 @@ def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: 
                 break
             bounds.append(bound)
             local_steps += local
+            if turn == 0 and clock.limit_s is not None:
+                note_memory(setting, sides, clock)
         if not bounds:
             raise OutOfTime
+        if clock.limit_s is None:
+            note_memory(setting, sides, clock)
         theirs = {kind: peer.finish() for kind, peer in peers.items()}
         exposed = plain.measured.median_s - statistics.median(local_steps) if local_steps else None
         planned = ours.planned() if setting.stage else None

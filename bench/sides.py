@@ -208,7 +208,7 @@ class Peer:
         return self.ask("bound")
 
     def note_memory(self) -> None:
-        """After each turn: a peer that runs out of time in a later one cannot be asked any more."""
+        """Trains a step under a tracker."""
         memory = self.ask("memory")
         self.measured.peak_bytes, self.measured.resident_bytes = memory["peak_bytes"], memory["resident_bytes"]
 

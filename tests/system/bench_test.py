@@ -80,8 +80,9 @@ class Bench(unittest.TestCase):
         self.assertRaises(OutOfTime, over.timeout)
         self.assertIsNone(Clock().timeout())
 
-    def out_of_time_in_turn(self, last):
-        """What is measured where the peer's time is over in turn `last`, counted from 1; afterwards it cannot be asked anything."""
+    def out_of_time_in_turn(self, last, memory=True):
+        """What is measured where the peers' time is over in turn `last`, counted from 1, or, without `memory`, as they are asked for it; afterwards they cannot
+        be asked anything."""
 
         class Side:
             def __init__(self, *_):
@@ -91,7 +92,7 @@ class Bench(unittest.TestCase):
                 self.measured.turns.append([1.0, 1.0])
 
             def note_memory(self):
-                self.measured.peak_bytes = self.measured.resident_bytes = len(self.measured.turns) << 20
+                self.measured.peak_bytes = self.measured.resident_bytes = 3 << 20
 
             def finish(self):
                 return self.measured
@@ -105,6 +106,11 @@ class Bench(unittest.TestCase):
                     raise OutOfTime
                 super().steps(count)
 
+            def note_memory(self):
+                if not memory or len(self.measured.turns) + 1 >= last:
+                    raise OutOfTime
+                super().note_memory()
+
             def bound(self):
                 return {"products_s": 0.5, "attention_products_s": 0.1}
 
@@ -116,11 +122,15 @@ class Bench(unittest.TestCase):
 
     def test_out_of_time_whole_turns_stand(self):
         self.assertRaises(OutOfTime, self.out_of_time_in_turn, 1)
-        for last in (2, 3):
+        for last in (3, 4):
             raw = self.out_of_time_in_turn(last).raw[0]
             self.assertEqual(len(raw["tessera"]["turns"]), last - 1)
             for peer in raw["peers"].values():
-                self.assertEqual((len(peer["turns"]), peer["peak_bytes"]), (last - 1, last - 1 << 20), "known when its time was over")
+                self.assertEqual((len(peer["turns"]), peer["peak_bytes"]), (last - 1, 3 << 20), "known when its time was over")
+        report = self.out_of_time_in_turn(2, memory=False)
+        self.assertEqual(len(report.raw[0]["tessera"]["turns"]), 1)
+        self.assertRegex(report.markdown(), r"\| vocab fp32 \| eager +\| +3 \| +- \| +- \|")
+        self.assertIn("1.00", report.markdown())
 
     def test_out_of_time_no_section_begins(self):
         begun, printed = [], io.StringIO()
