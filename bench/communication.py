@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from report import against_goal, table
-from sides import ROOT, Clock, OutOfTime, SideFailed
+from sides import ROOT, TIME_WAS_OVER, Clock, OutOfTime, output_of
 from spread import MISSED, Spread, turn_order, verdict
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -64,26 +63,23 @@ def commands(binary: Path, ranks: int, sizes: tuple[int, ...], seconds: float) -
 def rows_of(command: list[str], clock: Clock) -> dict[int, float]:
     """Microseconds by size."""
     allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | allow_root, timeout=clock.timeout() or 600)
-    except subprocess.TimeoutExpired:
-        if clock.left() <= 0:
-            raise OutOfTime from None
-        raise
-    if run.returncode != 0:
-        raise SideFailed(f"{' '.join(command)}\nended with {run.returncode}:\n{run.stderr[-2000:]}")
-    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in output_of(command, clock, env=os.environ | allow_root).splitlines() if line.startswith("{")]
     return {row["bytes"]: row["time_us"] for row in rows}
 
 
 def measure(binary: Path, ranks: int, sizes: tuple[int, ...], seconds: float, turns: int, clock: Clock) -> dict[str, dict[int, list[float]]]:
-    """Side -> size -> microseconds of each turn, in which the sides run one after the other."""
+    """Side -> size -> microseconds of each turn, in which the sides run one after the other. Out of time, of the turns that are whole; {} where none is."""
     sides = commands(binary, ranks, sizes, seconds)
     seen: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in sides}
     for turn in range(turns):
-        for name in turn_order(sides, turn):
-            clock.say(f"communication: {ranks} ranks, turn {turn + 1} of {turns}, {name}")
-            rows = rows_of(sides[name], clock)
+        found = {}
+        try:
+            for name in turn_order(sides, turn):
+                clock.say(f"communication: {ranks} ranks, turn {turn + 1} of {turns}, {name}")
+                found[name] = rows_of(sides[name], clock)
+        except OutOfTime:
+            return seen if turn else {}
+        for name, rows in found.items():
             for size in sizes:
                 seen[name][size].append(rows[size])
     return seen
@@ -96,25 +92,37 @@ def microseconds(value: float | None) -> str:
 class CommunicationReport:
     def __init__(self):
         self.times: dict[int, dict[str, dict[int, list[float]]]] = {}
+        self.crowd = max(4, 2 * len(os.sched_getaffinity(0)))  # ranks, twice as many as cores
         self.missed: list[str] = []
+        self.turns = 0
 
     def run(self, binary: Path, quick: bool, clock: Clock) -> None:
-        turns, seconds = (2, 0.2) if quick else (5, 0.4)
-        self.times[2] = measure(binary, 2, QUICK_SIZES if quick else SIZES, seconds, turns, clock)
-        crowd = max(4, 2 * len(os.sched_getaffinity(0)))
-        self.times[crowd] = measure(binary, crowd, CROWD_SIZES, seconds, turns, clock)
+        """Throws OutOfTime where there is nothing to show."""
+        self.turns, seconds = (2, 0.2) if quick else (5, 0.4)
+        for ranks, sizes in ((2, QUICK_SIZES if quick else SIZES), (self.crowd, CROWD_SIZES)):
+            if found := measure(binary, ranks, sizes, seconds, self.turns, clock):
+                self.times[ranks] = found
+        if not self.times:
+            raise OutOfTime
+
+    def what_is_missing(self) -> list[str]:
+        done = {ranks: 0 for ranks in (2, self.crowd)}
+        for ranks, times in self.times.items():
+            done[ranks] = min(len(turns) for by_size in times.values() for turns in by_size.values())
+        short = [f"{count} of {self.turns} turns of {ranks} ranks" for ranks, count in done.items() if count < self.turns]
+        return [f"{TIME_WAS_OVER}: {', '.join(short)}."] if short else []
 
     def goal_rows(self) -> list[list[str]]:
         rows = []
-        crowd = max(self.times)
         for goal in GOALS:
-            times = self.times[2 if goal.ranks_per_core == 1 else crowd]
-            ours, peer = times[goal.side].get(goal.size), times.get(goal.peer, {}).get(goal.size) if goal.peer else 1000
+            ranks = 2 if goal.ranks_per_core == 1 else self.crowd
+            times = self.times.get(ranks, {})
+            ours, peer = times.get(goal.side, {}).get(goal.size), times.get(goal.peer, {}).get(goal.size) if goal.peer else 1000
             if ours is None or peer is None:
                 continue  # not measured in this run
             peers = peer if isinstance(peer, list) else [peer] * len(ours)
             ratio, most = Spread.of([a / b for a, b in zip(ours, peers)]), goal.most if goal.peer else goal.most / 1000
-            rows.append([goal.text(), str(2 if goal.ranks_per_core == 1 else crowd), against_goal(ratio, most, smaller_is_better=True)])
+            rows.append([goal.text(), str(ranks), against_goal(ratio, most, smaller_is_better=True)])
             if verdict(ratio, most, smaller_is_better=True) == MISSED:
                 self.missed.append(f"{goal.text()}: {ratio}, goal {most:g}")
         return rows
@@ -136,5 +144,6 @@ class CommunicationReport:
                 "the same bytes in as many threads; the share is its time over that of shared buffers.",
                 table(["bytes", "ranks", *sides, "of bound"], rows),
                 table(["goal", "ranks", "value (goal)"], goals),
+                *self.what_is_missing(),
             ]
         )

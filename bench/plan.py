@@ -7,7 +7,7 @@ from comparisons import QUICK_SETTINGS, SETTINGS
 COMMUNICATION, COMPRESSION, RECOMPUTE, PARTS = "communication", "compression", "recomputation", "parts"
 QUICK_S = 180  # what --quick promises
 SETTING_S = 150  # of the full run: a setting takes more turns while this lasts
-TAIL_S = 10  # to end what is under way, and to write results
+TAIL_S = 10  # of it: to end what is under way, and to write results
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
 
 
 def share_of(left_s: float, sections_left: int) -> float:
-    """Seconds for the next section of a run that has to end: an even share, which those that need less leave to the others."""
-    return max(0.0, left_s - TAIL_S) / max(1, sections_left)
+    """Seconds for the next section of a run that has `left_s` for measurements: an even share, which those that need less leave to the others."""
+    return max(0.0, left_s) / max(1, sections_left)

@@ -1,32 +1,29 @@
 """What recomputing every block costs and saves, on our side and on the peer's: processor time of forward and backward on one thread, and bytes."""
 
 import json
-import subprocess
 from pathlib import Path
 
 from report import mebibytes, milliseconds, table
-from sides import ROOT, Clock, SideFailed
+from sides import ROOT, Clock, OutOfTime, output_of
 
 RECIPE = ROOT / "recipes" / "bench_matmul.toml"
 GOAL_POINTS = 5  # time may rise by the share of recomputed FLOPs and this much
-
-
-def output_of(command: list) -> str:
-    run = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if run.returncode != 0:
-        raise SideFailed(f"{' '.join(map(str, command))}\nended with {run.returncode}:\n{run.stderr[-2000:]}")
-    return run.stdout
 
 
 def measure(binary: Path, clock: Clock) -> tuple[str, list[str]]:
     """The section as markdown, and the goals that were missed."""
     rows, missed = [], []
     for compute in ("fp32", "bf16"):
-        clock.say(f"recomputation: {compute}, tessera")
-        answer = output_of([binary.parent / "tessera_train_bench", f"--benchmark_filter=/{compute}_full/", "--benchmark_format=json"])
-        (ours,) = json.loads(answer)["benchmarks"]
-        clock.say(f"recomputation: {compute}, torch.utils.checkpoint")
-        answer = output_of([ROOT / "tools" / "peer_python", ROOT / "bench" / "peers" / "recompute.py", RECIPE, "--compute", compute])
+        try:
+            clock.say(f"recomputation: {compute}, tessera")
+            answer = output_of([binary.parent / "tessera_train_bench", f"--benchmark_filter=/{compute}_full/", "--benchmark_format=json"], clock)
+            (ours,) = json.loads(answer)["benchmarks"]
+            clock.say(f"recomputation: {compute}, torch.utils.checkpoint")
+            answer = output_of([ROOT / "tools" / "peer_python", ROOT / "bench" / "peers" / "recompute.py", RECIPE, "--compute", compute], clock)
+        except OutOfTime:
+            if not rows:
+                raise
+            break
         peer = json.loads(answer.splitlines()[-1])
         seconds = ours["quickest_ms"] / 1000
         rows.append(

@@ -19,7 +19,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.0f}"
+    """`count`: 0 where it is not known."""
+    return f"{count / 2**20:.0f}" if count else "-"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -58,17 +59,18 @@ class Report:
         of a sharded run."""
         name = setting.name
         for peer, measured in theirs.items():
-            speed, memory = Spread.of(pair_ratios(ours.turns, measured.turns)), ours.peak_bytes / measured.peak_bytes
+            speed = Spread.of(pair_ratios(ours.turns, measured.turns))
+            memory = ours.peak_bytes / measured.peak_bytes if measured.peak_bytes else None  # None: there was no time to ask
             self.speed.append(
                 [name, peer.name, f"{tokens / ours.median_s:.0f}", f"{tokens / measured.median_s:.0f}", str(speed.count), against_goal(speed, peer.speed_goal)]
             )
             self.memory.append(
-                [name, peer.name, mebibytes(ours.peak_bytes), mebibytes(measured.peak_bytes), against_goal(memory, peer.memory_goal, True),
-                 mebibytes(ours.resident_bytes), mebibytes(measured.resident_bytes)]
+                [name, peer.name, mebibytes(ours.peak_bytes), mebibytes(measured.peak_bytes),
+                 "-" if memory is None else against_goal(memory, peer.memory_goal, True), mebibytes(ours.resident_bytes), mebibytes(measured.resident_bytes)]
             )  # fmt: skip
             if peer.speed_goal and verdict(speed, peer.speed_goal) == MISSED:
                 self.missed.append(f"{name} against {peer.name}: {speed}x in {speed.count} pairs, goal {peer.speed_goal:g}x")
-            if peer.memory_goal and memory > peer.memory_goal:
+            if peer.memory_goal and memory is not None and memory > peer.memory_goal:
                 self.missed.append(f"{name} against {peer.name}: {memory:.2f}x of the peak bytes, goal {peer.memory_goal:g}x")
         if planned:
             state = STATE_BYTES[setting.stage](setting.ranks) * planned["parameters"]

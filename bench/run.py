@@ -24,7 +24,7 @@ import recompute
 from communication import CommunicationReport
 from comparisons import Setting
 from report import Report, table
-from sides import ROOT, WARMUP_STEPS, Clock, OutOfTime, Peer, SideFailed, Tessera
+from sides import ROOT, TIME_WAS_OVER, WARMUP_STEPS, Clock, OutOfTime, Peer, SideFailed, Tessera, output_of
 from spread import goes_on, turn_order
 
 sys.path.insert(0, str(ROOT / "bench" / "peers"))
@@ -73,8 +73,18 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {multiplies}, torch {torch}, commit {commit}, {time.strftime('%Y-%m-%d')}"
 
 
+def note_memory(setting: Setting, sides: list, clock: Clock) -> None:
+    """It takes a peer a step. In a run that has to end it comes early, for a peer whose time is over cannot be asked any more."""
+    clock.say(f"{setting.name}: memory")
+    try:
+        for _, side in sides:
+            side.note_memory()
+    except OutOfTime:
+        pass  # what was timed stands without it
+
+
 def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: bool, setting_s: float) -> Report:
-    """Turns of all sides for about `setting_s`. Out of time, what whole turns have shown stands."""
+    """Turns of all sides for about `setting_s`. Out of time, what whole turns have shown stands, with the memory that was known by then."""
     from recipe import read_recipe  # brings torch, which nothing else here needs
 
     recipe_file = setting.recipe(ROOT)
@@ -103,6 +113,7 @@ def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: 
                     clock.say(f"{setting.name}: turn {turn + 1} (of {least} to {most}), {name}")
                     side.steps(setting.steps)
                 bound = plain.bound()
+                local = plain.local_steps(setting.steps) if setting.ranks > 1 and plain_kind.has_local_steps else []
             except OutOfTime:
                 if not bounds:
                     raise
@@ -110,9 +121,13 @@ def measure(setting: Setting, binary: Path, scratch: Path, clock: Clock, quick: 
                     del side.measured.turns[turn:]
                 break
             bounds.append(bound)
-            if setting.ranks > 1 and plain_kind.has_local_steps:
-                local_steps += plain.local_steps(setting.steps)
-        clock.say(f"{setting.name}: memory")
+            local_steps += local
+            if turn == 0 and clock.limit_s is not None:
+                note_memory(setting, sides, clock)
+        if not bounds:
+            raise OutOfTime
+        if clock.limit_s is None:
+            note_memory(setting, sides, clock)
         theirs = {kind: peer.finish() for kind, peer in peers.items()}
         exposed = plain.measured.median_s - statistics.median(local_steps) if local_steps else None
         planned = ours.planned() if setting.stage else None
@@ -130,15 +145,16 @@ def micro_benchmarks(binary: Path, clock: Clock) -> str:
     for index, path in enumerate(paths):
         clock.say(f"parts: {path.name}, {index + 1} of {len(paths)}")
         try:
-            run = subprocess.run([path, "--benchmark_format=json", "--benchmark_min_time=0.1"], capture_output=True, text=True, timeout=clock.timeout())
-        except subprocess.TimeoutExpired:
-            raise OutOfTime from None
-        if run.returncode != 0:
-            raise SideFailed(f"{path.name} ended with {run.returncode}:\n{run.stderr[-2000:]}")
-        if not run.stdout.startswith("{"):  # a table of its own, such as bytes a parameter
-            texts.append(f"```\n{run.stdout.strip()}\n```")
+            told = output_of([path, "--benchmark_format=json", "--benchmark_min_time=0.1"], clock)
+        except OutOfTime:
+            if not rows and not texts:
+                raise
+            texts.append(f"{TIME_WAS_OVER}: without {', '.join(left.name for left in paths[index:])}.")
+            break
+        if not told.startswith("{"):  # a table of its own, such as bytes a parameter
+            texts.append(f"```\n{told.strip()}\n```")
             continue
-        for result in json.loads(run.stdout)["benchmarks"]:
+        for result in json.loads(told)["benchmarks"]:
             counters = ", ".join(f"{key} {value:.3g}" for key, value in result.items() if key not in STANDARD_FIELDS and isinstance(value, float))
             room = path.name.removeprefix("tessera_").removesuffix("_bench")
             rows.append([room, result["name"], f"{result['real_time']:.1f} {result['time_unit']}", counters])
@@ -215,12 +231,15 @@ def main() -> int:
         print(f"bench: {options.binary} does not exist; run `make build` first", file=sys.stderr)
         return 2
 
-    clock = Clock(plan.QUICK_S if options.quick else None)
+    clock = Clock(plan.QUICK_S, plan.TAIL_S) if options.quick else Clock()
     out = ROOT / "build" / "bench"
     write_text(out / "text.txt")
     results = Results(machine(), out)
     failed = False
     for index, section in enumerate(sections):
+        if clock.left() <= 0:
+            results.left_out.append(section.name)
+            continue
         setting_s = plan.share_of(clock.left(), len(sections) - index) if options.quick else plan.SETTING_S
         clock.say(f"{section.name}: section {index + 1} of {len(sections)}")
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TIME_WAS_OVER = "The time was over"  # how a section says what it lacks
 WARMUP_STEPS = 5  # of every process: the first steps touch memory for the first time, which on a virtual machine can take longer than the step itself
 
 
@@ -23,15 +25,20 @@ class OutOfTime(Exception):
 
 
 class Clock:
-    """Since the run began, and how long it may take; without a limit it may take as long as it does."""
+    """Since the run began, and how long it may take; without a limit it may take as long as it does. The last `tail_s` of it are for what follows the last
+    measurement: ending processes, and writing results."""
 
-    def __init__(self, limit_s: float | None = None):
-        self.start, self.limit_s = time.monotonic(), limit_s
+    def __init__(self, limit_s: float | None = None, tail_s: float = 0):
+        self.start, self.limit_s, self.tail_s = time.monotonic(), limit_s, tail_s
 
     def passed(self) -> float:
         return time.monotonic() - self.start
 
     def left(self) -> float:
+        """For measurements."""
+        return self.to_end() - self.tail_s
+
+    def to_end(self) -> float:
         return float("inf") if self.limit_s is None else self.limit_s - self.passed()
 
     def timeout(self) -> float | None:
@@ -44,6 +51,32 @@ class Clock:
 
     def say(self, text: str) -> None:
         print(f"[{self.passed():5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def end(process: subprocess.Popen) -> None:
+    """At once, with all that it has started: what is left of its session would keep its output open."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def output_of(command: list, clock: Clock, **more) -> str:
+    """Of a command that has to end well, and in time."""
+    command = [str(part) for part in command]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **more)
+    try:
+        out, errors = process.communicate(timeout=clock.timeout())
+    except BaseException as late:
+        end(process)
+        process.communicate()
+        if isinstance(late, subprocess.TimeoutExpired):
+            raise OutOfTime from None
+        raise
+    if process.returncode != 0:
+        raise SideFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{errors[-2000:]}")
+    return out
 
 
 @dataclass
@@ -79,8 +112,12 @@ class Tessera:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         output = self.log_dir / "output.txt"
         with open(output, "wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            usage = self.wait(process)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+            try:
+                usage = self.wait(process)
+            except BaseException:
+                end(process)
+                raise
         if process.returncode != 0:
             raise SideFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{tail(output)}")
         lines = [json.loads(line) for line in (self.log_dir / "metrics.jsonl").read_text().splitlines()]
@@ -91,27 +128,28 @@ class Tessera:
         self.exposed += [line["exposed_comm_s"] for line in kept if "exposed_comm_s" in line]
 
     def wait(self, process: subprocess.Popen):
-        """Its use of resources, which Popen does not tell. Out of time it is asked to stop, and launches no more."""
+        """Its use of resources, which Popen does not tell."""
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return usage
             if self.clock.left() <= 0:
-                process.terminate()
-                process.wait()
                 raise OutOfTime
             time.sleep(0.01)
 
-    def planned(self) -> dict:
-        """What `tessera plan` says of the rank that needs most, with the number of the model's parameters."""
+    def note_memory(self) -> None:
+        """Every run says it."""
+
+    def planned(self) -> dict | None:
+        """What `tessera plan` says of the rank that needs most, with the number of the model's parameters; nothing where there is no time to ask."""
         command = [self.command[0], "plan", *self.command[2:], "--json"]
         if "--nproc" in command:
             command[command.index("--nproc")] = "--world"
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SideFailed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-2000:]}")
-        plan = json.loads(done.stdout)
+        try:
+            plan = json.loads(output_of(command, self.clock))
+        except OutOfTime:
+            return None
         return max((ranks["peak_bytes"] for ranks in plan["ranks"]), key=lambda peak: peak["total"]) | {"parameters": plan["parameters"]}
 
     def close(self) -> None:
@@ -132,7 +170,7 @@ class Peer:
         self.command = [str(ROOT / "tools" / "peer_python"), str(ROOT / "bench" / "peers" / "peer.py"), str(recipe), *arguments]
         scratch.mkdir(parents=True, exist_ok=True)
         with open(self.log, "wb") as errors:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
         self.measured = Measurement()
         self.warm = False
 
@@ -142,7 +180,7 @@ class Peer:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # the peer has died: its last lines say why
-        guard = None if self.clock.limit_s is None else threading.Timer(max(0.0, self.clock.left()), self.process.kill)
+        guard = None if self.clock.limit_s is None else threading.Timer(max(0.0, self.clock.left()), end, [self.process])
         if guard:
             guard.start()
         try:
@@ -169,18 +207,21 @@ class Peer:
     def bound(self) -> dict:
         return self.ask("bound")
 
-    def finish(self) -> Measurement:
+    def note_memory(self) -> None:
+        """Trains a step under a tracker."""
         memory = self.ask("memory")
         self.measured.peak_bytes, self.measured.resident_bytes = memory["peak_bytes"], memory["resident_bytes"]
+
+    def finish(self) -> Measurement:
         return self.measured
 
     def close(self) -> None:
         """Ends the process, also one that hangs."""
         try:
-            self.process.communicate("quit\n", timeout=5 if self.clock.limit_s else 30)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
+            self.process.communicate("quit\n", timeout=30 if self.clock.limit_s is None else max(0.0, min(5.0, self.clock.to_end() / 4)))
+        except (BrokenPipeError, ValueError, subprocess.TimeoutExpired):
+            pass
+        end(self.process)
 
 
 def tail(path: Path, lines: int = 15) -> str:

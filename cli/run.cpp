@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,9 +11,10 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
-#include "tessera/core/error.h"
+#include "tessera/core/temporary_place.h"
 #include "tessera/launch/local.h"
 #include "tessera/launch/run_options.h"
+#include "tessera/launch/scratch_folder.h"
 
 namespace tessera::cli {
 namespace {
@@ -32,27 +32,6 @@ std::optional<std::string> variable(const std::string& name) {
   return value != nullptr ? std::optional<std::string>(value) : std::nullopt;
 }
 
-/// Flight records of a run without a --log-dir: for the verdict at its end, and then gone.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "tessera_run_XXXXXX").string();
-    require(mkdtemp(pattern.data()) != nullptr, "TMPDIR = ", std::filesystem::temp_directory_path().string(),
-            ": no folder can be made there; name one that can be written");
-    path_ = pattern;
-  }
-  ~ScratchFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
-  }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 [[noreturn]] void run(const std::vector<std::string>& arguments) {
   launch::AgentOptions options = launch::parse_run(arguments, variable, devices());
   launch::Variables inherited = launch::inherited_variables();
@@ -62,9 +41,10 @@ class ScratchFolder {
 
   // A connection that breaks is what an agent is for; c10d would print a stack trace for each.
   if (!variable("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = c10_errors_only;
-  std::optional<ScratchFolder> scratch;
-  if (options.job.output.folder.empty()) scratch.emplace();
-  options.record_folder = scratch ? scratch->path() : options.job.output.folder;
+  // Flight records of a run without a --log-dir: for the verdict at its end, and then gone.
+  std::optional<launch::ScratchFolder> scratch;
+  if (options.job.output.folder.empty()) scratch.emplace(temporary_place(), "name a folder that keeps the run's records with --log-dir");
+  options.record_folder = scratch ? scratch->path().string() : options.job.output.folder;
   options.keeps_records = !scratch;
   const int exit_code = launch::run_agent(options);
   scratch.reset();

@@ -163,6 +163,15 @@ void check_host_memory(const Config& config, int size) {
           "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
 }
 
+// A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
+// in the way it comes first. One that is not there is nobody's, and is made once the rest is found good.
+Inputs hold_checkpoint_dir(const Config& config) {
+  Inputs held;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(config.checkpoint.dir, ignored)) lock_checkpoint_dir(config, held);
+  return held;
+}
+
 // Tried before any rank is started, rather than at the first save.
 void try_checkpoint_dir(const Config& config) {
   if (config.checkpoint.dir.empty()) return;
@@ -195,15 +204,15 @@ int train(const Flags& flags) {
   const auto dump = dump_request(flags, config);
   check_report(flags);
   check_host_memory(here, size);
+  const bool first = comm::read_environment().rank == 0;
+  Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
   Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
-  check_checkpoint_dir(config, inputs);
+  if (first) check_checkpoint_dir(config, inputs);  // the others are told
   try_checkpoint_dir(config);
-  const bool first = comm::read_environment().rank == 0;
   if (starts_copies(flags.nproc)) {
-    Inputs probe;  // the first rank will take it
-    lock_checkpoint_dir(config, probe);
+    lock_checkpoint_dir(config, held);
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);
     std::vector<std::pair<std::string, std::string>> variables;
@@ -212,9 +221,11 @@ int train(const Flags& flags) {
     if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
     std::vector<std::string> more{"--set", "checkpoint.resume=" + resume};
     if (inputs.may_start_afresh) more.insert(more.end(), {"--set", "checkpoint.replace=true"});  // what could not be used is not in the way
-    probe.lock.reset();
+    held.lock.reset();                                                                           // the first rank will take it
     return run_copies(flags.nproc, more, variables);
   }
+  inputs.lock = std::move(held.lock);
+  inputs.remarks.insert(inputs.remarks.begin(), held.remarks.begin(), held.remarks.end());
   if (first) lock_checkpoint_dir(config, inputs);
 
   auto options = options_for(config, size, inputs);

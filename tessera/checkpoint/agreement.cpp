@@ -59,13 +59,23 @@ std::vector<std::string> changed_settings(const Config& saved, const Config& cur
   return changed;
 }
 
-void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source) {
+void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source,
+                     const std::map<std::string, std::string>& followed) {
   require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
   const auto defaults = agreement_of(Config{}, {});  // what held for a run that was saved before there was such a key
-  for (const auto& [key, value] : current.items()) {
-    const std::string theirs = (saved.contains(key) ? saved : defaults).at(key).dump();
-    require(theirs == value.dump(), key, " = ", value.dump(), ": ", source, " was written with ", theirs,
+  const auto theirs = [&](const std::string& key) { return (saved.contains(key) ? saved : defaults).at(key).dump(); };
+  const auto agree = [&](const std::string& key) {
+    const std::string value = current.at(key).dump(), before = theirs(key);
+    require(before == value, key, " = ", value, ": ", source, " was written with ", before,
             "; resume with the same value, or start anew with checkpoint.resume = \"\"");
+  };
+  for (const auto& [key, value] : current.items()) {
+    if (const auto other = followed.find(key); other != followed.end()) {
+      if (current.contains(other->second)) agree(other->second);
+      require(theirs(key) == value.dump(), other->second, " = ", value.dump(), ": ", key, " is not set and follows it, and ", source, " was written with ", key,
+              " = ", theirs(key), "; set ", key, " = ", theirs(key), ", or start anew with checkpoint.resume = \"\"");
+    }
+    agree(key);
   }
 }
 

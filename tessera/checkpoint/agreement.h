@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,8 +15,10 @@ namespace tessera::checkpoint {
 /// Call it on a resolved configuration. `data_identity` stands for the data files, which may move: a hash of the corpus and of the tokenizer.
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity);
 
-/// Throws ConfigError naming the first key that differs, with both values. `source` names the checkpoint in the message.
-void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source);
+/// Throws ConfigError naming the first key that differs, with both values. `source` names the checkpoint in the message; `followed` says which keys nobody
+/// gave, and whose value they have (followed_defaults), so that the key is named that somebody changed.
+void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source,
+                     const std::map<std::string, std::string>& followed = {});
 
 /// What two configurations of one run set otherwise, as "optim.lr = 0.001 (was 0.01)": all but paths, [checkpoint], [log] and run.steps, which are no part of
 /// what is computed, or are somebody else's to tell.

@@ -68,7 +68,8 @@ RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds pat
     const Holder holder = read_holder(descriptor_);
     ::close(std::exchange(descriptor_, -1));
     require(std::chrono::steady_clock::now() < deadline, "checkpoint.dir = ", dir.string(), ": ", holder.text(),
-            " is training into it, and two runs would overwrite each other's checkpoints; wait for its end, or name another checkpoint.dir");
+            " is training into it, and two runs would overwrite each other's checkpoints; wait for its end, end it (on SIGTERM it saves), or name another "
+            "checkpoint.dir");
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
 }

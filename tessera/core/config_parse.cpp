@@ -65,6 +65,13 @@ bool is_number(const std::string& text) {
   return error == std::errc() && end == text.data() + text.size() && std::isfinite(value);
 }
 
+/// An integer that TOML has no room for, so that a --set leaves it a text.
+bool is_beyond_64_bits(const std::string& text) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc::result_out_of_range && end == text.data() + text.size();
+}
+
 std::string absolute(const std::string& path, const std::filesystem::path& base_dir) {
   return std::filesystem::absolute(base_dir / path).lexically_normal().string();
 }
@@ -88,11 +95,15 @@ void assign(bool& field, const toml::node& node, const Location& at) {
 template <class Int>
   requires(std::is_integral_v<Int> && !std::is_same_v<Int, bool>)
 void assign(Int& field, const toml::node& node, const Location& at) {
+  using Limits = std::numeric_limits<Int>;
+  const auto refuse_size = [&](const std::string& text) {
+    if (text.starts_with('-')) refuse(at, text, "expected an integer of at least ", Limits::min());
+    refuse(at, text, "expected an integer of at most ", Limits::max());
+  };
+  if (node.is_string() && is_beyond_64_bits(node.as_string()->get())) refuse_size(node.as_string()->get());
   if (!node.is_integer()) refuse(at, node, "expected ", detail::type_name<Int>());
   const int64_t value = node.as_integer()->get();
-  if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max()) {
-    refuse(at, node, "expected an integer of at most ", std::numeric_limits<Int>::max());
-  }
+  if (value < Limits::min() || value > Limits::max()) refuse_size(show(node));
   field = static_cast<Int>(value);
 }
 

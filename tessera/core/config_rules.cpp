@@ -9,6 +9,7 @@
 #include "tessera/core/config_missing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/temporary_place.h"
 
 namespace tessera {
 namespace {
@@ -30,7 +31,10 @@ std::string default_cache_dir() {
   if (cache && *cache) return (fs::path(cache) / "tessera").string();
   const char* home = std::getenv("HOME");
   if (home && *home) return (fs::path(home) / ".cache" / "tessera").string();
-  return (fs::temp_directory_path() / "tessera").string();
+  const TemporaryPlace place = temporary_place();
+  std::error_code ignored;
+  if (!fs::is_directory(place.folder, ignored)) place.refuse("there is no such folder", "say with data.cache_dir where packed texts go");
+  return (place.folder / "tessera").string();
 }
 
 void at_least(const std::string& key, int64_t value, int64_t least) {
@@ -61,7 +65,7 @@ void validate_model(const ModelConfig& model) {
   require(model.layers <= most_layers, "model.layers = ", model.layers, ": expected at most ", most_layers, "; set model.layers");
   at_least("model.vocab_size", model.vocab_size, 1);
   at_least("model.ffn_dim", model.ffn_dim.value_or(0), 1);
-  at_least("model.max_seq_len", model.max_seq_len.value_or(0), 1);
+  if (model.max_seq_len) at_least("model.max_seq_len", *model.max_seq_len, 1);  // unset: data.seq_len, which it follows, is to blame
   require(model.dropout >= 0 && model.dropout < 1, "model.dropout = ", model.dropout, ": expected a probability from 0 to below 1");
   require(model.norm_eps > 0, "model.norm_eps = ", model.norm_eps, ": expected a positive number, such as 1e-5");
   require(model.rope_theta > 0, "model.rope_theta = ", model.rope_theta, ": expected a positive number, such as 10000");
@@ -89,6 +93,7 @@ void validate_model(const ModelConfig& model) {
 void validate_data(const Config& config, Purpose purpose) {
   const auto& data = config.data;
   at_least("data.seq_len", data.seq_len, 1);
+  at_least("model.max_seq_len", config.model.max_seq_len.value_or(0), 1);
   require(data.seq_len <= *config.model.max_seq_len, "data.seq_len = ", data.seq_len, ": longer than model.max_seq_len = ", *config.model.max_seq_len,
           "; lower data.seq_len or raise model.max_seq_len");
   require(!data.tokenizer.empty(), "data.tokenizer is empty: set it to byte, or to a SentencePiece .model file");

@@ -1,7 +1,11 @@
 #include "tessera/core/svg.h"
 
 #include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 
 #include <fmt/format.h>
 
@@ -98,10 +102,18 @@ std::string Svg::str() const {
 }
 
 void Svg::save(const std::string& path) const {
+  errno = 0;
   std::ofstream file(path);
-  file << str();
+  const bool opened = file.is_open();
+  file << str() << std::flush;
+  const int reason = file.good() ? 0 : errno;
   file.close();
-  require(file.good(), "picture ", path, ": cannot be written; name a file in a folder that exists");
+  if (file.good()) return;
+  std::error_code ignored;  // half a picture is none
+  if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
+  const bool full = reason == ENOSPC || reason == EDQUOT;
+  throw ConfigError(detail::concat("picture ", path, ": cannot be written: ", reason != 0 ? std::strerror(reason) : "the reason is not known",
+                                   full ? "; make room there, or name a file on another disk" : "; name a file in a folder that exists and can be written"));
 }
 
 std::string_view Svg::color(size_t index) {

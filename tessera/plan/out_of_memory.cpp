@@ -54,7 +54,9 @@ std::string formula_text(const Config& config, int world) {
       config.offload.params == "host" ? ", on the host" : "", format_bytes(static_cast<int64_t>(kept.total() * parameters)), format_count(parameters));
 }
 
-std::string settings_text(const FitSearch& search) {
+namespace {
+
+std::string rows_text(const FitSearch& search) {
   std::string out = fmt::format("  {:>10}  {:>8}  {:>8}  setting\n", "peak", "FLOPs", "sent");
   const auto row = [&](const Setting& setting, const std::string& name) {
     out += fmt::format("  {:>10}  {:>8}  {:>8}  {}\n", format_bytes(total_of(setting.peak)), share(setting.flops, search.now.flops),
@@ -62,21 +64,26 @@ std::string settings_text(const FitSearch& search) {
   };
   row(search.now, "as it is");
   for (const auto& setting : search.tried) row(setting, flags_of(setting));
-  return out + way_out(search) + "\n";
+  return out;
 }
+
+}  // namespace
+
+std::string settings_text(const FitSearch& search) { return rows_text(search) + way_out(search) + "\n"; }
 
 OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure) {
   const auto& refusal = failure.refusal;
   const FitSearch search = find_fit(config, failure.world, room(refusal));
   const std::string refused = what_was_refused(failure);
-  std::string tables = fmt::format("{}\n{}", refused, category_table({{"in use", refusal.in_use}, {"predicted peak", search.now.peak}}));
+  std::string tables =
+      fmt::format("the memory of rank {} when it ran out\n{}", failure.rank, category_table({{"in use", refusal.in_use}, {"predicted peak", search.now.peak}}));
   if (refusal.largest.empty()) {
     tables += "the largest tensors at the peak of a dry run of the same step\n" + block_table(search.largest);
   } else {
     tables += "the largest tensors alive then\n" + block_table(refusal.largest);
   }
   tables += "by formula: " + formula_text(config, failure.world);
-  tables += fmt::format("settings tried by dry run, cheapest first, for a peak of {} at most\n{}", format_bytes(room(refusal)), settings_text(search));
+  tables += fmt::format("settings tried by dry run, cheapest first, for a peak of {} at most\n{}", format_bytes(room(refusal)), rows_text(search));
   return {.sentence = refused + "; " + way_out(search), .tables = std::move(tables)};
 }
 

@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
+#include "tessera/core/config_defaults.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
@@ -97,7 +98,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
   const auto& manifest = inputs.resume->manifest;
-  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder);
+  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
   data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
                 {.seq_len = config.data.seq_len,
                  .global_size = config.batch.global_size,

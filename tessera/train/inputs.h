@@ -66,7 +66,7 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
 void check_checkpoint_dir(const Config& config, const Inputs& inputs);
 
 /// Takes checkpoint.dir for this run, where there is one: for the first rank, before it meets the others. Waits a moment for one that is being ended. Throws
-/// ConfigError where another live run has it, or nothing can be written there.
+/// ConfigError where another live run has it, or nothing can be written there. Before check_checkpoint_dir: a live run comes first of what may be in the way.
 void lock_checkpoint_dir(const Config& config, Inputs& inputs);
 
 /// Who this run is: the one that it goes on from, started anew, or a fresh one.

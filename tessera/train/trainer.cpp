@@ -84,8 +84,8 @@ Inputs agreed(Inputs inputs, const Config& config, const comm::World& world) {
   if (config.checkpoint.dir.empty()) return inputs;
   on_first_rank(world, [&] {
     const bool taken = inputs.lock != nullptr;
+    lock_checkpoint_dir(config, inputs);  // first: of all that may be in the way, a live run is
     check_checkpoint_dir(config, inputs);
-    lock_checkpoint_dir(config, inputs);
     if (!taken) {
       for (const auto& remark : inputs.lock->remarks()) log().warn("{}", remark);
     }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -15,6 +16,11 @@
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
+
+namespace detail {
+/// Refuses an optimizer that computes with whole vectors where `synchronizer` leaves it parts of them. Throws ConfigError.
+void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const GradientSynchronizer& synchronizer);
+}  // namespace detail
 
 /// An optimizer over what this rank updates of a model, of our kind or any of torch::optim's: its step brings the updated parts of all ranks together. Made by
 /// zero_optimizer.
@@ -57,11 +63,14 @@ class ZeroOptimizer {
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, options); });
 ///   torch::optim::StepLR schedule(*optimizer, 10, 0.5);
 ///
-/// Both must outlive it.
+/// Both must outlive it. Throws ConfigError for an optimizer whose update of one element depends on others (LBFGS), where this rank has parts.
 template <class Make>
 auto zero_optimizer(GradientSynchronizer& synchronizer, Make make) {
   const std::vector<nn::NamedParameter> updated = synchronizer.updated();
-  const auto wrapped = [&](auto inner) { return ZeroOptimizer<typename decltype(inner)::element_type>(synchronizer, std::move(inner)); };
+  const auto wrapped = [&](auto inner) {
+    if constexpr (std::is_base_of_v<torch::optim::Optimizer, typename decltype(inner)::element_type>) detail::check_goes_by_elements(*inner, synchronizer);
+    return ZeroOptimizer<typename decltype(inner)::element_type>(synchronizer, std::move(inner));
+  };
   if constexpr (std::is_invocable_v<Make, const std::vector<nn::NamedParameter>&>) {
     return wrapped(make(updated));
   } else {

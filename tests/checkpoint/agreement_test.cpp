@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/core/config_defaults.h"
 #include "tessera/core/error.h"
 
 namespace tessera::checkpoint {
@@ -62,6 +63,34 @@ TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
   expect_disagreement([](Config& config) { config.optim.name = "sgd"; }, "optim.name");
   EXPECT_THAT([] { check_agreement(agreement_of(example(), "h"), agreement_of(example(), "i"), "ckpt"); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.files = \"i\""), HasSubstr("\"h\""))));
+}
+
+TEST(Agreement, BlamesTheKeyThatADefaultFollows) {
+  const auto of = [](int64_t seed, int64_t seq_len) {
+    Config config = example();
+    config.data.seed.reset();
+    config.run.seed = seed;
+    config.data.seq_len = seq_len;
+    resolve(config);
+    return config;
+  };
+  const auto told = [&](const Config& now) {
+    try {
+      check_agreement(agreement_of(of(1, 32), "h"), agreement_of(now, "h"), "ckpt", followed_defaults(now));
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("(accepted)");
+  };
+  EXPECT_EQ(told(of(1, 32)), "(accepted)");
+  EXPECT_THAT(told(of(2, 32)), testing::StartsWith("run.seed = 2: ckpt was written with 1; resume with the same value"));
+  EXPECT_THAT(told(of(1, 16)), testing::StartsWith("data.seq_len = 16: model.max_seq_len is not set and follows it, and ckpt was written with "
+                                                   "model.max_seq_len = 32; set model.max_seq_len = 32, or"));
+  Config given = of(1, 16);
+  given.model.max_seq_len = 32;
+  EXPECT_EQ(told(given), "(accepted)");
+  given.data.seed = 3;
+  EXPECT_THAT(told(given), testing::StartsWith("data.seed = 3"));
 }
 
 TEST(Agreement, AnOlderCheckpointWithoutAKeyWasWrittenWithItsDefault) {

@@ -9,6 +9,7 @@
 
 #include "tessera/checkpoint/deal.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/save_steps.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/checkpoint/files.h"
@@ -112,6 +113,32 @@ TEST(Checkpoint, AFailingRankFailsAllAndLeavesTheLastGoodOne) {
   });
   EXPECT_EQ(find_latest(folder.path()).folder->filename(), "step-00000001");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1);
+}
+
+/// As where ranks do not share the folder, or a file system lies about what it has.
+TEST(Checkpoint, AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint) {
+  const std::string name = "rank-00001-of-00002.safetensors";
+  for (const bool missing : {false, true}) {
+    const TemporaryFolder folder;
+    comm::run_ranks(2, [&](comm::World& world) {
+      const auto state = state_of(Layout::Rows, 2, world.rank(), 1);
+      const SavePlan plan = begin_save(folder.path(), state, world.group());
+      const auto write = [&] {
+        RankFile file(plan, world.rank());
+        for (const size_t i : plan.dealt[world.rank()]) {
+          const auto tensor = state.tensors[i].tensor.contiguous();
+          file.write({static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()});
+        }
+        WrittenFile written = file.finish();
+        if (world.rank() == 1 && missing) fs::remove(plan.temporary / name);
+        if (world.rank() == 1 && !missing) fs::resize_file(plan.temporary / name, written.bytes - 1);
+        return written;
+      };
+      EXPECT_THAT([&] { finish_save(plan, world.group(), write); },
+                  ThrowsMessage<Error>(AllOf(HasSubstr(name), HasSubstr("written by another rank, but rank 0 does not see it whole"))));
+    });
+    EXPECT_TRUE(fs::is_empty(folder.path()));
+  }
 }
 
 TEST(Checkpoint, ADirectoryThatCannotBeMadeIsNamed) {

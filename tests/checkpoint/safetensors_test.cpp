@@ -72,6 +72,20 @@ TEST(Safetensors, WritesAnyStridesAndNoTensorAtAll) {
   EXPECT_TRUE(SafetensorsFile(folder / "none.safetensors").entries().empty());
 }
 
+/// Readers that map a file take tensors from where they lie.
+TEST(Safetensors, DataBeginsAtAMultipleOfEightBytes) {
+  const TemporaryFolder folder;
+  for (size_t length = 1; length <= 9; ++length) {
+    const std::string name(length, 'a');
+    SafetensorsWriter writer(folder / "t.safetensors", {{name, at::kDouble, {2}}});
+    writer.write(at::ones({2}, at::kDouble));
+    writer.finish();
+    const SafetensorsFile file(folder / "t.safetensors");
+    EXPECT_EQ(file.entries().at(name).offset % 8, 0) << length;
+    EXPECT_TRUE(at::equal(file.tensor(name), at::ones({2}, at::kDouble)));
+  }
+}
+
 TEST(Safetensors, TensorsOutliveTheFileObject) {
   const TemporaryFolder folder;
   SafetensorsWriter writer(folder / "t.safetensors", {{"t", at::kFloat, {1000}}});

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/config.h"
+#include "tessera/core/config_defaults.h"
 #include "tessera/core/config_detail.h"
 #include "tessera/core/error.h"
 
@@ -89,6 +90,44 @@ TEST(Resolve, RefusesSizesWhoseProductsLeave64Bits) {
   EXPECT_THAT(refused([](Config& c) { c.model.ffn_dim = INT64_MAX; }), StartsWith("model.ffn_dim = "));
   EXPECT_THAT(refused([](Config& c) { c.model.dim = INT64_MIN; }), StartsWith("model.dim = "));
   EXPECT_THAT(refused([](Config& c) { c.batch.global_size = INT64_MAX; }), StartsWith("batch.global_size = "));
+}
+
+/// The refusal of a text that nobody completed, as a user wrote it.
+std::string refusal_of(const std::vector<std::string>& sets) {
+  std::vector<std::string> all{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=[\"/text.txt\"]",
+                               "data.seq_len=16",    "batch.global_size=8", "optim.lr=1e-3",  "run.steps=10"};
+  all.insert(all.end(), sets.begin(), sets.end());
+  try {
+    Config config = parse_config("", "/", all);
+    resolve(config);
+    validate(config, 1);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+TEST(Validate, BlamesTheKeyThatADefaultFollows) {
+  EXPECT_EQ(refusal_of({}), "(accepted)");
+  EXPECT_THAT(refusal_of({"data.seq_len=0"}), StartsWith("data.seq_len = 0: expected at least 1; set data.seq_len"));
+  EXPECT_THAT(refusal_of({"data.seq_len=-3"}), StartsWith("data.seq_len = -3"));
+  EXPECT_THAT(refusal_of({"data.seq_len=2000000000"}), StartsWith("data.seq_len = 2000000000"));
+  EXPECT_THAT(refusal_of({"model.max_seq_len=0"}), StartsWith("model.max_seq_len = 0"));
+  EXPECT_THAT(refusal_of({"run.seed=-1"}), StartsWith("run.seed = -1"));
+  EXPECT_EQ(refusal_of({"run.seed=9223372036854775808"}), "run.seed = 9223372036854775808 (--set): expected an integer of at most 9223372036854775807");
+  EXPECT_EQ(refusal_of({"run.seed=-9223372036854775809"}), "run.seed = -9223372036854775809 (--set): expected an integer of at least -9223372036854775808");
+  EXPECT_EQ(refusal_of({"run.threads=2147483648"}), "run.threads = 2147483648 (--set): expected an integer of at most 2147483647");
+  EXPECT_THAT(refusal_of({"data.seed=-1"}), StartsWith("data.seed = -1"));
+  EXPECT_THAT(refusal_of({"model.heads=-2"}), StartsWith("model.heads = -2"));
+}
+
+TEST(FollowedDefaults, AreTheKeysThatNobodyGave) {
+  using Keys = std::map<std::string, std::string>;
+  EXPECT_EQ(followed_defaults(good()), (Keys{{"model.max_seq_len", "data.seq_len"}, {"model.kv_heads", "model.heads"}, {"data.seed", "run.seed"}}));
+  Config given = good();
+  given.given = {"data.seed"};
+  given.model.kv_heads = 2;
+  EXPECT_EQ(followed_defaults(given), (Keys{{"model.max_seq_len", "data.seq_len"}}));
 }
 
 TEST(Validate, AcceptsTheGood) {

@@ -15,6 +15,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/core/svg.h"
+#include "tessera/core/temporary_place.h"
 
 namespace tessera {
 namespace {
@@ -126,7 +127,39 @@ TEST(SvgTest, EscapesTextAndSaves) {
   picture.save(path.string());
   EXPECT_EQ(std::filesystem::file_size(path), text.size());
   std::filesystem::remove(path);
-  EXPECT_THROW(picture.save((path / "below" / "a.svg").string()), ConfigError);
+  const auto refusal = [&](const std::string& file) -> std::string {
+    try {
+      picture.save(file);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "(written)";
+  };
+  const auto below = (path / "below" / "a.svg").string();
+  EXPECT_EQ(refusal(below), "picture " + below + ": cannot be written: No such file or directory; name a file in a folder that exists and can be written");
+  EXPECT_EQ(refusal("/dev/full"), "picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk");
+  EXPECT_TRUE(std::filesystem::exists("/dev/full"));
+}
+
+TEST(TemporaryPlace, SaysWhichVariableNamedIt) {
+  const char* const names[] = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"};
+  std::vector<std::pair<const char*, std::string>> before;
+  for (const char* const name : names) {
+    if (const char* const value = std::getenv(name)) before.emplace_back(name, value);
+    unsetenv(name);
+  }
+  EXPECT_EQ(temporary_place().folder, "/tmp");
+  setenv("TEMP", "/other", 1);
+  setenv("TMPDIR", "", 1);
+  EXPECT_EQ(temporary_place().knob, "TEMP = /other");
+  setenv("TMPDIR", "nope", 1);
+  EXPECT_EQ(temporary_place().knob, "TMPDIR = nope");
+  EXPECT_EQ(temporary_place().folder, std::filesystem::current_path() / "nope");
+  EXPECT_THAT([] { temporary_place().refuse("Not a directory", "do without"); },
+              ::testing::ThrowsMessage<ConfigError>("TMPDIR = nope: nothing can be made there (Not a directory); set TMPDIR to a folder that exists and can be "
+                                                    "written, or do without"));
+  for (const char* const name : names) unsetenv(name);
+  for (const auto& [name, value] : before) setenv(name, value.c_str(), 1);
 }
 
 TEST(Log, GoesToStandardErrorWithARankPrefix) {

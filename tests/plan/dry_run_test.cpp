@@ -158,6 +158,19 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunUnderCompression) {
   }
 }
 
+/// Steps before PowerSGD begins send whole buckets, here through scratch of a ring; those after it what it makes of them. The last dry step is one of these.
+TEST_F(DryRunTest, PeakUnderCompressionIsThatOfTheLargestStep) {
+  const auto starting = [&](int step) {
+    return config("mlp", {"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=" + std::to_string(step), "run.steps=4", "data.seq_len=4",
+                          "batch.global_size=2", "batch.micro_size=1", "model.ffn_dim=512", "comm.backend=gloo", "comm.algorithm=ring"});
+  };
+  const auto peak = [&](int step) { return total_of(plan::dry_run(starting(step), 2).ranks.at(0).peak_bytes); };
+  const int64_t always = peak(0), never = peak(4);
+  ASSERT_LT(always, never);
+  EXPECT_EQ(peak(2), never);
+  expect_real_peak(starting(2), 2);
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunWithRecompute) {
   const std::string full = "recompute.mode=full", selective = "recompute.mode=selective";
   const auto few = [&](const std::string& family, std::vector<std::string> sets) {

@@ -132,6 +132,9 @@ TEST_F(Fit, AnOutOfMemoryIsExplained) {
   EXPECT_THAT(report.sentence, AllOf(HasSubstr("rank 1 is out of memory in forward of layers.1.attention: 1.00 MiB more (activations)"),
                                      HasSubstr("run.memory_limit_bytes = "), HasSubstr("3.00 MiB in use"), HasSubstr("--set zero.stage=1 (peak ")));
   EXPECT_THAT(report.sentence, Not(HasSubstr("\n")));
+  EXPECT_THAT(report.tables,
+              AllOf(::testing::StartsWith("the memory of rank 1 when it ran out\n"), Not(HasSubstr("is out of memory")), Not(HasSubstr("that would fit"))))
+      << "the sentence follows";
   EXPECT_THAT(report.tables, AllOf(HasSubstr("in use"), HasSubstr("predicted peak"), HasSubstr("head.weight"), HasSubstr("(w, g, k) = (4, 4, 8)"),
                                    HasSubstr("zero.stage = 0 over 1 rank"), HasSubstr("as it is")));
   // Of a device there is no limit to name, and nobody watched: what a dry run knows stands in.

@@ -40,6 +40,11 @@ class BadInput(SystemTest):
     def test_sequence_longer_than_the_model(self):
         self.refused("model.max_seq_len=16", expect=["data.seq_len", "max_seq_len"])
 
+    def test_a_default_is_not_blamed_for_the_key_that_it_follows(self):
+        self.refused("data.seq_len=0", expect=["data.seq_len = 0: expected at least 1"])
+        for seed in (-1, 2**63):
+            self.refused(f"run.seed={seed}", expect=[f"run.seed = {seed}"])
+
     def test_dp_shard_without_a_stage(self):
         self.refused("mesh.dp_shard=2", nproc=2, expect=["mesh.dp_shard", "zero.stage"])
 

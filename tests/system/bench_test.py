@@ -1,19 +1,26 @@
 """The parts of tools/bench that are arithmetic: spreads, verdicts, which sections run and for how long. Nothing is measured here."""
 
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import unittest
 from pathlib import Path
+from unittest import mock
 
+from processes import alive
 from support import SOURCE
 
 sys.path.insert(0, str(SOURCE / "bench"))
+import communication  # noqa: E402
 import plan  # noqa: E402
 import run as bench  # noqa: E402
+import sides  # noqa: E402
 from report import Report, against_goal  # noqa: E402
-from sides import Clock, Measurement, OutOfTime  # noqa: E402
+from sides import Clock, Measurement, OutOfTime, Peer, Tessera, output_of  # noqa: E402
 from spread import KEPT, MISSED, OPEN, Spread, goes_on, pair_ratios, turn_order, verdict  # noqa: E402
 
 
@@ -61,7 +68,10 @@ class Bench(unittest.TestCase):
         self.assertFalse({"parts", "recomputation", "compression", "matmul fp32"} & set(quick))
 
     def test_a_quick_run_shares_its_time_and_ends(self):
-        left, shares = plan.QUICK_S, []
+        clock = Clock(plan.QUICK_S, plan.TAIL_S)
+        self.assertAlmostEqual(clock.left(), plan.QUICK_S - plan.TAIL_S, delta=1)
+        self.assertAlmostEqual(clock.to_end(), plan.QUICK_S, delta=1)
+        left, shares = plan.QUICK_S - plan.TAIL_S, []
         for sections in (4, 3, 2, 1):
             shares.append(plan.share_of(left, sections))
             left -= shares[-1]
@@ -69,6 +79,111 @@ class Bench(unittest.TestCase):
         over = Clock(limit_s=0)
         self.assertRaises(OutOfTime, over.timeout)
         self.assertIsNone(Clock().timeout())
+
+    def out_of_time_in_turn(self, last, memory=True):
+        """What is measured where the peers' time is over in turn `last`, counted from 1, or, without `memory`, as they are asked for it; afterwards they cannot
+        be asked anything."""
+
+        class Side:
+            def __init__(self, *_):
+                self.measured = Measurement()
+
+            def steps(self, _):
+                self.measured.turns.append([1.0, 1.0])
+
+            def note_memory(self):
+                self.measured.peak_bytes = self.measured.resident_bytes = 3 << 20
+
+            def finish(self):
+                return self.measured
+
+            def close(self):
+                pass
+
+        class Dying(Side):
+            def steps(self, count):
+                if len(self.measured.turns) + 1 == last:
+                    raise OutOfTime
+                super().steps(count)
+
+            def note_memory(self):
+                if not memory or len(self.measured.turns) + 1 >= last:
+                    raise OutOfTime
+                super().note_memory()
+
+            def bound(self):
+                return {"products_s": 0.5, "attention_products_s": 0.1}
+
+        recipe = types.ModuleType("recipe")
+        recipe.read_recipe = lambda _: types.SimpleNamespace(global_size=8, tokens_per_step=2048)
+        with mock.patch.dict(sys.modules, recipe=recipe), mock.patch.multiple(bench, Tessera=Side, Peer=Dying):
+            setting = next(s.setting for s in plan.choose(None, True) if s.kind == "setting" and s.setting.ranks == 1)
+            return bench.measure(setting, Path("none"), Path("none"), Clock(1000), True, 1000)
+
+    def test_out_of_time_whole_turns_stand(self):
+        self.assertRaises(OutOfTime, self.out_of_time_in_turn, 1)
+        for last in (3, 4):
+            raw = self.out_of_time_in_turn(last).raw[0]
+            self.assertEqual(len(raw["tessera"]["turns"]), last - 1)
+            for peer in raw["peers"].values():
+                self.assertEqual((len(peer["turns"]), peer["peak_bytes"]), (last - 1, 3 << 20), "known when its time was over")
+        report = self.out_of_time_in_turn(2, memory=False)
+        self.assertEqual(len(report.raw[0]["tessera"]["turns"]), 1)
+        self.assertRegex(report.markdown(), r"\| vocab fp32 \| eager +\| +3 \| +- \| +- \|")
+        self.assertIn("1.00", report.markdown())
+
+    def test_out_of_time_no_section_begins(self):
+        begun, printed = [], io.StringIO()
+        with (mock.patch.multiple(bench, machine=lambda: "a machine", write_text=lambda _: None, run_section=lambda *a: begun.append(a)),
+              mock.patch.multiple(plan, QUICK_S=0), mock.patch.object(sys, "argv", ["bench", "--quick", "--binary", sys.executable]),
+              contextlib.redirect_stdout(printed)):
+            self.assertEqual(bench.main(), 0)
+        self.assertEqual(begun, [])
+        self.assertEqual(printed.getvalue().count("not measured: "), len(plan.choose(None, True)))
+
+    def test_out_of_time_whole_turns_of_communication_stand(self):
+        def report(calls):
+            """Where the time is over after so many commands; a turn has two."""
+            left = iter(range(calls))
+
+            def rows_of(*_):
+                if next(left, None) is None:
+                    raise OutOfTime
+                return {size: 1.0 for size in communication.SIZES}
+
+            sides = {communication.OURS: [], communication.GLOO: []}
+            with mock.patch.multiple(communication, rows_of=rows_of, commands=lambda *_: sides):
+                found = communication.CommunicationReport()
+                found.run(Path("none"), True, Clock())
+                return found
+
+        self.assertRaises(OutOfTime, report, 1)
+        crowd = communication.CommunicationReport().crowd
+        for calls, missing in ((3, f"The time was over: 1 of 2 turns of 2 ranks, 0 of 2 turns of {crowd} ranks."),
+                               (5, f"The time was over: 0 of 2 turns of {crowd} ranks."), (7, f"The time was over: 1 of 2 turns of {crowd} ranks.")):
+            self.assertTrue(report(calls).markdown().endswith(missing), report(calls).markdown())
+            self.assertIn("4 KiB", report(calls).markdown())
+        self.assertNotIn("The time was over", report(8).markdown())
+
+    def test_what_holds_on_is_ended_in_time(self):
+        """A process that does not hear SIGTERM, and one that it started, which keeps the output open."""
+        with tempfile.TemporaryDirectory() as folder:
+            stubborn = Path(folder) / "stubborn"
+            stubborn.write_text("#!/bin/bash\ntrap '' TERM\necho '{}'\nsleep 60 &\necho $! >> " + folder + "/pids\nwait\nwait\n")
+            stubborn.chmod(0o755)
+            began = time.monotonic()
+            self.assertRaises(OutOfTime, output_of, [stubborn], Clock(0.5))
+            self.assertRaises(OutOfTime, Tessera(stubborn, Path("none"), [], 1, Path(folder), Clock(0.5)).steps, 1)
+            with mock.patch.object(sides, "ROOT", Path(folder)):
+                (Path(folder) / "tools").mkdir()
+                (Path(folder) / "tools" / "peer_python").symlink_to(stubborn)
+                peer = Peer(Path("none"), [], Path(folder), Clock(1.5, 1))
+                self.assertEqual(peer.ask("step 1"), {}, "it lives")
+                self.assertRaises(OutOfTime, peer.ask, "step 1")
+                peer.close()
+            self.assertLess(time.monotonic() - began, 10)
+            pids = (Path(folder) / "pids").read_text().split()
+            self.assertEqual((len(pids), [pid for pid in pids if alive(pid)]), (3, []))
 
     def test_the_command_lists_its_sections_and_refuses_unknown_ones(self):
         def listed(*flags):

@@ -94,10 +94,14 @@ class Checkpoint(SystemTest):
         try:
             while not (self.folder / "long/metrics.jsonl").exists():
                 time.sleep(0.05)
-            for nproc in (1, 2):
-                refusal = self.refusal(self.train(f"rival{nproc}", nproc=nproc, sets=self.sets("checkpoint.resume=latest", "run.steps=100000"), expect=2)[0])
-                self.assertIn(f"process {live.pid} on ", refusal)
-                self.assertIn("name another checkpoint.dir", refusal)
+            for nproc, more in ((1, []), (2, []), (1, ["checkpoint.resume=latest"]), (2, ["checkpoint.resume=latest"])):
+                sets = self.sets("run.steps=100000", f"log.dir={self.folder / 'rival'}", *more)
+                flags = [x for s in sets for x in ("--set", s)]
+                started = [run("train", self.recipe, "--nproc", nproc, *flags), run("run", "--nproc-per-node", nproc, "--", TESSERA, "train", self.recipe, *flags)]
+                for refusal in map(self.refusal, started):
+                    self.assertIn(f"process {live.pid} on ", refusal)
+                    self.assertIn("wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir", refusal)
+                    self.assertNotIn("checkpoint.resume", refusal)
         finally:
             live.kill()
             live.wait()

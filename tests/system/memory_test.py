@@ -64,6 +64,14 @@ class MemoryTest(SystemTest):
         self.assertIn("--memory-report = ", self.refusal(done))
         self.assertIn("there is no folder", self.refusal(done))
 
+    def test_a_report_on_a_full_disk_costs_the_report_alone(self):
+        done, log = self.train("full", "--memory-report=/dev/full", sets=["run.steps=3"])
+        self.assertIn("--memory-report: picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk; training "
+                      "goes on without it", done.stderr)
+        self.assertNotIn("picture: ", done.stdout)
+        self.assertIn("the largest tensors alive at the peak", done.stdout, "the text is there")
+        self.assertEqual(len(metrics(log)), 3)
+
     def test_watching_changes_no_number(self):
         _, plain = self.train("plain", sets=["run.steps=3"])
         _, watched = self.train("watched", "--memory-report", sets=["run.steps=3"])
@@ -78,7 +86,7 @@ class MemoryTest(SystemTest):
                 self.assertIn("is out of memory", sentence)
                 self.assertIn(f"run.memory_limit_bytes = {limit}", sentence)
                 self.assertIn("the cheapest setting that would fit: --set ", sentence)
-                for part in ("predicted peak", "the largest tensors alive then", "(w, g, k) = (4, 4, 8)", "as it is"):
+                for part in ("is out of memory", "the cheapest setting that would fit", "predicted peak", "the largest tensors alive then", "(w, g, k) = (4, 4, 8)", "as it is"):
                     self.assertEqual(done.stderr.count(part), 1, f"{part} once, not once a rank:\n{done.stderr}")
                 sets = re.findall(r"--set (\S+)", sentence.split("would fit: ")[1])
                 _, log = self.train(f"fits{nproc}-{limit}", nproc=nproc, sets=[f"run.memory_limit_bytes={limit}", "run.steps=3", *sets])
@@ -86,7 +94,8 @@ class MemoryTest(SystemTest):
 
     def test_where_nothing_fits_it_says_so(self):
         for limit in (20000, 1000):  # the latter is less than the first look at what the device can multiply
-            _, sentence = self.out_of_memory("hopeless", limit)
+            done, sentence = self.out_of_memory("hopeless", limit)
+            self.assertEqual(done.stderr.count("is out of memory"), 1, f"said once:\n{done.stderr}")
             self.assertIn("before the first step", sentence)
             self.assertIn(f"run.memory_limit_bytes = {limit}", sentence)
             self.assertRegex(sentence, r"none of \d+ settings tried would fit: the smallest peak, .*, is that of --set")

@@ -53,7 +53,7 @@ class Agent:
 
     def __init__(self, folder, name, arguments, **extra):
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        env = environment(OMP_NUM_THREADS="1", PYTHON_EXEC=sys.executable, TMPDIR=str(folder), **extra)
+        env = environment(**({"OMP_NUM_THREADS": "1", "PYTHON_EXEC": sys.executable, "TMPDIR": str(folder)} | extra))
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = subprocess.Popen([TESSERA, "run", *map(str, arguments)], stdout=out, stderr=err, env=env, start_new_session=True)
 
@@ -253,6 +253,39 @@ class Faults(RunTest):
         self.assertIn("flight records: gone with this job; --log-dir keeps them", killed.errors())
         self.ends(self.start("--nproc-per-node=2", "no-such-program-of-ours"), 2)
         self.assertEqual(list(self.folder.glob("tessera_run_*")), [])
+
+    def test_what_a_killed_launcher_left_goes_with_the_next(self):
+        def folders():
+            return set(self.folder.glob("tessera_run_*"))
+
+        dead = self.start("--nproc-per-node=2", "sleep", "100")
+        self.until(lambda: len(dead.workers()) == 2, "two ranks")
+        [left] = folders()
+        dead.kill()
+        self.assertEqual(folders(), {left}, "it could not clear up")
+        live = self.start("--nproc-per-node=2", self.staying())
+        self.await_world(2, 0)
+        [lives] = folders()
+        self.assertNotEqual(lives, left)
+        self.ends(self.start("true"), 0)
+        self.assertEqual(folders(), {lives}, "its launcher lives")
+        self.enough()
+        self.ends(live, 0)
+        self.assertEqual(folders(), set())
+
+    def test_a_temporary_folder_that_is_none(self):
+        (self.folder / "file").touch()
+        for place in (self.folder / "nope", self.folder / "file", "/proc"):
+            agent = self.start("--nproc-per-node=2", "touch", self.folder / "started", TMPDIR=str(place))
+            self.ends(agent, 2)
+            self.assertRegex(agent.errors(), rf"^tessera: TMPDIR = {place}: nothing can be made there \(.*\); set TMPDIR to a folder .* with --log-dir\n$")
+            self.assertFalse((self.folder / "started").exists(), "before any rank starts")
+        self.ends(self.start(f"--log-dir={self.folder / 'logs'}", "true", TMPDIR="/proc"), 0)
+        self.train("ranks", nproc=2, sets=["run.steps=1", "optim.warmup_steps=0"], TMPDIR="/proc")  # needs none
+        nope = self.folder / "nope"
+        done, _ = self.train("cached", nproc=2, expect=2, TMPDIR=str(nope), HOME="", XDG_CACHE_HOME="")
+        self.assertIn(f"TMPDIR = {nope}: ", self.refusal(done))
+        self.assertIn("data.cache_dir", self.refusal(done))
 
     def test_restarts_run_out(self):
         logs = self.folder / "logs"

@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/optim/adamw.h"
@@ -111,6 +113,44 @@ TEST(ClipWrapped, SeveralWrappersInOneModelAndPartsOfOne) {
     EXPECT_THAT(refusal([&] { clip_grad_norm(*two.b->first, max_norm); }), HasSubstr("has 2 of the 7 parameters of a wrapped module"));
     EXPECT_THAT(refusal([&] { zero_optimizer(two, make_torch); }), HasSubstr("is not in one wrapper with the model's other parameters"));
   });
+}
+
+/// LBFGS computes with whole vectors, which a rank has under DDP alone: there its closure returns the loss of all ranks, and every rank takes the same steps.
+TEST(ClipWrapped, LbfgsNeedsWholeParametersAndALossOfAllRanks) {
+  const auto make = [](const std::vector<at::Tensor>& tensors) {
+    return std::make_unique<torch::optim::LBFGS>(tensors, torch::optim::LBFGSOptions(0.5).max_iter(4).line_search_fn("strong_wolfe"));
+  };
+  const auto train = [](Net& net, auto& optimizer, const std::function<Batch(int64_t)>& mine, const std::function<void(const at::Tensor&)>& sum) {
+    for (int step = 0; step < steps; ++step) {
+      optimizer.step([&] {
+        optimizer.zero_grad();
+        const Batch batch = mine(step);
+        const at::Tensor loss = loss_of(net.forward(batch.x), batch.y, samples);
+        loss.backward();
+        const at::Tensor whole = loss.detach().clone();
+        sum(whole);
+        return whole;
+      });
+    }
+  };
+  Net reference;
+  const auto alone = make(reference.parameters());
+  train(reference, *alone, [](int64_t step) { return whole_batch(samples, step); }, [](const at::Tensor&) {});
+  for (const auto& [name, wrap] : wrappers()) {
+    run_ranks(4, [&, &name = name, &wrap = wrap](World& world) {
+      Net net;
+      const auto wrapped = wrap(net, world);
+      if (name != "ddp") {
+        EXPECT_THAT(refusal([&] { zero_optimizer(net, make); }), HasSubstr("zero_optimizer: torch::optim::LBFGS")) << name;
+        return;
+      }
+      auto optimizer = zero_optimizer(net, make);
+      train(
+          net, optimizer, [&](int64_t step) { return part_of(whole_batch(samples, step), 4, world.rank()); },
+          [&](const at::Tensor& loss) { comm::all_reduce(world.group(), loss); });
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 100 * parity);
+    });
+  }
 }
 
 void set_trained(Net& net, bool trained) {

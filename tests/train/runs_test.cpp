@@ -72,6 +72,7 @@ TEST_F(Runs, GoingOnFromElsewhereIntoAnotherRunsFolderIsRefused) {
 }
 
 TEST_F(Runs, ASecondLiveRunIsRefusedByName) {
+  run_into("a", 4, {});  // its checkpoints are in the way, too, and of no use to whoever is told to go on from them
   const checkpoint::RunLock first(folder_ / "a");
   EXPECT_THAT(([&] { run_into("a", 4, {}); }), ThrowsMessage<ConfigError>(AllOf(HasSubstr("is training into it"), HasSubstr("name another checkpoint.dir"))));
 }

@@ -9,6 +9,7 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
@@ -435,7 +436,8 @@ TEST(ZeroPlainLoop, PartsThatWereNotBroughtTogetherAreNoticed) {
       net.last->bias.zero_();
     }
     backward(net, whole_batch(samples));
-    for (const at::Tensor& parameter : net.parameters()) parameter.data().mul_(0.5);  // behind the version's back, and of every rank's part: nobody forgot a gather
+    for (const at::Tensor& parameter : net.parameters())
+      parameter.data().mul_(0.5);  // behind the version's back, and of every rank's part: nobody forgot a gather
     backward(net, whole_batch(samples));
   });
 }
@@ -456,6 +458,47 @@ TEST(ZeroPlainLoop, SchedulersOfLibtorch) {
     EXPECT_LT(optimizer->param_groups().front().options().get_lr(), 0.5);
     EXPECT_FALSE(at::equal(net.scale, before));
   });
+}
+
+/// Its dot products are over all parameters, of which a rank has a part: refused where it is made, before ranks wait for each other. A rank alone has them
+/// whole.
+TEST(ZeroPlainLoop, AnOptimizerOfWholeVectorsIsRefusedByName) {
+  const auto make = [](const std::vector<at::Tensor>& parts) {
+    return std::make_unique<torch::optim::LBFGS>(parts, torch::optim::LBFGSOptions(0.5).max_iter(3).line_search_fn("strong_wolfe"));
+  };
+  const auto train = [](Net& net, auto& optimizer) {
+    for (int step = 0; step < 2; ++step) {
+      optimizer.step([&] {
+        optimizer.zero_grad();
+        const Batch batch = whole_batch(samples, step);
+        const at::Tensor loss = loss_of(net.forward(batch.x), batch.y, samples);
+        loss.backward();
+        return loss;
+      });
+    }
+  };
+  Net reference;
+  const auto alone = make(reference.parameters());
+  train(reference, *alone);
+  for (const Way& way : ways) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+      for (const std::string& text : {refusal([&] { zero_optimizer(zero, make); }), refusal([&] { zero_optimizer(net, make); })}) {
+        EXPECT_THAT(text, HasSubstr("zero_optimizer: torch::optim::LBFGS takes dot products over all parameters"));
+        EXPECT_THAT(text, HasSubstr("one of 2 parts"));
+        EXPECT_THAT(text, HasSubstr("use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel"));
+      }
+      zero_optimizer(zero, make_adam);
+    });
+    run_ranks(1, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+      auto optimizer = zero_optimizer(zero, make);
+      train(net, optimizer);
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), parity) << "stage " << way.stage;
+    });
+  }
 }
 
 TEST(ZeroPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {

@@ -203,7 +203,7 @@ void MemoryReport::after_step(const StepResult& result) {
     draw_memory(*result.memory_history, title).save(file_.string());
     text += fmt::format("picture: {}\n", file_.string());
   } catch (const ConfigError& error) {
-    log().warn("{}", error.what());
+    log().warn("--memory-report: {}; training goes on without it", error.what());
   }
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);
