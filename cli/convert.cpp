@@ -14,7 +14,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct ConvertFlags {
   std::string checkpoint, out, to, dtype;
   int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
 };
@@ -25,7 +25,7 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
   return name == "fp16" ? at::kHalf : at::kBFloat16;
 }
 
-int convert(const Flags& flags) {
+int convert(const ConvertFlags& flags) {
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
   const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out,
@@ -39,7 +39,7 @@ int convert(const Flags& flags) {
 }  // namespace
 
 void add_convert(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<ConvertFlags>();
   auto* command = app.add_subcommand("convert", "Write a checkpoint's weights in another format");
   command->add_option("checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)")->required();
   command->add_option("out", flags->out, "Folder to write; it must not exist")->required();

@@ -24,7 +24,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct EvalFlags {
   std::string from_hf, checkpoint, file, tokenizer, dump_logits;
   int64_t seq_len = 0, micro_size = 1;
   std::vector<std::string> sets;
@@ -33,7 +33,7 @@ struct Flags {
 };
 
 // The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
-void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const Flags& flags, bool writes) {
+void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, bool writes) {
   data::SequentialLoader loader(std::move(corpus), flags.seq_len, flags.micro_size);
   at::NoGradGuard no_grad;
   const at::Tensor logits = model.logits(loader.next()->tokens).to(at::kFloat);
@@ -43,7 +43,7 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
   writer.finish();
 }
 
-int eval(const Flags& flags) {
+int eval(const EvalFlags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
@@ -82,7 +82,7 @@ int eval(const Flags& flags) {
 }  // namespace
 
 void add_eval(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<EvalFlags>();
   auto* command = app.add_subcommand("eval", "Mean loss of a model on a text");
   command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
   command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");

@@ -19,7 +19,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct GenerateFlags {
   std::string from_hf, checkpoint, tokenizer, prompt;
   int64_t max_tokens = 100;
   int nproc = 1;
@@ -72,7 +72,7 @@ void check_layout(const Config& config, int ranks) {
           ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks, ", or start fewer");
 }
 
-int generate_text(const Flags& flags) {
+int generate_text(const GenerateFlags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
@@ -106,7 +106,7 @@ int generate_text(const Flags& flags) {
 }  // namespace
 
 void add_generate(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<GenerateFlags>();
   auto* command = app.add_subcommand("generate", "Continue a prompt with a trained model");
   command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
   command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");

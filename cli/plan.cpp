@@ -22,14 +22,14 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
   bool json = false;
 };
 
-Config planned(const Flags& flags) {
+Config planned(const PlanFlags& flags) {
   if (std::filesystem::exists(flags.what)) return read_config(flags.what, flags.sets);
   if (auto config = plan::preset(flags.what, flags.sets)) {
     resolve(*config);
@@ -76,7 +76,7 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
 }  // namespace
 
 void add_plan(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<PlanFlags>();
   auto* command = app.add_subcommand("plan", "What a run needs on each rank, from a dry run of its very step");
   command->add_option("what", flags->what, "Configuration (TOML), or the name of a preset")->required();
   command->add_option("--world", flags->world, "Ranks")->capture_default_str();

@@ -15,7 +15,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct TokenizeFlags {
   bool train = false;
   int64_t vocab_size = 0;
   std::string output, tokenizer;
@@ -25,14 +25,14 @@ struct Flags {
 
 std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
-void train(const Flags& flags) {
+void train_tokenizer(const TokenizeFlags& flags) {
   require(flags.vocab_size > 0, "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
   require(flags.tokenizer.empty(), "--tokenizer and --train exclude each other: --train makes a new one");
   const auto model = data::train_tokenizer(paths(flags.files), flags.vocab_size, flags.output.empty() ? "tokenizer.model" : flags.output, flags.training);
   std::printf("%s: %lld ids\n", model.c_str(), static_cast<long long>(flags.vocab_size));
 }
 
-void pack(const Flags& flags) {
+void pack(const TokenizeFlags& flags) {
   require(!flags.tokenizer.empty(), "--tokenizer is not given: byte or a .model packs FILES; --train makes a new tokenizer from them");
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer);
   Config defaults;
@@ -46,7 +46,7 @@ void pack(const Flags& flags) {
 }  // namespace
 
 void add_tokenize(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<TokenizeFlags>();
   auto* command = app.add_subcommand("tokenize", "Train a SentencePiece tokenizer, or pack text with one");
   command->add_flag("--train", flags->train, "Train a tokenizer on FILES");
   command->add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
@@ -56,7 +56,7 @@ void add_tokenize(CLI::App& app, int& exit_code) {
   command->add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
   command->add_option("files", flags->files, "Text: plain, .gz or .dz")->required();
   command->callback([flags, &exit_code] {
-    flags->train ? train(*flags) : pack(*flags);
+    flags->train ? train_tokenizer(*flags) : pack(*flags);
     exit_code = 0;
   });
 }

@@ -43,7 +43,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct TrainFlags {
   std::string file;
   std::vector<std::string> sets;
   int nproc = 1;
@@ -59,7 +59,7 @@ constexpr const char* kRecordDir = "TESSERA_RECORD_DIR";
 // The checkpoint whose hashes this process's launcher has checked, so that its ranks need not read it whole once more.
 constexpr const char* kHashed = "TESSERA_HASHED_CHECKPOINT";
 
-std::optional<DumpRequest> dump_request(const Flags& flags, const Config& config) {
+std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& config) {
   require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
   if (flags.dump_dir.empty()) return std::nullopt;
   require(flags.dump_step <= config.run.steps, "--dump-step = ", flags.dump_step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
@@ -127,7 +127,7 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
 }
 
 // Refused before any rank is started.
-void check_report(const Flags& flags) {
+void check_report(const TrainFlags& flags) {
   if (flags.memory_report_file.empty()) return;
   const auto folder = std::filesystem::absolute(flags.memory_report_file).parent_path();
   require(std::filesystem::is_directory(folder), "--memory-report = ", flags.memory_report_file, ": there is no folder ", folder.string(),
@@ -191,7 +191,7 @@ void try_checkpoint_dir(const Config& config) {
           "; set checkpoint.dir to a folder that can be, or to \"\" for no checkpoints");
 }
 
-int train(const Flags& flags) {
+int train(const TrainFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
   const int size = world_size(flags.nproc);
   validate(config, size);
@@ -268,7 +268,7 @@ int train(const Flags& flags) {
 }  // namespace
 
 void add_train(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<TrainFlags>();
   auto* command = app.add_subcommand("train", "Train a model as a configuration says");
   command->add_option("file", flags->file, "Configuration (TOML)")->required();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);

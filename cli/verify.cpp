@@ -13,7 +13,7 @@ namespace tessera::cli {
 
 namespace {
 
-struct Flags {
+struct VerifyFlags {
   std::string file;
   std::string mesh;
   std::vector<std::string> sets;
@@ -21,7 +21,7 @@ struct Flags {
   bool json = false;
 };
 
-int run_verify(const Flags& flags) {
+int run_verify(const VerifyFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
   precision::settle_compute(config, at::kCPU);
   const VerifyReport report = verify(config, parse_mesh(flags.mesh, config.mesh), {.steps = flags.steps});
@@ -33,7 +33,7 @@ int run_verify(const Flags& flags) {
 }  // namespace
 
 void add_verify(CLI::App& app, int& exit_code) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<VerifyFlags>();
   auto* command = app.add_subcommand("verify", "Whether a layout trains as one device does: the same steps in both, compared");
   command->add_option("file", flags->file, "Configuration (TOML)")->required();
   command->add_option("--mesh", flags->mesh, "Axes of the layout, such as dp_replicate=3 or dp_shard=2,tp=2; the others are 1")->required();

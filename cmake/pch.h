@@ -36,6 +36,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/nn/module.h>

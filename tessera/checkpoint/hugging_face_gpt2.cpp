@@ -5,7 +5,7 @@
 namespace tessera::checkpoint {
 namespace {
 
-ModelConfig read_config(const HuggingFaceConfig& config) {
+ModelConfig read_gpt2_config(const HuggingFaceConfig& config) {
   config.expect<std::string>("activation_function", "gelu_new", "gelu_new");
   config.expect("scale_attn_weights", true, true);
   config.expect("scale_attn_by_inverse_layer_idx", false, false);
@@ -24,7 +24,7 @@ ModelConfig read_config(const HuggingFaceConfig& config) {
   return model;
 }
 
-nlohmann::json write_config(const ModelConfig& model) {
+nlohmann::json write_gpt2_config(const ModelConfig& model) {
   return {{"n_embd", model.dim},
           {"n_layer", model.layers},
           {"n_head", model.heads},
@@ -42,7 +42,7 @@ nlohmann::json write_config(const ModelConfig& model) {
 }
 
 /// Their Conv1D stores [in, out], and c_attn is q, k and v side by side.
-std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
+std::vector<HuggingFaceTensor> make_gpt2_table(const ModelConfig& model) {
   const int64_t dim = model.dim, ffn = model.ffn_dim.value();
   std::vector<HuggingFaceTensor> table{
       {"embed_tokens.weight", "transformer.wte.weight", {model.vocab_size, dim}},
@@ -79,12 +79,13 @@ std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
 }
 
 /// Causal masks, which published files carry as if they were parameters.
-bool ignorable(const std::string& name) { return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"); }
+bool is_ignorable_in_gpt2(const std::string& name) { return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"); }
 
 }  // namespace
 
 const HuggingFaceFamily& gpt2_family() {
-  static const HuggingFaceFamily family{"gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_config, write_config, make_table, ignorable};
+  static const HuggingFaceFamily family{
+      "gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_gpt2_config, write_gpt2_config, make_gpt2_table, is_ignorable_in_gpt2};
   return family;
 }
 

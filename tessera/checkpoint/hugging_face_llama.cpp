@@ -32,7 +32,7 @@ double read_rope_theta(const HuggingFaceConfig& config) {
   return theta;
 }
 
-ModelConfig read_config(const HuggingFaceConfig& config) {
+ModelConfig read_llama_config(const HuggingFaceConfig& config) {
   config.expect<std::string>("hidden_act", "silu", "silu");
   config.expect("attention_bias", false, false);
   config.expect("mlp_bias", false, false);
@@ -54,7 +54,7 @@ ModelConfig read_config(const HuggingFaceConfig& config) {
   return model;
 }
 
-nlohmann::json write_config(const ModelConfig& model) {
+nlohmann::json write_llama_config(const ModelConfig& model) {
   return {{"hidden_size", model.dim},
           {"num_hidden_layers", model.layers},
           {"num_attention_heads", model.heads},
@@ -75,7 +75,7 @@ nlohmann::json write_config(const ModelConfig& model) {
 }
 
 /// Both sides rotate halves of a head and store [out, in], so rows differ in their names alone.
-std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
+std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
   const int64_t dim = model.dim, ffn = model.ffn_dim.value(), kv_dim = model.kv_heads.value() * (dim / model.heads);
   std::vector<HuggingFaceTensor> table{{"embed_tokens.weight", "model.embed_tokens.weight", {model.vocab_size, dim}}};
   for (int64_t i = 0; i < model.layers; ++i) {
@@ -97,12 +97,13 @@ std::vector<HuggingFaceTensor> make_table(const ModelConfig& model) {
   return table;
 }
 
-bool ignorable(const std::string& name) { return name.ends_with(".rotary_emb.inv_freq"); }
+bool is_ignorable_in_llama(const std::string& name) { return name.ends_with(".rotary_emb.inv_freq"); }
 
 }  // namespace
 
 const HuggingFaceFamily& llama_family() {
-  static const HuggingFaceFamily family{"llama", "llama", "LlamaForCausalLM", "", read_config, write_config, make_table, ignorable};
+  static const HuggingFaceFamily family{
+      "llama", "llama", "LlamaForCausalLM", "", read_llama_config, write_llama_config, make_llama_table, is_ignorable_in_llama};
   return family;
 }
 

@@ -20,7 +20,7 @@ struct OperatorWatch::Entry {
 namespace {
 
 // Above autograd and autocast. libtorch registers nothing there: it is kept for tests of the dispatcher.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+constexpr auto kWatchKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 using Entries = std::vector<std::shared_ptr<OperatorWatch::Entry>>;
 
@@ -39,11 +39,11 @@ Entries& entries() {
 
 void forget_sleepers() {
   std::erase_if(entries(), [](const auto& entry) { return !entry->awake; });
-  if (entries().empty()) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  if (entries().empty()) c10::impl::tls_set_dispatch_key_included(kWatchKey, false);
 }
 
-void pass(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard inside(kKey);
+void watch_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard inside(kWatchKey);
   bool sleepers = false;
   const size_t count = entries().size();  // a watcher may wake others
   for (size_t i = 0; i < count; ++i) {
@@ -56,10 +56,10 @@ void pass(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     }
   }
   if (sleepers || count == 0) forget_sleepers();
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey), stack);
 }
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&pass>()); }
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&watch_operator>()); }
 
 }  // namespace
 
@@ -76,7 +76,7 @@ OperatorWatch::~OperatorWatch() {
 void OperatorWatch::wake() {
   entry_->awake = true;
   if (std::ranges::find(entries(), entry_) == entries().end()) entries().push_back(entry_);
-  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  c10::impl::tls_set_dispatch_key_included(kWatchKey, true);
 }
 
 void watch_until_done(std::shared_ptr<OperatorWatcher> watcher) {
@@ -84,10 +84,10 @@ void watch_until_done(std::shared_ptr<OperatorWatcher> watcher) {
   entry->watcher = std::move(watcher);
   entry->until_done = entry->awake = true;
   entries().push_back(entry);
-  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  c10::impl::tls_set_dispatch_key_included(kWatchKey, true);
 }
 
-Unwatched::Unwatched() : off_(kKey) {}
+Unwatched::Unwatched() : off_(kWatchKey) {}
 
 void OperatorWatch::sleep() { entry_->awake = false; }
 

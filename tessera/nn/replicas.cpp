@@ -92,7 +92,7 @@ void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group&
 }
 
 /// What a normalisation in training updates by itself, and does not differentiate by.
-bool is_running_statistic(const std::string& name) {
+bool is_kept_by_a_norm(const std::string& name) {
   return name.ends_with("running_mean") || name.ends_with("running_var") || name.ends_with("num_batches_tracked");
 }
 
@@ -114,7 +114,7 @@ void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
     const at::Tensor& buffer = item.value();
     if (!buffer.defined()) continue;
     buffers.push_back(buffer);
-    if (!buffer.is_meta() && !is_running_statistic(item.key())) watched.insert(buffer.unsafeGetTensorImpl());
+    if (!buffer.is_meta() && !is_kept_by_a_norm(item.key())) watched.insert(buffer.unsafeGetTensorImpl());
   }
   // Quietly: a graph whose backward pass is still to come may hold a buffer (BatchNorm's statistics), and does not mind, as it does not when forward updates
   // one. Any other may be a factor of what the graph computed: if it becomes another one now, that pass has to say so.

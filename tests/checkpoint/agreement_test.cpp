@@ -13,7 +13,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-Config example() {
+Config example_config() {
   Config config;
   config.model.family = "llama";
   config.model.dim = 32;
@@ -24,14 +24,14 @@ Config example() {
 }
 
 void expect_disagreement(const std::function<void(Config&)>& change, const std::string& key) {
-  Config changed = example();
+  Config changed = example_config();
   change(changed);
-  EXPECT_THAT([&] { check_agreement(agreement_of(example(), "h"), agreement_of(changed, "h"), "ckpt/step-1"); },
+  EXPECT_THAT([&] { check_agreement(agreement_of(example_config(), "h"), agreement_of(changed, "h"), "ckpt/step-1"); },
               ThrowsMessage<ConfigError>(AllOf(testing::StartsWith(key + " = "), HasSubstr("ckpt/step-1"))));
 }
 
 TEST(Agreement, HoldsWhereOnlyLayoutAndPlacesChange) {
-  Config other = example();
+  Config other = example_config();
   other.mesh.tp = 2;
   other.zero.stage = 3;
   other.comm.backend = "shm";
@@ -51,7 +51,7 @@ TEST(Agreement, HoldsWhereOnlyLayoutAndPlacesChange) {
   other.optim.schedule = "cosine";
   other.optim.weight_decay = 0.1;
   other.loss.z_loss = 1e-4;
-  EXPECT_NO_THROW(check_agreement(agreement_of(example(), "h"), agreement_of(other, "h"), "ckpt"));
+  EXPECT_NO_THROW(check_agreement(agreement_of(example_config(), "h"), agreement_of(other, "h"), "ckpt"));
 }
 
 TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
@@ -61,13 +61,13 @@ TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
   expect_disagreement([](Config& config) { config.data.shuffle = false; }, "data.shuffle");
   expect_disagreement([](Config& config) { config.run.seed = 5; }, "run.seed");
   expect_disagreement([](Config& config) { config.optim.name = "sgd"; }, "optim.name");
-  EXPECT_THAT([] { check_agreement(agreement_of(example(), "h"), agreement_of(example(), "i"), "ckpt"); },
+  EXPECT_THAT([] { check_agreement(agreement_of(example_config(), "h"), agreement_of(example_config(), "i"), "ckpt"); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.files = \"i\""), HasSubstr("\"h\""))));
 }
 
 TEST(Agreement, BlamesTheKeyThatADefaultFollows) {
   const auto of = [](int64_t seed, int64_t seq_len) {
-    Config config = example();
+    Config config = example_config();
     config.data.seed.reset();
     config.run.seed = seed;
     config.data.seq_len = seq_len;
@@ -94,32 +94,32 @@ TEST(Agreement, BlamesTheKeyThatADefaultFollows) {
 }
 
 TEST(Agreement, AnOlderCheckpointWithoutAKeyWasWrittenWithItsDefault) {
-  auto saved = agreement_of(example(), "h");
+  auto saved = agreement_of(example_config(), "h");
   saved.erase("model.dropout");
   saved["loss.z_loss"] = 0.5;  // and one that held more than has to agree now
-  EXPECT_NO_THROW(check_agreement(saved, agreement_of(example(), "h"), "ckpt"));
-  Config dropping = example();
+  EXPECT_NO_THROW(check_agreement(saved, agreement_of(example_config(), "h"), "ckpt"));
+  Config dropping = example_config();
   dropping.model.dropout = 0.1;
   EXPECT_THAT([&] { check_agreement(saved, agreement_of(dropping, "h"), "ckpt"); },
               ThrowsMessage<ConfigError>(HasSubstr("model.dropout = 0.1: ckpt was written with 0.0")));
   saved.erase("model.dim");
-  EXPECT_THAT([&] { check_agreement(saved, agreement_of(example(), "h"), "ckpt"); },
+  EXPECT_THAT([&] { check_agreement(saved, agreement_of(example_config(), "h"), "ckpt"); },
               ThrowsMessage<ConfigError>(HasSubstr("model.dim = 32: ckpt was written with 0")));
-  EXPECT_THROW(check_agreement(nlohmann::json(), agreement_of(example(), "h"), "ckpt"), ConfigError);
+  EXPECT_THROW(check_agreement(nlohmann::json(), agreement_of(example_config(), "h"), "ckpt"), ConfigError);
 }
 
 TEST(ChangedSettings, AreNamedWithBothValues) {
-  Config other = example();
-  EXPECT_THAT(changed_settings(example(), other), testing::IsEmpty());
+  Config other = example_config();
+  EXPECT_THAT(changed_settings(example_config(), other), testing::IsEmpty());
   other.checkpoint.every = 3;
   other.log.dir = "/other";
   other.run.steps = 9;
   other.data.files = {"/moved"};
-  EXPECT_THAT(changed_settings(example(), other), testing::IsEmpty());
+  EXPECT_THAT(changed_settings(example_config(), other), testing::IsEmpty());
   other.optim.lr = 0.25;
   other.optim.schedule = "cosine";
   other.run.threads = 2;
-  EXPECT_THAT(changed_settings(example(), other),
+  EXPECT_THAT(changed_settings(example_config(), other),
               testing::ElementsAre("optim.lr = 0.25 (was 0.0)", "optim.schedule = cosine (was constant)", "run.threads = 2 (was unset)"));
 }
 

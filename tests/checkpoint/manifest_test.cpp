@@ -14,7 +14,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-Manifest example() {
+Manifest example_manifest() {
   Manifest manifest;
   manifest.step = 7;
   manifest.files = {{"a.safetensors", 100}};
@@ -25,7 +25,7 @@ Manifest example() {
 
 /// The text of a manifest with one field changed, and a hash that fits: what an attacker would write, not what a bad disk does.
 std::string forged(const std::function<void(nlohmann::json&)>& change) {
-  auto json = nlohmann::json::parse(to_json(example()));
+  auto json = nlohmann::json::parse(to_json(example_manifest()));
   json.erase("manifest_hash");
   change(json);
   std::string body = json.dump();
@@ -34,7 +34,7 @@ std::string forged(const std::function<void(nlohmann::json&)>& change) {
 }
 
 TEST(Manifest, ComesBackFromItsText) {
-  const Manifest manifest = example(), read = parse_manifest(to_json(manifest), "m");
+  const Manifest manifest = example_manifest(), read = parse_manifest(to_json(manifest), "m");
   EXPECT_EQ(to_json(read), to_json(manifest));
   EXPECT_EQ(read.slices("w").at(0).boxes, manifest.tensors.at("w").slices.at(0).boxes);
   EXPECT_EQ(read.slices("w").at(0).local_shape(), (std::vector<int64_t>{2, 2}));

@@ -36,7 +36,7 @@ TableRow row(const std::string& algorithm, int64_t bytes, double time_us, const 
 }
 
 template <class Ask>
-std::string refusal(Ask ask) {
+std::string refusal_to_choose(Ask ask) {
   try {
     ask();
   } catch (const ConfigError& error) {
@@ -67,7 +67,7 @@ TEST(Table, KeepsItsRowsAndPassesOverWhatItDoesNotKnow) {
 TEST(Table, RefusesDamageWithFileAndLine) {
   const auto reading = [](const std::string& line) {
     const File file(R"({"op":"all_reduce","backend":"gloo","algorithm":"ring","bytes":4096,"ranks":4,"time_us":7.25})" + ("\n" + line) + "\n");
-    return refusal([&] { read_table(file.path()); });
+    return refusal_to_choose([&] { read_table(file.path()); });
   };
   EXPECT_THAT(reading("{"), HasSubstr(", line 2: "));
   EXPECT_THAT(reading("[1]"), HasSubstr("line 2: expected op, backend, algorithm, bytes, ranks and time_us"));
@@ -79,9 +79,9 @@ TEST(Table, RefusesDamageWithFileAndLine) {
     EXPECT_THAT(reading(R"({"op":"all_reduce","backend":"gloo","algorithm":"ring","bytes":4096,"ranks":)" + ranks + R"(,"time_us":7})"),
                 HasSubstr("line 2: ranks = " + ranks + ": expected a whole number of at most 2147483647"));
   }
-  EXPECT_THAT(refusal([] { read_table("/nowhere/table.jsonl"); }), HasSubstr("comm.table = /nowhere/table.jsonl: cannot be read"));
+  EXPECT_THAT(refusal_to_choose([] { read_table("/nowhere/table.jsonl"); }), HasSubstr("comm.table = /nowhere/table.jsonl: cannot be read"));
   const File empty("\n");
-  EXPECT_THAT(refusal([&] { read_table(empty.path()); }), HasSubstr("there are no rows in it"));
+  EXPECT_THAT(refusal_to_choose([&] { read_table(empty.path()); }), HasSubstr("there are no rows in it"));
 }
 
 TEST(Table, ChoosesTheFastestOfTheNearestSize) {
@@ -132,7 +132,7 @@ TEST(Choice, FollowsTheTableWhereTheNameDoesNotSay) {
 
 TEST(Choice, RefusesBeforeAnybodyMeets) {
   const auto asking = [](const std::string& algorithm, const std::string& backend = "gloo") {
-    return refusal([&] { check_choice({.backend = backend, .algorithm = algorithm}); });
+    return refusal_to_choose([&] { check_choice({.backend = backend, .algorithm = algorithm}); });
   };
   EXPECT_THAT(asking("rign"), HasSubstr("comm.algorithm = rign: there is no such algorithm; did you mean ring?"));
   EXPECT_THAT(asking("all_reduce=ring,all_gather=pairwise"), HasSubstr("comm.algorithm = pairwise: all_gather has no such algorithm; did you mean"));
@@ -143,7 +143,7 @@ TEST(Choice, RefusesBeforeAnybodyMeets) {
   EXPECT_THAT(asking(""), HasSubstr("comm.algorithm is empty"));
   EXPECT_THAT(asking("ring", "nccl"), HasSubstr("set comm.algorithm = auto"));
   EXPECT_EQ(asking("two_level:ring:recursive_doubling"), "taken");
-  EXPECT_THAT(refusal([] { World::dry(2, 0, std::make_shared<Recorder>(), {.algorithm = "rign"}); }), HasSubstr("did you mean ring?"));
+  EXPECT_THAT(refusal_to_choose([] { World::dry(2, 0, std::make_shared<Recorder>(), {.algorithm = "rign"}); }), HasSubstr("did you mean ring?"));
 }
 
 TEST(Choice, IsKeptAndTakenUpAgain) {
@@ -154,7 +154,8 @@ TEST(Choice, IsKeptAndTakenUpAgain) {
   const auto again = with_recorded_choice({.backend = "gloo", .table = "/nowhere/newer.jsonl"}, kept, "checkpoint");
   EXPECT_EQ(recorded_choice(again), kept);
   EXPECT_EQ(choice_of(AlgorithmChoice(again), "all_reduce", 1 << 18), "ring");
-  EXPECT_THAT(refusal([&] { with_recorded_choice({}, {{"algorithm", 3}}, "folder"); }), HasSubstr("folder: progress.comm in manifest.json cannot be read"));
+  EXPECT_THAT(refusal_to_choose([&] { with_recorded_choice({}, {{"algorithm", 3}}, "folder"); }),
+              HasSubstr("folder: progress.comm in manifest.json cannot be read"));
 }
 
 TEST(Choice, AWorldReadsItsTableOnce) {

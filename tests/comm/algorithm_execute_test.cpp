@@ -7,11 +7,11 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/algorithms/execute.h"
 #include "tessera/comm/algorithms/plan.h"
-#include "tessera/comm/backends/engine.h"
-#include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/algorithm.h"
 #include "tessera/comm/decorators/standard.h"
+#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/message_backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
@@ -26,12 +26,12 @@ bool equal_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Small whole numbers that differ by rank: sums are exact, so every order gives the same bits.
-at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+at::Tensor scrambled(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
   return (at::arange(c10::multiply_integers(shape), at::kLong) * 3 % 7 + rank).reshape(shape).to(dtype);
 }
 
 // Worlds with a choice run over gloo, and over shm where this build has it.
-std::vector<std::string> backends() {
+std::vector<std::string> message_backends() {
   std::vector<std::string> names{"gloo"};
   if (has_engine("shm")) names.push_back("shm");
   return names;
@@ -61,7 +61,7 @@ at::Tensor result_of(const Group& group, const std::string& op, int64_t length, 
   const int n = group.size(), rank = group.rank();
   const auto options = at::TensorOptions(dtype);
   if (op == "all_reduce" || op == "reduce" || op == "broadcast") {
-    auto tensor = values(rank, {length}, dtype);
+    auto tensor = scrambled(rank, {length}, dtype);
     if (op == "all_reduce") all_reduce(group, tensor, reduction);
     if (op == "reduce") reduce(group, tensor, root, reduction);
     if (op == "broadcast") broadcast(group, tensor, root);
@@ -69,27 +69,27 @@ at::Tensor result_of(const Group& group, const std::string& op, int64_t length, 
   }
   if (op == "all_gather") {
     auto out = at::zeros({n * length, 2}, options);
-    all_gather(group, out, values(rank, {length, 2}, dtype));
+    all_gather(group, out, scrambled(rank, {length, 2}, dtype));
     return out;
   }
   if (op == "reduce_scatter") {
     auto out = at::zeros({length}, options);
-    reduce_scatter(group, out, values(rank, {n * length}, dtype), reduction);
+    reduce_scatter(group, out, scrambled(rank, {n * length}, dtype), reduction);
     return out;
   }
   if (op == "gather") {
     auto out = rank == root ? at::zeros({n * length}, options) : at::Tensor();
-    gather(group, out, values(rank, {length}, dtype), root);
+    gather(group, out, scrambled(rank, {length}, dtype), root);
     return rank == root ? out : at::zeros({0}, options);
   }
   if (op == "scatter") {
     auto out = at::zeros({length}, options);
-    scatter(group, out, rank == root ? values(rank, {n * length}, dtype) : at::Tensor(), root);
+    scatter(group, out, rank == root ? scrambled(rank, {n * length}, dtype) : at::Tensor(), root);
     return out;
   }
   if (op == "all_to_all") {
     auto out = at::zeros({n * length, 2}, options);
-    all_to_all(group, out, values(rank, {n * length, 2}, dtype));
+    all_to_all(group, out, scrambled(rank, {n * length, 2}, dtype));
     return out;
   }
   barrier(group);
@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(Of, Ranks, ::testing::Values(2, 3, 5, 8));
 
 TEST_P(Ranks, EveryAlgorithmGivesTheEnginesResult) {
   const int n = GetParam();
-  for (const auto& backend : backends()) {
+  for (const auto& backend : message_backends()) {
     run_ranks(n,
               [n](World& world) {
                 for (const auto& op : planned_ops()) {
@@ -188,7 +188,7 @@ TEST_P(Ranks, UnevenRowsGoPairwiseAndElseByTheEngine) {
           groups,
           [&](const Group& group) {
             auto out = at::zeros({arrivals, 2});
-            all_to_all(group, out, values(world.rank(), {rows, 2}), from, to);
+            all_to_all(group, out, scrambled(world.rank(), {rows, 2}), from, to);
             return out;
           },
           algorithm);
@@ -202,16 +202,16 @@ TEST(Executor, ManyAtOnceAreDoneInOrder) {
     std::vector<at::Tensor> tensors;
     std::vector<Pending> pending;
     for (int i = 0; i < 20; ++i) {
-      tensors.push_back(values(world.rank() + i, {31}));
+      tensors.push_back(scrambled(world.rank() + i, {31}));
       pending.push_back(all_reduce_async(groups.planned, tensors.back()));
     }
-    auto root = values(world.rank(), {5});
+    auto root = scrambled(world.rank(), {5});
     broadcast(groups.planned, root, 1);  // waits its turn
     auto gathered = at::zeros({3});
     all_gather(groups.planned, gathered, at::full({1}, static_cast<float>(world.rank())));  // the engine's own
     for (auto& p : pending) p.wait();
-    for (int i = 0; i < 20; ++i) EXPECT_TRUE(tensors[i].equal(values(i, {31}) + values(i + 1, {31}) + values(i + 2, {31})));
-    EXPECT_TRUE(root.equal(values(1, {5})));
+    for (int i = 0; i < 20; ++i) EXPECT_TRUE(tensors[i].equal(scrambled(i, {31}) + scrambled(i + 1, {31}) + scrambled(i + 2, {31})));
+    EXPECT_TRUE(root.equal(scrambled(1, {5})));
     EXPECT_TRUE(gathered.equal(at::arange(3, at::kFloat)));
   });
 }
@@ -234,7 +234,7 @@ TEST(Executor, AFailedPeerEndsThePlanWithItsCause) {
     run_ranks(3, [](World& world) {
       const auto group = make_pair_of(world, "all_reduce=ring").planned;
       if (world.rank() == 1) throw ConfigError("out of disk");
-      auto tensor = values(world.rank(), {5});
+      auto tensor = scrambled(world.rank(), {5});
       all_reduce(group, tensor);
     });
     FAIL() << "nothing was thrown";

@@ -6,9 +6,12 @@
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tests/comm/values.h"
 
 namespace tessera::comm {
 namespace {
+
+using namespace testing_support;
 
 // The world sizes at which ranks matter: alone, even, odd, more than cores.
 class Collectives : public ::testing::TestWithParam<std::tuple<std::string, int>> {
@@ -20,22 +23,6 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::Combine(::testing::Value
                          [](const auto& info) { return std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param)); });
 
 // Distinct small integers: sums are exact in every dtype here.
-at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return (at::arange(c10::multiply_integers(shape), at::kLong) % 7 + rank).reshape(shape).to(dtype);
-}
-
-void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
-  ASSERT_EQ(actual.sizes(), expected.sizes());
-  ASSERT_EQ(actual.scalar_type(), expected.scalar_type());
-  if (actual.numel() == 0) return;
-  EXPECT_TRUE(actual.view(-1).view(at::kByte).equal(expected.contiguous().view(-1).view(at::kByte))) << actual << "\nexpected\n" << expected;
-}
-
-at::Tensor sum_over_ranks(int n, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  auto sum = values(0, shape, dtype);
-  for (int rank = 1; rank < n; ++rank) sum = sum + values(rank, shape, dtype);
-  return sum;
-}
 
 TEST_P(Collectives, AllReduceOfEveryOpAndLength) {
   const int n = size();
@@ -44,7 +31,7 @@ TEST_P(Collectives, AllReduceOfEveryOpAndLength) {
     for (const int64_t length : {0, 1, 7, 1000}) {
       auto sum = values(group.rank(), {length});
       all_reduce(group, sum);
-      expect_equal(sum, sum_over_ranks(n, {length}));
+      expect_equal(sum, sum_over(n, {length}));
       auto most = values(group.rank(), {length}), least = most.clone(), product = at::full({length}, 2.0f);
       all_reduce(group, most, Op::Max);
       all_reduce(group, least, Op::Min);
@@ -62,7 +49,7 @@ TEST_P(Collectives, SumsInEveryArithmeticDtype) {
     for (const auto dtype : {at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte}) {
       auto sum = values(world.rank(), {2, 5}, dtype);
       all_reduce(world.group(), sum);
-      expect_equal(sum, sum_over_ranks(n, {2, 5}, dtype));
+      expect_equal(sum, sum_over(n, {2, 5}, dtype));
     }
   });
 }
@@ -73,7 +60,7 @@ TEST_P(Collectives, ReduceLeavesTheSumAtTheRoot) {
     for (const int root : {0, n - 1}) {
       auto tensor = values(world.rank(), {3, 3});
       reduce(world.group(), tensor, root);
-      if (world.rank() == root) expect_equal(tensor, sum_over_ranks(n, {3, 3}));
+      if (world.rank() == root) expect_equal(tensor, sum_over(n, {3, 3}));
     }
   });
 }
@@ -116,7 +103,7 @@ TEST_P(Collectives, ReduceScatterLeavesEachItsPart) {
         const auto in = values(world.rank(), {n * rows, 2}, dtype);
         auto out = at::empty({rows, 2}, at::TensorOptions(dtype));
         reduce_scatter(world.group(), out, in);
-        expect_equal(out, sum_over_ranks(n, {n * rows, 2}, dtype).narrow(0, world.rank() * rows, rows));
+        expect_equal(out, sum_over(n, {n * rows, 2}, dtype).narrow(0, world.rank() * rows, rows));
         expect_equal(in, values(world.rank(), {n * rows, 2}, dtype));  // only read
       }
     }
@@ -130,11 +117,11 @@ TEST_P(Collectives, GatherAndScatterInPlace) {
       const auto own = [&](const at::Tensor& whole) { return whole.narrow(0, world.rank() * part, part); };
       auto summed = values(world.rank(), {n * part});
       reduce_scatter(world.group(), own(summed), summed);
-      expect_equal(own(summed), own(sum_over_ranks(n, {n * part})));
+      expect_equal(own(summed), own(sum_over(n, {n * part})));
       auto gathered = at::zeros({n * part});
-      own(gathered).copy_(own(sum_over_ranks(n, {n * part})));
+      own(gathered).copy_(own(sum_over(n, {n * part})));
       all_gather(world.group(), gathered, own(gathered));
-      expect_equal(gathered, sum_over_ranks(n, {n * part}));
+      expect_equal(gathered, sum_over(n, {n * part}));
     }
   });
 }
@@ -233,7 +220,7 @@ TEST_P(Collectives, AsynchronousOnesInterleave) {
       EXPECT_TRUE(pending.done());
       pending.wait();  // a second wait does nothing
     }
-    for (int i = 0; i < 10; ++i) expect_equal(sums[i], sum_over_ranks(n, {100}) + float(n * i));
+    for (int i = 0; i < 10; ++i) expect_equal(sums[i], sum_over(n, {100}) + float(n * i));
     expect_equal(gathered, at::arange(n).repeat_interleave(5).to(at::kFloat));
     barrier(group);
   });

@@ -40,14 +40,14 @@ Table with(Table table, const Table& more) {
   return table;
 }
 
-struct Expected {
+struct ExpectedEnvironment {
   int rank, size, local_rank, local_size;
   std::string address;
   int port;
   Launcher launcher;
 };
 
-void expect(const Table& variables, const Expected& expected) {
+void expect(const Table& variables, const ExpectedEnvironment& expected) {
   const auto actual = read(variables);
   EXPECT_EQ(actual.rank, expected.rank);
   EXPECT_EQ(actual.size, expected.size);
@@ -59,7 +59,7 @@ void expect(const Table& variables, const Expected& expected) {
   EXPECT_EQ(actual.launched, expected.launcher != Launcher::None);
 }
 
-const Expected kAlone{0, 1, 0, 1, "", 0, Launcher::None};
+const ExpectedEnvironment kAlone{0, 1, 0, 1, "", 0, Launcher::None};
 const Table kTorchrun{{"RANK", "5"},           {"LOCAL_RANK", "1"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"},
                       {"MASTER_PORT", "29400"}};
 const Table kMpirun{{"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};

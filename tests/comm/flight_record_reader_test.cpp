@@ -12,7 +12,7 @@ namespace {
 
 using testing::HasSubstr;
 
-std::string refusal(const std::filesystem::path& path) {
+std::string refusal_to_read(const std::filesystem::path& path) {
   try {
     flight::read_records(path);
   } catch (const ConfigError& error) {
@@ -32,7 +32,7 @@ TEST_F(FlightRecords, ThatAreDamagedAreRefusedByOffset) {
     file.seekp(static_cast<std::streamoff>(offset));
     file.write(reinterpret_cast<const char*>(&value), sizeof value);
     file.close();
-    return refusal(dir);
+    return refusal_to_read(dir);
   };
   constexpr size_t groups = 4096, entries = 4096 + 65536 + 4096;
   EXPECT_EQ(damaged(0, 'T'), "accepted");
@@ -58,12 +58,12 @@ TEST_F(FlightRecords, WithMoreMembersThanAnyRunHasAreRefused) {
   const int world_size = 1 << 20;
   FlightRecord record(dir, rank_of(0, world_size), 10);
   for (int i = 0; i < 17; ++i) record.add_group({.name = "g" + std::to_string(i), .rank = 0, .size = world_size});
-  EXPECT_THAT(refusal(dir), HasSubstr("more than 16777216 members of groups"));
+  EXPECT_THAT(refusal_to_read(dir), HasSubstr("more than 16777216 members of groups"));
 }
 
 TEST_F(FlightRecords, OfAFolderAreRefused) {
   std::filesystem::create_directory(FlightRecord::file_of(dir, 0));
-  EXPECT_THAT(refusal(dir), HasSubstr("rank_0.bin: cannot be read"));
+  EXPECT_THAT(refusal_to_read(dir), HasSubstr("rank_0.bin: cannot be read"));
 }
 
 TEST_F(FlightRecords, ThatAreCutShortOrAbsentAreRefused) {
@@ -71,12 +71,12 @@ TEST_F(FlightRecords, ThatAreCutShortOrAbsentAreRefused) {
   for (const size_t bytes : {0, 100, 319, 320, 5000, 70000}) {
     FlightRecord(dir, rank_of(0, 2), 10);
     std::filesystem::resize_file(path, bytes);
-    EXPECT_THAT(refusal(dir), HasSubstr("rank_0.bin: not a flight record, or damaged: offset " + std::to_string(bytes))) << bytes;
+    EXPECT_THAT(refusal_to_read(dir), HasSubstr("rank_0.bin: not a flight record, or damaged: offset " + std::to_string(bytes))) << bytes;
     EXPECT_TRUE(flight::read_records(dir, flight::Damage::LeaveOut).ranks.empty());
   }
   std::filesystem::remove(path);
-  EXPECT_THAT(refusal(dir), HasSubstr("holds no flight record (rank_*.bin)"));
-  EXPECT_THAT(refusal(dir / "none"), HasSubstr("No such file or directory; give the folder"));
+  EXPECT_THAT(refusal_to_read(dir), HasSubstr("holds no flight record (rank_*.bin)"));
+  EXPECT_THAT(refusal_to_read(dir / "none"), HasSubstr("No such file or directory; give the folder"));
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ TEST(ParseFaults, ReadsEveryField) {
   EXPECT_EQ(several[2], (Fault{.rank = 2, .attempt = 2, .action = FaultAction::Stop}));
 }
 
-std::string refusal(const std::string& text, int size = 4, int attempt = 0) {
+std::string refusal_to_parse(const std::string& text, int size = 4, int attempt = 0) {
   try {
     parse_faults(text, size, attempt);
   } catch (const ConfigError& error) {
@@ -48,26 +48,26 @@ std::string refusal(const std::string& text, int size = 4, int attempt = 0) {
 }
 
 TEST(ParseFaults, RefusesWithFieldValueAndWayOut) {
-  EXPECT_EQ(refusal("rank=x,do=kill"), "--inject: rank=x: expected a rank of the world, from 0");
-  EXPECT_THAT(refusal("rank=-1,do=kill"), HasSubstr("rank=-1: expected a rank"));
-  EXPECT_THAT(refusal("do=kill"), AllOf(HasSubstr("--inject: do=kill: "), HasSubstr("add rank=1")));
-  EXPECT_THAT(refusal("rank=1"), AllOf(HasSubstr("rank=1: does not say what happens"), HasSubstr("delay:200ms")));
-  EXPECT_THAT(refusal("rank=1,op=allreduce,do=kill"), AllOf(HasSubstr("op=allreduce: no such operation"), HasSubstr("all_reduce")));
-  EXPECT_THAT(refusal("rank=1,do=explode"), AllOf(HasSubstr("do=explode: no such fault"), HasSubstr("corrupt")));
-  EXPECT_THAT(refusal("rank=1,do=delay"), HasSubstr("write delay:200ms"));
-  EXPECT_THAT(refusal("rank=1,do=kill:2s"), HasSubstr("do=kill:2s: only delay takes a time"));
+  EXPECT_EQ(refusal_to_parse("rank=x,do=kill"), "--inject: rank=x: expected a rank of the world, from 0");
+  EXPECT_THAT(refusal_to_parse("rank=-1,do=kill"), HasSubstr("rank=-1: expected a rank"));
+  EXPECT_THAT(refusal_to_parse("do=kill"), AllOf(HasSubstr("--inject: do=kill: "), HasSubstr("add rank=1")));
+  EXPECT_THAT(refusal_to_parse("rank=1"), AllOf(HasSubstr("rank=1: does not say what happens"), HasSubstr("delay:200ms")));
+  EXPECT_THAT(refusal_to_parse("rank=1,op=allreduce,do=kill"), AllOf(HasSubstr("op=allreduce: no such operation"), HasSubstr("all_reduce")));
+  EXPECT_THAT(refusal_to_parse("rank=1,do=explode"), AllOf(HasSubstr("do=explode: no such fault"), HasSubstr("corrupt")));
+  EXPECT_THAT(refusal_to_parse("rank=1,do=delay"), HasSubstr("write delay:200ms"));
+  EXPECT_THAT(refusal_to_parse("rank=1,do=kill:2s"), HasSubstr("do=kill:2s: only delay takes a time"));
   for (const std::string delay : {"200", "ms", "-1s", "1e99s", "nans", "2 s s"})
-    EXPECT_THAT(refusal("rank=1,do=delay:" + delay), HasSubstr("do=delay:" + delay + ": expected a time")) << delay;
+    EXPECT_THAT(refusal_to_parse("rank=1,do=delay:" + delay), HasSubstr("do=delay:" + delay + ": expected a time")) << delay;
   for (const std::string count : {"0", "x", "5..4", "3-5", "+", "1..", "1..2+"})
-    EXPECT_THAT(refusal("rank=1,do=kill,count=" + count), HasSubstr("count=" + count + ": expected a call")) << count;
-  EXPECT_THAT(refusal("rank=1,do=kill,attempt=some"), HasSubstr("attempt=some: expected a number of restarts"));
-  EXPECT_THAT(refusal("rank=1,rank=2,do=kill"), HasSubstr("rank=2: given twice"));
-  EXPECT_THAT(refusal("rank=1,when=now,do=kill"), HasSubstr("when=now: no such field"));
-  EXPECT_THAT(refusal("rank=1,kill"), HasSubstr("kill: not a field=value"));
-  EXPECT_EQ(refusal("rank=4,do=kill"), "--inject: rank=4: this run has 4 ranks; name one of 0 to 3");
-  EXPECT_THAT(refusal("rank=0,do=kill", 1), HasSubstr("--nproc 2"));
-  EXPECT_EQ(refusal("rank=4,do=kill", 4, 1), "accepted");  // a restart may have fewer ranks
-  EXPECT_EQ(refusal("rank=3,do=kill"), "accepted");
+    EXPECT_THAT(refusal_to_parse("rank=1,do=kill,count=" + count), HasSubstr("count=" + count + ": expected a call")) << count;
+  EXPECT_THAT(refusal_to_parse("rank=1,do=kill,attempt=some"), HasSubstr("attempt=some: expected a number of restarts"));
+  EXPECT_THAT(refusal_to_parse("rank=1,rank=2,do=kill"), HasSubstr("rank=2: given twice"));
+  EXPECT_THAT(refusal_to_parse("rank=1,when=now,do=kill"), HasSubstr("when=now: no such field"));
+  EXPECT_THAT(refusal_to_parse("rank=1,kill"), HasSubstr("kill: not a field=value"));
+  EXPECT_EQ(refusal_to_parse("rank=4,do=kill"), "--inject: rank=4: this run has 4 ranks; name one of 0 to 3");
+  EXPECT_THAT(refusal_to_parse("rank=0,do=kill", 1), HasSubstr("--nproc 2"));
+  EXPECT_EQ(refusal_to_parse("rank=4,do=kill", 4, 1), "accepted");  // a restart may have fewer ranks
+  EXPECT_EQ(refusal_to_parse("rank=3,do=kill"), "accepted");
 }
 
 TEST(ParseFaults, AreRefusedBeforeRanksMeet) {

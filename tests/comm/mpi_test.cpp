@@ -10,10 +10,12 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tests/comm/values.h"
 
 namespace tessera::comm {
 namespace {
 
+using namespace testing_support;
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
@@ -52,22 +54,6 @@ void under_mpirun(int n, const std::string& test, const std::function<void(World
   if (lacks_mpi()) GTEST_SKIP() << "no MPI";
   const auto finished = run_mpirun(n, test);
   EXPECT_EQ(finished.exit_code, 0) << finished.output;
-}
-
-at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return (at::arange(c10::multiply_integers(shape), at::kLong) % 7 + rank).reshape(shape).to(dtype);
-}
-
-at::Tensor sum_over(int n, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  auto sum = values(0, shape, dtype);
-  for (int rank = 1; rank < n; ++rank) sum = sum + values(rank, shape, dtype);
-  return sum;
-}
-
-void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
-  ASSERT_EQ(actual.sizes(), expected.sizes());
-  if (actual.numel() == 0) return;
-  EXPECT_TRUE(actual.view(-1).view(at::kByte).equal(expected.contiguous().view(-1).view(at::kByte))) << actual << "\nexpected\n" << expected;
 }
 
 void check_sums(const Group& group) {

@@ -19,7 +19,7 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
-at::Tensor values(int rank, int64_t length, at::ScalarType dtype) {
+at::Tensor ramp(int rank, int64_t length, at::ScalarType dtype) {
   const auto index = at::arange(length, at::kLong);
   if (at::isIntegralType(dtype, true)) return ((index * (rank + 3)) % 11 - 2).to(dtype);
   return ((index % 1013).to(at::kDouble) * 0.37 + 1.0 + rank * 0.11).mul(at::where(index % 3 == 0, -1, 1)).to(dtype);
@@ -47,7 +47,7 @@ at::Tensor combine(const at::Tensor& a, const at::Tensor& b, Op op) {
 // The ranks' values in rank order; short floats in fp32, rounded once.
 at::Tensor reference(int n, int64_t length, at::ScalarType dtype, Op op) {
   const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
-  const auto widened = [&](int rank) { return is_short ? values(rank, length, dtype).to(at::kFloat) : values(rank, length, dtype); };
+  const auto widened = [&](int rank) { return is_short ? ramp(rank, length, dtype).to(at::kFloat) : ramp(rank, length, dtype); };
   auto result = widened(0);
   for (int rank = 1; rank < n; ++rank) result = combine(result, widened(rank), op);
   return result.to(dtype);
@@ -59,15 +59,15 @@ void expect_reductions(World& world, at::ArrayRef<int64_t> lengths) {
     for (const auto op : {Op::Sum, Op::Product, Op::Min, Op::Max}) {
       for (const int64_t length : lengths) {
         const auto expected = reference(n, length, dtype, op);
-        auto all = values(world.rank(), length, dtype);
+        auto all = ramp(world.rank(), length, dtype);
         all_reduce(world.group(), all, op);
         EXPECT_TRUE(same_bits(all, expected)) << "all_reduce " << dtype << " op " << static_cast<int>(op) << " of " << length;
-        auto one = values(world.rank(), length, dtype);
+        auto one = ramp(world.rank(), length, dtype);
         reduce(world.group(), one, n - 1, op);
         if (world.rank() == n - 1) EXPECT_TRUE(same_bits(one, expected)) << "reduce " << dtype << " op " << static_cast<int>(op) << " of " << length;
         if (length % n != 0) continue;
         auto part = at::empty({length / n}, dtype);
-        reduce_scatter(world.group(), part, values(world.rank(), length, dtype), op);
+        reduce_scatter(world.group(), part, ramp(world.rank(), length, dtype), op);
         EXPECT_TRUE(same_bits(part, expected.narrow(0, world.rank() * (length / n), length / n))) << "reduce_scatter " << dtype << " of " << length;
       }
     }
@@ -89,7 +89,7 @@ TEST_P(Shm, AnElementsBitsDoNotDependOnItsBucket) {
       GetParam(),
       [](World& world) {
         for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-          auto whole = values(world.rank(), 300007, dtype);
+          auto whole = ramp(world.rank(), 300007, dtype);
           const auto original = whole.clone();
           all_reduce(world.group(), whole);
           for (const auto [begin, length] : {std::pair<int64_t, int64_t>{0, 5}, {77, 1000}, {12345, 70000}, {299000, 1007}}) {
@@ -161,14 +161,14 @@ TEST(ShmMessages, CrossWithoutDeadlockHoweverLarge) {
               for (const int64_t length : {0, 1, 1000, 1000003}) {
                 auto got = at::empty({length}), other = at::empty({length});
                 // All send before any receives, and take the second tag first.
-                auto first = send_async(group, values(world.rank(), length, at::kFloat), right, 1);
-                auto second = send_async(group, values(world.rank() + 10, length, at::kFloat), right, 2);
+                auto first = send_async(group, ramp(world.rank(), length, at::kFloat), right, 1);
+                auto second = send_async(group, ramp(world.rank() + 10, length, at::kFloat), right, 2);
                 recv(group, other, left, 2);
                 recv(group, got, left, 1);
                 first.wait();
                 second.wait();
-                EXPECT_TRUE(same_bits(got, values(left, length, at::kFloat)));
-                EXPECT_TRUE(same_bits(other, values(left + 10, length, at::kFloat)));
+                EXPECT_TRUE(same_bits(got, ramp(left, length, at::kFloat)));
+                EXPECT_TRUE(same_bits(other, ramp(left + 10, length, at::kFloat)));
               }
             },
             {.backend = "shm"});
@@ -217,7 +217,7 @@ TEST(ShmMessages, ThatNobodyWaitsForKeepTheirTensors) {
     run_ranks(2,
               [length](World& world) {
                 const auto group = world.group();
-                const auto sent = values(7, length, at::kFloat);
+                const auto sent = ramp(7, length, at::kFloat);
                 WatchedMemory memory(length);
                 if (world.rank() == 0) memory.contents().copy_(sent);
                 if (world.rank() == 1) {
@@ -254,7 +254,7 @@ TEST(ShmMessages, OfAnotherSizeAreRefused) {
       ::testing::ThrowsMessage<CommError>(HasSubstr("recv of group world, rank 1 of 2: the message of tag 3 has 16 bytes where 8 are received")));
 }
 
-std::string refusal(const std::function<void(const Group&)>& body) {
+std::string refusal_in_group(const std::function<void(const Group&)>& body) {
   try {
     run_ranks(2, [&](World& world) { body(world.group()); }, {.timeout = 500ms, .backend = "shm"});
   } catch (const CommError& error) {
@@ -264,12 +264,13 @@ std::string refusal(const std::function<void(const Group&)>& body) {
 }
 
 TEST(ShmRefuses, WhatItCannotReduceAndWhatDisagrees) {
-  EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4}, at::kFloat8_e4m3fn)); }),
+  EXPECT_THAT(refusal_in_group([](const Group& group) { all_reduce(group, at::zeros({4}, at::kFloat8_e4m3fn)); }),
               HasSubstr("shared memory moves Float8_e4m3fn but does not reduce it; reduce it as bfloat16 or float32"));
-  EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4}, at::kComplexFloat), Op::Max); }), HasSubstr("complex numbers by sum alone"));
-  EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4 + group.rank()})); }),
+  EXPECT_THAT(refusal_in_group([](const Group& group) { all_reduce(group, at::zeros({4}, at::kComplexFloat), Op::Max); }),
+              HasSubstr("complex numbers by sum alone"));
+  EXPECT_THAT(refusal_in_group([](const Group& group) { all_reduce(group, at::zeros({4 + group.rank()})); }),
               AllOf(HasSubstr("calls all_reduce (sum of float32) of 20 bytes"), HasSubstr("calls all_reduce (sum of float32) of 16 bytes")));
-  EXPECT_THAT(refusal([](const Group& group) {
+  EXPECT_THAT(refusal_in_group([](const Group& group) {
                 if (group.rank() == 0) std::this_thread::sleep_for(1s);
                 barrier(group);
               }),
@@ -290,10 +291,10 @@ TEST(ShmEmpty, IsSharedAmongProcessesAndCounted) {
           EXPECT_EQ(tracker.current(MemoryCategory::Gradients), 500 * 1001 * 4);
           tracker.retag(buffer, MemoryCategory::Comm);
           EXPECT_EQ(tracker.current(MemoryCategory::Comm), 500 * 1001 * 4);
-          buffer.copy_(values(world.rank(), 500 * 1001, at::kFloat).view({500, 1001}));
+          buffer.copy_(ramp(world.rank(), 500 * 1001, at::kFloat).view({500, 1001}));
           all_reduce(group, buffer);
           EXPECT_TRUE(same_bits(buffer.view(-1), reference(2, 500 * 1001, at::kFloat, Op::Sum)));
-          auto plain = values(world.rank(), 500 * 1001, at::kFloat);  // staged: the same bits
+          auto plain = ramp(world.rank(), 500 * 1001, at::kFloat);  // staged: the same bits
           all_reduce(group, plain);
           EXPECT_TRUE(same_bits(buffer.view(-1), plain));
           EXPECT_EQ(empty(group, {0, 3}).numel(), 0);

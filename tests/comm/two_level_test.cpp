@@ -16,10 +16,12 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tests/comm/values.h"
 
 namespace tessera::comm {
 namespace {
 
+using namespace testing_support;
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -97,22 +99,6 @@ INSTANTIATE_TEST_SUITE_P(Maps, TwoLevel,
                            for (const int host : info.param) name += std::to_string(host);
                            return name;
                          });
-
-at::Tensor values(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return (at::arange(c10::multiply_integers(shape), at::kLong) % 7 + rank).reshape(shape).to(dtype);
-}
-
-at::Tensor sum_over(int n, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  auto sum = values(0, shape, dtype);
-  for (int rank = 1; rank < n; ++rank) sum = sum + values(rank, shape, dtype);
-  return sum;
-}
-
-void expect_equal(const at::Tensor& actual, const at::Tensor& expected) {
-  ASSERT_EQ(actual.sizes(), expected.sizes());
-  EXPECT_TRUE(actual.equal(expected)) << actual.view(-1).narrow(0, 0, std::min<int64_t>(actual.numel(), 20)) << "\nexpected\n"
-                                      << expected.reshape(-1).narrow(0, 0, std::min<int64_t>(actual.numel(), 20));
-}
 
 TEST_P(TwoLevel, UsesWhatTheHostsAllow) {
   const Hosts hosts([&] {

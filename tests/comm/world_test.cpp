@@ -22,7 +22,7 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-Environment read(const std::map<std::string, std::string>& variables) {
+Environment read_environment_of(const std::map<std::string, std::string>& variables) {
   return read_environment([&](const std::string& name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
@@ -30,7 +30,7 @@ Environment read(const std::map<std::string, std::string>& variables) {
 }
 
 template <class Exception>
-std::string message(const std::function<void()>& body) {
+std::string message_of_world(const std::function<void()>& body) {
   try {
     body();
   } catch (const Exception& error) {
@@ -60,27 +60,27 @@ bool has_ipv6() {
   return bound;
 }
 
-const std::map<std::string, std::string> kTorchrun{
+const std::map<std::string, std::string> kTorchrunVariables{
     {"RANK", "5"}, {"LOCAL_RANK", "1"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29400"}};
 
-std::map<std::string, std::string> with(const std::string& name, const std::optional<std::string>& value) {
-  auto variables = kTorchrun;
+std::map<std::string, std::string> torchrun_with(const std::string& name, const std::optional<std::string>& value) {
+  auto variables = kTorchrunVariables;
   variables.erase(name);
   if (value) variables[name] = *value;
   return variables;
 }
 
 TEST(Environment, AloneWithoutVariables) {
-  const auto environment = read({{"PATH", "/bin"}, {"MASTER_PORT", "x"}});
+  const auto environment = read_environment_of({{"PATH", "/bin"}, {"MASTER_PORT", "x"}});
   EXPECT_FALSE(environment.launched);
   EXPECT_EQ(environment.size, 1);
 }
 
 TEST(Environment, ReadsTorchrun) {
-  auto variables = kTorchrun;
+  auto variables = kTorchrunVariables;
   variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
   variables["TORCHELASTIC_RESTART_COUNT"] = "3";
-  const auto environment = read(variables);
+  const auto environment = read_environment_of(variables);
   EXPECT_EQ(environment.rank, 5);
   EXPECT_EQ(environment.size, 8);
   EXPECT_EQ(environment.local_rank, 1);
@@ -90,19 +90,21 @@ TEST(Environment, ReadsTorchrun) {
   EXPECT_TRUE(environment.agent_store);
   EXPECT_EQ(environment.restart_count, 3);
   EXPECT_TRUE(environment.launched);
-  EXPECT_FALSE(read(with("TORCHELASTIC_USE_AGENT_STORE", "False")).agent_store);
+  EXPECT_FALSE(read_environment_of(torchrun_with("TORCHELASTIC_USE_AGENT_STORE", "False")).agent_store);
 }
 
 TEST(Environment, OneHostWhereNothingElseIsSaid) {
-  const auto environment = read({{"RANK", "2"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
+  const auto environment = read_environment_of({{"RANK", "2"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
   EXPECT_EQ(environment.local_rank, 2);
   EXPECT_EQ(environment.local_size, 3);
 }
 
-TEST(Environment, OneRankNeedsNoMaster) { EXPECT_EQ(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1); }
+TEST(Environment, OneRankNeedsNoMaster) { EXPECT_EQ(read_environment_of({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1); }
 
 TEST(Environment, RefusesByNameAndValue) {
-  const auto refusal = [](const std::string& name, const std::optional<std::string>& value) { return message<ConfigError>([&] { read(with(name, value)); }); };
+  const auto refusal = [](const std::string& name, const std::optional<std::string>& value) {
+    return message_of_world<ConfigError>([&] { read_environment_of(torchrun_with(name, value)); });
+  };
   EXPECT_EQ(refusal("RANK", "8"), "RANK = 8 must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "-1"), "RANK = -1 must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "two"), "RANK = \"two\" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
@@ -128,14 +130,14 @@ TEST(World, AloneIsTheIdentity) {
 }
 
 TEST(World, RefusesABackendThatThisBuildLacks) {
-  EXPECT_THAT(message<ConfigError>([] { World::alone({.backend = "carrier pigeon"}); }),
+  EXPECT_THAT(message_of_world<ConfigError>([] { World::alone({.backend = "carrier pigeon"}); }),
               HasSubstr("comm.backend = carrier pigeon: there is no such backend; this build has auto, gloo, shm"));
 }
 
 TEST(World, NamesAddressPortAndSecondsWhenNobodyServes) {
   const int port = free_port();
   const Environment environment{.rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
-  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
+  EXPECT_THAT(message_of_world<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
               AllOf(HasSubstr("rank 1 of 2: no rendezvous at address 127.0.0.1, port " + std::to_string(port)),
                     HasSubstr(" (served by rank 0): Connection refused; waited 0.")));
 }
@@ -143,13 +145,13 @@ TEST(World, NamesAddressPortAndSecondsWhenNobodyServes) {
 TEST(World, NamesAnAddressThatDoesNotResolve) {
   const Environment environment{
       .rank = 1, .size = 2, .local_rank = 1, .local_size = 2, .master_addr = "no-such-host.invalid", .master_port = 29400, .launched = true};
-  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 100ms}); }),
+  EXPECT_THAT(message_of_world<CommError>([&] { World::join(environment, {.timeout = 100ms}); }),
               HasSubstr("no rendezvous at address no-such-host.invalid, port 29400 (served by rank 0): the name does not resolve: "));
 }
 
 TEST(World, SaysWhichRanksDidNotCome) {
   const Environment environment{.rank = 0, .size = 3, .local_size = 3, .master_addr = "127.0.0.1", .master_port = free_port(), .launched = true};
-  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
+  EXPECT_THAT(message_of_world<CommError>([&] { World::join(environment, {.timeout = 300ms}); }),
               AllOf(HasSubstr("no rendezvous at address 127.0.0.1, port "), HasSubstr("1 of 3 ranks have come; missing: 1, 2; waited 0.")));
 }
 
@@ -181,12 +183,12 @@ TEST(World, RankZeroServesOnTheNamedAddressAloneAndLeavesLast) {
 TEST(World, NamesThePortInUse) {
   const auto other = serve_anywhere();
   const Environment environment{.rank = 0, .size = 2, .local_size = 2, .master_addr = "127.0.0.1", .master_port = other->getPort(), .launched = true};
-  EXPECT_THAT(message<CommError>([&] { World::join(environment, {.timeout = 2s}); }),
+  EXPECT_THAT(message_of_world<CommError>([&] { World::join(environment, {.timeout = 2s}); }),
               AllOf(HasSubstr("port " + std::to_string(other->getPort())), HasSubstr("in use")));
 }
 
 TEST(World, NamesAnInterfaceThatCannotBeBound) {
-  EXPECT_THAT(message<CommError>([] { run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid", .backend = "gloo"}); }),
+  EXPECT_THAT(message_of_world<CommError>([] { run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid", .backend = "gloo"}); }),
               HasSubstr("comm.interface = no-such-host.invalid: Gloo cannot bind to it"));
 }
 
@@ -264,7 +266,7 @@ TEST(World, FromLauncherVariablesAcrossProcesses) {
 
 TEST(Failure, IsThatOfTheRankThatFailedFirst) {
   const auto start = std::chrono::steady_clock::now();
-  EXPECT_THAT(message<ConfigError>([] {
+  EXPECT_THAT(message_of_world<ConfigError>([] {
                 run_ranks(3, [](World& world) {
                   auto tensor = at::ones({4});
                   all_reduce(world.group(), tensor);
@@ -342,7 +344,7 @@ TEST(Failure, AWorldThatDiesByAnExceptionHoldsNobody) {
 }
 
 TEST(Failure, ATimeoutNamesOpGroupRankAndSeconds) {
-  EXPECT_THAT(message<CommError>([] {
+  EXPECT_THAT(message_of_world<CommError>([] {
                 run_ranks(2,
                           [](World& world) {
                             const auto group = world.subgroup({1, 0}, "tp");

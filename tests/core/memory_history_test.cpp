@@ -10,17 +10,15 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/memory_ledger.h"
+#include "tests/core/tensors.h"
 
 namespace tessera {
 namespace {
 
+using namespace testing_support;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
-
-constexpr int64_t kib = 1024;
-
-at::Tensor floats(int64_t bytes, at::Device device = at::kCPU) { return at::empty({bytes / 4}, at::TensorOptions(device).dtype(at::kFloat)); }
 
 std::vector<int64_t> sizes_of(const std::vector<MemoryBlock>& blocks) {
   std::vector<int64_t> sizes;

@@ -7,12 +7,12 @@
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 
+#include "tests/core/tensors.h"
+
 namespace tessera {
 namespace {
 
-constexpr int64_t kib = 1024;
-
-at::Tensor floats(int64_t bytes, at::Device device = at::kCPU) { return at::empty({bytes / 4}, at::TensorOptions(device).dtype(at::kFloat)); }
+using namespace testing_support;
 
 TEST(Memory, CountsNothingUntilAsked) {
   MemoryTracker tracker;

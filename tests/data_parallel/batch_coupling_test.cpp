@@ -12,8 +12,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Net : torch::nn::Module {
-  Net() {
+struct CoupledNet : torch::nn::Module {
+  CoupledNet() {
     features = register_module("features", torch::nn::Sequential(torch::nn::Linear(2, 2), torch::nn::BatchNorm1d(2)));
     norm = register_module("norm", torch::nn::BatchNorm2d(3));
     register_module("layer_norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
@@ -23,7 +23,7 @@ struct Net : torch::nn::Module {
 };
 
 TEST(BatchCoupling, FindsBatchNormsByPath) {
-  const Net net;
+  const CoupledNet net;
   const auto found = find_batch_coupled(net);
   ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found[0].path, "features.1");
@@ -33,7 +33,7 @@ TEST(BatchCoupling, FindsBatchNormsByPath) {
 }
 
 TEST(BatchCoupling, FrozenStatisticsAreNotCoupled) {
-  Net net;
+  CoupledNet net;
   net.norm->eval();
   EXPECT_EQ(find_batch_coupled(net).size(), 1u);
   torch::nn::BatchNorm3d without(torch::nn::BatchNorm3dOptions(2).track_running_stats(false));
@@ -42,7 +42,7 @@ TEST(BatchCoupling, FrozenStatisticsAreNotCoupled) {
 }
 
 TEST(BatchCoupling, ReportsWhereItMatters) {
-  const Net net;
+  const CoupledNet net;
   EXPECT_EQ(batch_coupling_report(net, 1, 1), "");
   EXPECT_EQ(batch_coupling_report(*torch::nn::Linear(2, 2), 4, 4), "");
   const std::string text = batch_coupling_report(net, 2, 3);

@@ -23,12 +23,6 @@ using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-constexpr auto kBoth = {ShardTrigger::Calls, ShardTrigger::Operators};
-
-torch::optim::SGD momentum(const torch::nn::Module& module) {
-  return torch::optim::SGD(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
-}
-
 void train(DeepNet& net, torch::optim::Optimizer& optimizer, const Batch& batch) {
   optimizer.zero_grad();
   backward_of(net, batch);

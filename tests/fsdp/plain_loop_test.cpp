@@ -14,13 +14,7 @@ using comm::World;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-constexpr auto kBoth = {ShardTrigger::Calls, ShardTrigger::Operators};
-
 using Loop = std::function<void(DeepNet& net, torch::optim::Optimizer& optimizer, const std::function<Batch(int step)>& batch, FullyShardedDataParallel*)>;
-
-torch::optim::SGD momentum(const torch::nn::Module& module) {
-  return torch::optim::SGD(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
-}
 
 /// Runs `loop` in one process, and over ranks: weights have to agree.
 void expect_same_weights(int ranks, FullyShardOptions options, const Loop& loop, double bound = 10 * parity) {

@@ -77,6 +77,12 @@ void backward_of(Model& model, const Batch& batch, double weight = 1) {
 
 using Gradients = std::map<std::string, at::Tensor>;
 
+inline constexpr auto kBoth = {ShardTrigger::Calls, ShardTrigger::Operators};
+
+inline torch::optim::SGD momentum(const torch::nn::Module& module) {
+  return torch::optim::SGD(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+}
+
 inline Gradients named_gradients(const torch::nn::Module& module) {
   Gradients gradients;
   for (const auto& parameter : nn::unique_parameters(module))

@@ -20,7 +20,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-int exited(int code) { return code << 8; }
+int status_of_exit(int code) { return code << 8; }
 
 /// Agents of one job around one store, with a clock of the test's and workers that exist on paper only.
 class Job {
@@ -226,8 +226,8 @@ TEST(Round, EndsWellWhenAllRanksDo) {
 TEST(Round, RestartsAfterAFailureUntilNoneIsLeft) {
   Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1});
   job.pass(1);
-  Job::fail(job[1], {3, exited(7), "", "last words"});
-  Job::fail(job[0], {0, exited(1), "comm lost a peer"});  // a consequence, though seen by the first node
+  Job::fail(job[1], {3, status_of_exit(7), "", "last words"});
+  Job::fail(job[0], {0, status_of_exit(1), "comm lost a peer"});  // a consequence, though seen by the first node
   job.pass(1);
   EXPECT_EQ(job.round().number, 2);
   EXPECT_EQ(job.round().restarts, 1);
@@ -245,7 +245,7 @@ TEST(Round, RestartsAfterAFailureUntilNoneIsLeft) {
 TEST(Round, TakesTheRecordsSentenceForALostConnection) {
   Job job(2, {.min_nodes = 2, .max_nodes = 2});
   job.pass(1);
-  Job::fail(job[0], {0, exited(1), "comm timed out"});
+  Job::fail(job[0], {0, status_of_exit(1), "comm timed out"});
   job[1].self.record.record_sentence = "rank 2 never entered all_gather #7";
   job.pass(1);
   EXPECT_EQ(job[0].left->sentence, "rank 2 never entered all_gather #7");
@@ -254,7 +254,7 @@ TEST(Round, TakesTheRecordsSentenceForALostConnection) {
 TEST(Round, DoesNotRestartBadInput) {
   Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 5});
   job.pass(1);
-  Job::fail(job[1], {2, exited(2), "config optim.lr: too much"});
+  Job::fail(job[1], {2, status_of_exit(2), "config optim.lr: too much"});
   job.pass(1);
   EXPECT_EQ(job[0].left->exit_code, 2);
   EXPECT_EQ(job[0].left->sentence, "optim.lr: too much");
@@ -264,7 +264,7 @@ TEST(Round, GoesOnWithoutANodeThatVanished) {
   Job job(3);
   job.pass(1);
   job[0].alive = false;
-  Job::fail(job[1], {2, exited(1), ""});  // whatever the others' ranks say of it
+  Job::fail(job[1], {2, status_of_exit(1), ""});  // whatever the others' ranks say of it
   job.pass(7);
   EXPECT_EQ(job.round().phase, Phase::Running);
   EXPECT_THAT(job.members(), ElementsAre("n1", "n2"));
@@ -279,10 +279,10 @@ TEST(Round, ANodeThatWasSilentAndIsBackUsesUpNoRestart) {
     const Round round{
         .phase = Phase::Stopping, .number = 1, .nnodes = "2:2", .nodes = {{.id = "me"}, {.id = "slow"}}, .cause = cause, .reason = "node slow vanished"};
     Self self{.node = {.id = "me"},
-              .record = {.round = 1, .failures = {{0, exited(1), "comm lost a peer"}}},
+              .record = {.round = 1, .failures = {{0, status_of_exit(1), "comm lost a peer"}}},
               .serving = std::pair<int64_t, comm::Endpoint>{2, {}},
               .took_part = true};
-    const std::map<std::string, Peer> peers{{"slow", {.record = {.round = 1, .failures = {{1, exited(3), ""}}}}}};
+    const std::map<std::string, Peer> peers{{"slow", {.record = {.round = 1, .failures = {{1, status_of_exit(3), ""}}}}}};
     const Step step = decide(round, peers, self, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1});
     EXPECT_EQ(step.proposal.phase, Phase::Running);
     EXPECT_EQ(step.proposal.nodes.size(), 2u);
@@ -395,7 +395,7 @@ TEST(Round, AnInterruptEndsAllWithoutARestart) {
 
 TEST(Round, AnInterruptWhileARoundStopsIsTheEnd) {
   const Round round{.phase = Phase::Stopping, .number = 1, .nnodes = "1:1", .nodes = {{.id = "me"}}, .cause = Cause::Failure};
-  const Self self{.node = {.id = "me"}, .record = {.round = 1, .failures = {{0, exited(3), ""}}}, .interrupted = SIGTERM};
+  const Self self{.node = {.id = "me"}, .record = {.round = 1, .failures = {{0, status_of_exit(3), ""}}}, .interrupted = SIGTERM};
   const Rules rules{.max_restarts = 5};
   const Step step = decide(round, {}, self, rules);
   EXPECT_EQ(step.act, Step::Act::Propose);
@@ -466,7 +466,7 @@ TEST(Round, HoldsTogetherUnderRandomFaults) {
           job.add(1);
           break;
         default:
-          if (agent.self.record.running) Job::fail(agent, {0, exited(3), ""});
+          if (agent.self.record.running) Job::fail(agent, {0, status_of_exit(3), ""});
       }
       job.pass(static_cast<double>(random() % 30) / 10);
     }

@@ -9,10 +9,12 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tests/refusal.h"
 
 namespace tessera {
 namespace {
 
+using namespace testing_support;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -26,15 +28,6 @@ std::vector<std::vector<std::string>> names_of(const BucketPlan& plan) {
 }
 
 const std::vector<GradientSpec> four{{"a", 10}, {"b", 20}, {"c", 5}, {"d", 6}};
-
-std::string refusal(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "accepted";
-}
 
 TEST(BucketPlan, FillsInReverseOrderOfRegistrationFirstBucketSmall) {
   const BucketPlan plan = make_bucket_plan(four, {.bucket_bytes = 120, .first_bucket_bytes = 24});

@@ -13,7 +13,7 @@
 namespace tessera::nn {
 namespace {
 
-at::Tensor values(at::IntArrayRef sizes, const std::string& stream) {
+at::Tensor features(at::IntArrayRef sizes, const std::string& stream) {
   const at::Tensor tensor = at::empty(sizes, at::kFloat);
   CounterRng(8, stream).fill_normal(tensor.data_ptr<float>(), 0, tensor.numel(), 0, 1);
   return tensor;
@@ -30,7 +30,7 @@ at::Tensor whole_loss(const at::Tensor& a, const at::Tensor& b, const at::Tensor
 TEST(ContrastiveLoss, EqualsTheWholeBatchOnOneDevice) {
   for (const auto& [world, pairs] : std::vector<std::pair<int, int64_t>>{{1, 6}, {2, 6}, {3, 7}, {5, 7}, {8, 9}, {3, 2}}) {
     const auto leaf = [](const at::Tensor& tensor) { return tensor.clone().requires_grad_(true); };
-    const at::Tensor a = leaf(values({pairs, 5}, "a")), b = leaf(values({pairs, 5}, "b")), scale = leaf(at::full({}, 4.0));
+    const at::Tensor a = leaf(features({pairs, 5}, "a")), b = leaf(features({pairs, 5}, "b")), scale = leaf(at::full({}, 4.0));
     const at::Tensor loss = whole_loss(a, b, scale);
     loss.backward();
     comm::run_ranks(world, [&](comm::World& ranks) {
@@ -50,7 +50,7 @@ TEST(ContrastiveLoss, EqualsTheWholeBatchOnOneDevice) {
 }
 
 TEST(ContrastiveLoss, SmallerBatchesAreAnotherLoss) {
-  const at::Tensor a = values({6, 5}, "a"), b = values({6, 5}, "b"), scale = at::full({}, 4.0);
+  const at::Tensor a = features({6, 5}, "a"), b = features({6, 5}, "b"), scale = at::full({}, 4.0);
   const auto group = comm::Group::self();
   const auto part = [&](int64_t begin) { return contrastive_loss_sum(group, a.narrow(0, begin, 3), b.narrow(0, begin, 3), scale).item<double>(); };
   EXPECT_GT(contrastive_loss_sum(group, a, b, scale).item<double>(), (part(0) + part(3)) * 1.05) << "accumulation is not a big batch";

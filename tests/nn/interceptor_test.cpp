@@ -13,21 +13,14 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
+#include "tests/refusal.h"
 
 namespace tessera::nn {
 namespace {
 
+using namespace testing_support;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string refusal(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
-}
 
 /// Writes its name on the way in and on the way out.
 struct Tracer : Interceptor {

@@ -14,6 +14,7 @@
 #include "tessera/core/rng.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/bucket_plan.h"
+#include "tests/refusal.h"
 
 /// A small model of plain libtorch, its data, and comparisons: what every data-parallel technique is tested with.
 namespace tessera::testing_support {
@@ -102,15 +103,6 @@ inline void sgd(torch::nn::Module& module, double lr) {
 }
 
 /// The text of the ConfigError that `action` throws; fails the test where it throws none.
-inline std::string refusal(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return {};
-}
 
 constexpr double parity = 1e-5;  ///< of each tensor's largest entry
 constexpr int64_t samples = 13;

@@ -13,7 +13,7 @@
 namespace tessera::optim {
 namespace {
 
-const std::vector<std::vector<int64_t>> kShapes{{13, 7}, {1}, {}, {29}, {2, 3, 4}, {0, 4}, {300, 257}};
+const std::vector<std::vector<int64_t>> kClipShapes{{13, 7}, {1}, {}, {29}, {2, 3, 4}, {0, 4}, {300, 257}};
 
 double reference_norm(const std::vector<nn::NamedParameter>& parameters) {
   double sum = 0;
@@ -42,7 +42,7 @@ std::vector<nn::NamedParameter> shard(const std::vector<nn::NamedParameter>& par
 }
 
 TEST(GlobalNorm, IsThe2NormOfAllGradients) {
-  const auto parameters = make_parameters(kShapes);
+  const auto parameters = make_parameters(kClipShapes);
   draw_gradients(parameters, 1);
   parameters[3].tensor.mutable_grad().reset();
   const auto norm = global_norm(parameters);
@@ -53,7 +53,7 @@ TEST(GlobalNorm, IsThe2NormOfAllGradients) {
 
 TEST(GlobalNorm, OfNothingIsZero) {
   EXPECT_EQ(global_norm(std::vector<nn::NamedParameter>{}).item<double>(), 0);
-  EXPECT_EQ(global_norm(make_parameters(kShapes)).item<double>(), 0);
+  EXPECT_EQ(global_norm(make_parameters(kClipShapes)).item<double>(), 0);
 }
 
 TEST(GlobalNorm, KeepsItsAccuracyWhereFp32WouldNot) {
@@ -72,7 +72,7 @@ TEST(GlobalNorm, ReadsGradientsInLowerPrecision) {
 }
 
 TEST(GlobalNorm, DoesNotDependOnTheNumberOfThreads) {
-  const auto parameters = make_parameters(kShapes);
+  const auto parameters = make_parameters(kClipShapes);
   draw_gradients(parameters, 2);
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
@@ -84,7 +84,7 @@ TEST(GlobalNorm, DoesNotDependOnTheNumberOfThreads) {
 }
 
 TEST(GlobalNorm, MeetsOverRanksThatHoldSlices) {
-  const auto whole = make_parameters(kShapes);
+  const auto whole = make_parameters(kClipShapes);
   draw_gradients(whole, 3);
   const double fixed = global_norm({NormGroup{whole, {}}}, NormOrder::FixedTree).item<double>();
   EXPECT_NEAR(fixed, reference_norm(whole), 1e-12 * fixed);
@@ -149,7 +149,7 @@ TEST(GlobalNorm, RefusesAGradientThatDoesNotFitItsSlice) {
 }
 
 TEST(ClipGradients, ScalesDownToTheNormAndNeverUp) {
-  const auto parameters = make_parameters(kShapes);
+  const auto parameters = make_parameters(kClipShapes);
   draw_gradients(parameters, 6);
   const double norm = reference_norm(parameters);
   const auto before = parameters[0].tensor.grad().clone();
@@ -170,7 +170,7 @@ TEST(ClipGradients, PassesOnWhatIsNotFinite) {
 TEST(ClipGradients, TakesTheSameMemoryOnMeta) {
   for (const auto order : {NormOrder::Fast, NormOrder::FixedTree}) {
     const auto measure = [&](at::Device device) {
-      const auto parameters = make_parameters(kShapes, device);
+      const auto parameters = make_parameters(kClipShapes, device);
       draw_gradients(parameters, 1);
       MemoryTracker tracker;
       const TrackMemory track(tracker);

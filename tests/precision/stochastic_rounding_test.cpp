@@ -15,14 +15,14 @@ namespace {
 
 float widened(uint16_t bits) { return static_cast<float>(c10::BFloat16(bits, c10::BFloat16::from_bits())); }
 
-OptimConfig config_of(const std::string& name) {
+OptimConfig rounded_config(const std::string& name) {
   OptimConfig config;
   config.name = name;
   config.momentum = 0.9;
   return config;
 }
 
-at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
+at::Tensor rounded_values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
   const at::Tensor tensor = at::empty(sizes, at::kFloat);
   CounterRng(4, stream).fill_uniform(tensor.data_ptr<float>(), 0, tensor.numel(), -scale, scale);
   return tensor;
@@ -59,11 +59,11 @@ class StochasticOptimizer : public ::testing::TestWithParam<std::string> {
  protected:
   /// Parameter and state after `steps` updates of `part` of the logical tensor "w" [9, 14].
   std::vector<at::Tensor> run(const Slice& part, int steps, at::ScalarType gradient_dtype) const {
-    const at::Tensor weight = take(values({9, 14}, "w"), part).to(at::kBFloat16).contiguous();
+    const at::Tensor weight = take(rounded_values({9, 14}, "w"), part).to(at::kBFloat16).contiguous();
     nn::set_slice(weight, part);
-    const auto optimizer = make_stochastic_rounding(config_of(GetParam()), 7, {{"w", weight, {}}});
+    const auto optimizer = make_stochastic_rounding(rounded_config(GetParam()), 7, {{"w", weight, {}}});
     for (int step = 0; step < steps; ++step) {
-      const at::Tensor gradient = take(values({9, 14}, "g" + std::to_string(step), 0.1f), part).to(at::kBFloat16).to(gradient_dtype);
+      const at::Tensor gradient = take(rounded_values({9, 14}, "g" + std::to_string(step), 0.1f), part).to(at::kBFloat16).to(gradient_dtype);
       at::Tensor target = weight;
       target.mutable_grad() = gradient.contiguous();
       optimizer->step(1e-2);
@@ -104,10 +104,10 @@ TEST_P(StochasticOptimizer, BitsDoNotDependOnTheThreads) {
   std::vector<std::vector<at::Tensor>> seen;
   for (const int threads : {1, 2, 3}) {
     at::set_num_threads(threads);
-    at::Tensor weight = values({n}, "w").to(at::kBFloat16);
-    const auto optimizer = make_stochastic_rounding(config_of(GetParam()), 7, {{"w", weight, {}}});
+    at::Tensor weight = rounded_values({n}, "w").to(at::kBFloat16);
+    const auto optimizer = make_stochastic_rounding(rounded_config(GetParam()), 7, {{"w", weight, {}}});
     for (int step = 0; step < 2; ++step) {
-      weight.mutable_grad() = values({n}, "g" + std::to_string(step), 0.1f);
+      weight.mutable_grad() = rounded_values({n}, "g" + std::to_string(step), 0.1f);
       optimizer->step(1e-2);
     }
     auto& tensors = seen.emplace_back(1, weight);
@@ -129,7 +129,7 @@ TEST_P(StochasticOptimizer, TakesGradientsOfEitherType) {
 TEST_P(StochasticOptimizer, FollowsFp32OnTheAverage) {
   constexpr int64_t n = 4096;
   for (const double decay : {0.0, 10.0}) {
-    OptimConfig config = config_of(GetParam());
+    OptimConfig config = rounded_config(GetParam());
     config.weight_decay = decay;
     at::Tensor narrow = at::ones({n}, at::kBFloat16), wide = at::ones({n});
     const auto rounded = make_stochastic_rounding(config, 3, {{"w", narrow, {}}});

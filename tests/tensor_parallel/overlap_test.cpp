@@ -29,7 +29,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-constexpr double kParity = 1e-5;  // of a tensor's largest entry
+constexpr double kOverlapParity = 1e-5;  // of a tensor's largest entry
 constexpr TensorParallelOptions kOverlap{.overlap = true};
 
 at::Tensor numbers(at::IntArrayRef sizes, int64_t seed = 1) {
@@ -162,7 +162,7 @@ TEST_P(Overlapped, NetEqualsOneDevice) {
         net->zero_grad();
         EXPECT_NEAR(forward_backward(net, batch).item<double>(), loss, 5e-6 * loss);
         tensor->sum_shared_gradients(nn::unique_parameters(*net));
-        EXPECT_LT(difference_from(*net, gradients), kParity) << sizes.length << " positions";
+        EXPECT_LT(difference_from(*net, gradients), kOverlapParity) << sizes.length << " positions";
       }
     });
   }

@@ -20,6 +20,9 @@
 
 namespace tessera::testing {
 
+inline constexpr double kGradients = 1e-5;  // of a tensor's largest entry
+inline constexpr double kLosses = 5e-6;     // relative
+
 /// A folder with a small text, and a small model's recipe. Ends with the test.
 class TrainFixture : public ::testing::Test {
  protected:

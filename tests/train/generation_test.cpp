@@ -20,7 +20,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Settings = std::vector<std::string>;
 
-const std::string kSequence = "tensor.sequence_parallel=true";
+const std::string kBySequence = "tensor.sequence_parallel=true";
 
 class Reading : public testing::TrainFixture {
  protected:
@@ -75,13 +75,13 @@ class Reading : public testing::TrainFixture {
 };
 
 TEST_F(Reading, LlamaThatWasCutTwoWays) {
-  train_and_save("llama", 4, {"model.kv_heads=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", kSequence});
-  expect_read_alike({{3, {}}, {4, {}}, {2, {kSequence, "tensor.overlap=true"}}});  // with 3 and 4 ranks some share their keys
+  train_and_save("llama", 4, {"model.kv_heads=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", kBySequence});
+  expect_read_alike({{3, {}}, {4, {}}, {2, {kBySequence, "tensor.overlap=true"}}});  // with 3 and 4 ranks some share their keys
 }
 
 TEST_F(Reading, Gpt2WithTiedEmbeddings) {
   train_and_save("gpt2", 3, {"model.tie_embeddings=true", "mesh.tp=3"});
-  expect_read_alike({{2, {}}, {3, {kSequence}}});
+  expect_read_alike({{2, {}}, {3, {kBySequence}}});
 }
 
 TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
@@ -126,7 +126,7 @@ TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {
   EXPECT_THAT(refusal({"zero.stage=3"}, 2), AllOf(HasSubstr("zero.stage = 3: shards what training keeps"), HasSubstr("leave it out")));
   EXPECT_THAT(refusal({"mesh.dp_shard=2"}, 2), HasSubstr("mesh.dp_shard = 2"));
   EXPECT_THAT(refusal({"mesh.pp=2"}, 2), HasSubstr("mesh.pp = 2: pipeline parallelism is not part of this build"));
-  EXPECT_THAT(refusal({kSequence}, 2), HasSubstr("tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1"));
+  EXPECT_THAT(refusal({kBySequence}, 2), HasSubstr("tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1"));
   EXPECT_THAT(refusal({"mesh.tp=5"}, 5), HasSubstr("heads"));
   EXPECT_THAT(refusal({"mesh.tp=2"}, 3), HasSubstr("mesh"));
 }

@@ -27,7 +27,7 @@ using namespace testing_support;
 using comm::run_ranks;
 using comm::World;
 
-constexpr int64_t kBatch = 12;
+constexpr int64_t kModelBatch = 12;
 constexpr int kSteps = 4;
 
 struct Outcome {
@@ -61,13 +61,13 @@ std::vector<double> train(const LibraryModel& model, const std::function<Session
       restart();
     }
     Session& now = session();
-    const auto [x, y] = model.batch(kBatch, step);
+    const auto [x, y] = model.batch(kModelBatch, step);
     const int mine = parts / now.ranks;
     double total = 0;
     now.zero_grad();
     for (int pass = 0; pass < mine; ++pass) {
       const auto held = pass + 1 < mine ? now.no_sync() : Attachment();
-      const auto [begin, size] = chunk(kBatch, parts, now.rank * mine + pass);
+      const auto [begin, size] = chunk(kModelBatch, parts, now.rank * mine + pass);
       const nn::SampleScope samples({.seed = 7, .step = step + 1, .first_sample = begin});
       const at::Tensor loss = library_loss(model.forward(now.model, x.narrow(0, begin, size)), y.narrow(0, begin, size), y.numel());
       loss.backward();
@@ -87,7 +87,7 @@ std::unique_ptr<torch::optim::SGD> make_sgd(const std::vector<at::Tensor>& param
 at::Tensor evaluate(const LibraryModel& model, torch::nn::Module& module) {
   const at::NoGradGuard no_grad;
   module.eval();
-  at::Tensor out = model.forward(module, model.batch(kBatch, 0).first).clone();
+  at::Tensor out = model.forward(module, model.batch(kModelBatch, 0).first).clone();
   module.train();
   return out;
 }
@@ -228,14 +228,14 @@ template <class Optimizer>
 std::vector<double> play(Adversaries& models, Optimizer& of_generator, Optimizer& of_judge, int parts, int first, int count) {
   std::vector<double> losses;
   const auto loss_of = [&](const at::Tensor& judged, double label) {
-    return at::binary_cross_entropy(judged, at::full_like(judged, label), {}, at::Reduction::Sum) / static_cast<double>(kBatch);
+    return at::binary_cross_entropy(judged, at::full_like(judged, label), {}, at::Reduction::Sum) / static_cast<double>(kModelBatch);
   };
   for (int step = 0; step < 3; ++step) {
     const auto each = [&](auto&& run) {
       for (int part = first; part < first + count; ++part) {
-        const auto [begin, size] = chunk(kBatch, parts, part);
-        run(numbers({kBatch, 1, 6, 6}, "real" + std::to_string(step)).narrow(0, begin, size),
-            models.generator->forward(numbers({kBatch, 5, 1, 1}, "noise" + std::to_string(step)).narrow(0, begin, size)));
+        const auto [begin, size] = chunk(kModelBatch, parts, part);
+        run(numbers({kModelBatch, 1, 6, 6}, "real" + std::to_string(step)).narrow(0, begin, size),
+            models.generator->forward(numbers({kModelBatch, 5, 1, 1}, "noise" + std::to_string(step)).narrow(0, begin, size)));
       }
     };
     double total = 0;

@@ -15,7 +15,6 @@ namespace tessera::testing {
 using testing_support::SliceCollector;
 using Settings = std::vector<std::string>;
 
-inline constexpr double kLosses = 5e-6;  // relative
 inline constexpr int64_t kSaved = 3, kLast = 13;
 
 struct Layout {

@@ -15,8 +15,8 @@ using testing::difference;
 using testing::TrainFixture;
 using testing_support::SliceCollector;
 
-constexpr double kGradients = 1e-5;  // of a tensor's largest entry
-constexpr double kLosses = 5e-6;     // relative
+using testing::kGradients;
+using testing::kLosses;
 
 class Sharding : public TrainFixture {
  protected:

@@ -48,7 +48,7 @@ TEST(FindStragglers, LeavesOutDifferencesThatCostNothing) {
   EXPECT_THAT(ranks_of(find_stragglers({{0.001, 0.006}}, 1.2, 0.005)), ElementsAre(1));
 }
 
-std::vector<RankTimes> step(std::vector<double> compute) {
+std::vector<RankTimes> times_of(std::vector<double> compute) {
   std::vector<RankTimes> ranks;
   for (size_t rank = 0; rank < compute.size(); ++rank) ranks.push_back({.rank = static_cast<int>(10 * rank), .compute_s = compute[rank], .wait_s = 0});
   return ranks;
@@ -56,23 +56,23 @@ std::vector<RankTimes> step(std::vector<double> compute) {
 
 TEST(StragglerWatch, NamesOncePerEpisode) {
   StragglerWatch watch(1.2);
-  for (int i = 1; i < StragglerWatch::kWindow; ++i) EXPECT_THAT(watch.after_step(step({1, 2, 1})), IsEmpty()) << "too early to tell";
-  EXPECT_THAT(ranks_of(watch.after_step(step({1, 2, 1}))), ElementsAre(10)) << "the rank of the world";
-  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(step({1, 2, 1})), IsEmpty());
+  for (int i = 1; i < StragglerWatch::kWindow; ++i) EXPECT_THAT(watch.after_step(times_of({1, 2, 1})), IsEmpty()) << "too early to tell";
+  EXPECT_THAT(ranks_of(watch.after_step(times_of({1, 2, 1}))), ElementsAre(10)) << "the rank of the world";
+  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(times_of({1, 2, 1})), IsEmpty());
   // Back below the threshold is not yet caught up: it may swing around it without a line each time.
-  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(step({1, i < 10 ? 1.15 : 1.25, 1})), IsEmpty());
-  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(step({1, 1, 1})), IsEmpty());
+  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(times_of({1, i < 10 ? 1.15 : 1.25, 1})), IsEmpty());
+  for (int i = 0; i < 20; ++i) EXPECT_THAT(watch.after_step(times_of({1, 1, 1})), IsEmpty());
   std::vector<int> named;
   for (int i = 0; i < 20; ++i)
-    for (const int rank : ranks_of(watch.after_step(step({1, 2, 1})))) named.push_back(rank);
+    for (const int rank : ranks_of(watch.after_step(times_of({1, 2, 1})))) named.push_back(rank);
   EXPECT_THAT(named, ElementsAre(10)) << "another episode";
 }
 
 TEST(StragglerWatch, ForgetsStepsOlderThanItsWindow) {
   StragglerWatch watch(1.2);
-  for (int i = 0; i < 100; ++i) watch.after_step(step({1, 1}));
+  for (int i = 0; i < 100; ++i) watch.after_step(times_of({1, 1}));
   int steps = 1;
-  while (watch.after_step(step({1, 2})).empty() && steps < 100) ++steps;
+  while (watch.after_step(times_of({1, 2})).empty() && steps < 100) ++steps;
   EXPECT_GT(steps, StragglerWatch::kWindow / 2);
   EXPECT_LE(steps, StragglerWatch::kWindow);
 }
@@ -80,8 +80,8 @@ TEST(StragglerWatch, ForgetsStepsOlderThanItsWindow) {
 TEST(StragglerWatch, OffOrAloneNamesNobody) {
   StragglerWatch off(0), alone(1.2);
   for (int i = 0; i < 30; ++i) {
-    EXPECT_THAT(off.after_step(step({1, 5})), IsEmpty());
-    EXPECT_THAT(alone.after_step(step({5})), IsEmpty());
+    EXPECT_THAT(off.after_step(times_of({1, 5})), IsEmpty());
+    EXPECT_THAT(alone.after_step(times_of({5})), IsEmpty());
   }
 }
 

@@ -205,21 +205,21 @@ struct Form {
   int64_t gpt2, llama;  ///< gathers and scatters of the stream in a layer and micro-batch
 };
 
-const std::string kSequence = "tensor.sequence_parallel=true", kFull = "recompute.mode=full";
+const std::string kSequenceParallel = "tensor.sequence_parallel=true", kFull = "recompute.mode=full";
 
 TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
   // Recompute ends with the last operator that saved something: a dropout after the last sum of a block, or the product before it.
   const std::vector<Form> forms = {{{}, 8, 8},
-                                   {{kSequence}, 10, 10},
-                                   {{kSequence, "tensor.keep_gathered=true"}, 8, 8},
+                                   {{kSequenceParallel}, 10, 10},
+                                   {{kSequenceParallel, "tensor.keep_gathered=true"}, 8, 8},
                                    {{"recompute.mode=selective"}, 8, 8},
-                                   {{kSequence, "recompute.mode=selective"}, 10, 10},
+                                   {{kSequenceParallel, "recompute.mode=selective"}, 10, 10},
                                    {{kFull}, 12, 10},
-                                   {{kSequence, kFull}, 12, 11},
-                                   {{kSequence, kFull, "tensor.keep_gathered=true"}, 12, 11},
+                                   {{kSequenceParallel, kFull}, 12, 11},
+                                   {{kSequenceParallel, kFull, "tensor.keep_gathered=true"}, 12, 11},
                                    {{"tensor.overlap=true"}, 8, 8},
-                                   {{kSequence, "tensor.overlap=true"}, 10, 10},
-                                   {{kSequence, kFull, "tensor.overlap=true"}, 12, 11}};
+                                   {{kSequenceParallel, "tensor.overlap=true"}, 10, 10},
+                                   {{kSequenceParallel, kFull, "tensor.overlap=true"}, 12, 11}};
   for (const auto& [t, m] : {std::pair<int, int64_t>{2, 3}, {3, 1}, {4, 3}, {8, 1}}) {
     for (const std::string family : {"gpt2", "llama"}) {
       for (const Form& form : forms) {
@@ -227,7 +227,7 @@ TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
         auto sets = form.sets;
         sets.insert(sets.end(), {"mesh.tp=" + std::to_string(t), "batch.global_size=" + std::to_string(2 * m)});
         auto elements = sent(traffic_config(family, sets), t);
-        const bool gpt2 = family == "gpt2", sequence = !form.sets.empty() && form.sets[0] == kSequence;
+        const bool gpt2 = family == "gpt2", sequence = !form.sets.empty() && form.sets[0] == kSequenceParallel;
         for (int64_t layer = 0; layer < kLayers; ++layer) {
           EXPECT_EQ(elements["layers." + std::to_string(layer)], m * (gpt2 ? form.gpt2 : form.llama) * share(t, kStream));
         }
@@ -254,7 +254,7 @@ TEST(TensorTraffic, OfSharedKeysIsTheirGradientsOnceAStep) {
 TEST(TensorTraffic, OfTwoDimensionsIsBoth) {
   for (const std::string family : {"gpt2", "llama"}) {
     const int n = 2, t = 2, m = 3;
-    const std::vector<std::string> sets{"mesh.tp=2", kSequence, "batch.global_size=12"};
+    const std::vector<std::string> sets{"mesh.tp=2", kSequenceParallel, "batch.global_size=12"};
     auto both = sets;
     both.insert(both.end(), {"mesh.dp_shard=2", "zero.stage=3"});
     auto elements = sent(traffic_config(family, both), n * t);

@@ -14,7 +14,7 @@ namespace {
 using namespace testing_support;
 using Records = std::vector<comm::Record>;
 
-constexpr int kRanks = 2;
+constexpr int kDrawnRanks = 2;
 
 /// A matrix, and which part of it a rank has: activations as positions x features, weights as x w^T uses them, inputs down and outputs across.
 struct Holding {
@@ -126,7 +126,7 @@ class Reader {
   /// Even parts, so that a rank's begins after those of the ranks before it.
   Holding part(const std::string& name, const std::array<int64_t, 2>& size, const std::array<int64_t, 2>& whole) const {
     Holding held{.name = name, .whole = whole, .size = size};
-    for (size_t d = 0; d < 2; ++d) held.first[d] = size[d] == whole[d] ? 0 : chunk(whole[d], kRanks, rank_).first;
+    for (size_t d = 0; d < 2; ++d) held.first[d] = size[d] == whole[d] ? 0 : chunk(whole[d], kDrawnRanks, rank_).first;
     return held;
   }
 
@@ -173,7 +173,7 @@ class Reader {
 };
 
 constexpr double kMargin = 12, kScale = 5, kLeft = 64, kCell = 92, kCrossing = 118, kHeading = 62, kLabel = 27, kGap = 10, kLetter = 6.2;
-constexpr std::string_view kGray = "#666666", kOutline = "#bbbbbb", kBackward = "#222222";
+constexpr std::string_view kFaint = "#666666", kOutline = "#bbbbbb", kBackward = "#222222";
 
 double width_of(const Column& column) {
   if (column.held.empty()) return kCrossing;
@@ -206,7 +206,7 @@ void draw(Svg& svg, double center, double top, const Holding& held) {
                        held.kind == Holding::Kind::Term ? ", a term"
                        : all                            ? ""
                                                         : fmt::format(" of {} x {}", held.whole[0], held.whole[1])),
-           {.size = 9, .color = kGray, .anchor = "middle"});
+           {.size = 9, .color = kFaint, .anchor = "middle"});
 }
 
 using Line = std::vector<std::vector<Column>>;  ///< by rank
@@ -221,7 +221,7 @@ void draw_crossing(Svg& svg, double left, double top, double bottom, const Cross
   const auto color = Svg::color(0);
   double y = top + 10;
   const auto say = [&](const char* way, const std::vector<std::string>& texts, std::string_view ink) {
-    svg.text(left + 4, y, texts.empty() ? fmt::format("{}: nothing", way) : fmt::format("{}:", way), {.size = 10, .color = texts.empty() ? kGray : ink});
+    svg.text(left + 4, y, texts.empty() ? fmt::format("{}: nothing", way) : fmt::format("{}:", way), {.size = 10, .color = texts.empty() ? kFaint : ink});
     for (const auto& text : texts) svg.text(left + 10, y += 12, text, {.size = 10, .color = ink, .bold = true});
     y += 13;
   };
@@ -233,7 +233,7 @@ void draw_crossing(Svg& svg, double left, double top, double bottom, const Cross
 
 void draw_line(Svg& svg, double top, const Line& line) {
   const double each = rank_height(line), first = top + kHeading + 12;
-  for (int rank = 0; rank < kRanks; ++rank) {
+  for (int rank = 0; rank < kDrawnRanks; ++rank) {
     const double y = first + each * rank;
     svg.text(kMargin, y + each / 2, fmt::format("rank {}", rank), {.bold = true});
     double x = kLeft;
@@ -244,7 +244,7 @@ void draw_line(Svg& svg, double top, const Line& line) {
         draw(svg, x + width / 2, from, held);
         from += kScale * static_cast<double>(held.whole[0]) + kLabel + kGap;
       }
-      if (column.held.empty() && rank == 0) draw_crossing(svg, x, top, first + each * kRanks - kGap, column.crossing);
+      if (column.held.empty() && rank == 0) draw_crossing(svg, x, top, first + each * kDrawnRanks - kGap, column.crossing);
       x += width;
     }
   }
@@ -266,11 +266,12 @@ std::string picture(const std::vector<Log>& logs, const Log& whole, const std::v
   double width = 700, height = 8;
   for (const Part& part : parts) {
     Line line;
-    for (int rank = 0; rank < kRanks; ++rank) line.push_back(Reader(logs[rank], whole, rank).line(index_of(whole, part.first), index_of(whole, part.last) + 1));
+    for (int rank = 0; rank < kDrawnRanks; ++rank)
+      line.push_back(Reader(logs[rank], whole, rank).line(index_of(whole, part.first), index_of(whole, part.last) + 1));
     double across = kLeft + kMargin;
     for (const Column& column : line[0]) across += width_of(column);
     width = std::max(width, across);
-    height += 30 + kHeading + 12 + kRanks * rank_height(line);
+    height += 30 + kHeading + 12 + kDrawnRanks * rank_height(line);
     lines.push_back(line);
   }
   Svg svg(width, height + 42);
@@ -280,7 +281,7 @@ std::string picture(const std::vector<Log>& logs, const Log& whole, const std::v
     svg.text(kMargin, top + 14, fmt::format("{}; a rank sends {} elements forward, {} backward", parts[i].title, forward, backward),
              {.size = 14, .bold = true});
     draw_line(svg, top + 26, lines[i]);
-    top += 30 + kHeading + 12 + kRanks * rank_height(lines[i]);
+    top += 30 + kHeading + 12 + kDrawnRanks * rank_height(lines[i]);
   }
   double x = kMargin;
   for (const auto& [kind, text, room] : {std::tuple(Holding::Kind::Activation, "values a rank holds", 140.),
@@ -292,13 +293,13 @@ std::string picture(const std::vector<Log>& logs, const Log& whole, const std::v
   }
   svg.text(kMargin, top + 33,
            "outline: the whole. Values: positions down, features across. Weights: inputs down, outputs across. Lines: collectives, elements.",
-           {.size = 10, .color = kGray});
+           {.size = 10, .color = kFaint});
   return svg.str();
 }
 
 /// Holds the file of that name against what was observed, and the page against naming it.
 void expect_picture(const std::string& name, const Scene& scene, const std::vector<Part>& parts) {
-  testing_support::expect_picture_in_docs(name + ".svg", picture(observe(scene, kRanks), observe(scene, 1).front(), parts), "tensor-parallel.md");
+  testing_support::expect_picture_in_docs(name + ".svg", picture(observe(scene, kDrawnRanks), observe(scene, 1).front(), parts), "tensor-parallel.md");
 }
 
 TEST(TensorParallelPicture, OfAColumnWiseLayer) {

@@ -6,8 +6,8 @@ namespace {
 using testing::difference;
 using testing::TrainFixture;
 
-constexpr double kGradients = 1e-5;  // of a tensor's largest entry
-constexpr double kLosses = 5e-6;     // relative
+using testing::kGradients;
+using testing::kLosses;
 
 class TensorParallelRuns : public TrainFixture {
  protected:

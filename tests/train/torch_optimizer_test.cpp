@@ -40,7 +40,7 @@ const std::map<std::string, Make> kinds{
     {"rmsprop", [](auto p) { return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.005).momentum(0.5).centered(true)); }},
 };
 
-constexpr int64_t kSamples = 12;
+constexpr int64_t kTrainSamples = 12;
 
 /// One rank of a run: the net, wrapped, and an optimizer of libtorch over what the rank updates.
 struct TorchRun {
@@ -65,9 +65,9 @@ struct TorchRun {
 
   /// The loss of the whole batch of step `step`, before its update.
   double run_step(int64_t step, const comm::Group& group) {
-    const Batch mine = part_of(whole_batch(kSamples, step), ranks, rank);
+    const Batch mine = part_of(whole_batch(kTrainSamples, step), ranks, rank);
     wrapper().begin_step();
-    const at::Tensor loss = loss_of(net->forward(mine.x), mine.y, kSamples);
+    const at::Tensor loss = loss_of(net->forward(mine.x), mine.y, kTrainSamples);
     loss.backward();
     wrapper().finish();
     optimizer->step();
@@ -207,8 +207,8 @@ struct WrappedParts {
   void train(Two& two, World& world) {
     for (int step = 0; step < 2; ++step) {
       for (auto& synchronizer : synchronizers) synchronizer->clear_gradients();
-      const Batch mine = part_of(whole_batch(kSamples, step), world.size(), world.rank());
-      (loss_of(two.a->forward(mine.x), mine.y, kSamples) + 3 * loss_of(two.b->forward(mine.x * 2), mine.y, kSamples)).backward();
+      const Batch mine = part_of(whole_batch(kTrainSamples, step), world.size(), world.rank());
+      (loss_of(two.a->forward(mine.x), mine.y, kTrainSamples) + 3 * loss_of(two.b->forward(mine.x * 2), mine.y, kTrainSamples)).backward();
       optimizer->step();
       for (auto& synchronizer : synchronizers) synchronizer->after_update();
     }

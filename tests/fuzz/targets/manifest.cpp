@@ -7,8 +7,8 @@ namespace {
 
 const std::filesystem::path kPlace = "step_3/manifest.json";
 
-/// What is read is written and read again as the same.
-void read(const std::string& text) {
+/// What is read_manifest_text is written and read_manifest_text again as the same.
+void read_manifest_text(const std::string& text) {
   using namespace tessera::checkpoint;
   tessera::fuzz::accepts(kPlace.string(), [&] {
     const Manifest manifest = parse_manifest(text, kPlace);
@@ -23,7 +23,7 @@ void read(const std::string& text) {
 /// The text as it is, and with the hash that lets it past the first check.
 TESSERA_FUZZ_TARGET(manifest) {
   std::string body(input);
-  read(body);
+  read_manifest_text(body);
   if (const size_t hash = body.find(",\n\"manifest_hash\""); hash != std::string::npos) body.resize(hash);
-  read(body + ",\n\"manifest_hash\": \"" + tessera::hash_hex(body.data(), body.size()) + "\"\n}\n");
+  read_manifest_text(body + ",\n\"manifest_hash\": \"" + tessera::hash_hex(body.data(), body.size()) + "\"\n}\n");
 }
