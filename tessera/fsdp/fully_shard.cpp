@@ -275,7 +275,8 @@ class FullyShardedDataParallel::Impl {
   /// One rank has an owner of its parameters as many have.
   void claim(GradientSynchronizer* owner) {
     for (const auto& parameter : nn::unique_parameters(module_)) {
-      if (parameter.tensor.is_floating_point() && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
+      const bool has_gradients = parameter.tensor.is_floating_point() || parameter.tensor.is_complex();
+      if (has_gradients && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
     }
   }
 

@@ -607,6 +607,7 @@ class ShardedDataParallel::Impl {
   }
 
   void accumulated(size_t index) {
+    require_dense(parameters_[index]);
     const auto [bucket, slot] = slot_of_[index];
     complete_earlier_pass();
     if (!buckets_[bucket].awaits_gradient(slot)) take_gradient(index);
