@@ -181,10 +181,12 @@ class FullyShardedDataParallel::Impl {
   void unshard() {
     if (!active() || unsharded_) return;
     check_sharded("unshard");
-    require(!step_->in_backward(), "fully_shard: unshard() was called in a backward pass; call it between steps");
+    step_->recover();  // of a pass that ended by an exception
+    require(!step_->in_backward() || step_->aborted(), "fully_shard: unshard() was called in a backward pass; call it between steps");
     watch_.reset();
     attached_.detach();
     step_->leave();
+    step_->let_go();
     const comm::CallSite site("fsdp.unshard");
     cut_parameters().remove(*units_);
     units_->unshard();
