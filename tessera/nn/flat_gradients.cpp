@@ -52,6 +52,12 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
   return piece;
 }
 
+void require_dense(const nn::NamedParameter& parameter) {
+  const at::Tensor& gradient = parameter.tensor.grad();
+  require(!gradient.defined() || gradient.layout() == at::kStrided, "data parallelism: '", parameter.name, "' got a gradient of layout ", gradient.layout(),
+          ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
+}
+
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }
 
 bool occupies(const at::Tensor& gradient, const at::Tensor& view) {

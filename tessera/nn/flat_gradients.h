@@ -26,6 +26,9 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 /// The same in a shape of its own, row-major.
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes);
 
+/// Throws ConfigError, by name, where autograd has brought a gradient that is not dense: ranks are summed in flat memory.
+void require_dense(const nn::NamedParameter& parameter);
+
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
 
