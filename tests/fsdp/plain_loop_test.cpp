@@ -90,6 +90,27 @@ TEST_P(PlainLoop, ASecondBackwardAdds) {
   }
 }
 
+/// A gradient penalty does not reach the last bias, which the passes before it have.
+TEST_P(PlainLoop, APassThatAddsMayLeaveOutWhatAnEarlierOneUsed) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [&](DeepNet& net, auto& optimizer, const auto& batch, auto* sharded) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        for (int pass = 0; pass < 2; ++pass) {
+          net->skipped = pass == 1 ? &net->blocks[1] : nullptr;
+          const Batch mine = batch(2 * step + pass);
+          loss_of(net(mine.x), mine.y, samples).backward();
+        }
+        optimizer.step();
+      }
+      if (sharded == nullptr || sharded->group().size() == 1) return;
+      optimizer.zero_grad();  // what was cleared was used by nobody
+      const Batch mine = batch(0);
+      EXPECT_THAT(refusal([&] { loss_of(net(mine.x), mine.y, samples).backward(); }), HasSubstr("got no gradient in this step: 'block1."));
+    });
+  }
+}
+
 TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {
   for (const auto trigger : kBoth) {
     for (const bool to_none : {true, false}) {
