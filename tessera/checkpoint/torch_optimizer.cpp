@@ -224,6 +224,12 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
   return restored;
 }
 
+Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
+  Manifest manifest = read_manifest(folder);
+  require(!manifest.optimizer.empty(), folder.string(), ": saved without an optimizer; load the model alone: checkpoint::load(folder, model)");
+  return manifest;
+}
+
 }  // namespace
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
@@ -238,8 +244,13 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
   return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer), progress, group);
 }
 
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
+                           const nlohmann::json& progress) {
+  return save_all(dir, step, training_tensors(model, nullptr), nlohmann::json::object(), progress, group);
+}
+
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {
-  const Manifest manifest = read_manifest(folder);
+  const Manifest manifest = read_manifest_with_optimizer(folder);
   auto targets = training_tensors(model, nullptr);
   Restored restored = states_from(manifest, model, optimizer);
   targets.insert(targets.end(), restored.targets.begin(), restored.targets.end());
@@ -249,7 +260,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 }
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options) {
-  const Manifest manifest = read_manifest(folder);
+  const Manifest manifest = read_manifest_with_optimizer(folder);
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, &optimizer), options)};
   restore_optimizer(manifest.optimizer, optimizer, resumed.report);
   return resumed;

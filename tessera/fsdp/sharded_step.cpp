@@ -386,6 +386,7 @@ void ShardedStep::land() {
     at::Tensor before = std::exchange(aside_[i], {});
     const at::Tensor& tensor = parameters_[i].tensor;
     const at::Tensor came = trained_[i] && used[i] && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
+    if (before.defined()) used_.forgive(i);  // a pass that adds may leave a parameter out that an earlier one has used
     if (before.defined() && came.defined()) before.add_(came);
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
   }

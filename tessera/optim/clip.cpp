@@ -170,11 +170,11 @@ void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at:
 
 void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor) {
   const c10::NoGradGuard no_grad;
-  const auto rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
-  if (rounded.is_cpu() && *rounded.const_data_ptr<float>() == 1.0f) return;
+  const at::Tensor whole = factor.to(at::kDouble), rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
+  if (whole.is_cpu() && *whole.const_data_ptr<double>() == 1.0) return;
   for (const auto& parameter : parameters) {
     at::Tensor gradient = parameter.tensor.grad();
-    if (gradient.defined()) gradient.mul_(rounded);
+    if (gradient.defined()) gradient.mul_(c10::toRealValueType(gradient.scalar_type()) == at::kDouble ? whole : rounded);
   }
 }
 

@@ -294,6 +294,35 @@ TEST(TorchOptimizerCheckpoints, RefuseTheOptimizerOfAnotherModel) {
   }
 }
 
+TEST(TorchOptimizerCheckpoints, OfAModelAlone) {
+  const checkpoint::TemporaryFolder dir;
+  Net trained;
+  const at::Tensor scale = trained.scale.detach().clone();
+  std::filesystem::path folder;
+  run_ranks(3, [&](World& world) {
+    Net average;  // frozen, and wrapped for its memory alone
+    for (auto& parameter : average.parameters()) parameter.requires_grad_(false);
+    const auto sharded = fully_shard(average, world.group());
+    const auto saved = checkpoint::save(dir.path(), 7, average, world.group(), {{"decay", 0.9}});
+    if (world.rank() == 0) folder = saved;
+  });
+  run_ranks(2, [&](World& world) {
+    Net average;
+    const auto sharded = fully_shard(average, world.group());
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : average.parameters()) parameter.zero_();
+    }
+    const auto resumed = checkpoint::load(folder, average);
+    EXPECT_EQ(resumed.step, 7);
+    EXPECT_EQ(resumed.progress.at("decay"), 0.9);
+    torch::optim::SGD optimizer(average.parameters(), 0.1);
+    EXPECT_THAT(refusal([&] { checkpoint::load(folder, average, optimizer); }), HasSubstr("saved without an optimizer; load the model alone"));
+    unshard(average);
+    EXPECT_TRUE(at::equal(average.scale, scale));
+  });
+}
+
 TEST(TorchOptimizerCheckpoints, RefuseWhatDoesNotFit) {
   const checkpoint::TemporaryFolder folder;
   const auto refusal = [](auto&& action) -> std::string {
