@@ -46,6 +46,7 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 int eval(const Flags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
+  check_output_file("--dump-logits", flags.dump_logits);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
@@ -53,8 +54,8 @@ int eval(const Flags& flags) {
           model.max_seq_len.value_or(0), " tokens; give that or less");
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
   data::check_vocabulary(*tokenizer, model.vocab_size);
-  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir);
-  data::check_windows(*corpus, flags.seq_len, 1, "--seq-len");
+  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file");
+  data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const int ranks = world_size(flags.nproc);
   reading_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);

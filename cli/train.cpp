@@ -84,12 +84,13 @@ std::string record_dir(const Config& config) {
 void write_text(const std::filesystem::path& file, const std::string& text, bool strict) {
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
+  const int no_folder = error.value();
   std::filesystem::path whole = file;
   whole += ".new";
   errno = 0;
   std::ofstream out(whole, std::ios::trunc);
   out << text << std::flush;
-  int reason = out.good() ? 0 : errno;
+  int reason = out.good() ? 0 : no_folder != 0 ? no_folder : errno;
   if (out.good()) {
     out.close();
     std::filesystem::rename(whole, file, error);
@@ -124,14 +125,6 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
       detail::concat(inputs.resume->folder.string(),
                      " recorded other collective algorithms than the damaged one: sums are added in another order from here on, so the run "
                      "goes on, but not bit for bit"));
-}
-
-// Refused before any rank is started.
-void check_report(const Flags& flags) {
-  if (flags.memory_report_file.empty()) return;
-  const auto folder = std::filesystem::absolute(flags.memory_report_file).parent_path();
-  require(std::filesystem::is_directory(folder), "--memory-report = ", flags.memory_report_file, ": there is no folder ", folder.string(),
-          "; make it, or name a file in one that exists");
 }
 
 // Ends this rank with one sentence that says what would fit. What the first rank that runs out can tell is told once: the others mostly follow in the same
@@ -193,7 +186,7 @@ int train(const Flags& flags) {
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
-  check_report(flags);
+  check_output_file("--memory-report", flags.memory_report_file);
   check_host_memory(here, size);
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);

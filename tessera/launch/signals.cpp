@@ -100,6 +100,7 @@ void CaughtSignals::restore_defaults() {
   for (const int signal : kSignals) {
     if (!is_ignored(signal)) ::signal(signal, SIG_DFL);
   }
+  ::signal(SIGXFSZ, SIG_DFL);  // which the command itself ignores
 }
 
 }  // namespace tessera::launch
