@@ -63,6 +63,9 @@ std::optional<DumpRequest> dump_request(const Flags& flags, const Config& config
   require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
   if (flags.dump_dir.empty()) return std::nullopt;
   require(flags.dump_step <= config.run.steps, "--dump-step = ", flags.dump_step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
+  std::error_code error;
+  std::filesystem::create_directories(flags.dump_dir, error);
+  require(!error, "--dump-dir = ", flags.dump_dir, ": cannot be made: ", error.message(), "; name a folder that can be written");
   return DumpRequest{flags.dump_step, flags.dump_dir};
 }
 
@@ -222,7 +225,6 @@ int train(const Flags& flags) {
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
       write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config), flags.strict_log);
-      if (dump) std::filesystem::create_directories(dump->dir);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));

@@ -12,11 +12,10 @@
 namespace tessera::data {
 
 SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks)
-    : corpus_(std::move(corpus)), seq_len_(seq_len), windows_(corpus_->windows(seq_len)) {
+    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)) {
   invariant(seq_len > 0 && micro_size > 0, "sequential loader of seq_len ", seq_len, ", micro_size ", micro_size);
   check_windows(*corpus_, seq_len, 1, "evaluation");
-  micro_size_ = std::min(micro_size, windows_);  // rows beyond the windows would be padding alone
-  const int64_t micro_batches = (windows_ + micro_size_ - 1) / micro_size_;
+  const int64_t micro_batches = (windows_ + micro_size - 1) / micro_size;
   std::tie(begin_, size_) = chunk(micro_batches, ranks, rank);
   count_ = chunk(micro_batches, ranks, 0).second;
 }

@@ -126,6 +126,11 @@ class BadInput(SystemTest):
             self.assertIn("--output", self.refusal(run("tokenize", *arguments, text, "-o", self.folder / "folder.model")))
         self.assertFalse(list(self.folder.glob("*.partial")))
 
+    def test_folders_and_numbers_that_cannot_be(self):
+        done, _ = self.train("dump", "--dump-step", 1, "--dump-dir", self.folder / "text.txt" / "dump", expect=2)
+        self.assertIn("--dump-dir", self.refusal(done))
+        self.assertIn("--nproc-per-node = 1000000000", self.refusal(run("run", "--nproc-per-node", 10**9, "true")))
+
     def test_the_last_line_says_what_is_wrong_with_the_flags(self):
         self.assertIn("--prompt is required", self.refusal(run("generate", "--checkpoint", self.folder)))
 

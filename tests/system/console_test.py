@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import subprocess
+import time
 import unittest
 
 from support import SystemTest, TESSERA, environment, metrics, run
@@ -55,6 +56,30 @@ class Console(SystemTest):
         self.assertGreater(len(kept), 5)
         self.assertEqual([line["step"] for line in kept], list(range(1, len(kept) + 1)))
         self.assertEqual(list(saved.iterdir()), [], "what was written in part is gone")
+
+    def test_a_console_that_goes_ends_no_job(self):
+        script = "for i in 1 2 3 4 5 6 7 8 9; do echo $i; sleep 0.1; done; touch " + str(self.folder / "ended")
+        job = subprocess.Popen([TESSERA, "run", "--prefix", "--", "sh", "-c", script], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.assertEqual(job.stdout.readline(), b"[rank 0] 1\n")
+        job.stdout.close()
+        self.assertEqual(job.wait(timeout=60), 0)
+        self.assertTrue((self.folder / "ended").exists())
+
+    def test_two_live_runs_in_one_log_folder_hear_of_it(self):
+        log = self.folder / "shared"
+        command = [TESSERA, "train", self.recipe, "--set", f"log.dir={log}", "--set"]
+        first = subprocess.Popen([*map(str, command), "run.steps=100000"], env=environment(), stderr=subprocess.PIPE, text=True)
+        until = time.time() + 60
+        while time.time() < until and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").stat().st_size > 0):
+            time.sleep(0.1)
+        second = run(*command[1:], "run.steps=3")
+        first.terminate()
+        _, said = first.communicate(timeout=60)
+        self.assertEqual([first.returncode, second.returncode], [0, 0], said + second.stderr)
+        self.assertIn("another run that still trains writes its records there", second.stderr)
+        self.assertIn("of this run are lost: another run", said)
+        alone = run(*command[1:], "run.steps=3")
+        self.assertNotIn("another run", alone.stderr)
 
     def test_a_working_directory_that_is_gone(self):
         gone = self.folder / "gone"
