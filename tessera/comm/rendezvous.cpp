@@ -146,21 +146,13 @@ class Rendezvous {
         if (found.problem.empty()) {
           local_address_ = std::move(found.local_address);
           master_.hosts = {host};
-          return join(host);
+          return join_store({.host = host, .port = master_.port}, until(deadline_));
         }
         problem = std::move(found.problem);
       }
       if (Clock::now() + pause > deadline_) throw CommError(problem);
       std::this_thread::sleep_for(pause);
     }
-  }
-
-  Store join(const std::string& host) const {
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<uint16_t>(master_.port);
-    options.timeout = until(deadline_);
-    options.waitWorkers = false;  // it would count, but not say who is missing
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
   }
 
   void announce(const Store& store) const {
