@@ -53,8 +53,6 @@ int bench_ranks(const std::optional<int>& nproc);
 void require_known(const char* knob, const std::string& name, const std::vector<std::string>& known);
 [[noreturn]] void refuse_unknown(const char* knob, const std::string& name, const std::vector<std::string>& known);
 
-/// Refuses a file, where one is asked for, in a folder that does not exist: before anything is measured for it.
-void check_folder(const char* knob, const std::string& file);
 /// Refuses what starting copies over one of `backends` would need and this host lacks (mpirun).
 void check_launchers(const std::vector<std::string>& backends);
 

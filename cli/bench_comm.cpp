@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "cli/bench.h"
+#include "cli/common.h"
 #include "tessera/comm/algorithms/plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/engine.h"
@@ -109,8 +110,8 @@ Plan read_plan(const BenchCommFlags& flags) {
   require_known("--buffer", flags.buffers, {"plain", "shared"});
   plan.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
   check_limits(flags.seconds, flags.iterations);
-  check_folder("--table", flags.table);
-  check_folder("--svg", flags.svg);
+  check_output_file("--table", flags.table);
+  check_output_file("--svg", flags.svg);
   plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
   plan.nproc = bench_ranks(flags.nproc);
   if (comm::read_environment().launched) {

@@ -82,12 +82,6 @@ void require_known(const char* knob, const std::string& name, const std::vector<
   if (std::ranges::find(known, name) == known.end()) refuse_unknown(knob, name, known);
 }
 
-void check_folder(const char* knob, const std::string& file) {
-  if (file.empty()) return;
-  const auto folder = std::filesystem::absolute(file).parent_path();
-  require(std::filesystem::is_directory(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name another file");
-}
-
 void check_launchers(const std::vector<std::string>& backends) {
   const bool needs_mpi = std::ranges::find(backends, "mpi") != backends.end();
   require(!needs_mpi || in_path("mpirun"),

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include "cli/bench.h"
+#include "cli/common.h"
 #include "tessera/comm/backends/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
@@ -85,7 +86,7 @@ void present(const BenchTpFlags& flags, const std::vector<LayerRow>& rows) {
 int bench_tp(const BenchTpFlags& flags) {
   require_known("--backend", flags.backend, comm::engine_names());
   check_limits(flags.seconds, flags.iterations);
-  check_folder("--svg", flags.svg);
+  check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = read_cases(flags, nproc);
   const auto environment = comm::read_environment();

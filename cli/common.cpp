@@ -1,5 +1,7 @@
 #include "cli/common.h"
 
+#include <filesystem>
+
 #include "tessera/core/error.h"
 #include "tessera/launch/local.h"
 
@@ -12,6 +14,13 @@ int world_size(int nproc) {
   require(nproc == 1 || nproc == environment.size, "--nproc = ", nproc, ": a launcher already started this process as one of ", environment.size,
           " ranks; leave --nproc out");
   return environment.size;
+}
+
+void check_output_file(const char* knob, const std::string& file) {
+  if (file.empty()) return;
+  const auto folder = std::filesystem::absolute(file).parent_path();
+  require(std::filesystem::is_directory(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
+  require(!std::filesystem::is_directory(file), knob, " = ", file, ": is a folder; name a file in it");
 }
 
 bool starts_copies(int nproc) { return nproc > 1 && !comm::read_environment().launched; }

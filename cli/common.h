@@ -14,6 +14,9 @@ int world_size(int nproc);
 /// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end and `variables` set, and returns the exit code of the whole.
 int run_copies(int nproc, const std::vector<std::string>& more = {}, const std::vector<std::pair<std::string, std::string>>& variables = {});
 
+/// Refuses a file to write, where one is asked for, in a folder that does not exist, or that is a folder itself: before anything is computed for it.
+void check_output_file(const char* knob, const std::string& file);
+
 /// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
 bool starts_copies(int nproc);
 

@@ -26,6 +26,7 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
 }
 
 int convert(const ConvertFlags& flags) {
+  require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
   const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out,

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -33,8 +34,8 @@ struct EvalFlags {
 };
 
 // The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
-void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, bool writes) {
-  data::SequentialLoader loader(std::move(corpus), flags.seq_len, flags.micro_size);
+void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, int64_t micro_size, bool writes) {
+  data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size);
   at::NoGradGuard no_grad;
   const at::Tensor logits = model.logits(loader.next()->tokens).to(at::kFloat);
   if (!writes) return;
@@ -46,6 +47,7 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 int eval(const EvalFlags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
+  check_output_file("--dump-logits", flags.dump_logits);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
@@ -53,8 +55,9 @@ int eval(const EvalFlags& flags) {
           model.max_seq_len.value_or(0), " tokens; give that or less");
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
   data::check_vocabulary(*tokenizer, model.vocab_size);
-  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir);
-  data::check_windows(*corpus, flags.seq_len, 1, "--seq-len");
+  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file");
+  data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
+  const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
   reading_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
@@ -66,8 +69,8 @@ int eval(const EvalFlags& flags) {
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const auto loaded = load_model(source, mesh["tp"]);
-    found = evaluate(*loaded.model, corpus, flags.seq_len, flags.micro_size, mesh[data_axes()]);
-    if (!flags.dump_logits.empty() && mesh.rank(data_axes()) == 0) write_logits(*loaded.model, corpus, flags, world.rank() == 0);
+    found = evaluate(*loaded.model, corpus, flags.seq_len, micro_size, mesh[data_axes()]);
+    if (!flags.dump_logits.empty() && mesh.rank(data_axes()) == 0) write_logits(*loaded.model, corpus, flags, micro_size, world.rank() == 0);
   });
   if (world.rank() != 0) return 0;
   if (flags.json) {

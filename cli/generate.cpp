@@ -65,6 +65,13 @@ class Printer {
   std::string waiting_;
 };
 
+/// Before a rank starts, and before the prompt is printed.
+void check_sampling(const SampleOptions& sample) {
+  require(sample.temperature >= 0, "--temperature = ", sample.temperature, ": it must be 0 (always the most likely token) or more");
+  require(sample.top_k >= 0, "--top-k = ", sample.top_k, ": it must be at least 1, or 0 for all tokens");
+  require(sample.top_p > 0 && sample.top_p <= 1, "--top-p = ", sample.top_p, ": it must be above 0, and at most 1 for all tokens");
+}
+
 /// One text is made by one copy of the model.
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
@@ -74,6 +81,7 @@ void check_layout(const Config& config, int ranks) {
 
 int generate_text(const GenerateFlags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
+  check_sampling(flags.sample);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);

@@ -1,4 +1,6 @@
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <string_view>
@@ -23,6 +25,15 @@ namespace {
   _exit(kind == tessera::launch::Failure::Config ? 2 : 1);
 }
 
+// What was printed is the result; a full disk behind a redirection must not pass for success.
+void finish_output() {
+  const bool lost_before = std::ferror(stdout) != 0;
+  errno = 0;
+  if (std::fflush(stdout) == 0 && !lost_before) return;
+  const std::string reason = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
+  fail(tessera::launch::Failure::Other, "standard output cannot be written" + reason + "; what it holds is not whole: make room, and run this again");
+}
+
 }  // namespace
 
 /// The program's main, called by start.cpp.
@@ -31,6 +42,7 @@ extern "C" int tessera_command(int argc, char** argv) {
   CLI::App app{"tessera trains models that do not fit, or do not finish, on one device."};
   app.set_version_flag("--version", tessera::version());
   app.require_subcommand(1);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) { return std::string("tessera: ") + error.what() + "; --help says what there is\n"; });
   int exit_code = 0;
   tessera::cli::add_train(app, exit_code);
   tessera::cli::add_eval(app, exit_code);
@@ -57,5 +69,6 @@ extern "C" int tessera_command(int argc, char** argv) {
   } catch (const std::exception& e) {
     fail(Failure::Other, e.what());
   }
+  finish_output();
   return exit_code;
 }

@@ -1,6 +1,8 @@
 // What the command is before it is anything else. Loading libtorch takes a third of a second, from a cold disk many; a program that is linked to it has no word
 // in what a signal does meanwhile. So this one is linked to nothing, says what becomes of Ctrl-C, and only then loads the rest. Until somebody else takes
 // over (a launcher, a run that can stop after a step and save), the answer is one sentence and exit code 1.
+#include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -8,12 +10,14 @@
 #include <initializer_list>
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace {
 
 constexpr const char* kCommands = "libtessera_cli.so";
 constexpr const char* kEntry = "tessera_command";
+constexpr int kBadInput = 2;
 
 // On whichever thread, so nothing here may allocate or lock.
 extern "C" void end_here(int signal) {
@@ -31,11 +35,28 @@ bool is_a_rank() {
   return false;
 }
 
+// A standard stream that is closed gives its number to the next file that is opened: a checkpoint or a packed text would take what is meant for the console.
+void hold_standard_streams() {
+  for (int stream = open("/dev/null", O_RDWR); stream >= 0; stream = open("/dev/null", O_RDWR)) {
+    if (stream > STDERR_FILENO) {
+      close(stream);
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  hold_standard_streams();
+  std::signal(SIGXFSZ, SIG_IGN);  // then a write beyond `ulimit -f` fails as on a full disk, and whoever writes says so
   if (!is_a_rank()) {
     for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, end_here);
+  }
+  char folder[PATH_MAX];
+  if (getcwd(folder, sizeof folder) == nullptr) {  // which libraries of libtorch do not survive
+    std::fprintf(stderr, "tessera: the working directory cannot be found: %s; change to a folder that exists\n", std::strerror(errno));
+    return kBadInput;
   }
   void* const commands = dlopen(kCommands, RTLD_NOW | RTLD_GLOBAL);
   void* const entry = commands != nullptr ? dlsym(commands, kEntry) : nullptr;

@@ -25,10 +25,22 @@ struct TokenizeFlags {
 
 std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
+/// Before any text is read. What is written must not take the place of what it is made from.
+std::string output_of(const TokenizeFlags& flags, const std::string& output) {
+  std::error_code neither;
+  require(!std::filesystem::is_directory(output, neither), "--output = ", output, ": is a folder; name a file in it");
+  for (const auto& file : flags.files) {
+    require(!std::filesystem::equivalent(file, output, neither), "--output = ", output, ": is one of the texts, and would be overwritten; name another file");
+  }
+  return output;
+}
+
 void train_tokenizer(const TokenizeFlags& flags) {
   require(flags.vocab_size > 0, "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
   require(flags.tokenizer.empty(), "--tokenizer and --train exclude each other: --train makes a new one");
-  const auto model = data::train_tokenizer(paths(flags.files), flags.vocab_size, flags.output.empty() ? "tokenizer.model" : flags.output, flags.training);
+  std::filesystem::path output = flags.output.empty() ? "tokenizer.model" : flags.output;
+  if (output.extension() != ".model") output += ".model";
+  const auto model = data::train_tokenizer(paths(flags.files), flags.vocab_size, output_of(flags, output.string()), flags.training);
   std::printf("%s: %lld ids\n", model.c_str(), static_cast<long long>(flags.vocab_size));
 }
 
@@ -37,8 +49,8 @@ void pack(const TokenizeFlags& flags) {
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer);
   Config defaults;
   resolve(defaults);
-  const auto corpus = flags.output.empty() ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir)
-                                           : data::Corpus::build(paths(flags.files), *tokenizer, flags.output);
+  const auto corpus = flags.output.empty() ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir, 0, "FILES")
+                                           : data::Corpus::build(paths(flags.files), *tokenizer, output_of(flags, flags.output), 0, "FILES");
   std::printf("%s: %lld tokens of %s of text, %.3f bytes a token\n", corpus->path().c_str(), static_cast<long long>(corpus->tokens()),
               format_bytes(corpus->text_bytes()).c_str(), static_cast<double>(corpus->text_bytes()) / static_cast<double>(corpus->tokens()));
 }

@@ -63,6 +63,9 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
   require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
   if (flags.dump_dir.empty()) return std::nullopt;
   require(flags.dump_step <= config.run.steps, "--dump-step = ", flags.dump_step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
+  std::error_code error;
+  std::filesystem::create_directories(flags.dump_dir, error);
+  require(!error, "--dump-dir = ", flags.dump_dir, ": cannot be made: ", error.message(), "; name a folder that can be written");
   return DumpRequest{flags.dump_step, flags.dump_dir};
 }
 
@@ -84,12 +87,13 @@ std::string record_dir(const Config& config) {
 void write_text(const std::filesystem::path& file, const std::string& text, bool strict) {
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
+  const int no_folder = error.value();
   std::filesystem::path whole = file;
   whole += ".new";
   errno = 0;
   std::ofstream out(whole, std::ios::trunc);
   out << text << std::flush;
-  int reason = out.good() ? 0 : errno;
+  int reason = out.good() ? 0 : no_folder != 0 ? no_folder : errno;
   if (out.good()) {
     out.close();
     std::filesystem::rename(whole, file, error);
@@ -124,14 +128,6 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
       detail::concat(inputs.resume->folder.string(),
                      " recorded other collective algorithms than the damaged one: sums are added in another order from here on, so the run "
                      "goes on, but not bit for bit"));
-}
-
-// Refused before any rank is started.
-void check_report(const TrainFlags& flags) {
-  if (flags.memory_report_file.empty()) return;
-  const auto folder = std::filesystem::absolute(flags.memory_report_file).parent_path();
-  require(std::filesystem::is_directory(folder), "--memory-report = ", flags.memory_report_file, ": there is no folder ", folder.string(),
-          "; make it, or name a file in one that exists");
 }
 
 // Ends this rank with one sentence that says what would fit. What the first rank that runs out can tell is told once: the others mostly follow in the same
@@ -202,7 +198,7 @@ int train(const TrainFlags& flags) {
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
-  check_report(flags);
+  check_output_file("--memory-report", flags.memory_report_file);
   check_host_memory(here, size);
   const bool first = comm::read_environment().rank == 0;
   Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
@@ -240,7 +236,6 @@ int train(const TrainFlags& flags) {
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
       write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config), flags.strict_log);
-      if (dump) std::filesystem::create_directories(dump->dir);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));

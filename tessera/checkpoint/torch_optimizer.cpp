@@ -1,6 +1,8 @@
 #include "tessera/checkpoint/torch_optimizer.h"
 
+#include <algorithm>
 #include <functional>
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -34,6 +36,7 @@ struct Kind {
   std::function<int64_t(OptimizerParamState&)> count;
   std::function<void(OptimizerParamState&, int64_t)> set_count;
   std::function<std::unique_ptr<OptimizerParamState>()> make;
+  bool from_start = false;  ///< state is there before the first update, and has to be
 };
 
 template <class State>
@@ -57,7 +60,11 @@ Kind kind_of(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   if (dynamic_cast<const Adam*>(&optimizer)) return of_adam<AdamParamState>("adam");
   if (dynamic_cast<const AdamW*>(&optimizer)) return of_adam<AdamWParamState>("adamw");
-  if (dynamic_cast<const Adagrad*>(&optimizer)) return counted<AdagradParamState>("adagrad", {field<AdagradParamState>("sum", &AdagradParamState::sum)});
+  if (dynamic_cast<const Adagrad*>(&optimizer)) {
+    Kind kind = counted<AdagradParamState>("adagrad", {field<AdagradParamState>("sum", &AdagradParamState::sum)});
+    kind.from_start = true;
+    return kind;
+  }
   if (dynamic_cast<const RMSprop*>(&optimizer)) {
     using State = RMSpropParamState;
     return counted<State>("rmsprop", {field<State>("square_avg", &State::square_avg), field<State>("momentum_buffer", &State::momentum_buffer),
@@ -157,16 +164,33 @@ namespace {
 
 /// State that a checkpoint has for an optimizer's parameters, beside the one that it has now.
 struct Restored {
+  struct State {
+    void* key;
+    std::unique_ptr<OptimizerParamState> state;  ///< null: never updated
+    std::vector<std::string> stored;             ///< the parameter and what its state was read from
+  };
+  struct Rate {
+    double value;
+    std::string parameter;  ///< the first that has it
+  };
   std::vector<SlicedTensor> targets;
-  std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>> states;  ///< null: never updated
-  std::vector<std::pair<torch::optim::OptimizerParamGroup*, double>> rates;
+  std::vector<State> states;
+  std::map<torch::optim::OptimizerParamGroup*, Rate> rates;
 
-  void install(torch::optim::Optimizer& optimizer) {
-    for (auto& [key, state] : states) {
+  /// What LoadOptions::partial left as it was keeps the state that it has.
+  void install(torch::optim::Optimizer& optimizer, const LoadReport& report) {
+    for (auto& [key, state, stored] : states) {
+      if (std::ranges::any_of(stored, [&](const std::string& name) { return report.fresh.contains(name); })) continue;
       optimizer.state().erase(key);
       if (state) optimizer.state()[key] = std::move(state);
     }
-    for (const auto& [group, rate] : rates) group->options().set_lr(rate);
+    for (const auto& [group, rate] : rates) group->options().set_lr(rate.value);
+  }
+
+  void set_rate(torch::optim::OptimizerParamGroup* group, double value, const std::string& parameter) {
+    const auto& first = rates.try_emplace(group, Rate{value, parameter}).first->second;
+    require(first.value == value, "the checkpoint's optimizer has learning rates of ", first.value, " ('", first.parameter, "') and ", value, " ('", parameter,
+            "') for parameters that are in one group here; make the groups that were saved (OptimizerParamGroup), or load the model alone");
   }
 };
 
@@ -181,21 +205,29 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
   for (const auto& parameter : updated_by(model, optimizer)) {
     const auto count = read(manifest.optimizer, [&](const nlohmann::json& json) -> std::optional<int64_t> {
       const auto rates = json.find("lr");
-      if (rates != json.end() && rates->contains(parameter.name)) restored.rates.emplace_back(parameter.group, rates->at(parameter.name).get<double>());
+      if (rates != json.end() && rates->contains(parameter.name)) restored.set_rate(parameter.group, rates->at(parameter.name).get<double>(), parameter.name);
       const auto& counts = json.at("update_counts");
       return counts.contains(parameter.name) ? std::optional(to_integer(counts.at(parameter.name))) : std::nullopt;
     });
-    auto& state = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr).second;
+    if (!count && kind.from_start) continue;
+    auto& [key, state, stored] = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr, std::vector{"model." + parameter.name});
     for (const auto& field : kind.fields) {
       auto held = over(parameter, field.name, {});
       if (!count || !manifest.tensors.contains(held.slice.name)) continue;
       if (!state) state = kind.make();
       field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor);
+      stored.push_back(held.slice.name);
       restored.targets.push_back(std::move(held));
     }
     if (state) kind.set_count(*state, *count);
   }
   return restored;
+}
+
+Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
+  Manifest manifest = read_manifest(folder);
+  require(!manifest.optimizer.empty(), folder.string(), ": saved without an optimizer; load the model alone: checkpoint::load(folder, model)");
+  return manifest;
 }
 
 }  // namespace
@@ -212,18 +244,23 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
   return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer), progress, group);
 }
 
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
+                           const nlohmann::json& progress) {
+  return save_all(dir, step, training_tensors(model, nullptr), nlohmann::json::object(), progress, group);
+}
+
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {
-  const Manifest manifest = read_manifest(folder);
+  const Manifest manifest = read_manifest_with_optimizer(folder);
   auto targets = training_tensors(model, nullptr);
   Restored restored = states_from(manifest, model, optimizer);
   targets.insert(targets.end(), restored.targets.begin(), restored.targets.end());
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, targets, options)};
-  restored.install(optimizer);
+  restored.install(optimizer, resumed.report);
   return resumed;
 }
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options) {
-  const Manifest manifest = read_manifest(folder);
+  const Manifest manifest = read_manifest_with_optimizer(folder);
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, &optimizer), options)};
   restore_optimizer(manifest.optimizer, optimizer, resumed.report);
   return resumed;

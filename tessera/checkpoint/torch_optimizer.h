@@ -30,6 +30,10 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress = nlohmann::json::object());
 
+/// The same of a model without an optimizer: an average of weights, a target network, what is done. Loaded by the load() that takes none.
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
+                           const nlohmann::json& progress = nlohmann::json::object());
+
 /// What a checkpoint gave back.
 struct Resumed {
   int64_t step = 0;

@@ -1,7 +1,10 @@
 #include "tessera/comm/rendezvous.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <sstream>
+#include <string>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -78,7 +81,21 @@ class Rendezvous {
  private:
   bool serves() const { return environment_.rank == 0 && !environment_.agent_store; }
 
-  Store connect() { return serves() ? serve() : reach(); }
+  Store connect() {
+    if (serves()) return serve();
+    auto store = reach();
+    const int earlier = environment_.agent_store ? earlier_worlds() : 0;
+    if (earlier > 0) store = c10::make_intrusive<c10d::PrefixStore>(detail::concat("world/", earlier), std::move(store));
+    return store;
+  }
+
+  // The launcher's store outlives a world: the next one of the process, which is the next one on every rank, must not find its keys. Ranks may be threads.
+  int earlier_worlds() const {
+    static std::mutex mutex;
+    static std::map<std::string, int> worlds;
+    const std::lock_guard lock(mutex);
+    return worlds[detail::concat(environment_.rank, " of ", master_.describe(), ", ", environment_.restart_count)]++;
+  }
 
   // Rank 0's port is known once it serves; what it tells is "port host host ...". Later worlds of the process meet at the same place, under keys of their own.
   Store learn_and_connect() {
@@ -129,21 +146,13 @@ class Rendezvous {
         if (found.problem.empty()) {
           local_address_ = std::move(found.local_address);
           master_.hosts = {host};
-          return join(host);
+          return join_store({.host = host, .port = master_.port}, until(deadline_));
         }
         problem = std::move(found.problem);
       }
       if (Clock::now() + pause > deadline_) throw CommError(problem);
       std::this_thread::sleep_for(pause);
     }
-  }
-
-  Store join(const std::string& host) const {
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<uint16_t>(master_.port);
-    options.timeout = until(deadline_);
-    options.waitWorkers = false;  // it would count, but not say who is missing
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
   }
 
   void announce(const Store& store) const {

@@ -89,8 +89,9 @@ Environment read_environment();
 /// Groups and meshes made from a world may outlive it; a moved-from world may only be destroyed or assigned to.
 class World {
  public:
-  /// Joins the ranks that the launcher's variables name, or is alone. Blocks until all have come. Throws ConfigError (variables, backend)
-  /// and CommError (address, port, cause, seconds waited).
+  /// Joins the ranks that the launcher's variables name, or is alone. Blocks until all have come. A process may do so again, on every rank alike; while
+  /// another world lives, only where rank 0 does not serve the store itself at a given port (srun, variables set by hand). Throws ConfigError (variables,
+  /// backend) and CommError (address, port, cause, seconds waited).
   static World from_environment(const WorldOptions& options = {});
   static World join(const Environment& environment, const WorldOptions& options = {});
   /// Joins through a store that exists already. Without a backend name of its own, "auto" is Gloo.

@@ -105,6 +105,9 @@ enum class Purpose { Train, Plan };
 /// configuration (from_hf already read into it). Opens no file and starts no process group.
 void validate(const Config& config, int world_size, Purpose purpose = Purpose::Train);
 
+/// The rules that hold where a model is only read (`eval`, `generate`): of its shape, and of the process that computes with it.
+void validate_reading(const Config& config);
+
 /// Sizes of the axes in `mesh.order`, slowest first, with -1 and unset replaced: their product is `world_size`.
 /// Throws ConfigError naming the knob, or printing the whole product.
 std::vector<std::pair<std::string, int>> resolve_mesh(const MeshConfig& mesh, int zero_stage, int world_size);

@@ -16,6 +16,8 @@ std::vector<std::string> split_choices(std::string_view choices);
 /// A TOML basic string.
 std::string quoted(std::string_view text);
 
+bool is_utf8(const std::string& text);
+
 template <class T>
 struct is_optional : std::false_type {};
 template <class T>

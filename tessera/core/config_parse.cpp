@@ -233,7 +233,7 @@ void apply_set(Config& config, const std::string& set) {
   require(equals != std::string::npos, "--set ", set, ": expected key=value, such as optim.lr=1e-3");
   const std::string full_key = trimmed(set.substr(0, equals));
   const std::string text = set.substr(equals + 1);
-  require(parse_value(detail::quoted(text)).has_value(), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
+  require(detail::is_utf8(text), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
           "write it in UTF-8, or rename the file that it names");
   const auto dot = full_key.find('.');
   require(dot != std::string::npos, "unknown key ", full_key, " (--set): expected section.key; the nearest known key is ", nearest_key(config, "", full_key));
@@ -250,6 +250,8 @@ void apply_set(Config& config, const std::string& set) {
 }
 
 }  // namespace
+
+bool detail::is_utf8(const std::string& text) { return parse_value(detail::quoted(text)).has_value(); }
 
 Config parse_config(std::string_view text, const std::filesystem::path& base_dir, const std::vector<std::string>& sets, const std::string& origin) {
   Config config;

@@ -57,6 +57,21 @@ void check_sizes(const Config& config) {
   check("batch.micro_size", config.batch.micro_size);
 }
 
+/// A path is absolute by now, so its folder may hold what nobody wrote. A checkpoint keeps the configuration as JSON, which is UTF-8: no step could be saved.
+void check_text(const Config& config) {
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
+      const auto check = [&](const std::string& text) {
+        require(detail::is_utf8(text), section, ".", name, " = ", text, ": is not UTF-8, and neither log.dir/config.toml nor a checkpoint could keep it; ",
+                "rename the file or folder that is not, or work in another folder");
+      };
+      using Field = std::decay_t<decltype(field)>;
+      if constexpr (std::is_same_v<Field, std::string>) check(field);
+      if constexpr (std::is_same_v<Field, std::vector<std::string>>) std::ranges::for_each(field, check);
+    });
+  });
+}
+
 void validate_model(const ModelConfig& model) {
   require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mlp, or give model.from_hf");
   at_least("model.dim", model.dim, 1);
@@ -141,11 +156,21 @@ void validate_optim(const OptimConfig& optim, int64_t steps) {
   require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
 }
 
-void validate_rest(const Config& config) {
+/// What every process has that computes, be it to train or to read a model.
+void validate_process(const Config& config) {
   // What waits for a socket counts milliseconds in 32 bits.
   constexpr double longest_s = 1'000'000;
   require(config.comm.timeout_s > 0 && config.comm.timeout_s <= longest_s, "comm.timeout_s = ", format_float(config.comm.timeout_s),
           ": expected a positive number of seconds, at most 1000000 (11 days); set comm.timeout_s");
+  // More than any host has cores; what the thread pool cannot start ends the process.
+  constexpr int most_threads = 1024;
+  at_least("run.threads", config.run.threads.value_or(1), 1);
+  require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
+          " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");
+  at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
+}
+
+void validate_rest(const Config& config) {
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
   at_least("checkpoint.every", config.checkpoint.every, 0);
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
@@ -157,13 +182,7 @@ void validate_rest(const Config& config) {
           ": expected a number above 1, such as 1.2, or 0 to name nobody");
   at_least("run.steps", config.run.steps, 1);
   at_least("run.seed", config.run.seed, 0);
-  // More than any host has cores; what the thread pool cannot start ends the process.
-  constexpr int most_threads = 1024;
-  at_least("run.threads", config.run.threads.value_or(1), 1);
-  require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
-          " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");
   at_least("run.validate_every", config.run.validate_every, 0);
-  at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
 }
 
 void validate_compression(const Config& config) {
@@ -267,7 +286,9 @@ void validate(const Config& config, int world_size, Purpose purpose) {
     return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
   };
   refuse_missing_techniques(config, axes);  // first: what is missing is not asked for its other settings
+  if (purpose == Purpose::Train) check_text(config);
   validate_model(config.model);
+  validate_process(config);
   validate_rest(config);
   validate_compression(config);
   validate_recompute(config);
@@ -279,6 +300,11 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_loss(config.loss);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
+}
+
+void validate_reading(const Config& config) {
+  validate_model(config.model);
+  validate_process(config);
 }
 
 }  // namespace tessera

@@ -18,14 +18,15 @@ namespace {
 using Files = std::vector<std::filesystem::path>;
 
 /// Hash of what the files hold (as stored, compressed or not), in order, and of what turns it into ids.
-std::string content_hash(const Files& files, const Tokenizer& tokenizer) {
+std::string content_hash(const Files& files, const Tokenizer& tokenizer, const std::string& knob) {
   Hasher hasher;
   for (const auto& file : files) {
     std::error_code error;
-    require(std::filesystem::exists(file, error), "data.files: ", file.string(), ": no such file");
+    require(std::filesystem::exists(file, error), knob, ": ", file.string(), ": no such file");
+    require(std::filesystem::is_regular_file(file, error), knob, ": ", file.string(), ": is not a regular file; name a text");
     const MappedFile mapped(file);
     const uint64_t size = mapped.bytes().size();
-    require(size > 0, "data.files: ", file.string(), ": is empty and gives 0 windows; name a text");
+    require(size > 0, knob, ": ", file.string(), ": is empty and gives 0 windows; name a text");
     hasher.update(&size, sizeof size).update(mapped.bytes().data(), size);
   }
   const std::string rest = tokenizer.fingerprint() + " v" + std::to_string(corpus_version);
@@ -43,7 +44,7 @@ size_t last_boundary(const Tokenizer& tokenizer, std::string_view text) {
 }
 
 /// Encodes one file block by block into `writer`; returns its bytes of text.
-int64_t pack_file(const std::filesystem::path& file, const Tokenizer& tokenizer, ParallelEncoder& encoder, CorpusWriter& writer) {
+int64_t pack_file(const std::filesystem::path& file, const Tokenizer& tokenizer, ParallelEncoder& encoder, CorpusWriter& writer, const std::string& knob) {
   constexpr size_t block_bytes = 16 << 20;
   TextReader reader(file);
   std::string text;
@@ -56,22 +57,22 @@ int64_t pack_file(const std::filesystem::path& file, const Tokenizer& tokenizer,
     try {
       encoder.append(std::string_view(text).substr(0, end), done == 0, ids, done);
     } catch (const ConfigError& error) {
-      throw ConfigError("data.files: " + file.string() + ": " + error.what());
+      throw ConfigError(knob + ": " + file.string() + ": " + error.what());
     }
     writer.add(ids);
     text.erase(0, end);
     done += static_cast<int64_t>(end);
   }
-  require(done > 0, "data.files: ", file.string(), ": holds no text and gives 0 windows; name a text");
+  require(done > 0, knob, ": ", file.string(), ": holds no text and gives 0 windows; name a text");
   return done;
 }
 
-void pack(const Files& files, const Tokenizer& tokenizer, const std::string& content, const std::filesystem::path& out, int threads) {
+void pack(const Files& files, const Tokenizer& tokenizer, const std::string& content, const std::filesystem::path& out, int threads, const std::string& knob) {
   CorpusWriter writer(out, tokenizer, content);
   ParallelEncoder encoder(tokenizer, threads);
   for (size_t i = 0; i < files.size(); ++i) {
     if (i > 0 && tokenizer.eos()) writer.add(std::array{*tokenizer.eos()});
-    writer.add_text_bytes(pack_file(files[i], tokenizer, encoder, writer));
+    writer.add_text_bytes(pack_file(files[i], tokenizer, encoder, writer, knob));
   }
   writer.finish();
 }
@@ -94,19 +95,20 @@ bool is_packed(const std::filesystem::path& file) { return file.extension() == "
 
 }  // namespace
 
-std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& cache_dir, int threads) {
-  require(!files.empty(), "data.files = []: there is nothing to train on; name at least one text");
+std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& cache_dir, int threads,
+                                                    const std::string& knob) {
+  require(!files.empty(), knob, " = []: there is nothing to train on; name at least one text");
   if (files.size() == 1 && is_packed(files[0])) {
     auto corpus = open(files[0]);
-    require(corpus->tokenizer() == tokenizer.fingerprint(), "data.files: ", files[0].string(), ": was made with the tokenizer ", corpus->tokenizer(),
+    require(corpus->tokenizer() == tokenizer.fingerprint(), knob, ": ", files[0].string(), ": was made with the tokenizer ", corpus->tokenizer(),
             ", and data.tokenizer is ", tokenizer.fingerprint(), "; set data.tokenizer to that one, or make the file again with tessera tokenize");
     return corpus;
   }
   for (const auto& file : files) {
-    require(!is_packed(file), "data.files: ", file.string(), ": a packed corpus stands alone, and here are ", files.size(),
+    require(!is_packed(file), knob, ": ", file.string(), ": a packed corpus stands alone, and here are ", files.size(),
             " files; name it alone, or name the texts it was made from");
   }
-  const std::string content = content_hash(files, tokenizer);
+  const std::string content = content_hash(files, tokenizer, knob);
   const std::filesystem::path path = cache_dir / (files[0].filename().string() + "-" + content + ".bin");
   for (;;) {
     std::string damage;
@@ -117,19 +119,20 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     damage.clear();
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     if (!damage.empty()) log().warn("the cached corpus is rebuilt: {}", damage);
-    pack(files, tokenizer, content, file.partial(), threads);
+    pack(files, tokenizer, content, file.partial(), threads, knob);
     file.commit();
     return open(path);
   }
 }
 
-std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& out, int threads) {
+std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& out, int threads,
+                                            const std::string& knob) {
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
-  const std::string content = content_hash(files, tokenizer);
+  const std::string content = content_hash(files, tokenizer, knob);
   for (;;) {
     PartialFile file(out);
     if (!file.held()) continue;
-    pack(files, tokenizer, content, file.partial(), threads);
+    pack(files, tokenizer, content, file.partial(), threads, knob);
     file.commit();
     return open(out);
   }

@@ -23,13 +23,13 @@ class Corpus {
   /// `cache_dir`/<name of the first file>-<hash of contents and tokenizer>.bin: built on first use (streaming: memory of one block of text, not of the
   /// file; threads 0 = one per core), opened afterwards. A damaged cache is rebuilt, said aloud. Any number of threads and processes may call this at once: one
   /// builds, the others wait. Throws ConfigError where a file is missing, damaged or cannot be encoded, where all are empty, or where the cache cannot be
-  /// written.
+  /// written; it names `knob`, which gave the files.
   static std::shared_ptr<const Corpus> open_or_build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer,
-                                                     const std::filesystem::path& cache_dir, int threads = 0);
+                                                     const std::filesystem::path& cache_dir, int threads = 0, const std::string& knob = "data.files");
 
   /// Packs `files` into `out` (through a temporary file and a rename) and opens it. Throws as open_or_build does.
   static std::shared_ptr<const Corpus> build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer, const std::filesystem::path& out,
-                                             int threads = 0);
+                                             int threads = 0, const std::string& knob = "data.files");
 
   /// Opens a packed file. Every byte is checked against the hashes in it (one pass at memory or disk speed).
   /// Throws ConfigError with the file and the offset of the damage.

@@ -99,7 +99,8 @@ Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& 
 /// and no corpus. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
 
-/// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them.
-void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob);
+/// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them,
+/// `seq_len_knob` what gave seq_len.
+void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob, const std::string& seq_len_knob = "data.seq_len");
 
 }  // namespace tessera::data

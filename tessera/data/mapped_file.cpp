@@ -13,7 +13,8 @@
 namespace tessera::data {
 
 MappedFile::MappedFile(const std::filesystem::path& file) {
-  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+  // Not blocking, or opening a named pipe would wait for a writer.
+  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   require(descriptor >= 0, file.string(), ": cannot be opened: ", std::strerror(errno));
   struct stat status{};
   const bool known = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);

@@ -198,6 +198,9 @@ class SentencePieceEncoder : public Encoder {
 class SentencePieceTokenizer : public Tokenizer {
  public:
   explicit SentencePieceTokenizer(const std::filesystem::path& file) {
+    std::error_code error;
+    const bool special = std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error);
+    require(!special, "data.tokenizer = ", file.string(), ": is no regular file; give `byte` or a SentencePiece .model");
     std::ifstream in(file, std::ios::binary);
     require(in.good(), "data.tokenizer = ", file.string(), ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
     const std::string bytes{std::istreambuf_iterator<char>(in), {}};

@@ -114,8 +114,13 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
   std::ofstream file(partial, std::ios::binary);
   file.write(model.data(), static_cast<std::streamsize>(model.size()));
   file.close();
-  require(file.good(), partial.string(), ": cannot be written; choose another output");
-  std::filesystem::rename(partial, path);
+  bool written = file.good();
+  if (written) {
+    std::filesystem::rename(partial, path, error);
+    written = !error;
+  }
+  if (!written) std::filesystem::remove(partial, error);
+  require(written, path.string(), ": cannot be written: is the disk full? Free some space, or choose another output");
   return path;
 }
 

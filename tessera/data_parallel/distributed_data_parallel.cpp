@@ -357,6 +357,7 @@ class DistributedDataParallel::Impl {
   }
 
   void accumulated(size_t index) {
+    require_dense(parameters_[index]);
     if (!is_place_awaited(parameters_[index].tensor, buckets_->views[index])) recover_gradient(parameters_[index].tensor, buckets_->views[index]);
     if (plain_) gradient_writes_.see(index, parameters_[index].tensor.grad());
     used_.mark(index);

@@ -147,7 +147,7 @@ at::Tensor FlatParameters::slice_view(size_t index) const {
 }
 
 std::optional<size_t> FlatParameters::find_whole(const at::Tensor& whole) const {
-  if (whole.storage().unsafeGetStorageImpl() != whole_storage()) return std::nullopt;
+  if (whole.storage().unsafeGetStorageImpl() != whole_storage() || !whole.is_contiguous()) return std::nullopt;
   for (size_t i = 0; i < layout_.parameters.size(); ++i) {
     const UnitLayout::Entry& entry = layout_.parameters[i];
     if (entry.offset == whole.storage_offset() && whole.sizes() == at::IntArrayRef(entry.shape)) return i;

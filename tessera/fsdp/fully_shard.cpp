@@ -181,10 +181,12 @@ class FullyShardedDataParallel::Impl {
   void unshard() {
     if (!active() || unsharded_) return;
     check_sharded("unshard");
-    require(!step_->in_backward(), "fully_shard: unshard() was called in a backward pass; call it between steps");
+    step_->recover();  // of a pass that ended by an exception
+    require(!step_->in_backward() || step_->aborted(), "fully_shard: unshard() was called in a backward pass; call it between steps");
     watch_.reset();
     attached_.detach();
     step_->leave();
+    step_->let_go();
     const comm::CallSite site("fsdp.unshard");
     cut_parameters().remove(*units_);
     units_->unshard();
@@ -275,7 +277,8 @@ class FullyShardedDataParallel::Impl {
   /// One rank has an owner of its parameters as many have.
   void claim(GradientSynchronizer* owner) {
     for (const auto& parameter : nn::unique_parameters(module_)) {
-      if (parameter.tensor.is_floating_point() && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
+      const bool has_gradients = parameter.tensor.is_floating_point() || parameter.tensor.is_complex();
+      if (has_gradients && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
     }
   }
 

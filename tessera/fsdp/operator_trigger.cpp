@@ -55,11 +55,13 @@ void OperatorTrigger::meet(const c10::IValue& value, size_t argument) {
 }
 
 OperatorUse OperatorTrigger::use_of(const c10::FunctionSchema& schema, Arguments arguments) const {
+  // What is written is this rank's rows, whatever else the operator takes: a whole that was gathered is given up again.
+  if (std::ranges::any_of(seen_, [&](const Seen& seen) { return writes(schema, seen.argument); })) return OperatorUse::Slice;
   OperatorUse use = OperatorUse::Slice;
   for (const Seen& seen : seen_) {
     const OperatorUse own = operator_use(schema, arguments, seen.argument, seen.tensor);
     if (own == OperatorUse::Whole) return own;
-    if (own != OperatorUse::Slice) use = own;
+    if (own != OperatorUse::Slice && use != OperatorUse::Unlike) use = own;
   }
   return use;
 }
@@ -72,17 +74,58 @@ void OperatorTrigger::scan(Arguments arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) meet(arguments[i], i);
 }
 
+bool OperatorTrigger::has_all_rows(const UnitPlace& place) const {
+  const FlatParameters& flat = units_.flats(place.unit)[place.flat];
+  return flat.slice_sizes(place.index) == at::IntArrayRef(flat.layout().parameters[place.index].shape);
+}
+
+bool OperatorTrigger::is_on_one_rank(const UnitPlace& place) const {
+  const UnitLayout& layout = units_.flats(place.unit)[place.flat].layout();
+  const int64_t numel = layout.parameters[place.index].numel;
+  if (!units_.are_cut() || numel == 0) return false;
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    if (elements_of(layout, place.index, rank) == numel) return true;
+  }
+  return false;
+}
+
+/// Whether a rank that has all rows of the one parameter would find the others to be of its slice's shape, where this rank does not.
+bool OperatorTrigger::looks_alike_elsewhere(Arguments arguments) const {
+  if (seen_.size() != 1 || !is_on_one_rank(seen_.front().place)) return false;
+  const auto& [tensor, place, argument] = seen_.front();
+  const at::IntArrayRef whole = units_.flats(place.unit)[place.flat].layout().parameters[place.index].shape;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (i == argument) continue;
+    if (arguments[i].isTensorList()) return false;
+    if (arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().sizes() != whole) return false;
+  }
+  return true;
+}
+
+/// Without gradients and outside of a step: whether an operator that takes the parameter beside what has not its slice's shape may have the whole. Where one
+/// rank has all rows, that rank sees a slice beside what has its shape, and asks for nothing: then there must be nothing to gather.
+bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const {
+  if (!looks_alike_elsewhere(arguments) || (forward && !writes(schema)) || units_.held(seen_.front().place.unit)) return true;
+  const std::string& name = name_of(seen_.front().place);
+  throw ConfigError(detail::concat("fully_shard: ", schema.name(), " was given '", name,
+                                   "', of which this rank has a slice, beside a tensor of the whole's shape, and one rank has all rows of it: that rank cannot "
+                                   "tell the two apart, and gathers "
+                                   "nothing. What follows the parameters (a moving average) keep in slices, made of their detach() after fully_shard; before "
+                                   "an evaluation say model->eval()"));
+}
+
 /// Where calls trigger, parameters are slices between them, for whoever looks.
-bool OperatorTrigger::wants_whole(OperatorUse use) const {
+bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+  if (role_ == Role::Trigger) return begins_forward(schema, arguments, use);
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
   if (in_call() || step_.running()) return true;
+  if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(schema, arguments, /*forward=*/false);
   return use != OperatorUse::Alike && evaluating_;
 }
 
 /// Where nothing but operators shows what runs. Optimizers, and whoever prints or copies, work on slices: beside other slices and without gradients.
-bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
-  if (role_ == Role::Fallback) return wants_whole(use);
+bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (step_.running()) return true;
   if (at::GradMode::is_enabled()) {
@@ -105,17 +148,30 @@ bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments a
       }
       const bool several = tensors == seen_.size() && std::ranges::none_of(arguments, [](const c10::IValue& argument) { return argument.isTensorList(); });
       if (several && !forward) refuse_unclear(schema);
-      return several;
+      if (several || !forward_in_evaluation(schema, arguments)) return several;
+      // One rank has all rows and cannot tell a slice from the whole: there it is a forward, and nothing else may be meant anywhere.
+      if (!has_all_rows(seen_.front().place)) refuse_unclear(schema);
+      return true;
     }
+    case OperatorUse::Unlike:
+      return agrees_on_whole(schema, arguments, !module_.is_training());
     default:
       if (!forward) refuse_unclear(schema);
       return true;
   }
 }
 
+/// Whether, where the parameter lies on one rank as a whole, an operator that takes it beside what has its slice's shape is one of an evaluation: an optimizer
+/// takes it beside its gradient, a moving average is written.
+bool OperatorTrigger::forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (module_.is_training() || seen_.size() != 1 || !is_on_one_rank(seen_.front().place) || writes(schema)) return false;
+  return std::ranges::none_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); });
+}
+
+const std::string& OperatorTrigger::name_of(const UnitPlace& place) const { return units_.flats(place.unit)[place.flat].parameters()[place.index].name; }
+
 void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
-  const UnitPlace& place = seen_.front().place;
-  const std::string& name = units_.flats(place.unit)[place.flat].parameters()[place.index].name;
+  const std::string& name = name_of(seen_.front().place);
   throw ConfigError(
       detail::concat("fully_shard: ", schema.name(), " was given '", name,
                      "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
@@ -146,6 +202,47 @@ void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schem
                 "input");
       }
     }
+  }
+}
+
+/// Which parameter's slice `tensor` is, or is a handle on; nothing for a handle without elements, which may be any.
+std::optional<UnitPlace> OperatorTrigger::sliced_parameter(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == storages_.end() || found->second.whole) return std::nullopt;
+  if (const auto parameter = parameters_.find(tensor.unsafeGetTensorImpl()); parameter != parameters_.end()) return parameter->second;
+  if (tensor.numel() == 0) return std::nullopt;
+  for (size_t flat = 0; flat < units_.flats(found->second.unit).size(); ++flat) {
+    const FlatParameters& parameters = units_.flats(found->second.unit)[flat];
+    for (size_t i = 0; parameters.slice_storage() == found->first && i < parameters.parameters().size(); ++i) {
+      const at::Tensor slice = parameters.slice_view(i);
+      if (slice.storage_offset() == tensor.storage_offset() && slice.sizes() == tensor.sizes()) return UnitPlace{found->second.unit, flat, i};
+    }
+  }
+  return std::nullopt;
+}
+
+bool OperatorTrigger::same_rows(const UnitPlace& a, const UnitPlace& b) const {
+  const UnitLayout &of_a = units_.flats(a.unit)[a.flat].layout(), &of_b = units_.flats(b.unit)[b.flat].layout();
+  for (int rank = 0; rank < of_a.ranks; ++rank) {
+    if (rows_of(of_a, a.index, rank) != rows_of(of_b, b.index, rank)) return false;
+  }
+  return true;
+}
+
+/// Two slices of parameters (a teacher's that follows a student's) may be other rows of theirs, even where their shapes agree.
+void OperatorTrigger::refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!units_.are_cut() || seen_.size() + touched_.size() < 2) return;
+  std::optional<UnitPlace> first;
+  for (const c10::IValue& argument : arguments) {
+    const auto place = argument.isTensor() ? sliced_parameter(argument.toTensor()) : std::nullopt;
+    if (!place) continue;
+    require(
+        !first || same_rows(*first, *place), "fully_shard: ", schema.name(), " was given the slices of '", first ? name_of(*first) : "", "' and '",
+        name_of(*place),
+        "', which are other rows on some rank, for the units that they lie in differ; let the modules whose parameters follow each other be units of the same "
+        "parameters (wrap), or wrap each by a fully_shard of its own");
+    if (!first) first = place;
   }
 }
 
@@ -193,26 +290,30 @@ std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tens
   return std::nullopt;
 }
 
-/// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one beside what has the shape of its slice.
+/// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one, as no forward does, beside what has the shape of its
+/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written.
 bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
-  std::vector<at::IntArrayRef> others, slices;
+  std::vector<at::Tensor> others;
+  std::vector<UnitPlace> parameters;
   bool written = false;
-  const auto look = [&](const at::Tensor& tensor, bool writes) {
+  const auto look = [&](const at::Tensor& tensor, size_t argument) {
     if (!tensor.defined()) return;
     const auto place = whole_parameter(tensor);
-    if (!place) return others.push_back(tensor.sizes());
-    written = written || writes;
-    slices.push_back(units_.flats(place->unit)[place->flat].slice_sizes(place->index));
+    if (!place) return others.push_back(tensor);
+    written = written || writes(schema, argument);
+    parameters.push_back(*place);
   };
-  std::vector<at::Tensor> alive;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::AliasInfo* const alias = schema.arguments()[i].alias_info();
-    const bool writes = alias != nullptr && alias->isWrite();
-    if (arguments[i].isTensor()) look(arguments[i].toTensor(), writes);
+    if (arguments[i].isTensor()) look(arguments[i].toTensor(), i);
     if (!arguments[i].isTensorList()) continue;
-    for (at::Tensor& tensor : arguments[i].toTensorVector()) look(alive.emplace_back(std::move(tensor)), writes);
+    for (const at::Tensor& tensor : arguments[i].toTensorVector()) look(tensor, i);
   }
-  return written || std::ranges::any_of(slices, [&](at::IntArrayRef sizes) { return std::ranges::find(others, sizes) != others.end(); });
+  if (written || is_forward(schema.name())) return written;
+  return std::ranges::any_of(parameters, [&](const UnitPlace& place) {
+    const at::IntArrayRef sizes = units_.flats(place.unit)[place.flat].slice_sizes(place.index);
+    const bool tells = writes(schema) || !units_.are_cut() || !has_all_rows(place);
+    return std::ranges::any_of(others, [&](const at::Tensor& other) { return other.sizes() == sizes && (tells || is_gradient(other)); });
+  });
 }
 
 /// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
@@ -299,7 +400,10 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   if (!seen_.empty() && wants_whole(schema, arguments, use)) {
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
-    if (!step_.running() && !in_call()) {  // what is held is stale, if the slice is written
+    refuse_other_rows(schema, arguments);
+    // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
+    const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
+    if (!step_.running() && !in_call() && !alike) {  // what is held is stale, if the slice is written
       units_.release_all();
       evaluating_ = false;
     }

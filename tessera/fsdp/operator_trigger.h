@@ -58,8 +58,17 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void note(size_t unit);
   OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
   void scan(Arguments arguments);
-  bool wants_whole(OperatorUse use) const;
   bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  bool begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  bool forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const;
+  bool has_all_rows(const UnitPlace& place) const;
+  bool is_on_one_rank(const UnitPlace& place) const;
+  bool looks_alike_elsewhere(Arguments arguments) const;
+  bool agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const;
+  const std::string& name_of(const UnitPlace& place) const;
+  std::optional<UnitPlace> sliced_parameter(const at::Tensor& tensor) const;
+  bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
+  void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
   bool stretches(Arguments arguments, const at::Tensor& handle) const;
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const;

@@ -152,11 +152,23 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
 bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name); }
+bool is_forward(const std::string& name) { return is_layer(name) || others().contains(name); }
+
+bool writes(const c10::FunctionSchema& schema, size_t argument) {
+  const c10::AliasInfo* const alias = schema.arguments()[argument].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
+bool writes(const c10::FunctionSchema& schema) {
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    if (writes(schema, i)) return true;
+  }
+  return false;
+}
 
 OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter) {
-  const c10::AliasInfo* const alias = schema.arguments()[argument].alias_info();
-  if ((alias != nullptr && alias->isWrite()) || copies().contains(schema.name())) return OperatorUse::Slice;
-  if (is_layer(schema.name()) || others().contains(schema.name())) return OperatorUse::Whole;
+  if (writes(schema, argument) || copies().contains(schema.name())) return OperatorUse::Slice;
+  if (is_forward(schema.name())) return OperatorUse::Whole;
   if (schema.name() == "aten::clone") return OperatorUse::Clone;
   if (schema.name() == "aten::to" || schema.name() == "aten::_to_copy") return use_of_cast(schema, arguments, parameter);
   bool alone = true;
@@ -166,7 +178,7 @@ OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IV
     collect(arguments[i], tensors);
     for (const at::Tensor& tensor : tensors) {
       alone = false;
-      if (tensor.sizes() != parameter.sizes()) return OperatorUse::Whole;
+      if (tensor.sizes() != parameter.sizes()) return OperatorUse::Unlike;
     }
   }
   if (!alone) return OperatorUse::Alike;

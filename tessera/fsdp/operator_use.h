@@ -9,13 +9,14 @@ namespace tessera {
 
 /// What an operator that is given a parameter wants of it, while the parameter shows this rank's slice.
 enum class OperatorUse {
-  Slice,  ///< it writes it, or makes a handle of it: an optimizer, a checkpoint
-  Whole,  ///< a forward: products, convolutions, norms, look-ups, or arguments that do not have the slice's shape
-  Clone,  ///< a copy as it is: a snapshot
-  Cast,   ///< a copy in another dtype
-  Look,   ///< one number of all of it, a comparison, or what prints it: a line for a log
-  Alone,  ///< it takes no other tensor
-  Alike   ///< it takes others, and all have the slice's shape
+  Slice,   ///< it writes it, or makes a handle of it: an optimizer, a checkpoint
+  Whole,   ///< a forward: products, convolutions, norms, look-ups
+  Unlike,  ///< it takes others, and not all have the slice's shape: a forward
+  Clone,   ///< a copy as it is: a snapshot
+  Cast,    ///< a copy in another dtype
+  Look,    ///< one number of all of it, a comparison, or what prints it: a line for a log
+  Alone,   ///< it takes no other tensor
+  Alike    ///< it takes others, and all have the slice's shape
 };
 
 /// `argument`: the position of `parameter`, which shows its slice, among the operator's arguments, or of the list that it is in.
@@ -23,6 +24,13 @@ OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IV
 
 /// Whether nothing but the forward of a layer calls it (products, convolutions, norms over features, look-ups).
 bool is_layer(const std::string& name);
+
+/// Whether nothing but a forward does: layers, and what makes views of parameters or reads rows of them.
+bool is_forward(const std::string& name);
+
+/// Whether the operator writes its argument `argument`, or any.
+bool writes(const c10::FunctionSchema& schema, size_t argument);
+bool writes(const c10::FunctionSchema& schema);
 
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);

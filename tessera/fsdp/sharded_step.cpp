@@ -85,7 +85,7 @@ void ShardedStep::follow_requires_grad() {
 void ShardedStep::listen(GradientSynchronizer* owner) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
-    if (!tensor.is_floating_point()) continue;
+    if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
     auto& dispatcher = nn::GradientDispatcher::of(tensor);
     dispatchers_[i] = &dispatcher;
     hooks_.add(dispatcher.claim(owner));
@@ -280,6 +280,11 @@ void ShardedStep::accumulated(size_t parameter) {
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
   begin_backward();
+  require_dense(parameters_[parameter]);
+  const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
+  require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
+          ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "
+          "input with it, before");
   require(!final_[place.unit], "fully_shard: '", name,
           "' got another gradient after its unit was reduced; hold no_sync(), or say before_micro_batch with last = false, for each backward pass of a step "
           "but the last, and call begin_step before each step");
@@ -381,6 +386,7 @@ void ShardedStep::land() {
     at::Tensor before = std::exchange(aside_[i], {});
     const at::Tensor& tensor = parameters_[i].tensor;
     const at::Tensor came = trained_[i] && used[i] && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
+    if (before.defined()) used_.forgive(i);  // a pass that adds may leave a parameter out that an earlier one has used
     if (before.defined() && came.defined()) before.add_(came);
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
   }

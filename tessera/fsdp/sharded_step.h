@@ -71,6 +71,8 @@ class ShardedStep {
   void restart_order();
   /// The step is no more: what is written to slices from here on will be gathered anew, by a forward or a backward. Parameters are slices.
   void leave();
+  /// Gradients are others' from here on: what they bring begins nothing.
+  void let_go() { hooks_.detach(); }
   /// The same for good, whatever is under way, which is not waited for.
   void abandon() noexcept;
 

@@ -45,7 +45,9 @@ std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Gro
   std::vector<FlatParameters> flats;
   for (auto& [kind, parameters] : kinds) {
     const auto& [trained, own, gathered] = kind;
-    const at::ScalarType reduced = options.reduce_dtype.value_or(own), kept = options.gradient_dtype.value_or(at::promote_types(own, reduced));
+    const bool real = at::isFloatingType(own);  // dtypes of options are those of real numbers
+    const at::ScalarType reduced = real ? options.reduce_dtype.value_or(own) : own;
+    const at::ScalarType kept = real ? options.gradient_dtype.value_or(at::promote_types(own, reduced)) : own;
     const bool alone = group.size() * options.replicate.size() == 1;  // nothing crosses a network
     // Micro-batches are added up in no narrower a type than that in which their sum is kept.
     const at::ScalarType summed = options.reduce_each_micro_batch ? reduced : at::promote_types(kept, reduced);

@@ -83,10 +83,11 @@ int parse_nproc(const std::string& text, const Devices& devices) {
     require(devices.gpus > 0, "--nproc-per-node = gpu: this build of torch sees no GPU here; give a number, or cpu");
     return devices.gpus;
   }
+  constexpr int most = 1 << 16;  // processes of one node; the rendezvous takes no more than 2^20 of all
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  require(!text.empty() && error == std::errc() && end == text.data() + text.size() && value >= 1, "--nproc-per-node = ", text,
-          ": a whole number of at least 1, auto, cpu or gpu");
+  require(!text.empty() && error == std::errc() && end == text.data() + text.size() && value >= 1 && value <= most, "--nproc-per-node = ", text,
+          ": a whole number of at least 1 and at most ", most, ", auto, cpu or gpu");
   return value;
 }
 

@@ -74,6 +74,11 @@ CaughtSignals::CaughtSignals() {
     Saved& saved = before_.emplace_back(Saved{signal, {}});
     sigaction(signal, &action, &saved.action);
   }
+  // Whoever reads what the ranks print may go before they end.
+  struct sigaction ignored{};
+  ignored.sa_handler = SIG_IGN;
+  Saved& pipe = before_.emplace_back(Saved{SIGPIPE, {}});
+  sigaction(SIGPIPE, &ignored, &pipe.action);
   pthread_sigmask(SIG_BLOCK, &caught, &mask_before_);
   mask_in_wait_ = mask_before_;
   for (const Saved& saved : before_) sigdelset(&mask_in_wait_, saved.signal);
@@ -100,6 +105,7 @@ void CaughtSignals::restore_defaults() {
   for (const int signal : kSignals) {
     if (!is_ignored(signal)) ::signal(signal, SIG_DFL);
   }
+  for (const int signal : {SIGPIPE, SIGXFSZ}) ::signal(signal, SIG_DFL);  // which we ignore, and programs need not
 }
 
 }  // namespace tessera::launch

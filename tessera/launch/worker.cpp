@@ -64,9 +64,9 @@ MemoryFile::MemoryFile(MemoryFile&& other) noexcept : descriptor_(std::exchange(
 std::string MemoryFile::path() const { return detail::concat("/proc/", getpid(), "/fd/", descriptor_); }
 
 std::string MemoryFile::contents() const {
-  std::string text(1 << 16, '\0');
-  const ssize_t size = pread(descriptor_, text.data(), text.size(), 0);
-  text.resize(size > 0 ? size : 0);
+  std::string text;
+  std::array<char, 1 << 16> part;
+  for (ssize_t size; (size = pread(descriptor_, part.data(), part.size(), static_cast<off_t>(text.size()))) > 0;) text.append(part.data(), size);
   return text;
 }
 

@@ -10,6 +10,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
@@ -69,7 +70,7 @@ void EmbeddingImpl::reset_parameters() {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   if (bypassed(*this)) return call(*this, ids);
-  const at::Tensor rows = look_up(weight, ids, options.padding_idx().value_or(-1));
+  const at::Tensor rows = look_up(in_use(weight), ids, options.padding_idx().value_or(-1));
   return compute_dtype() ? cast(rows, at::kFloat) : rows;
 }
 

@@ -52,6 +52,12 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
   return piece;
 }
 
+void require_dense(const nn::NamedParameter& parameter) {
+  const at::Tensor& gradient = parameter.tensor.grad();
+  require(!gradient.defined() || gradient.layout() == at::kStrided, "data parallelism: '", parameter.name, "' got a gradient of layout ", gradient.layout(),
+          ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
+}
+
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }
 
 bool occupies(const at::Tensor& gradient, const at::Tensor& view) {
@@ -84,22 +90,25 @@ void release_scratch(at::Tensor& scratch) {
 at::Device message_device(const at::Tensor& parameter) { return parameter.is_meta() ? at::Device(at::kCPU) : parameter.device(); }
 
 UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters)
-    : parameters_(parameters), wanted_(parameters.size(), true), used_(parameters.size(), 0) {}
+    : parameters_(parameters), wanted_(parameters.size(), true), forgiven_(parameters.size()), used_(parameters.size(), 0) {}
 
-void UsedParameters::clear() { std::ranges::fill(used_, 0); }
+void UsedParameters::clear() {
+  std::ranges::fill(used_, 0);
+  forgiven_.assign(forgiven_.size(), false);
+}
 
 void UsedParameters::want(std::vector<bool> wanted) { wanted_ = std::move(wanted); }
 
 int64_t UsedParameters::first_missing() const {
   for (size_t i = 0; i < used_.size(); ++i) {
-    if (wanted_[i] && used_[i] == 0) return static_cast<int64_t>(i);
+    if (is_missing(i)) return static_cast<int64_t>(i);
   }
   return -1;
 }
 
 int64_t UsedParameters::count_missing() const {
   int64_t count = 0;
-  for (size_t i = 0; i < used_.size(); ++i) count += wanted_[i] && used_[i] == 0;
+  for (size_t i = 0; i < used_.size(); ++i) count += is_missing(i);
   return count;
 }
 
@@ -109,7 +118,7 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
   const int64_t missing = count_missing();
   std::string names;
   for (size_t i = 0, named = 0; i < used_.size() && named < max_named; ++i) {
-    if (!wanted_[i] || used_[i] != 0) continue;
+    if (!is_missing(i)) continue;
     names += (named++ > 0 ? ", '" : "'") + parameters_[i].name + "'";
   }
   if (missing > max_named) names += detail::concat(" and ", missing - max_named, " more");
@@ -120,7 +129,10 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
   const at::Tensor& parameter = parameters_.front().tensor;
   enum Word : int64_t { missing, first, rank, wanted, differs, words };
   Hasher hasher;
-  for (const bool wants : wanted_) hasher.update(&wants, sizeof wants);
+  for (size_t i = 0; i < used_.size(); ++i) {
+    const std::array<bool, 2> kind{wanted_[i], wanted_[i] && forgiven_[i] && used_[i] == 0};
+    hasher.update(kind.data(), sizeof kind);
+  }
   std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), -1};
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
@@ -137,8 +149,10 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
       if (found[differs] < 0) found[differs] = row[wanted] != rows[wanted] ? group.world_rank(static_cast<int>(r)) : row[differs];
     }
   }
-  require(found[differs] < 0, "data parallelism: rank ", found[differs],
-          " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps");
+  require(
+      found[differs] < 0, "data parallelism: rank ", found[differs],
+      " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps. A "
+      "pass that adds to gradients leaves out the same ones on every rank, or set find_unused_parameters in the options of the wrapper");
   refuse_unused(groups.front());
   require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +

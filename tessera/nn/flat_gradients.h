@@ -26,6 +26,9 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 /// The same in a shape of its own, row-major.
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes);
 
+/// Throws ConfigError, by name, where autograd has brought a gradient that is not dense: ranks are summed in flat memory.
+void require_dense(const nn::NamedParameter& parameter);
+
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);
 
@@ -56,24 +59,28 @@ class UsedParameters {
   void want(std::vector<bool> wanted);  ///< which of them are to have one; all until this is said
   void mark(size_t index, bool used = true) { used_[index] = used; }
   bool used(size_t index) const { return used_[index] != 0; }
+  /// It may go without: an earlier pass has left it a gradient. For collectives whose order follows from what a pass uses, so that this is the same on all
+  /// ranks.
+  void forgive(size_t index) { forgiven_[index] = true; }
   bool all() const { return first_missing() < 0; }
 
   /// Throws ConfigError naming those without a gradient on this rank, and the way out.
   void refuse_unused(const comm::Group& group) const;
 
-  /// The same on every rank where any misses one, or wants others than the rest, so that none goes on alone. Ranks are those of the groups one after the other
-  /// (of each rank of the first, its peers in the second): an all-gather of five words in each.
+  /// The same on every rank where any misses one, or wants or forgives others than the rest, so that none goes on alone. Ranks are those of the groups one
+  /// after the other (of each rank of the first, its peers in the second): an all-gather of five words in each.
   void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
 
   /// Which were used on any rank: one all-reduce of a word each.
   std::vector<bool> anywhere(const comm::Group& group) const;
 
  private:
+  bool is_missing(size_t index) const { return wanted_[index] && used_[index] == 0 && !forgiven_[index]; }
   int64_t first_missing() const;  ///< -1: none
   int64_t count_missing() const;
 
   const std::vector<nn::NamedParameter>& parameters_;
-  std::vector<bool> wanted_;
+  std::vector<bool> wanted_, forgiven_;
   std::vector<int32_t> used_;
 };
 

@@ -13,6 +13,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sample_scope.h"
 
@@ -46,13 +47,14 @@ at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::o
   if (bypassed(*this)) return call(*this, hidden, labels);
   const MemoryScope scope(MemoryCategory::Outputs);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
-  if (!labels) return project(cast(hidden, dtype), cast(weight, dtype));
+  const at::Tensor used = in_use(weight);
+  if (!labels) return project(cast(hidden, dtype), cast(used, dtype));
   require(labels->sizes() == hidden.sizes().slice(0, hidden.dim() - 1), "LanguageModelHead: labels of shape ", labels->sizes(),
           " do not fit hidden states of shape ", hidden.sizes());
-  return kernels::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, labels->reshape({-1}),
+  return kernels::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), used, labels->reshape({-1}),
                                        {.compute_dtype = dtype,
                                         .expected_gradient = SampleScope::current().expected_gradient,
-                                        .weight_gradient = place_of_gradient(weight, dtype),
+                                        .weight_gradient = place_of_gradient(used, dtype),
                                         .loss = is_training() ? loss_ : kernels::CrossEntropyOptions{},
                                         .parts = parts_});
 }

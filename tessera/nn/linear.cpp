@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
@@ -34,9 +35,9 @@ void LinearImpl::reset_parameters() {
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
-  const at::Tensor added = bias_left_out_ ? at::Tensor() : bias;
-  if (fp8_) return kernels::fp8_linear(x, weight, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);
-  return project(cast(x, dtype), cast(weight, dtype), added.defined() ? cast(added, dtype) : added);
+  const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
+  if (fp8_) return kernels::fp8_linear(x, used, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);
+  return project(cast(x, dtype), cast(used, dtype), added.defined() ? cast(added, dtype) : added);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -10,6 +10,7 @@
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::nn {
@@ -62,7 +63,7 @@ void LayerNormImpl::reset_parameters() {
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto out = compute_dtype().value_or(x.scalar_type());
-  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(parameter) : std::nullopt; };
+  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(in_use(parameter)) : std::nullopt; };
   if (at::isReducedFloatingType(x.scalar_type())) {
     return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);
   }
@@ -87,7 +88,7 @@ void RMSNormImpl::reset_parameters() {
 
 at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
-  return kernels::rms_norm(x, weight, eps, compute_dtype());
+  return kernels::rms_norm(x, in_use(weight), eps, compute_dtype());
 }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::RMSNorm(" << weight.size(0) << ", eps=" << eps << ")"; }

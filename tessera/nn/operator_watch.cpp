@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/ops/transpose.h>
+#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include "tessera/core/error.h"
@@ -85,6 +87,13 @@ void watch_until_done(std::shared_ptr<OperatorWatcher> watcher) {
   entry->until_done = entry->awake = true;
   entries().push_back(entry);
   c10::impl::tls_set_dispatch_key_included(kWatchKey, true);
+}
+
+at::Tensor in_use(const at::Tensor& parameter) {
+  const bool watched = c10::impl::tls_is_dispatch_key_included(kWatchKey) && !c10::impl::tls_is_dispatch_key_excluded(kWatchKey);
+  if (!watched || !parameter.defined() || parameter.dim() == 0) return parameter;
+  at::Tensor seen = at::transpose(parameter, 0, 0);
+  return at::GradMode::is_enabled() ? parameter : seen;
 }
 
 Unwatched::Unwatched() : off_(kWatchKey) {}

@@ -43,6 +43,10 @@ class OperatorWatch {
 /// Lets every operator that this thread calls pass the watcher, which the thread keeps, until it is done or the thread ends.
 void watch_until_done(std::shared_ptr<OperatorWatcher> watcher);
 
+/// `parameter` for a forward that looks at it before an operator does: shapes that are checked, a torch::autograd::Function, which takes its inputs down
+/// first. Where a watcher is awake, an operator tells it of the use; without gradients it is what the watcher gave that operator.
+at::Tensor in_use(const at::Tensor& parameter);
+
 /// While alive, no operator of this thread is watched: for who does by operators what watchers wait for.
 class Unwatched {
  public:

@@ -5,7 +5,9 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/resolve_conj.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -68,6 +70,9 @@ double sum_of_squares(const float* x, int64_t n) { return kernels::cpu::loops().
 /// Writes the sum of squares of each row of one run to `out`, fp64 [rows].
 void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& out) {
   if (gradient.is_meta()) return;
+  if (gradient.is_complex()) {
+    return sum_rows(at::view_as_real(gradient.resolve_conj()).view(-1), {run.first_logical_row, 2 * run.first_element, run.rows, 2 * run.columns}, out);
+  }
   if (!gradient.is_cpu()) {
     const auto rows = gradient.view(-1).narrow(0, run.first_element, run.rows * run.columns).view({run.rows, run.columns});
     out.copy_(at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, /*keepdim=*/false, at::kDouble).square_());
@@ -165,11 +170,11 @@ void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at:
 
 void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor) {
   const c10::NoGradGuard no_grad;
-  const auto rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
-  if (rounded.is_cpu() && *rounded.const_data_ptr<float>() == 1.0f) return;
+  const at::Tensor whole = factor.to(at::kDouble), rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
+  if (whole.is_cpu() && *whole.const_data_ptr<double>() == 1.0) return;
   for (const auto& parameter : parameters) {
     at::Tensor gradient = parameter.tensor.grad();
-    if (gradient.defined()) gradient.mul_(rounded);
+    if (gradient.defined()) gradient.mul_(c10::toRealValueType(gradient.scalar_type()) == at::kDouble ? whole : rounded);
   }
 }
 

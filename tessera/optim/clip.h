@@ -31,8 +31,9 @@ at::Tensor global_norm(const std::vector<NormGroup>& groups, NormOrder order = N
 /// The same for parameters that every rank holds whole.
 at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters);
 
-/// Multiplies every gradient by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does. Works on meta. Traffic: none on a CPU where the
-/// factor is 1, else 8 bytes an fp32 element. A norm that is not finite gives gradients that are not finite.
+/// Multiplies every gradient by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does; fp64 gradients by a factor of fp64, others by one of
+/// fp32. Works on meta. Traffic: none on a CPU where the factor is 1, else 8 bytes an fp32 element. A norm that is not finite gives gradients that are not
+/// finite.
 void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm);
 
 /// Multiplies every gradient by the scalar tensor `factor`, in place.

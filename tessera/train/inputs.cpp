@@ -134,7 +134,7 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
   inputs.corpus = data::Corpus::open_or_build(paths(config.data.files), *inputs.tokenizer, config.data.cache_dir);
   data::check_windows(*inputs.corpus, config.data.seq_len, config.batch.global_size, "batch.global_size");
   if (!config.data.validation_files.empty()) {
-    inputs.validation = data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir);
+    inputs.validation = data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir, 0, "data.validation_files");
     data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
   }
   inputs.resume = find_resume(config, options, inputs.remarks);

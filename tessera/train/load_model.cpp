@@ -63,6 +63,7 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
   if (source.from_hf.empty()) {
     found.checkpoint = find_checkpoint(source.checkpoint, "--checkpoint", sets);
     found.config = found.checkpoint->config;
+    validate_reading(found.config);
     return found;
   }
   auto all = sets;
@@ -70,6 +71,7 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
   found.config = parse_config("", std::filesystem::current_path(), all, "--from-hf");
   found.config.model = checkpoint::read_hugging_face_config(found.config);
   resolve(found.config);
+  validate_reading(found.config);
   return found;
 }
 

@@ -77,7 +77,8 @@ class FlatBucket {
   const at::Tensor& parameters() const { return parameters_; }        ///< [part * ranks]
   at::Tensor parameter_part() const { return part_of(parameters_); }  ///< [part], a view
   const at::Tensor& gradient_part() const { return gradient_part_; }  ///< [part]; undefined before hold_part
-  int64_t crossing_bytes() const;                                     ///< of the whole bucket's gradients on the network, padding included
+  const at::TensorOptions& gradient_options() const { return gradient_options_; }
+  int64_t crossing_bytes() const;  ///< of the whole bucket's gradients on the network, padding included
 
  private:
   at::Tensor part_of(const at::Tensor& whole) const { return whole.narrow(0, group_.rank() * bucket_.part, bucket_.part); }

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/comm/call_site.h"
@@ -72,6 +73,7 @@ class ShardedDataParallel::Impl {
         parameters_(floating_parameters(module)),
         memory_(groups_.shard),
         carried_(parameters_.size()),
+        is_zeroed_(parameters_.size(), false),
         is_handed_(parameters_.size(), false),
         gradient_writes_(parameters_.size()),
         used_(parameters_),
@@ -318,6 +320,7 @@ class ShardedDataParallel::Impl {
     } else {
       for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
       carried_.assign(parameters_.size(), {});
+      is_zeroed_.assign(parameters_.size(), false);
     }
     for (size_t i = 0; i < shards_.size(); ++i) {
       if (plain && !trained_[i]) continue;
@@ -354,8 +357,9 @@ class ShardedDataParallel::Impl {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       const at::Tensor& part = shards_[i].tensor.grad();
-      const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && !nn::is_cleared(gradient) && part.defined();
-      carried_[i] = stands ? part.clone() : at::Tensor();
+      const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && part.defined();
+      is_zeroed_[i] = stands && nn::is_cleared(gradient);
+      carried_[i] = stands && !is_zeroed_[i] ? part.clone() : at::Tensor();
       const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
       const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
       if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
@@ -489,7 +493,7 @@ class ShardedDataParallel::Impl {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!trained_[i]) continue;
       const at::Tensor before = std::exchange(carried_[i], {});
-      const bool has_gradient = used[i] || before.defined();
+      const bool has_gradient = used[i] || before.defined() || is_zeroed_[i];
       set_gradient(parameters_[i].tensor, has_gradient ? guards_[i] : at::Tensor());
       is_handed_[i] = plain_ && has_gradient;
       if (!has_gradient) continue;
@@ -511,7 +515,9 @@ class ShardedDataParallel::Impl {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!trained_[i]) continue;
       const at::Tensor& gradient = parameters_[i].tensor.grad();
-      if (!gradient.defined() || nn::is_cleared(gradient) || gradient_writes_.zeroed(i, gradient)) carried_[i].reset();  // by the program
+      const bool zeroed = nn::is_cleared(gradient) || gradient_writes_.zeroed(i, gradient);
+      if (!gradient.defined() || zeroed) carried_[i].reset();  // by the program
+      if (zeroed || (is_zeroed_[i] && gradient.defined())) carried_[i] = at::zeros(shards_[i].tensor.sizes(), buckets_[slot_of_[i].bucket].gradient_options());
       set_gradient(parameters_[i].tensor, carried_[i].defined() ? guards_[i] : at::Tensor());
       if (carried_[i].defined()) {
         nn::arm(guards_[i]);
@@ -597,7 +603,11 @@ class ShardedDataParallel::Impl {
   void settle_earlier(size_t index) {
     const at::Tensor& gradient = parameters_[index].tensor.grad();
     // Cleared, since the step opened or since its last pass.
-    if (carried_[index].defined() && gradient_writes_.cleared(index, parameters_[index], "sharded data parallelism")) carried_[index].reset();
+    if (!gradient.defined()) is_zeroed_[index] = false;
+    if (carried_[index].defined() && gradient_writes_.cleared(index, parameters_[index], "sharded data parallelism")) {
+      is_zeroed_[index] = gradient.defined();
+      carried_[index].reset();
+    }
     if (arrived_[index] || !gradient.defined()) return;
     if (!nn::is_gradient_guard(gradient)) {  // from before this object: the same on all ranks, each takes its part
       const c10::NoGradGuard no_grad;
@@ -608,6 +618,7 @@ class ShardedDataParallel::Impl {
   }
 
   void accumulated(size_t index) {
+    require_dense(parameters_[index]);
     const auto [bucket, slot] = slot_of_[index];
     complete_earlier_pass();
     if (!buckets_[bucket].awaits_gradient(slot)) take_gradient(index);
@@ -724,6 +735,7 @@ class ShardedDataParallel::Impl {
   std::vector<nn::NamedParameter> shards_;
   std::vector<at::Tensor> guards_;   ///< by parameter: what stands for its gradient when that lies in parts
   std::vector<at::Tensor> carried_;  ///< by parameter: this rank's part of a gradient from before this step
+  std::vector<bool> is_zeroed_;      ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
   std::vector<bool> is_trained_;     ///< by bucket: it has a part in this step
   std::vector<Mark> marks_;          ///< of a step that is complete, until its parts were brought together
   std::shared_ptr<nn::StepPhase> phase_ = std::make_shared<nn::StepPhase>();

@@ -180,6 +180,41 @@ TEST(World, RankZeroServesOnTheNamedAddressAloneAndLeavesLast) {
   }
 }
 
+/// As a program whose functions each join for themselves: the launcher's store still has the keys of the world before.
+TEST(World, SeveralInOneProcessUnderALaunchersStore) {
+  const auto store = serve_anywhere();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const auto join = [&] {
+        return World::join({.rank = rank,
+                            .size = 3,
+                            .local_rank = rank,
+                            .local_size = 3,
+                            .master_addr = "127.0.0.1",
+                            .master_port = store->getPort(),
+                            .agent_store = true,
+                            .launched = true},
+                           {.timeout = 20s});
+      };
+      const auto sum = [](const World& world, float mine) {
+        auto all = at::full({2}, mine);
+        all_reduce(world.group(), all);
+        return all[0].item<float>();
+      };
+      for (int again = 0; again < 2; ++again) {
+        auto world = join();
+        EXPECT_EQ(sum(world, static_cast<float>(again)), 3 * again);
+        EXPECT_TRUE(world.leave());
+      }
+      const auto first = join(), second = join();
+      EXPECT_EQ(sum(second, 2), 6);
+      EXPECT_EQ(sum(first, 1), 3);
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
 TEST(World, NamesThePortInUse) {
   const auto other = serve_anywhere();
   const Environment environment{.rank = 0, .size = 2, .local_size = 2, .master_addr = "127.0.0.1", .master_port = other->getPort(), .launched = true};

@@ -178,6 +178,16 @@ struct Mixed : torch::nn::Module {
   at::Tensor full, half;
 };
 
+TEST(Ddp, ABufferThatIsExpandedFollowsRankZeroToo) {
+  run_ranks(3, [&](World& world) {
+    Net net;
+    const at::Tensor mask = net.register_buffer("mask", at::full({2, 1}, world.rank()).expand({2, 5}));
+    DistributedDataParallel ddp(net, world.group());
+    EXPECT_TRUE(at::equal(mask, at::zeros({2, 5}, mask.options())));
+    EXPECT_EQ(mask.strides(), at::IntArrayRef({1, 0}));
+  });
+}
+
 TEST(Ddp, SeveralDtypes) {
   run_ranks(3, [&](World& world) {
     Mixed mixed;

@@ -246,6 +246,7 @@ TEST(FullyShard, AnOperatorCostsLittleUnderWatch) {
   run_ranks(2, [&](World& world) {
     const auto model = std::make_shared<ManyOperators>();
     auto sharded = fully_shard(*model, world.group(), {.trigger = ShardTrigger::Operators});
+    model->eval();
     const at::NoGradGuard no_grad;
     const double watched = seconds([&] { model->forward(x); });
     if (world.rank() > 0) return;

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/functional/activation.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
@@ -18,6 +19,8 @@
 #include "support.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/embedding.h"
+#include "tessera/nn/norm.h"
 
 namespace tessera {
 namespace {
@@ -319,6 +322,62 @@ TEST(FullyShard, BuffersAreThoseOfRankZero) {
       if (rank == 0) EXPECT_GT((model->norm->running_mean - alone.norm->running_mean).abs().max().item<double>(), 0);
     });
   }
+}
+
+/// Layers of tessera in a module of libtorch, whose operators trigger: each looks at its weight before an operator does.
+struct WithOurs : torch::nn::Module {
+  WithOurs() {
+    register_module("embedding", embedding);
+    register_module("norm", norm);
+    register_module("linear", linear);
+    register_module("head", head);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) { return head(at::tanh(linear(norm(embedding(ids))))); }
+  nn::Embedding embedding{12, 6};
+  nn::RMSNorm norm{6};
+  nn::Linear linear{6, 6};
+  torch::nn::Linear head{6, 12};
+};
+
+TEST_P(Foreign, LayersOfOursInAPlainModule) {
+  const at::Tensor ids = at::arange(kRows * 2).remainder(12).view({kRows, 2});
+  const auto loss = [](WithOurs& model, const at::Tensor& x) { return at::cross_entropy_loss(model.forward(x).flatten(0, 1), x.flatten()); };
+  for (const std::string wrap : {"", "*"}) expect_as_alone(GetParam(), {.wrap = wrap}, [] { return std::make_shared<WithOurs>(); }, loss, ids);
+}
+
+/// A function of a program's own over a parameter that no operator has seen: autograd has taken down the slice's shape.
+struct OwnProduct : torch::autograd::Function<OwnProduct> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& x) {
+    context->save_for_backward({x});
+    return at::linear(x, weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    return {grads[0].t().mm(context->get_saved_variables()[0]), at::Tensor()};
+  }
+};
+
+TEST(FullyShard, AFunctionOfTheProgramsThatComesFirstIsNamed) {
+  struct Own : torch::nn::Module {
+    Own() {
+      weight = register_parameter("weight", at::empty({2, 5}));
+      fill_parameters(*this);
+    }
+    at::Tensor weight;
+  };
+  run_ranks(2, [&](World& world) {
+    Own model;  // a row on each rank: autograd would add the rows of the whole up
+    auto sharded = fully_shard(model, world.group());
+    const at::Tensor x = random_tensor({3, 5}, "x");
+    EXPECT_THAT(refusal([&] { OwnProduct::apply(model.weight, x).square().sum().backward(); }),
+                ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("autograd::Function")));
+    model.zero_grad();
+    const at::Tensor first = x + at::linear(x, model.weight).sum() * 0;
+    OwnProduct::apply(model.weight, first).square().sum().backward();
+    Own whole;
+    OwnProduct::apply(whole.weight, x).square().sum().backward();
+    EXPECT_TRUE(at::allclose(model.weight.grad() / 2, whole.weight.grad().narrow(0, world.rank(), 1)));
+  });
 }
 
 }  // namespace

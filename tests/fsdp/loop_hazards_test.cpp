@@ -375,5 +375,156 @@ TEST(FullyShardLoop, ALineForTheLogOnOneRankStartsNothing) {
             {.timeout = std::chrono::seconds(20)});
 }
 
+/// Layers, rows that are looked up, and parameters that one rank holds whole: `positions` and `scale`, behind the first layer or before it.
+struct Patches : torch::nn::Module {
+  explicit Patches(bool first) {
+    const auto add = [this] {
+      positions = register_parameter("positions", at::empty({1, 5, 4}));
+      scale = register_parameter("scale", at::empty({1, 4}));
+    };
+    if (first) add();
+    register_module("patch", patch);
+    if (!first) add();
+    register_module("inner", inner);
+    bias = register_parameter("bias", at::empty({8}));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = at::gelu(inner(patch(x) + positions)).mean(1) * scale;
+    return h + bias.index_select(0, at::arange(x.size(0))).unsqueeze(1);
+  }
+  torch::nn::Linear patch{3, 4}, inner{4, 4};
+  at::Tensor positions, scale, bias;
+};
+
+TEST(FullyShardLoop, AShapeThatASliceHasTooDoesNotEndAForward) {
+  for (const int ranks : {2, 3}) {
+    for (const bool first : {true, false}) {
+      for (const std::string wrap : {"", "*"}) {
+        Patches whole(first);
+        const at::Tensor x = random_tensor({8, 5, 3}, "x");
+        whole.forward(x).square().sum().backward();
+        const Gradients expected = named_gradients(whole);
+        run_ranks(ranks,
+                  [&](World& world) {
+                    Patches net(first);
+                    auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .average = true});
+                    const auto evaluate = [&] {
+                      const at::NoGradGuard no_grad;
+                      for (int64_t rows = 1; rows <= 8; ++rows) {
+                        const at::Tensor some = x.narrow(0, 0, rows);
+                        EXPECT_TRUE(at::allclose(net.forward(some), whole.forward(some), 1e-5, 1e-6)) << rows << " rows, " << ranks << " ranks";
+                      }
+                    };
+                    for (int step = 0; step < 2; ++step) {
+                      net.eval();
+                      evaluate();
+                      net.train();
+                      net.zero_grad();
+                      const at::Tensor loss = net.forward(x).square().sum();
+                      evaluate();  // within the step
+                      loss.backward();
+                      EXPECT_LT(slice_difference(net, expected), parity);
+                    }
+                  },
+                  {.timeout = std::chrono::seconds(20)});
+      }
+    }
+  }
+}
+
+/// Products whose input has, for some number of rows, the shape of a slice of their weight: of a slice comes a shape that nobody refuses.
+struct Products : torch::nn::Module {
+  Products() {
+    weight = register_parameter("weight", at::empty({8, 6}));
+    register_module("square", square);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return square(at::linear(x, weight)); }
+  at::Tensor weight;
+  torch::nn::Linear square{8, 8};
+};
+
+TEST(FullyShardLoop, AnInputOfASlicesShapeWithinAStep) {
+  for (const std::string wrap : {"", "*"}) {
+    run_ranks(2, [&](World& world) {
+      Products whole, net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+      const at::Tensor x = random_tensor({8, 6}, "x");
+      const at::Tensor loss = net.forward(x).square().sum();
+      const at::NoGradGuard no_grad;
+      for (int64_t rows = 1; rows <= 8; ++rows) {
+        const at::Tensor out = net.forward(x.narrow(0, 0, rows)), expected = whole.forward(x.narrow(0, 0, rows));
+        ASSERT_EQ(out.sizes(), expected.sizes());
+        EXPECT_TRUE(at::allclose(out, expected));
+      }
+    });
+  }
+}
+
+TEST(FullyShardLoop, OneRankThatHasAllRowsIsNotLeftAlone) {
+  run_ranks(2,
+            [&](World& world) {
+              Patches net(true);
+              auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+              const at::NoGradGuard no_grad;
+              const int64_t mine = nn::slice_of(net.positions).numel();
+              EXPECT_TRUE(mine == 0 || mine == 20);
+              at::Tensor average = at::zeros({1, 5, 4}), slices = net.positions.detach().clone();
+              slices.mul_(0.5).add_(net.positions, 0.5);
+              EXPECT_TRUE(at::equal(slices, net.positions.detach()));
+              if (mine == 0) {  // the other rank sees a slice beside one of its shape
+                EXPECT_THAT(refusal([&] { average.add_(net.positions); }), HasSubstr("'positions'"));
+                EXPECT_THAT(refusal([&] { (void)(at::ones({1, 5, 4}) + net.positions); }), HasSubstr("eval()"));
+              } else {
+                average.add_(net.positions);
+              }
+              net.eval();
+              (void)net.forward(random_tensor({1, 5, 3}, "x"));
+            },
+            {.timeout = std::chrono::seconds(20)});
+}
+
+/// Two encoders of one shape, one of which follows the other, and a layer more on one side.
+struct Following : torch::nn::Module {
+  explicit Following(bool more) {
+    register_module("online", online);
+    if (more) register_module("predictor", predictor);
+    register_module("target", target);
+    fill_parameters(*this);
+    for (const at::Tensor& parameter : target->parameters()) at::Tensor(parameter).requires_grad_(false);
+  }
+  void follow(bool handles) {
+    const at::NoGradGuard no_grad;
+    const auto from = online->parameters(), to = target->parameters();
+    for (size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).mul_(0.5).add_(handles ? from[i].detach() : from[i], 0.5);
+  }
+  torch::nn::Linear online{5, 7}, target{5, 7}, predictor{7, 4};
+};
+
+TEST(FullyShardLoop, WhatFollowsAnotherParameterHasItsRowsOrIsRefused) {
+  for (const int ranks : {2, 3}) {
+    for (const bool more : {false, true}) {
+      for (const std::string wrap : {"", "*"}) {
+        Following whole(more);
+        whole.follow(false);
+        const Gradients expected = named_values(whole);
+        run_ranks(ranks, [&](World& world) {
+          for (const bool handles : {false, true}) {
+            Following net(more);
+            auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+            if (more && wrap.empty()) {
+              EXPECT_THAT(refusal([&] { net.follow(false); }), AllOf(HasSubstr("'target.weight'"), HasSubstr("'online.weight'")));
+            } else {
+              net.follow(handles);
+              EXPECT_LT(slice_difference(net, expected, /*values=*/true), parity);
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

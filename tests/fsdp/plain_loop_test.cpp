@@ -1,6 +1,8 @@
 // The loop of a libtorch program, unchanged, over sharded modules: equal to one process.
 
 #include <gmock/gmock.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"
@@ -82,6 +84,47 @@ TEST_P(PlainLoop, ASecondBackwardAdds) {
       }
     }
   }
+}
+
+/// A gradient penalty does not reach the last bias, which the passes before it have.
+TEST_P(PlainLoop, APassThatAddsMayLeaveOutWhatAnEarlierOneUsed) {
+  for (const auto trigger : kBoth) {
+    expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [&](DeepNet& net, auto& optimizer, const auto& batch, auto* sharded) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        for (int pass = 0; pass < 2; ++pass) {
+          net->skipped = pass == 1 ? &net->blocks[1] : nullptr;
+          const Batch mine = batch(2 * step + pass);
+          loss_of(net(mine.x), mine.y, samples).backward();
+        }
+        optimizer.step();
+      }
+      if (sharded == nullptr || sharded->group().size() == 1) return;
+      optimizer.zero_grad();  // what was cleared was used by nobody
+      const Batch mine = batch(0);
+      EXPECT_THAT(refusal([&] { loss_of(net(mine.x), mine.y, samples).backward(); }), HasSubstr("got no gradient in this step: 'block1."));
+    });
+  }
+}
+
+/// Where operators tell, a unit is reduced when its gradients are there, and one whose gradients do not come is the last: in another order on each rank, and
+/// with units of one size nobody else would notice.
+TEST_P(PlainLoop, APassThatAddsLeavesOutTheSameOnEveryRank) {
+  if (GetParam() == 1) return;
+  run_ranks(GetParam(), [&](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), torch::nn::Linear(6, 6), torch::nn::Linear(6, 6));
+    fill_parameters(*net);
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const at::Tensor x = random_tensor({2, 6}, "x");
+    const auto pass = [&](bool all) {
+      const at::Tensor first = net->ptr<torch::nn::LinearImpl>(0)->forward(x);
+      const at::Tensor last = net->ptr<torch::nn::LinearImpl>(2)->forward(net->ptr<torch::nn::LinearImpl>(1)->forward(first));
+      (all ? last : first).sum().backward();
+    };
+    pass(true);
+    pass(true);
+    EXPECT_THAT(refusal([&] { pass(world.rank() == 0); }), HasSubstr("A pass that adds to gradients leaves out the same ones on every rank"));
+  });
 }
 
 TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {

@@ -200,6 +200,43 @@ TEST(FullyShard, UnshardGivesTheWholeBackAndItCanBeCutAnew) {
   EXPECT_THAT(refusal([&] { unshard(other); }), HasSubstr("is not what fully_shard was given"));
 }
 
+TEST(FullyShard, UnshardAfterAPassThatEndedByAnException) {
+  for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net, whole;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const Batch batch = whole_batch(samples);
+      const at::Tensor x = batch.x.clone().requires_grad_();
+      x.register_hook([](const at::Tensor&) { throw std::runtime_error("stop"); });
+      EXPECT_THROW(loss_of(net(x), batch.y, samples).backward(), std::runtime_error);
+      unshard(net);
+      for (const auto& [name, value] : named_values(*net)) EXPECT_TRUE(at::equal(value, named_values(*whole).at(name))) << name;
+      backward_of(net, batch);
+      backward_of(whole, batch);
+      EXPECT_LT(slice_difference(*net, named_gradients(*whole)), parity);
+    });
+  }
+}
+
+TEST(FullyShard, WhatWasUnshardedTrainsWhileItsWrapperIsThere) {
+  for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net, whole;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      backward_of(net, whole_batch(samples));
+      unshard(net);
+      for (int step = 0; step < 2; ++step) {
+        for (auto* const model : {&net, &whole}) {
+          (*model)->zero_grad();
+          backward_of(*model, whole_batch(samples, step));
+          sgd(**model, 0.05);
+        }
+      }
+      EXPECT_LT(slice_difference(*net, named_values(*whole), /*values=*/true), parity);
+    });
+  }
+}
+
 TEST(FullyShard, AWrapperThatGoesLeavesSlicesThatAreRefusedByName) {
   run_ranks(2, [&](World& world) {
     for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {

@@ -160,6 +160,15 @@ TEST(ClipGradients, ScalesDownToTheNormAndNeverUp) {
   EXPECT_TRUE(at::allclose(parameters[0].tensor.grad(), before * (1.5 / (norm + 1e-6))));
 }
 
+TEST(ClipGradients, ScalesFp64ByAFactorOfFp64) {
+  const nn::NamedParameter parameter{"x", at::zeros({3}, at::kDouble), {}};
+  const auto before = at::tensor({3.0, -2.0, 7.0}, at::kDouble);
+  at::Tensor(parameter.tensor).mutable_grad() = before.clone();
+  const at::Tensor norm = global_norm({parameter});
+  clip_gradients({parameter}, norm, 0.3);
+  EXPECT_TRUE(at::allclose(parameter.tensor.grad(), before * (0.3 / (norm.item<double>() + 1e-6)), /*rtol=*/1e-15, /*atol=*/0));
+}
+
 TEST(ClipGradients, PassesOnWhatIsNotFinite) {
   const auto parameters = make_parameters({{3}});
   at::Tensor(parameters[0].tensor).mutable_grad() = at::full({3}, std::numeric_limits<float>::quiet_NaN());

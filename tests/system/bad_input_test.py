@@ -1,8 +1,11 @@
 """Every refusal is one line that names the knob, its value and the way out; exit 2; nothing is overwritten."""
 
+import os
+import shutil
+import subprocess
 import unittest
 
-from support import SystemTest, english, run
+from support import SystemTest, TESSERA, english, environment, run
 
 
 class BadInput(SystemTest):
@@ -92,6 +95,49 @@ class BadInput(SystemTest):
 
     def test_hugging_face_folder_that_is_none(self):
         self.refused(f"model.from_hf={self.folder}", expect=["config.json"])
+
+    def test_paths_that_no_checkpoint_could_keep(self):
+        folder = os.fsencode(self.folder) + b"/not utf-8 \xff"
+        os.mkdir(folder)
+        for name in ("run.toml", "text.txt", "held_out.txt"):
+            shutil.copyfile(self.folder / name, os.path.join(folder, os.fsencode(name)))
+        done = subprocess.run([TESSERA, "train", "run.toml", "--set", f"checkpoint.dir={self.folder / 'saved'}"], cwd=folder, env=environment(), timeout=60,
+                              capture_output=True)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn(b"data.files", done.stderr.splitlines()[-1])
+        self.assertIn(b"is not UTF-8", done.stderr.splitlines()[-1])
+
+    def test_what_is_no_regular_file(self):
+        pipe = self.folder / "pipe"
+        os.mkfifo(pipe)
+        for knob in ("data.files", "data.validation_files", "data.tokenizer", "comm.table"):
+            for path in (pipe, self.folder):
+                if (knob, path) != ("comm.table", self.folder):
+                    self.refused(f"{knob}={path}", nproc=2, expect=[knob, str(path)])
+
+    def test_validation_text_is_blamed_under_its_own_name(self):
+        self.refused("data.validation_files=nowhere.txt", expect=["data.validation_files", "nowhere.txt", "no such file"])
+
+    def test_a_text_is_not_overwritten_by_what_is_made_from_it(self):
+        text = self.folder / "text.txt"
+        before = text.read_bytes()
+        model = self.folder / "text.model"
+        model.write_bytes(before)
+        for arguments in (("--tokenizer", "byte", text, "-o", self.folder / "." / "text.txt"), ("--train", "--vocab-size", 300, model, "-o", self.folder / "text")):
+            self.assertIn("would be overwritten", self.refusal(run("tokenize", *arguments)))
+        self.assertEqual([text.read_bytes(), model.read_bytes()], [before, before])
+        for arguments in (("--tokenizer", "byte"), ("--train", "--vocab-size", 300)):
+            (self.folder / "folder.model").mkdir(exist_ok=True)
+            self.assertIn("--output", self.refusal(run("tokenize", *arguments, text, "-o", self.folder / "folder.model")))
+        self.assertFalse(list(self.folder.glob("*.partial")))
+
+    def test_folders_and_numbers_that_cannot_be(self):
+        done, _ = self.train("dump", "--dump-step", 1, "--dump-dir", self.folder / "text.txt" / "dump", expect=2)
+        self.assertIn("--dump-dir", self.refusal(done))
+        self.assertIn("--nproc-per-node = 1000000000", self.refusal(run("run", "--nproc-per-node", 10**9, "true")))
+
+    def test_the_last_line_says_what_is_wrong_with_the_flags(self):
+        self.assertIn("--prompt is required", self.refusal(run("generate", "--checkpoint", self.folder)))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ class BenchComm(SystemTest):
             self.assertAlmostEqual(row["bus_gb_s"] / row["algorithm_gb_s"], factor, places=9)
             self.assertAlmostEqual(row["link_share"], row["bus_gb_s"] / row["link_gb_s"], places=9)
 
+    def test_rows_by_the_hundred(self):
+        sizes = ",".join(str(4 * n) for n in range(1, 41))
+        rows = self.rows("--op", "all", "--bytes", sizes, "--backend", "shm")
+        self.assertEqual(len(rows), 400)
+
     def test_every_operation_is_right_from_shared_buffers_in_bf16(self):
         rows = self.rows("--op", "all", "--bytes", "1000", "--dtype", "bf16", "--buffer", "shared")
         self.assertEqual(len(rows), 10)

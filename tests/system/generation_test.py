@@ -80,6 +80,31 @@ class Generation(SystemTest):
             done = self.read("generate", saved, "--prompt", "the", nproc=nproc, sets=sets, expect=2)
             self.assertIn(words, self.refusal(done))
 
+    def test_what_a_reader_refuses_before_it_computes(self):
+        saved = self.checkpoint("llama", 2, ["run.steps=4"], 1)
+        held_out = self.folder / "held_out.txt"
+        refused = [((*flags,), words) for flags, words in (
+            (("--set", "model.rope_theta=-1"), "model.rope_theta = -1"), (("--set", "model.norm_eps=-1"), "model.norm_eps = -1"),
+            (("--set", "run.threads=100000"), "run.threads = 100000"), (("--set", "run.threads=0"), "run.threads = 0"),
+            (("--set", "comm.timeout_s=-1"), "comm.timeout_s"), (("--dump-logits", self.folder / "none" / "x"), "--dump-logits"))]
+        for flags, words in refused:
+            self.assertIn(words, self.refusal(run("eval", "--checkpoint", saved, "--file", held_out, "--seq-len", 32, *flags)))
+        (self.folder / "one.txt").write_text("a")
+        self.assertIn("--seq-len = 32", self.refusal(run("eval", "--checkpoint", saved, "--file", self.folder / "one.txt", "--seq-len", 32)))
+        self.assertIn("--file: ", self.refusal(run("eval", "--checkpoint", saved, "--file", self.folder / "none", "--seq-len", 32)))
+        for flag, value in (("--temperature", "nan"), ("--temperature", -1), ("--top-k", -1), ("--top-p", 0)):
+            done = run("generate", "--checkpoint", saved, "--prompt", "the", flag, value)
+            self.assertIn(f"{flag} = {value}", self.refusal(done))
+            self.assertEqual(done.stdout, "", "the prompt is not printed first")
+
+    def test_more_windows_in_a_pass_than_there_are(self):
+        saved = self.checkpoint("llama", 2, ["run.steps=4"], 1)
+        losses = [json.loads(self.read("eval", saved, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--micro-size", size, "--json").stdout)["loss"]
+                  for size in (1, 10**9, 2**63 - 1)]
+        self.assertGreater(losses[0], 1)
+        for loss in losses:
+            self.assertLessEqual(abs(loss - losses[0]), LOSSES * losses[0])
+
 
 if __name__ == "__main__":
     unittest.main()

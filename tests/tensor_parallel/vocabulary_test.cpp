@@ -20,8 +20,8 @@ using namespace testing_support;
 
 constexpr int64_t kDim = 10, kVocabulary = 29;
 
-struct Net : torch::nn::Module {
-  explicit Net(int64_t vocabulary = kVocabulary) : head(kDim, vocabulary) {
+struct VocabularyNet : torch::nn::Module {
+  explicit VocabularyNet(int64_t vocabulary = kVocabulary) : head(kDim, vocabulary) {
     register_module("head", head);
     nn::assign_paths(*this);
   }
@@ -57,7 +57,7 @@ TEST_P(VocabularyHead, SmoothsAndBoundsLogitsAsOneDeviceDoes) {
       for (const Sample& batch : {some, none}) {
         const Expected want = expected_of(hidden, weight, batch.labels, options, dtype);
         run_ranks(GetParam(), [&](World& world) {
-          const auto net = std::make_shared<Net>();
+          const auto net = std::make_shared<VocabularyNet>();
           net->head->weight.data().copy_(weight);
           const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}});
           net->head->set_compute_dtype(dtype);
@@ -87,7 +87,7 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "tp", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)};
     const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
-    const auto net = std::make_shared<Net>(vocabulary);
+    const auto net = std::make_shared<VocabularyNet>(vocabulary);
     net->head->weight.data().copy_(weight);
     const auto tensor = parallelize_module(*net, group, {{"head", VocabParallelHead{}}});
     const at::Tensor h = hidden.clone().requires_grad_();
@@ -104,7 +104,7 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
 TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
   const Sample batch = sample(2, 7, kVocabulary);
   run_ranks(2, [&](World& world) {
-    const auto net = std::make_shared<Net>();
+    const auto net = std::make_shared<VocabularyNet>();
     const at::Tensor hidden = at::ones({2, 7, kDim});
     const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}});
     const at::NoGradGuard no_grad;

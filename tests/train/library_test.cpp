@@ -8,6 +8,7 @@
 #include <torch/serialize.h>
 
 #include "tessera/checkpoint/torch_optimizer.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
@@ -88,6 +89,80 @@ TEST(Library, ALoopUnderDdp) {
     //:
     return bits_of(model);
   });
+}
+
+TEST(Library, PartsOfDifferentSizes) {
+  const auto whole_x = tessera::testing_support::random_tensor({8, 6}, "x"), whole_y = tessera::testing_support::random_tensor({8, 2}, "y");
+  Net alone;
+  fill(alone);
+  alone.eval();  // BatchNorm by its running statistics, which do not depend on the part
+  const torch::Tensor expected = torch::mse_loss(alone.forward(whole_x), whole_y, at::Reduction::Sum) / 8;
+  expected.backward();
+  on_two_ranks([&](World& world) {
+    const int64_t begin = world.rank() == 0 ? 0 : 5, size = world.rank() == 0 ? 5 : 3;
+    const auto x = whole_x.narrow(0, begin, size), y = whole_y.narrow(0, begin, size);
+    Net model;
+    fill(model);
+    model.eval();
+    //: parts
+    tessera::DistributedDataParallel ddp(model, world.group());  // sums gradients
+    const torch::Tensor samples = torch::tensor({static_cast<float>(x.size(0))});
+    tessera::comm::all_reduce(world.group(), samples);
+    const torch::Tensor loss = torch::mse_loss(model.forward(x), y, at::Reduction::Sum) / samples;
+    loss.backward();
+    const torch::Tensor of_all = loss.detach().clone();
+    tessera::comm::all_reduce(world.group(), of_all);
+    //:
+    EXPECT_NEAR(of_all.item<double>(), expected.item<double>(), 5e-6);
+    const auto gradient = alone.encoder->weight.grad();
+    EXPECT_LT((model.encoder->weight.grad() - gradient).abs().max().item<double>(), 1e-5 * gradient.abs().max().item<double>());
+    return bits_of(model);
+  });
+}
+
+TEST(Library, ParameterGroupsUnderEveryWrapper) {
+  std::map<std::string, torch::Tensor> heads;
+  for (const std::string kind : {"ddp", "zero", "fully_shard"}) {
+    on_two_ranks([&](World& world) {
+      const Batches batches = batches_of(world);
+      Net model;
+      fill(model);
+      std::unique_ptr<tessera::GradientSynchronizer> made;
+      if (kind == "ddp") made = std::make_unique<tessera::DistributedDataParallel>(model, world.group(), tessera::DdpOptions{.average = true});
+      if (kind == "zero") {
+        made = std::make_unique<tessera::ShardedDataParallel>(model, tessera::ShardGroups{.shard = world.group()},
+                                                              tessera::ZeroOptions{.stage = 2, .average = true});
+      }
+      if (kind == "fully_shard") made = tessera::fully_shard(model, world.group(), {.average = true});
+      tessera::GradientSynchronizer& wrapper = *made;
+      //: groups
+      auto optimizer = tessera::zero_optimizer(wrapper, [](const std::vector<tessera::nn::NamedParameter>& parameters) {
+        std::vector<torch::Tensor> matrices, others;
+        for (const auto& [name, part, aliases] : parameters) (tessera::nn::slice_of(part).shape.size() > 1 ? matrices : others).push_back(part);
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.emplace_back(matrices, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1)));
+        groups.emplace_back(others, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(1e-3).weight_decay(0)));
+        return std::make_unique<torch::optim::AdamW>(groups);
+      });
+      //:
+      EXPECT_EQ(optimizer->param_groups()[0].params().size(), 2u);
+      for (const auto& [x, y] : batches) {
+        optimizer.zero_grad();
+        torch::mse_loss(model.forward(x), y).backward();
+        //: clip_value
+        for (const auto& [name, part, aliases] : wrapper.updated()) {
+          if (part.grad().defined()) part.grad().clamp_(-0.1, 0.1);  // as clip_grad_value_
+        }
+        //:
+        optimizer.step();
+      }
+      if (kind == "fully_shard") tessera::unshard(model);
+      if (world.rank() == 0) heads[kind] = model.head->weight.detach().clone();
+      return bits_of(model);
+    });
+  }
+  EXPECT_LT((heads["zero"] - heads["ddp"]).abs().max().item<double>(), 1e-5);
+  EXPECT_LT((heads["fully_shard"] - heads["ddp"]).abs().max().item<double>(), 1e-5);
 }
 
 TEST(Library, ALoopUnderZero) {
@@ -238,6 +313,50 @@ TEST(Library, SaveAndLoad) {
       EXPECT_TRUE(at::equal(alone.head->weight, heads.at(2)));
     });
   }
+}
+
+TEST(Library, ACopyOfTheModel) {
+  const tessera::checkpoint::TemporaryFolder folder;
+  const auto copies = std::filesystem::path(folder.path()) / "copies";
+  torch::Tensor expected;
+  {
+    Net model;
+    fill(model);
+    expected = model.head->weight.detach().clone();
+  }
+  on_two_ranks([&](World& world) {
+    auto model = std::make_shared<Net>(), copy = std::make_shared<Net>();
+    fill(*model);
+    fill(*copy);
+    auto sharded = tessera::fully_shard(*model, world.group());
+    //: copy
+    for (auto& parameter : copy->parameters()) parameter.requires_grad_(false);
+    auto around_copy = tessera::fully_shard(*copy, world.group());
+    const auto follow = [&](double decay) {  // 0 copies
+      const torch::NoGradGuard no_grad;      // between steps
+      const auto from = model->parameters();
+      auto to = copy->parameters();
+      for (size_t i = 0; i < to.size(); ++i) to[i].mul_(decay).add_(from[i], 1 - decay);
+    };
+    //:
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) parameter.mul_(2);
+    }
+    follow(0.75);
+    const int64_t step = 1;
+    //: save_copy
+    tessera::checkpoint::save(copies, step, *copy, world.group());
+    //:
+    follow(0);
+    tessera::unshard(*copy);
+    EXPECT_TRUE(at::allclose(copy->head->weight, expected * 2));
+    //: load_copy
+    if (const auto newest = tessera::checkpoint::find_latest(copies).folder) tessera::checkpoint::load(*newest, *copy);
+    //:
+    EXPECT_TRUE(at::allclose(copy->head->weight, expected * 1.25));
+    return bits_of(*copy);
+  });
 }
 
 TEST(Library, Adversaries) {

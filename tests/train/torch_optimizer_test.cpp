@@ -294,6 +294,35 @@ TEST(TorchOptimizerCheckpoints, RefuseTheOptimizerOfAnotherModel) {
   }
 }
 
+TEST(TorchOptimizerCheckpoints, OfAModelAlone) {
+  const checkpoint::TemporaryFolder dir;
+  Net trained;
+  const at::Tensor scale = trained.scale.detach().clone();
+  std::filesystem::path folder;
+  run_ranks(3, [&](World& world) {
+    Net average;  // frozen, and wrapped for its memory alone
+    for (auto& parameter : average.parameters()) parameter.requires_grad_(false);
+    const auto sharded = fully_shard(average, world.group());
+    const auto saved = checkpoint::save(dir.path(), 7, average, world.group(), {{"decay", 0.9}});
+    if (world.rank() == 0) folder = saved;
+  });
+  run_ranks(2, [&](World& world) {
+    Net average;
+    const auto sharded = fully_shard(average, world.group());
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : average.parameters()) parameter.zero_();
+    }
+    const auto resumed = checkpoint::load(folder, average);
+    EXPECT_EQ(resumed.step, 7);
+    EXPECT_EQ(resumed.progress.at("decay"), 0.9);
+    torch::optim::SGD optimizer(average.parameters(), 0.1);
+    EXPECT_THAT(refusal([&] { checkpoint::load(folder, average, optimizer); }), HasSubstr("saved without an optimizer; load the model alone"));
+    unshard(average);
+    EXPECT_TRUE(at::equal(average.scale, scale));
+  });
+}
+
 TEST(TorchOptimizerCheckpoints, RefuseWhatDoesNotFit) {
   const checkpoint::TemporaryFolder folder;
   const auto refusal = [](auto&& action) -> std::string {
@@ -333,6 +362,86 @@ TEST(TorchOptimizerCheckpoints, AForwardUnderWayIsNotSaved) {
     }
     loss.backward();
     checkpoint::save(folder.path(), 1, *net, optimizer, world.group());
+  });
+}
+
+struct WithHead : torch::nn::Module {
+  explicit WithHead(int64_t classes) : head(4, classes) {
+    register_module("body", body);
+    register_module("head", head);
+    fill_parameters(*this);
+  }
+  void update(torch::optim::Optimizer& optimizer, int64_t step) {
+    optimizer.zero_grad();
+    head(at::tanh(body(whole_batch(kSamples, step).x))).square().sum().backward();
+    optimizer.step();
+  }
+  torch::nn::Linear body{5, 4}, head;
+};
+
+TEST(TorchOptimizerCheckpoints, WhatPartialLeavesHasNoPastUpdates) {
+  const checkpoint::TemporaryFolder folder;
+  for (const std::string kind : {"adam", "adagrad", "rmsprop"}) {
+    run_ranks(1, [&](World& world) {
+      WithHead saved(3), loaded(6);
+      const auto before = kinds.at(kind)(saved.parameters()), after = kinds.at(kind)(loaded.parameters());
+      for (int64_t step = 0; step < 4; ++step) saved.update(*before, step);
+      const auto checkpoint = checkpoint::save(folder / kind, 4, saved, *before, world.group());
+      checkpoint::load(checkpoint, loaded, *after, {.partial = {"head.*"}});
+      // As one whose head has never been updated, and whose body has.
+      WithHead whole(6);
+      const auto expected = kinds.at(kind)(whole.parameters());
+      {
+        const at::NoGradGuard no_grad;
+        for (size_t i = 0; i < 2; ++i) whole.body->parameters()[i].copy_(saved.body->parameters()[i]);
+      }
+      loaded.update(*after, 4);
+      whole.update(*expected, 4);
+      EXPECT_TRUE(at::equal(loaded.head->weight, whole.head->weight)) << kind;
+      EXPECT_FALSE(at::equal(loaded.body->weight, whole.body->weight)) << kind;
+    });
+  }
+}
+
+TEST(TorchOptimizerCheckpoints, AdagradGoesOnWithParametersThatItDidNotHave) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(1, [&](World& world) {
+    WithHead saved(3), loaded(3);
+    const auto before = kinds.at("adagrad")(saved.head->parameters()), after = kinds.at("adagrad")(loaded.parameters());
+    saved.update(*before, 0);
+    checkpoint::load(checkpoint::save(folder.path(), 1, saved, *before, world.group()), loaded, *after);
+    loaded.update(*after, 1);
+    EXPECT_FALSE(at::equal(loaded.body->weight, saved.body->weight));
+  });
+}
+
+TEST(TorchOptimizerCheckpoints, OneGroupInPlaceOfSeveralIsRefused) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(1, [&](World& world) {
+    const auto in_groups = [](WithHead& model, bool apart) {
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      auto first = model.body->parameters();
+      const auto second = model.head->parameters();
+      if (!apart) first.insert(first.end(), second.begin(), second.end());
+      groups.emplace_back(first);
+      if (apart) groups.emplace_back(second);
+      return std::make_unique<torch::optim::SGD>(groups, torch::optim::SGDOptions(0.5));
+    };
+    WithHead saved(3), loaded(3);
+    const auto before = in_groups(saved, true), same = in_groups(loaded, true), other = in_groups(loaded, false);
+    before->param_groups()[0].options().set_lr(0.1);
+    before->param_groups()[1].options().set_lr(0.001);
+    const auto checkpoint = checkpoint::save(folder.path(), 1, saved, *before, world.group());
+    checkpoint::load(checkpoint, loaded, *same);
+    EXPECT_EQ(same->param_groups()[0].options().get_lr(), 0.1);
+    EXPECT_EQ(same->param_groups()[1].options().get_lr(), 0.001);
+    try {
+      checkpoint::load(checkpoint, loaded, *other);
+      ADD_FAILURE() << "one group took two rates";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("0.1 ('body.weight')"), HasSubstr("0.001 ('head.weight')")));
+    }
+    EXPECT_EQ(other->param_groups()[0].options().get_lr(), 0.5);
   });
 }
 

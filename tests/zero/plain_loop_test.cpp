@@ -143,6 +143,52 @@ TEST(ZeroPlainLoop, WhatTheModelClearedNoOptimizerUsesAgain) {
   }
 }
 
+/// zero_grad(set_to_none = false) leaves zeros, with which an optimizer goes on (momentum, weight decay), also where the next loss leaves the parameter out.
+TEST(ZeroPlainLoop, ZerosAreAGradientOfWhatNobodyUses) {
+  enum class Cleared { Before, WithinAccumulation, BeforeAFailure };
+  const auto run = [](Net& net, Cleared cleared, const std::function<Batch(int64_t)>& mine, const std::function<Attachment()>& no_sync,
+                      const std::function<void()>& step) {
+    const auto without_middle = [&](const Batch& batch) { loss_of(net.last(at::tanh(net.first(batch.x))), batch.y, samples).backward(); };
+    backward(net, mine(0));
+    step();
+    if (cleared == Cleared::WithinAccumulation) {
+      const Attachment local = no_sync();
+      without_middle(mine(1));
+    }
+    net.zero_grad(/*set_to_none=*/false);
+    if (cleared == Cleared::BeforeAFailure && no_sync) {
+      const at::Tensor x = mine(1).x.clone().requires_grad_();
+      x.register_hook([](const at::Tensor&) { throw std::runtime_error("stop"); });
+      EXPECT_THROW(loss_of(net.forward(x), mine(1).y, samples).backward(), std::runtime_error);
+    }
+    without_middle(mine(2));
+    step();
+  };
+  for (const auto cleared : {Cleared::Before, Cleared::WithinAccumulation, Cleared::BeforeAFailure}) {
+    Net whole;
+    torch::optim::SGD alone(whole.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+    const auto everything = [](int64_t step) { return whole_batch(samples, step); };
+    if (cleared == Cleared::BeforeAFailure) {
+      run(whole, Cleared::Before, everything, {}, [&] { alone.step(); });
+    } else {
+      run(whole, cleared, everything, [] { return Attachment(); }, [&] { alone.step(); });
+    }
+    for (const int stage : {1, 2}) {
+      run_ranks(3, [&](World& world) {
+        Net net;
+        ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets, .find_unused_parameters = true});
+        auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) {
+          return std::make_unique<torch::optim::SGD>(parts, torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+        });
+        run(
+            net, cleared, [&](int64_t step) { return part_of(whole_batch(samples, step), 3, world.rank()); }, [&] { return zero.no_sync(); },
+            [&] { optimizer.step(); });
+        EXPECT_LT(largest_difference(net.parameters(), whole.parameters()), 10 * parity) << "stage " << stage << ", " << static_cast<int>(cleared);
+      });
+    }
+  }
+}
+
 /// torch::load, set_data and vector_to_parameters give a parameter another storage than the bucket's.
 TEST(ZeroPlainLoop, WeightsMayBeLoadedAfterWrapping) {
   Net saved;

@@ -48,6 +48,9 @@ void from_json(const nlohmann::json& json, TableRow& row) {
 }
 
 std::vector<TableRow> read_table(const std::filesystem::path& file) {
+  std::error_code error;
+  const bool special = std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error);
+  require(!special, "comm.table = ", file.string(), ": is no regular file; name one that `tessera bench comm --json` wrote, or leave comm.table empty");
   std::ifstream in(file);
   require(in.good(), "comm.table = ", file.string(), ": cannot be read; name a file that `tessera bench comm --json` wrote, or leave comm.table empty");
   std::vector<TableRow> rows;

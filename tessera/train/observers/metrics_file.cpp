@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 
 namespace tessera {
 namespace {
@@ -49,6 +50,10 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
 }  // namespace
 
 void MetricsFile::on_start(const RunInfo& run) {
+  if (RecordFile::is_being_written(run.log_dir / "metrics.jsonl")) {
+    log().warn("log.dir = {}: another run that still trains writes its records there, and loses them to this one; give each run a log.dir of its own",
+               run.log_dir.string());
+  }
   continue_file(run.log_dir / "metrics.jsonl", run.first_step, metrics_);
   continue_file(run.log_dir / "validation.jsonl", run.first_step, validation_);
 }

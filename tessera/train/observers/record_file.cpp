@@ -5,6 +5,8 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "tessera/core/error.h"
@@ -20,9 +22,18 @@ bool RecordFile::open(std::filesystem::path path) {
   path_ = std::move(path);
   descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
   if (descriptor_ < 0) return false;
+  ::flock(descriptor_, LOCK_EX | LOCK_NB);  // for another run that looks (is_being_written)
   end_ = ::lseek(descriptor_, 0, SEEK_END);
   if (end_ < 0) end_ = 0;  // a device, which has no end
   return true;
+}
+
+bool RecordFile::is_being_written(const std::filesystem::path& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return false;
+  const bool held = ::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  ::close(descriptor);
+  return held;
 }
 
 void RecordFile::append(std::string_view record) {
@@ -50,6 +61,9 @@ void RecordFile::close() {
   if (descriptor_ < 0) return;
   const bool synced = ::fsync(descriptor_) == 0 || errno == EINVAL || errno == EROFS;  // what cannot be synced is no disk
   const int code = errno;
+  struct stat ours{}, named{};
+  const bool replaced = ::fstat(descriptor_, &ours) == 0 && S_ISREG(ours.st_mode) && (::stat(path_.c_str(), &named) != 0 || ours.st_ino != named.st_ino);
+  if (replaced) log().warn("{}: its {} records of this run are lost: another run that began meanwhile put its own there", path_.string(), written_);
   ::close(std::exchange(descriptor_, -1));
   if (lost_ > 0) log().warn("{}: {} of {} records were lost", path_.string(), lost_, lost_ + written_);
   if (!synced) log().warn("{}: its last records may be lost: {}", path_.string(), std::generic_category().message(code));

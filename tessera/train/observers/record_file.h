@@ -19,6 +19,8 @@ class RecordFile {
 
   /// Opens an existing file behind its end, or a new one. False, with errno, where that cannot be.
   [[nodiscard]] bool open(std::filesystem::path path);
+  /// Whether a live process of this host has a RecordFile open there, as far as the file system keeps locks.
+  static bool is_being_written(const std::filesystem::path& path);
   /// Throws Error where one is lost and the file is strict.
   void append(std::string_view record);
   /// Says what was lost, if anything, also by the last look at the disk. Once.

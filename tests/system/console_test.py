@@ -1,0 +1,93 @@
+"""Standard streams that are closed, full or cut: nothing that belongs on the console gets into a file, and no result is lost without a word."""
+
+import json
+import os
+import resource
+import subprocess
+import time
+import unittest
+
+from support import SystemTest, TESSERA, environment, metrics, run
+
+
+def close_streams():
+    os.closerange(0, 3)
+
+
+def small_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class Console(SystemTest):
+    def train_as(self, tag, nproc, prepare, *sets):
+        log, saved = self.folder / f"{tag}-log", self.folder / f"{tag}-saved"
+        flags = [x for s in (f"log.dir={log}", f"checkpoint.dir={saved}", f"data.cache_dir={self.folder / tag}", "run.steps=4", *sets) for x in ("--set", s)]
+        done = subprocess.run([TESSERA, "train", self.recipe, "--nproc", str(nproc), *flags], env=environment(), timeout=120, preexec_fn=prepare,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return done.returncode, log, saved
+
+    def test_closed_streams_leave_files_alone(self):
+        for nproc in (1, 2):
+            code, log, saved = self.train_as(f"closed{nproc}", nproc, close_streams, "run.validate_every=2", "checkpoint.every=1")
+            self.assertEqual(code, 0)
+            self.assertEqual([line["step"] for line in metrics(log)], [1, 2, 3, 4])
+            validations = (log / "validation.jsonl").read_text().splitlines()
+            self.assertEqual([json.loads(line)["step"] for line in validations], [2, 4], "progress is no record")
+            self.assertEqual(sorted(path.name for path in saved.iterdir()), [f"step-{step:08}" for step in (1, 2, 3, 4)], "and no lock is left")
+            found = json.loads(run("inspect", saved, "--json").stdout)
+            self.assertTrue(found["valid"], found["problem"])
+
+    def test_a_result_that_cannot_be_printed_is_a_failure(self):
+        _, _, saved = self.train_as("full", 1, None)
+        text = ("--file", self.folder / "held_out.txt", "--seq-len", 32, "--json")
+        commands = (("eval", "--checkpoint", saved, *text), ("generate", "--checkpoint", saved, "--prompt", "the", "--max-tokens", 3), ("inspect", saved))
+        for command in commands:
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([TESSERA, *map(str, command)], env=environment(), timeout=120, stdout=full, stderr=subprocess.PIPE, text=True)
+            self.assertEqual(done.returncode, 1, command)
+            self.assertIn("standard output cannot be written", done.stderr.splitlines()[-1])
+
+    def test_files_that_may_not_grow_end_no_training(self):
+        self.train_as("cut", 1, None, "checkpoint.dir=")  # packs the text
+        code, log, saved = self.train_as("cut", 1, small_files, "run.steps=60")
+        self.assertEqual(code, 1, "the last save failed; no signal ended the run")
+        kept = metrics(log)
+        self.assertGreater(len(kept), 5)
+        self.assertEqual([line["step"] for line in kept], list(range(1, len(kept) + 1)))
+        self.assertEqual(list(saved.iterdir()), [], "what was written in part is gone")
+
+    def test_a_console_that_goes_ends_no_job(self):
+        script = "for i in 1 2 3 4 5 6 7 8 9; do echo $i; sleep 0.1; done; touch " + str(self.folder / "ended")
+        job = subprocess.Popen([TESSERA, "run", "--prefix", "--", "sh", "-c", script], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.assertEqual(job.stdout.readline(), b"[rank 0] 1\n")
+        job.stdout.close()
+        self.assertEqual(job.wait(timeout=60), 0)
+        self.assertTrue((self.folder / "ended").exists())
+
+    def test_two_live_runs_in_one_log_folder_hear_of_it(self):
+        log = self.folder / "shared"
+        command = [TESSERA, "train", self.recipe, "--set", f"log.dir={log}", "--set"]
+        first = subprocess.Popen([*map(str, command), "run.steps=100000"], env=environment(), stderr=subprocess.PIPE, text=True)
+        until = time.time() + 60
+        while time.time() < until and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").stat().st_size > 0):
+            time.sleep(0.1)
+        second = run(*command[1:], "run.steps=3")
+        first.terminate()
+        _, said = first.communicate(timeout=60)
+        self.assertEqual([first.returncode, second.returncode], [0, 0], said + second.stderr)
+        self.assertIn("another run that still trains writes its records there", second.stderr)
+        self.assertIn("of this run are lost: another run", said)
+        alone = run(*command[1:], "run.steps=3")
+        self.assertNotIn("another run", alone.stderr)
+
+    def test_a_working_directory_that_is_gone(self):
+        gone = self.folder / "gone"
+        gone.mkdir()
+        done = subprocess.run(["sh", "-c", f'cd "{gone}" && rmdir "{gone}" && exec "{TESSERA}" plan "{self.recipe}"'], env=environment(), timeout=60,
+                              capture_output=True, text=True)
+        self.assertIn("the working directory cannot be found", self.refusal(done))
+
+
+if __name__ == "__main__":
+    unittest.main()
