@@ -80,7 +80,7 @@ std::vector<double> train(const LibraryModel& model, const std::function<Session
   return losses;
 }
 
-std::unique_ptr<torch::optim::SGD> make_sgd(const std::vector<at::Tensor>& parameters) {
+std::unique_ptr<torch::optim::SGD> sgd_of(const std::vector<at::Tensor>& parameters) {
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
 }
 
@@ -98,7 +98,7 @@ Outcome one_process(const std::string& name, const std::string& mode, int parts)
   nn::assign_paths(*module);
   fill_parameters(*module);
   if (mode == "frozen") freeze(*module, 0);
-  const auto optimizer = make_sgd(module->parameters());
+  const auto optimizer = sgd_of(module->parameters());
   Session session{.model = *module,
                   .zero_grad = [&] { optimizer->zero_grad(); },
                   .step = [&] { optimizer->step(); },
@@ -144,7 +144,7 @@ class Rank {
     if (wrapper_ == "zero2") synchronizer_ = std::make_unique<ShardedDataParallel>(*module_, ShardGroups{.shard = group}, ZeroOptions{.stage = 2});
     if (wrapper_ == "fsdp") synchronizer_ = fully_shard(*module_, group, {.trigger = ShardTrigger::Operators});
     if (wrapper_ == "fsdp_units") synchronizer_ = fully_shard(*module_, group, {.wrap = model_.wrap});  // by calls where all modules are of ours
-    optimizer_ = std::make_unique<Optimizer>(zero_optimizer(*synchronizer_, make_sgd));
+    optimizer_ = std::make_unique<Optimizer>(zero_optimizer(*synchronizer_, sgd_of));
     session_ = std::make_unique<Session>(Session{.model = *module_,
                                                  .zero_grad = [this] { optimizer_->zero_grad(); },
                                                  .step = [this] { optimizer_->step(); },
@@ -295,7 +295,7 @@ INSTANTIATE_TEST_SUITE_P(PlainLoop, AdversarialModels, ::testing::Values("ddp", 
 TEST_P(AdversarialModels, RunOnManyRanksAsOnOne) {
   for (const int ranks : {1, 2, 3}) {
     Adversaries whole;
-    auto generator = make_sgd(whole.generator->parameters()), judge = make_sgd(whole.judge->parameters());
+    auto generator = sgd_of(whole.generator->parameters()), judge = sgd_of(whole.judge->parameters());
     const auto expected = play(whole, *generator, *judge, ranks, 0, ranks);
     std::vector<std::vector<double>> losses(static_cast<size_t>(ranks));
     run_ranks(ranks, [&](World& world) {
@@ -306,7 +306,7 @@ TEST_P(AdversarialModels, RunOnManyRanksAsOnOne) {
         return std::make_unique<ShardedDataParallel>(module, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = GetParam() == "zero1" ? 1 : 2});
       };
       const auto around_generator = wrap(*models.generator), around_judge = wrap(*models.judge);
-      auto of_generator = zero_optimizer(*around_generator, make_sgd), of_judge = zero_optimizer(*around_judge, make_sgd);
+      auto of_generator = zero_optimizer(*around_generator, sgd_of), of_judge = zero_optimizer(*around_judge, sgd_of);
       losses[static_cast<size_t>(world.rank())] = play(models, of_generator, of_judge, ranks, world.rank(), 1);
     });
     for (size_t step = 0; step < expected.size(); ++step) {

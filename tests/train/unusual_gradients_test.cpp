@@ -40,14 +40,14 @@ struct Filter : torch::nn::Module {
   torch::nn::Linear head{5, 3};
 };
 
-std::unique_ptr<torch::optim::SGD> make_sgd(const std::vector<at::Tensor>& parameters) {
+std::unique_ptr<torch::optim::SGD> sgd_of_model(const std::vector<at::Tensor>& parameters) {
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05));
 }
 
 TEST_P(UnusualGradients, ComplexParametersTrainAsInOneProcess) {
   constexpr int steps = 3;
   Filter whole;
-  const auto optimizer = make_sgd(whole.parameters());
+  const auto optimizer = sgd_of_model(whole.parameters());
   std::vector<double> norms;
   for (int step = 0; step < steps; ++step) {
     const Batch batch = whole_batch(samples, step);
@@ -63,7 +63,7 @@ TEST_P(UnusualGradients, ComplexParametersTrainAsInOneProcess) {
     run_ranks(ranks, [&](World& world) {
       Filter model;
       const auto wrapper = wrap(GetParam(), model, world);
-      auto updates = zero_optimizer(*wrapper, make_sgd);
+      auto updates = zero_optimizer(*wrapper, sgd_of_model);
       for (int step = 0; step < steps; ++step) {
         const Batch mine = part_of(whole_batch(samples, step), ranks, world.rank());
         updates.zero_grad();
