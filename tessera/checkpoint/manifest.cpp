@@ -111,6 +111,7 @@ Manifest parse_manifest(const std::string& text, const std::filesystem::path& fi
 
 Manifest read_manifest(const std::filesystem::path& folder) {
   constexpr uint64_t kMaxBytes = uint64_t{4} << 30;
+  require(!folder.empty(), "checkpoint: no folder was given to load from; find_latest(dir).folder is the newest of those in dir");
   const auto file = folder / "manifest.json";
   return parse_manifest(read_text_file(file, kMaxBytes), file);
 }

@@ -318,6 +318,7 @@ TEST(TorchOptimizerCheckpoints, OfAModelAlone) {
     EXPECT_EQ(resumed.progress.at("decay"), 0.9);
     torch::optim::SGD optimizer(average.parameters(), 0.1);
     EXPECT_THAT(refusal([&] { checkpoint::load(folder, average, optimizer); }), HasSubstr("saved without an optimizer; load the model alone"));
+    EXPECT_THAT(refusal([&] { checkpoint::load("", average); }), HasSubstr("no folder was given to load from"));
     unshard(average);
     EXPECT_TRUE(at::equal(average.scale, scale));
   });
