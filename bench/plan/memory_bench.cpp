@@ -14,14 +14,14 @@ using namespace tessera;
 using Sets = std::vector<std::string>;
 
 void table(const char* title, const Sets& sets) {
-  const BytesPerParameter whole = bytes_per_parameter(testing::formula_config(sets));
+  const BytesPerParameter whole = bytes_per_parameter(testing_support::formula_config(sets));
   std::printf("%s: (w, g, k) = (%g, %g, %g) bytes a parameter\n%6s %6s %9s %10s %10s %9s %9s %7s %14s %14s\n", title, whole.weight, whole.gradient, whole.state,
               "stage", "ranks", "weights", "gradients", "optimizer", "total", "formula", "off", "buffers", "peak");
   for (const int ranks : {2, 4, 8}) {
     for (const int stage : {0, 1, 2, 3}) {
       Sets all = sets;
       all.push_back("zero.stage=" + std::to_string(stage));
-      const auto measured = testing::held_bytes(testing::formula_config(all), ranks);
+      const auto measured = testing_support::held_bytes(testing_support::formula_config(all), ranks);
       const auto state = measured.state();
       const double formula = kept_per_parameter(whole, stage, ranks).total();
       std::printf("%6d %6d %9.3f %10.3f %10.3f %9.3f %9.3f %+6.2f%% %14s %14s\n", stage, ranks, state.weight, state.gradient, state.state, state.total(),

@@ -12,7 +12,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr int kMostRanks = 1 << 24;
+constexpr int kLargestWorld = 1 << 24;
 
 // Reads numbers with the variable's name in every refusal.
 class Variables {
@@ -39,7 +39,7 @@ class Variables {
     return static_cast<int>(parsed);
   }
 
-  int count(const std::string& name) const { return number(name, 1, kMostRanks, "at least 1"); }
+  int count(const std::string& name) const { return number(name, 1, kLargestWorld, "at least 1"); }
   /// A count that is at most the count `whole`, which `whole_name` gave.
   int part(const std::string& name, const std::string& whole_name, int whole) const {
     return number(name, 1, whole, detail::concat("between 1 and ", whole_name, " = ", whole));
@@ -87,7 +87,7 @@ Environment read_torchrun(const Variables& variables) {
   for (const auto* name : {"RANK", "WORLD_SIZE"}) require(variables.has(name), name, " is not set while other variables of a launcher are", way_out);
   auto environment = read_ranks(variables, {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, Launcher::Torchrun);
   if (variables.has("TORCHELASTIC_RESTART_COUNT")) {
-    environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, kMostRanks, "0 or more");
+    environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, kLargestWorld, "0 or more");
   }
   const auto agent = variables.text("TORCHELASTIC_USE_AGENT_STORE");
   environment.agent_store = agent == "True" || agent == "true" || agent == "1";

@@ -15,7 +15,7 @@ namespace tessera::checkpoint {
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
     std::string name = std::string(test->test_suite_name()) + "." + test->name() + "." + std::to_string(::getpid());
     for (char& c : name) c = c == '/' ? '_' : c;
     path_ = std::filesystem::temp_directory_path() / ("tessera." + name);

@@ -17,7 +17,7 @@ namespace tessera::data {
 class Folder {
  public:
   Folder() {
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
     path_ = std::filesystem::temp_directory_path() / ("tessera_data_" + std::to_string(getpid()) + "_" + test->name());
     for (auto& c : const_cast<std::string&>(path_.native())) c = c == '\\' ? '_' : c;
     std::filesystem::remove_all(path_);

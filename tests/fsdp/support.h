@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/optim/sgd.h>
+
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"

@@ -8,7 +8,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 struct Shape {
   int64_t batch, heads, kv_heads, queries, keys, dim;

@@ -10,7 +10,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 /// Labels of which every `ignored_every`-th is -100 (0: none).
 at::Tensor labels_of(int64_t tokens, int64_t vocabulary, int64_t ignored_every) {

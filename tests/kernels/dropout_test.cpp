@@ -8,7 +8,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 const uint64_t key = CounterRng(7, "layers.0.dropout").key();
 

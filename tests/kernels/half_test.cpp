@@ -13,7 +13,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 /// Holds `f` on fp16 operands to `f` on the same numbers in fp32, with the result and each gradient rounded: bit for bit. Magnitudes up to 4: far from both
 /// ends.

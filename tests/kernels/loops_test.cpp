@@ -7,7 +7,7 @@
 namespace tessera::kernels::cpu {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 std::vector<const Loops*> others() {
   std::vector<const Loops*> tables;

@@ -14,7 +14,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 using Tensors = std::vector<at::Tensor>;
 
 struct Bytes {

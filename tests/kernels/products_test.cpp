@@ -10,7 +10,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 

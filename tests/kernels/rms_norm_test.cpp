@@ -8,7 +8,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 constexpr double kEps = 1e-5;
 
 class RmsNorm : public ::testing::TestWithParam<std::tuple<at::ScalarType, at::ScalarType, at::ScalarType, std::vector<int64_t>>> {};

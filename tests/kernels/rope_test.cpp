@@ -8,7 +8,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 std::pair<at::Tensor, at::Tensor> tables(int64_t tokens, int64_t half, int64_t first = 0) {
   const at::Tensor frequency = at::pow(10000.0, -at::arange(half, at::kDouble) / static_cast<double>(half));

@@ -12,7 +12,7 @@
 #include <gtest/gtest.h>
 
 /// Shared by the kernel tests: every fused kernel is held against its reference in double precision, values and gradients.
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 /// What rounding the result to `dtype` and sums of a few thousand terms in fp32 leave, relative to a tensor's largest entry.
 inline double tolerance(at::ScalarType dtype) { return dtype == at::kFloat ? 2e-6 : 8e-3; }
@@ -100,4 +100,4 @@ std::string message_of(F&& f) {
   return "nothing was thrown";
 }
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

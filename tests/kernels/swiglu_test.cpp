@@ -8,7 +8,7 @@
 namespace tessera::kernels {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 const Operator fused = [](const std::vector<at::Tensor>& in) { return swiglu(in[0], in[1]); };
 const Operator reference = [](const std::vector<at::Tensor>& in) { return reference::swiglu(in[0], in[1]); };

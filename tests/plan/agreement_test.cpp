@@ -56,7 +56,7 @@ TEST(Agreement, OfMessages) {
   EXPECT_THAT(compared({ring0[0], message("recv", "tp", 1, 0, 7)}, ring1), HasSubstr("from rank 1 to rank 0 in a step: sent 32 bytes, received 28 bytes"));
 }
 
-class DryRunAgreement : public testing::TrainFixture {};
+class DryRunAgreement : public testing_support::TrainFixture {};
 
 TEST_F(DryRunAgreement, OfAVocabularyThatCannotBeCutEvenly) {
   // 2,048 tokens of 2049 columns take two chunks, of 2048 columns one; with those of the former all meet equally often.

@@ -13,7 +13,7 @@
 namespace tessera {
 namespace {
 
-class DryRunTest : public testing::TrainFixture {
+class DryRunTest : public testing_support::TrainFixture {
  protected:
   static int64_t total_of(const MemoryByCategory& bytes) { return std::accumulate(bytes.begin(), bytes.end(), int64_t{0}); }
 

@@ -17,7 +17,7 @@ using ::testing::IsEmpty;
 using ::testing::Not;
 using Sets = std::vector<std::string>;
 
-class Fit : public testing::TrainFixture {
+class Fit : public testing_support::TrainFixture {
  protected:
   static int64_t peak_of(const Config& config, int world) { return total_of(plan::largest_class(plan::dry_run(config, world)).peak_bytes); }
 };

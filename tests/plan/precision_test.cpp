@@ -6,7 +6,7 @@
 namespace tessera {
 namespace {
 
-class PlannedPrecision : public testing::TrainFixture {
+class PlannedPrecision : public testing_support::TrainFixture {
  protected:
   void expect_real_peak(const std::string& family, const std::vector<std::string>& sets, int world = 1) {
     auto all = sets;

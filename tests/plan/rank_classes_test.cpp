@@ -11,7 +11,7 @@
 namespace tessera {
 namespace {
 
-class RankClassesTest : public testing::TrainFixture {
+class RankClassesTest : public testing_support::TrainFixture {
  protected:
   /// Elements that each rank holds of what is sharded.
   static std::vector<int64_t> held(const Config& config, int world) {

@@ -12,7 +12,7 @@
 #include "tessera/nn/layers.h"
 #include "tessera/nn/sample_scope.h"
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 template <class F>
 std::string refusal(F&& f) {
@@ -91,4 +91,4 @@ inline void expect_same_bits(const Result& got, const Result& want) {
   for (size_t i = 0; i < got.gradients.size(); ++i) EXPECT_TRUE(at::equal(got.gradients[i], want.gradients[i])) << "gradient " << i;
 }
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

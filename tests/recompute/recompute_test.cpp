@@ -17,7 +17,7 @@
 namespace tessera {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 

@@ -16,7 +16,7 @@
 namespace tessera {
 namespace {
 
-using namespace tessera::testing;
+using namespace tessera::testing_support;
 
 /// libtorch's dropout draws from the process's generator.
 struct RandomImpl : nn::Module {

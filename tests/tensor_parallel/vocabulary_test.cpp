@@ -18,10 +18,10 @@ using comm::World;
 using kernels::CrossEntropyOptions;
 using namespace testing_support;
 
-constexpr int64_t kDim = 10, kVocabulary = 29;
+constexpr int64_t kHidden = 10, kVocabulary = 29;
 
 struct VocabularyNet : torch::nn::Module {
-  explicit VocabularyNet(int64_t vocabulary = kVocabulary) : head(kDim, vocabulary) {
+  explicit VocabularyNet(int64_t vocabulary = kVocabulary) : head(kHidden, vocabulary) {
     register_module("head", head);
     nn::assign_paths(*this);
   }
@@ -50,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(TensorParallel, VocabularyHead, ::testing::Values(1, 2,
 TEST_P(VocabularyHead, SmoothsAndBoundsLogitsAsOneDeviceDoes) {
   const Sample some = sample(2, 7, kVocabulary), none{some.tokens, at::full_like(some.labels, -100)};
   auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
-  const at::Tensor hidden = at::randn({2, 7, kDim}, generator), weight = at::randn({kVocabulary, kDim}, generator);
+  const at::Tensor hidden = at::randn({2, 7, kHidden}, generator), weight = at::randn({kVocabulary, kHidden}, generator);
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const double bound = dtype == at::kFloat ? 1e-5 : 2e-2;
     for (const CrossEntropyOptions& options : {CrossEntropyOptions{}, {.label_smoothing = 0.1}, {.z_loss = 0.01}, {.label_smoothing = 0.3, .z_loss = 1e-3}}) {
@@ -80,7 +80,7 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
   ASSERT_NE(kernels::linear_cross_entropy_chunk(tokens, 2049, at::kFloat), kernels::linear_cross_entropy_chunk(tokens, 2048, at::kFloat));
   const Sample batch = sample(2, tokens / 2, vocabulary);
   auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
-  const at::Tensor hidden = at::randn({2, tokens / 2, kDim}, generator), weight = at::randn({vocabulary, kDim}, generator);
+  const at::Tensor hidden = at::randn({2, tokens / 2, kHidden}, generator), weight = at::randn({vocabulary, kHidden}, generator);
   const Expected want = expected_of(hidden, weight, batch.labels, {}, at::kFloat);
   std::vector<std::vector<comm::Record>> calls(2);
   run_ranks(2, [&](World& world) {
@@ -105,7 +105,7 @@ TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
   const Sample batch = sample(2, 7, kVocabulary);
   run_ranks(2, [&](World& world) {
     const auto net = std::make_shared<VocabularyNet>();
-    const at::Tensor hidden = at::ones({2, 7, kDim});
+    const at::Tensor hidden = at::ones({2, 7, kHidden});
     const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}});
     const at::NoGradGuard no_grad;
     const double plain = net->head->loss_sum(hidden, batch.labels).item<double>();

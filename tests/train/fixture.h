@@ -18,7 +18,7 @@
 #include "tessera/train/stepper.h"
 #include "tests/nn/collect.h"
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 inline constexpr double kGradients = 1e-5;  // of a tensor's largest entry
 inline constexpr double kLosses = 5e-6;     // relative
@@ -121,4 +121,4 @@ inline double difference(const std::map<std::string, at::Tensor>& got, const std
   return worst;
 }
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

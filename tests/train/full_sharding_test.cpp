@@ -114,7 +114,7 @@ TEST(PlainModule, TrainsBitForBitAsTheInterceptedOneInEveryStage) {
   }
 }
 
-class FullSharding : public testing::TrainFixture {
+class FullSharding : public testing_support::TrainFixture {
  protected:
   using Sets = std::vector<std::string>;
 
@@ -130,8 +130,8 @@ class FullSharding : public testing::TrainFixture {
       Sets with = base;
       with.insert(with.end(), form.begin(), form.end());
       const Trace again = train(few(family, with), world);
-      EXPECT_EQ(testing::difference(again.gradients, plain.gradients), 0);
-      EXPECT_EQ(testing::difference(again.weights, plain.weights), 0);
+      EXPECT_EQ(testing_support::difference(again.gradients, plain.gradients), 0);
+      EXPECT_EQ(testing_support::difference(again.weights, plain.weights), 0);
       for (size_t i = 0; i < plain.steps.size(); ++i) EXPECT_EQ(again.steps[i].loss, plain.steps[i].loss) << "step " << i + 1;
     }
   }

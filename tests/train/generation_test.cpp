@@ -22,7 +22,7 @@ using Settings = std::vector<std::string>;
 
 const std::string kBySequence = "tensor.sequence_parallel=true";
 
-class Reading : public testing::TrainFixture {
+class Reading : public testing_support::TrainFixture {
  protected:
   /// Trains on `ranks` ranks and leaves a checkpoint.
   void train_and_save(const std::string& family, int ranks, Settings sets) const {

@@ -8,7 +8,7 @@
 #include "tessera/train/state_bytes.h"
 #include "tessera/train/stepper.h"
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 /// What rank 0 holds between the backward pass and the update of its second step, and at the peak of that step.
 struct HeldBytes {
@@ -61,4 +61,4 @@ inline HeldBytes held_bytes(const Config& config, int ranks) {
   return result;
 }
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

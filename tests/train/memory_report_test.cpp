@@ -17,7 +17,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-class MemoryWatchTest : public testing::TrainFixture {
+class MemoryWatchTest : public testing_support::TrainFixture {
  protected:
   struct Seen {
     MemoryHistory history;  ///< of the second step

@@ -5,7 +5,7 @@
 namespace tessera {
 namespace {
 
-class OffloadedTraining : public testing::TrainFixture {
+class OffloadedTraining : public testing_support::TrainFixture {
  protected:
   using Sets = std::vector<std::string>;
   static constexpr const char* kOnHost[] = {"offload.params=host", "offload.gradients=host", "offload.optimizer=host"};
@@ -16,8 +16,8 @@ class OffloadedTraining : public testing::TrainFixture {
     const Trace plain = train(config(family, sets), world);
     sets.insert(sets.end(), std::begin(kOnHost), std::end(kOnHost));
     const Trace offloaded = train(config(family, sets), world);
-    EXPECT_EQ(testing::difference(offloaded.gradients, plain.gradients), 0);
-    EXPECT_EQ(testing::difference(offloaded.weights, plain.weights), 0);
+    EXPECT_EQ(testing_support::difference(offloaded.gradients, plain.gradients), 0);
+    EXPECT_EQ(testing_support::difference(offloaded.weights, plain.weights), 0);
     for (size_t i = 0; i < plain.steps.size(); ++i) {
       const StepOutcome &mine = offloaded.steps[i], &want = plain.steps[i];
       EXPECT_EQ(mine.loss, want.loss) << "step " << i + 1;

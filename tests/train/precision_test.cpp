@@ -10,9 +10,9 @@
 namespace tessera {
 namespace {
 
-using testing::difference;
 using ::testing::HasSubstr;
-using testing::TrainFixture;
+using testing_support::difference;
+using testing_support::TrainFixture;
 
 using Settings = std::vector<std::string>;
 

@@ -22,12 +22,12 @@ Config config_with(const std::string& algorithm, const std::string& table = "") 
 // The progress of a run on two data ranks.
 nlohmann::json saved_with(const comm::WorldOptions& options) { return progress_json(Config{}, {}, {}, comm::recorded_choice(options), 2); }
 
-const comm::TableRow kRow{.op = "all_reduce", .backend = "gloo", .algorithm = "ring", .bytes = 1024, .ranks = 2, .time_us = 3};
+const comm::TableRow kProgressRow{.op = "all_reduce", .backend = "gloo", .algorithm = "ring", .bytes = 1024, .ranks = 2, .time_us = 3};
 
 TEST(Progress, TheChoiceOfAlgorithmsOutlivesTheRun) {
   std::vector<std::string> remarks;
-  const auto options = world_options_of(config_with("auto"), 2, saved_with({.rows = {kRow}}), "step-4", remarks);
-  EXPECT_EQ(options.rows, std::vector<comm::TableRow>{kRow});
+  const auto options = world_options_of(config_with("auto"), 2, saved_with({.rows = {kProgressRow}}), "step-4", remarks);
+  EXPECT_EQ(options.rows, std::vector<comm::TableRow>{kProgressRow});
   EXPECT_EQ(world_options_of(config_with("auto"), 2, saved_with({.algorithm = "ring"}), "step-4", remarks).algorithm, "ring");
   EXPECT_TRUE(remarks.empty());
   // The backend and all else stay the configuration's.

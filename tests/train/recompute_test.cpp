@@ -12,7 +12,7 @@ namespace {
 
 const std::string kFull = "recompute.mode=full", kSelective = "recompute.mode=selective";
 
-class RecomputeRun : public testing::TrainFixture {
+class RecomputeRun : public testing_support::TrainFixture {
  protected:
   using Sets = std::vector<std::string>;
 
@@ -23,8 +23,8 @@ class RecomputeRun : public testing::TrainFixture {
       Sets with = base;
       with.insert(with.end(), form.begin(), form.end());
       const Trace again = train(config(family, with), world);
-      EXPECT_EQ(testing::difference(again.gradients, plain.gradients), 0);
-      EXPECT_EQ(testing::difference(again.weights, plain.weights), 0);
+      EXPECT_EQ(testing_support::difference(again.gradients, plain.gradients), 0);
+      EXPECT_EQ(testing_support::difference(again.weights, plain.weights), 0);
       for (size_t i = 0; i < plain.steps.size(); ++i) {
         EXPECT_EQ(again.steps[i].loss, plain.steps[i].loss) << "step " << i + 1;
         EXPECT_EQ(again.steps[i].grad_norm, plain.steps[i].grad_norm) << "step " << i + 1;

@@ -13,7 +13,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-class ReplayTest : public testing::TrainFixture {
+class ReplayTest : public testing_support::TrainFixture {
  protected:
   /// What `ranks` ranks record of the freshly drawn model.
   nlohmann::json recorded(const Config& config, int ranks, const comm::RunOptions& options = {}) const {

@@ -10,7 +10,7 @@
 #include "tessera/train/trainer.h"
 #include "tests/train/fixture.h"
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 using testing_support::SliceCollector;
 using Settings = std::vector<std::string>;
@@ -142,4 +142,4 @@ class ResumeFixture : public TrainFixture {
   }
 };
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

@@ -8,7 +8,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_support::SliceCollector;
-using namespace testing;  // NOLINT: the fixture's names
+using namespace testing_support;
 class Resume : public ResumeFixture {};
 
 TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {

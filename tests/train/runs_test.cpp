@@ -11,13 +11,13 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using testing::kSaved;
-using testing::Layout;
 using ::testing::Not;
-using testing::Settings;
 using ::testing::ThrowsMessage;
+using testing_support::kSaved;
+using testing_support::Layout;
+using testing_support::Settings;
 
-class Runs : public testing::ResumeFixture {
+class Runs : public testing_support::ResumeFixture {
  protected:
   /// A run of two ranks into `dir`, saved every second step; returns what it says.
   std::string run_into(const std::string& dir, int64_t last, Settings more, const OpenOptions& open = {}) {
@@ -201,7 +201,7 @@ TEST_F(CutPlans, AnotherCutAtEqualDataRanksMakesItsOwnPlanAndSaysSo) {
   for (const auto& [from, to] : {std::pair(&two, &one), std::pair(&one, &two)}) {
     const auto whole = run_saving(*from, {});
     ::testing::internal::CaptureStderr();
-    expect_goes_on(*from, *to, {}, testing::kLosses, whole);
+    expect_goes_on(*from, *to, {}, testing_support::kLosses, whole);
     const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_THAT(said, HasSubstr("its bucket plan is of another layout"));
     EXPECT_EQ(said.find("bucket plan"), said.rfind("bucket plan")) << said;

@@ -12,7 +12,7 @@ namespace tessera {
 namespace {
 
 /// Lets the disk go on once a step is done.
-class Saving : public testing::TrainFixture {
+class Saving : public testing_support::TrainFixture {
  protected:
   class Listener : public Observer {
    public:

@@ -20,7 +20,7 @@ TEST_P(ShardedMemory, IsThatOfTheFormulas) {
   const auto config = [&](int stage) {
     auto sets = GetParam().sets;
     sets.push_back("zero.stage=" + std::to_string(stage));
-    return testing::formula_config(sets);
+    return testing_support::formula_config(sets);
   };
   const BytesPerParameter whole = bytes_per_parameter(config(0));
   std::printf("bytes a parameter on each rank, %s, AdamW: (w, g, k) = (%g, %g, %g)\n%6s %6s %9s %10s %10s %8s %9s\n", GetParam().name, whole.weight,
@@ -28,7 +28,7 @@ TEST_P(ShardedMemory, IsThatOfTheFormulas) {
   for (const int stage : {0, 1, 2, 3}) {
     for (const int ranks : {2, 4, 8}) {
       if (stage == 0 && ranks > 2) continue;  // whole on each, however many there are
-      const BytesPerParameter held = testing::held_bytes(config(stage), ranks).state(), formula = kept_per_parameter(whole, stage, ranks);
+      const BytesPerParameter held = testing_support::held_bytes(config(stage), ranks).state(), formula = kept_per_parameter(whole, stage, ranks);
       std::printf("%6d %6d %9.3f %10.3f %10.3f %8.3f %9.3f\n", stage, ranks, held.weight, held.gradient, held.state, held.total(), formula.total());
       const auto expect_near = [&](double got, double want, const char* what) {
         EXPECT_NEAR(got, want, 0.01 * formula.total()) << what << " of stage " << stage << " on " << ranks << " ranks";

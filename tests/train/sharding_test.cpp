@@ -11,12 +11,12 @@
 namespace tessera {
 namespace {
 
-using testing::difference;
-using testing::TrainFixture;
+using testing_support::difference;
 using testing_support::SliceCollector;
+using testing_support::TrainFixture;
 
-using testing::kGradients;
-using testing::kLosses;
+using testing_support::kGradients;
+using testing_support::kLosses;
 
 class Sharding : public TrainFixture {
  protected:

@@ -27,7 +27,7 @@ TEST(StateBytes, FollowFromPrecisionAndOptimizer) {
                                                                        {bf16, 2, 4, 12},
                                                                        {with("precision.reduce=bf16"), 2, 2, 12},
                                                                        {with("precision.master=bf16"), 2, 4, 4}}) {
-    const auto bytes = bytes_per_parameter(testing::formula_config(sets));
+    const auto bytes = bytes_per_parameter(testing_support::formula_config(sets));
     EXPECT_EQ(bytes.weight, weight) << ::testing::PrintToString(sets);
     EXPECT_EQ(bytes.gradient, gradient) << ::testing::PrintToString(sets);
     EXPECT_EQ(bytes.state, state) << ::testing::PrintToString(sets);
@@ -50,8 +50,8 @@ TEST(StateBytes, AreWhatTheTrackerMeasures) {
     for (const int stage : {0, 1, 2, 3}) {
       Sets all = sets;
       all.push_back("zero.stage=" + std::to_string(stage));
-      const Config config = testing::formula_config(all);
-      const auto expected = kept_per_parameter(bytes_per_parameter(config), stage, ranks), measured = testing::held_bytes(config, ranks).state();
+      const Config config = testing_support::formula_config(all);
+      const auto expected = kept_per_parameter(bytes_per_parameter(config), stage, ranks), measured = testing_support::held_bytes(config, ranks).state();
       EXPECT_NEAR(measured.weight, expected.weight, 0.01 * expected.total()) << "stage " << stage << ", " << ranks << " ranks";
       EXPECT_NEAR(measured.gradient, expected.gradient, 0.01 * expected.total()) << "stage " << stage << ", " << ranks << " ranks";
       EXPECT_NEAR(measured.state, expected.state, 0.01 * expected.total()) << "stage " << stage << ", " << ranks << " ranks";

@@ -161,7 +161,7 @@ TEST(TensorMemory, OfADryRunIsThatOfARealOne) {
 
 // Traffic.
 
-constexpr int64_t kBatch = 2, kLength = 48, kDim = 48, kLayers = 2;
+constexpr int64_t kBatch = 2, kLength = 48, kDim = 48, kCostLayers = 2;
 constexpr int64_t kStream = kBatch * kLength * kDim, kTokens = kBatch * kLength;
 
 Config traffic_config(const std::string& family, std::vector<std::string> sets) {
@@ -205,7 +205,7 @@ struct Form {
   int64_t gpt2, llama;  ///< gathers and scatters of the stream in a layer and micro-batch
 };
 
-const std::string kSequenceParallel = "tensor.sequence_parallel=true", kFull = "recompute.mode=full";
+const std::string kSequenceParallel = "tensor.sequence_parallel=true", kFullRecompute = "recompute.mode=full";
 
 TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
   // Recompute ends with the last operator that saved something: a dropout after the last sum of a block, or the product before it.
@@ -214,12 +214,12 @@ TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
                                    {{kSequenceParallel, "tensor.keep_gathered=true"}, 8, 8},
                                    {{"recompute.mode=selective"}, 8, 8},
                                    {{kSequenceParallel, "recompute.mode=selective"}, 10, 10},
-                                   {{kFull}, 12, 10},
-                                   {{kSequenceParallel, kFull}, 12, 11},
-                                   {{kSequenceParallel, kFull, "tensor.keep_gathered=true"}, 12, 11},
+                                   {{kFullRecompute}, 12, 10},
+                                   {{kSequenceParallel, kFullRecompute}, 12, 11},
+                                   {{kSequenceParallel, kFullRecompute, "tensor.keep_gathered=true"}, 12, 11},
                                    {{"tensor.overlap=true"}, 8, 8},
                                    {{kSequenceParallel, "tensor.overlap=true"}, 10, 10},
-                                   {{kSequenceParallel, kFull, "tensor.overlap=true"}, 12, 11}};
+                                   {{kSequenceParallel, kFullRecompute, "tensor.overlap=true"}, 12, 11}};
   for (const auto& [t, m] : {std::pair<int, int64_t>{2, 3}, {3, 1}, {4, 3}, {8, 1}}) {
     for (const std::string family : {"gpt2", "llama"}) {
       for (const Form& form : forms) {
@@ -228,13 +228,13 @@ TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
         sets.insert(sets.end(), {"mesh.tp=" + std::to_string(t), "batch.global_size=" + std::to_string(2 * m)});
         auto elements = sent(traffic_config(family, sets), t);
         const bool gpt2 = family == "gpt2", sequence = !form.sets.empty() && form.sets[0] == kSequenceParallel;
-        for (int64_t layer = 0; layer < kLayers; ++layer) {
+        for (int64_t layer = 0; layer < kCostLayers; ++layer) {
           EXPECT_EQ(elements["layers." + std::to_string(layer)], m * (gpt2 ? form.gpt2 : form.llama) * share(t, kStream));
         }
         EXPECT_EQ(elements["embed_tokens"], m * 2 * share(t, kStream));
         EXPECT_EQ(elements["head"], m * (2 * share(t, kStream) + 3 * 2 * share(t, kTokens)));
         // Weights of norms; GPT-2's biases of norms and row-wise layers, and the embedding of positions.
-        const int64_t norms = (2 * kLayers + 1) * kDim, gpt2s = gpt2 ? norms + 2 * kLayers * kDim + kLength * kDim : 0;
+        const int64_t norms = (2 * kCostLayers + 1) * kDim, gpt2s = gpt2 ? norms + 2 * kCostLayers * kDim + kLength * kDim : 0;
         EXPECT_EQ(elements["step"], sequence ? 2 * share(t, norms + gpt2s) : 0);
         int64_t rest = 0;
         for (const auto& [place, sum] : elements) rest += sum;
@@ -246,7 +246,7 @@ TEST(TensorTraffic, OfWholeModelsIsThatOfTheFormulas) {
 }
 
 TEST(TensorTraffic, OfSharedKeysIsTheirGradientsOnceAStep) {
-  const int64_t keys_and_values = 2 * 2 * (kDim / 8) * kDim * kLayers;  // two heads
+  const int64_t keys_and_values = 2 * 2 * (kDim / 8) * kDim * kCostLayers;  // two heads
   EXPECT_EQ(sent(traffic_config("llama", {"mesh.tp=4", "model.kv_heads=2", "batch.global_size=6"}), 4)["step"], 2 * share(4, keys_and_values));
   EXPECT_EQ(sent(traffic_config("llama", {"mesh.tp=2", "model.kv_heads=2"}), 2)["step"], 0) << "a head each";
 }

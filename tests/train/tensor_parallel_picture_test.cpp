@@ -172,7 +172,7 @@ class Reader {
   std::vector<Column> columns_;
 };
 
-constexpr double kMargin = 12, kScale = 5, kLeft = 64, kCell = 92, kCrossing = 118, kHeading = 62, kLabel = 27, kGap = 10, kLetter = 6.2;
+constexpr double kMargin = 12, kScale = 5, kPictureLeft = 64, kCell = 92, kCrossing = 118, kHeading = 62, kLabel = 27, kGap = 10, kLetter = 6.2;
 constexpr std::string_view kFaint = "#666666", kOutline = "#bbbbbb", kBackward = "#222222";
 
 double width_of(const Column& column) {
@@ -236,7 +236,7 @@ void draw_line(Svg& svg, double top, const Line& line) {
   for (int rank = 0; rank < kDrawnRanks; ++rank) {
     const double y = first + each * rank;
     svg.text(kMargin, y + each / 2, fmt::format("rank {}", rank), {.bold = true});
-    double x = kLeft;
+    double x = kPictureLeft;
     for (const Column& column : line[rank]) {
       const double width = width_of(column);
       double from = y + (each - kGap - height_of(column)) / 2;
@@ -268,7 +268,7 @@ std::string picture(const std::vector<Log>& logs, const Log& whole, const std::v
     Line line;
     for (int rank = 0; rank < kDrawnRanks; ++rank)
       line.push_back(Reader(logs[rank], whole, rank).line(index_of(whole, part.first), index_of(whole, part.last) + 1));
-    double across = kLeft + kMargin;
+    double across = kPictureLeft + kMargin;
     for (const Column& column : line[0]) across += width_of(column);
     width = std::max(width, across);
     height += 30 + kHeading + 12 + kDrawnRanks * rank_height(line);

@@ -3,11 +3,11 @@
 namespace tessera {
 namespace {
 
-using testing::difference;
-using testing::TrainFixture;
+using testing_support::difference;
+using testing_support::TrainFixture;
 
-using testing::kGradients;
-using testing::kLosses;
+using testing_support::kGradients;
+using testing_support::kLosses;
 
 class TensorParallelRuns : public TrainFixture {
  protected:

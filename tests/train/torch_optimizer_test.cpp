@@ -374,7 +374,7 @@ struct WithHead : torch::nn::Module {
   }
   void update(torch::optim::Optimizer& optimizer, int64_t step) {
     optimizer.zero_grad();
-    head(at::tanh(body(whole_batch(kSamples, step).x))).square().sum().backward();
+    head(at::tanh(body(whole_batch(kTrainSamples, step).x))).square().sum().backward();
     optimizer.step();
   }
   torch::nn::Linear body{5, 4}, head;

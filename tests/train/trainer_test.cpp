@@ -32,7 +32,7 @@ class Listener : public Observer {
   Heard& heard_;
 };
 
-class TrainerTest : public testing::TrainFixture {
+class TrainerTest : public testing_support::TrainFixture {
  protected:
   /// Trains ranks as threads. `stop` is asked by each rank after each step, with the number of times it has been asked.
   Heard run(const Config& config, int world, const std::function<int(int rank, int asked)>& stop = {}, const std::string& faults = "") {

@@ -6,7 +6,7 @@
 #include "tessera/verify/verify.h"
 #include "tests/train/fixture.h"
 
-namespace tessera::testing {
+namespace tessera::testing_support {
 
 /// Verifies small configurations of TrainFixture's.
 class VerifyFixture : public TrainFixture {
@@ -34,4 +34,4 @@ class VerifyFixture : public TrainFixture {
   }
 };
 
-}  // namespace tessera::testing
+}  // namespace tessera::testing_support

@@ -66,7 +66,7 @@ const std::vector<Choice>& cut_models() {
 
 std::string axis(const char* name, int size) { return std::string(name) + "=" + std::to_string(size); }
 
-class VerifyMatrix : public testing::VerifyFixture, public ::testing::WithParamInterface<int> {
+class VerifyMatrix : public testing_support::VerifyFixture, public ::testing::WithParamInterface<int> {
  protected:
   int stage() const { return GetParam(); }
   /// What is not sharded knows no hybrids.
@@ -106,7 +106,7 @@ TEST_P(VerifyMatrix, DISABLED_Everything) {
 }
 
 /// Without and with sequence parallelism.
-class TensorVerifyMatrix : public testing::VerifyFixture, public ::testing::WithParamInterface<bool> {
+class TensorVerifyMatrix : public testing_support::VerifyFixture, public ::testing::WithParamInterface<bool> {
  protected:
   /// Each entry counts modulo the number of choices.
   void expect_cell(size_t cut, size_t precision, size_t recompute, size_t family) const {

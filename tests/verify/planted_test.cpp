@@ -17,7 +17,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-using Planted = testing::VerifyFixture;
+using Planted = testing_support::VerifyFixture;
 
 constexpr const char* kSequence = "tensor.sequence_parallel=true";
 

@@ -10,7 +10,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-using VerifyTest = testing::VerifyFixture;
+using VerifyTest = testing_support::VerifyFixture;
 
 TEST_F(VerifyTest, DataParallelPasses) {
   for (const char* mesh : {"dp_replicate=2", "dp_replicate=3", "dp_replicate=5"}) expect_passes(mesh, "llama", {"model.kv_heads=2"});
