@@ -135,6 +135,22 @@ void FlatParameters::take_in(size_t limit) {
             " bytes, while all slices of this rank have ", limit,
             ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
     local_rows(slices_, i).copy_(given);
+    if (given.sizes() != whole) given_slices_.push_back(i);
+  }
+}
+
+/// torch::save of one rank's sharded module keeps its slices; torch::load of that file on every rank fits wherever cuts are even, and is another model.
+void FlatParameters::refuse_one_ranks_slices(const at::Tensor& whole) {
+  if (whole.is_meta()) return;
+  for (const size_t i : std::exchange(given_slices_, {})) {
+    const UnitLayout::Entry& entry = layout_.parameters[i];
+    const at::Tensor values = whole.narrow(0, entry.offset, entry.numel);
+    if (layout_.ranks == 1 || entry.numel % layout_.ranks != 0 || elements_of(layout_, i, 0) * layout_.ranks != entry.numel) continue;
+    const at::Tensor parts = values.view({layout_.ranks, -1}), first = parts.narrow(0, 0, 1);
+    const bool constant = values.eq(values[0]).all().item<bool>();  // biases of zero are alike on all ranks
+    require(constant || !parts.eq(first).all().item<bool>(), "fully_shard: '", parameters_[i].name,
+            "' was given the same rows on every rank after it was wrapped: a file that torch::save made of one rank's sharded module holds that rank's slices; "
+            "save by checkpoint::save, or after unshard(model)");
   }
 }
 
@@ -268,6 +284,7 @@ void FlatParameters::finish_gather() {
   }
   if (!host_ && !sent_.is_same(slices_)) release_scratch(sent_);
   sent_.reset();
+  refuse_one_ranks_slices(whole_);
 }
 
 void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) const {

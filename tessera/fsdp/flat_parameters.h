@@ -108,6 +108,7 @@ class FlatParameters {
   void cut();
   void keep_rows(size_t index, const at::Tensor& whole) const;
   bool is_replaced(const at::Tensor& parameter) const;
+  void refuse_one_ranks_slices(const at::Tensor& whole);
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
   void unpad(const at::Tensor& parts, const at::Tensor& whole) const;
@@ -125,8 +126,9 @@ class FlatParameters {
   Dtypes dtypes_;
   std::shared_ptr<const HostLink> host_;  ///< null: slices lie on the device
   UnitLayout layout_;
-  std::vector<Slice> before_;  ///< of the parameters as they were given
-  std::vector<Slice> cut_;     ///< as they are since
+  std::vector<Slice> before_;         ///< of the parameters as they were given
+  std::vector<Slice> cut_;            ///< as they are since
+  std::vector<size_t> given_slices_;  ///< taken in as slices, and not gathered since
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;

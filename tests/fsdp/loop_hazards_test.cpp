@@ -84,6 +84,25 @@ TEST(FullyShardLoop, WeightsAreLoadedAfterWrapping) {
   }
 }
 
+TEST(FullyShardLoop, OneRanksFileIsNotEverybodysSlices) {
+  run_ranks(2, [&](World& world) {
+    auto net = std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(3, 4).bias(false));
+    fill_parameters(*net);
+    const auto sharded = fully_shard(*net, world.group());
+    std::stringstream file;
+    torch::save(net, file);
+    const std::string own = file.str();
+    at::Tensor bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
+    std::ranges::copy(own, bytes.data_ptr<uint8_t>());
+    torch::load(net, file);
+    net->forward(at::ones({1, 3})).sum().backward();  // its own slices: as it was
+    comm::broadcast(world.group(), bytes, 0);
+    std::stringstream of_first(std::string(bytes.data_ptr<uint8_t>(), bytes.data_ptr<uint8_t>() + bytes.numel()));
+    torch::load(net, of_first);
+    EXPECT_THAT(refusal([&] { net->forward(at::ones({1, 3})); }), HasSubstr("was given the same rows on every rank"));
+  });
+}
+
 TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {
   for (const auto trigger : kBoth) {
     run_ranks(2, [&](World& world) {
