@@ -36,7 +36,7 @@ class IncludeDirection(unittest.TestCase):
 
     def test_downwards_is_allowed_through_several_rooms(self):
         files = {
-            "tessera/train/a.cpp": '#include <vector>\n#include "tessera/core/e.h"\n#include "tessera/offload/o.h"\n',
+            "tessera/train/a.cpp": '#include <vector>\n#include "tessera/core/e.h"\n#include "tessera/offload/o.h"\n#include "tessera/recompute/r.h"\n',
             "tessera/tessera.h": '#include "tessera/train/a.h"\n',
             "tests/train/a_test.cpp": '#include "tessera/nn/m.h"\n',
             "tests/other/fixture.h": '#include "tessera/train/a.h"\n',
@@ -48,12 +48,23 @@ class IncludeDirection(unittest.TestCase):
         self.assertEqual((code, out), (1, "tessera/core/a.h:3: room core may not include room nn\n"))
 
     def test_a_technique_may_not_include_another(self):
-        code, out = self.check({"tessera/offload/deep/a.cpp": '#include "tessera/recompute/r.h"\n'})
+        code, out = self.check({"tessera/offload/deep/a.cpp": '#include "tessera/recompute/r.h"\n#include "tessera/nn/m.h"\n'})
         self.assertEqual((code, out), (1, "tessera/offload/deep/a.cpp:1: room offload may not include room recompute\n"))
 
     def test_a_technique_may_not_declare_another(self):
         code, out = self.check({}, ROOMS.replace("offload DEPS nn", "offload DEPS nn recompute"))
         self.assertEqual((code, out), (1, "CMakeLists.txt: technique offload may not depend on technique recompute\n"))
+
+    def test_tests_may_have_rooms_of_their_own(self):
+        rooms = ROOMS.replace("recompute DEPS nn", "recompute DEPS nn TEST_DEPS offload")
+        test = {"tests/recompute/r_test.cpp": '#include "tessera/offload/o.h"\n'}
+        self.assertEqual(self.check(test, rooms), (0, ""))
+        self.assertEqual(self.check(test)[0], 1)
+        self.assertEqual(self.check({"tessera/recompute/r.cpp": '#include "tessera/offload/o.h"\n#include "tessera/nn/m.h"\n'}, rooms)[0], 1)
+
+    def test_a_room_that_is_named_is_included(self):
+        code, out = self.check({"tessera/nn/m.cpp": '#include "tessera/nn/m.h"\n', "tessera/recompute/r.cpp": '#include "tessera/core/e.h"\n'})
+        self.assertEqual((code, out.splitlines()[-1]), (1, "CMakeLists.txt: room recompute names nn in DEPS and includes nothing of it"))
 
     def test_a_test_obeys_its_room(self):
         code, out = self.check({"tests/nn/m_test.cpp": '#include "tessera/train/t.h"\n'})
