@@ -77,7 +77,7 @@ class Plan(SystemTest):
             self.assertEqual("of them again)" in said, mode == "full", said)
 
     def test_presets(self):
-        answer = self.plan("7b", "--world", 1)
+        answer = self.plan("7b", "--world", 256)
         (ranks,) = answer["ranks"]
         self.assertAlmostEqual(ranks["parameters"], 6.74e9, delta=0.01e9)
         self.assertEqual(run("plan", "8bb").returncode, 2)
