@@ -1,11 +1,9 @@
 #include <cmath>
-#include <csignal>
 #include <cstdlib>
 #include <limits>
 
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
-#include <sys/resource.h>
 
 #include "tessera/core/error.h"
 #include "tessera/train/observers/event_record.h"
@@ -13,6 +11,7 @@
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
 #include "tests/data/files.h"
+#include "tests/file_limit.h"
 
 namespace tessera {
 namespace {
@@ -97,25 +96,6 @@ TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
   EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
   EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
 }
-
-/// No file of this process may grow beyond so many bytes while it lives: what a disk does that is full.
-class FileLimit {
- public:
-  explicit FileLimit(rlim_t bytes) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    handler_ = std::signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{bytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  rlimit before_{};
-  void (*handler_)(int) = nullptr;
-};
 
 TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
   const Folder folder;
