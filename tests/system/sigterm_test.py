@@ -108,8 +108,8 @@ class Sigterm(SystemTest):
             while process.poll() is None and time.time() < deadline:
                 process.send_signal(signal.SIGINT)
                 time.sleep(0.002)
-            self.assertEqual(process.returncode, 0, process.communicate()[1])
-            process.communicate()
+            said = process.communicate()[1]
+            self.assertEqual(process.returncode, 0, said)
             for file in up:
                 file.unlink()
 

@@ -2,8 +2,11 @@
 #include <cstdlib>
 #include <limits>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/train/observers/event_record.h"
@@ -95,6 +98,33 @@ TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
   }
   EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
   EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
+}
+
+TEST(MetricsFile, ANamedPipeIsRefusedRatherThanWaitedFor) {
+  for (const char* name : {"metrics.jsonl", "metrics.jsonl.partial", "validation.jsonl"}) {
+    const Folder folder;
+    ASSERT_EQ(::mkfifo((folder / name).c_str(), 0600), 0);
+    for (const int64_t first : {1, 4}) {
+      MetricsFile metrics;
+      const std::string said = refusal([&] { metrics.on_start({.log_dir = folder.path(), .first_step = first}); });
+      EXPECT_THAT(said, AllOf(HasSubstr("log.dir = " + folder.path().string()), HasSubstr(std::string(name) + " is a named pipe")));
+    }
+  }
+}
+
+TEST(RecordFile, ANamedPipeHoldsNobodyUp) {
+  const Folder folder;
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_FALSE(RecordFile().open(pipe)) << "nobody reads";
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
+  RecordFile records;
+  ASSERT_TRUE(records.open(pipe));
+  testing::internal::CaptureStderr();
+  records.append(std::string(1 << 20, 'a'));  // more than a pipe holds
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("a record could not be written"));
+  EXPECT_EQ(records.lost(), 1);
+  ::close(reader);
 }
 
 TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
