@@ -57,9 +57,9 @@ void require_known(const char* knob, const std::string& name, const std::vector<
 void check_launchers(const std::vector<std::string>& backends);
 
 /// Runs `arguments` of this command in `nproc` copies on this host, under mpirun for the backend mpi, else started by us. The first rank writes its rows into
-/// the file that the flag --rows, which is added, names; returned are the lines of that file. Throws ConfigError and CommError where a copy says so; returns
-/// nothing where the copies failed and their reason is on standard error already.
-std::optional<std::vector<std::string>> rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments);
+/// the file that the flag --rows, which is added, names; `rows` are the lines of that file. Returns the exit code: where it is not 0, the copies failed or
+/// refused and their reason is on standard error already. Under mpirun, what a copy says is thrown as ConfigError or CommError.
+int rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments, std::vector<std::string>& rows);
 
 /// Writes `text` into a file that a flag names, or refuses.
 void write_file(const char* knob, const std::string& name, const std::string& text);

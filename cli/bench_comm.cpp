@@ -186,8 +186,8 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
   return rows;
 }
 
-/// The same in copies of this command on this host; nothing where they failed.
-std::optional<std::vector<Row>> measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+/// The same in copies of this command on this host, behind those in `rows`. Returns the exit code.
+int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm, std::vector<Row>& rows) {
   std::vector<std::string> command{"bench", "comm"};
   const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
   add("--op", fmt::format("{}", fmt::join(flags.ops, ",")));
@@ -199,11 +199,10 @@ std::optional<std::vector<Row>> measure_in_copies(const BenchCommFlags& flags, c
   add("--seconds", format_float(flags.seconds));
   if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
   if (!flags.interface.empty()) add("--interface", flags.interface);
-  const auto lines = rows_of_copies(plan.nproc, backend, std::move(command));
-  if (!lines) return std::nullopt;
-  std::vector<Row> rows;
-  for (const auto& line : *lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
-  return rows;
+  std::vector<std::string> lines;
+  if (const int exit_code = rows_of_copies(plan.nproc, backend, std::move(command), lines); exit_code != 0) return exit_code;
+  for (const auto& line : lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
+  return 0;
 }
 
 }  // namespace
@@ -226,9 +225,7 @@ int bench_comm(const BenchCommFlags& flags) {
   for (const auto& backend : plan.backends) {
     for (const auto& algorithm : plan.algorithms) {
       log().info("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm);
-      auto more = measure_in_copies(flags, plan, backend, algorithm);
-      if (!more) return 1;
-      rows.insert(rows.end(), more->begin(), more->end());
+      if (const int exit_code = measure_in_copies(flags, plan, backend, algorithm, rows); exit_code != 0) return exit_code;
     }
   }
   present(flags, plan, std::move(rows));

@@ -2,7 +2,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 #include <utility>
 
@@ -15,6 +14,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/text_file.h"
 #include "tessera/launch/local.h"
 #include "tessera/launch/verdict.h"
 #include "tessera/launch/worker.h"
@@ -23,7 +23,7 @@ namespace tessera::cli {
 namespace {
 
 /// Runs mpirun to its end. A rank's reason, where one left it, becomes an exception here, after what mpirun says of it.
-bool run_under_mpi(int nproc, const std::vector<std::string>& command) {
+int run_under_mpi(int nproc, const std::vector<std::string>& command) {
   std::vector<std::string> mpirun{"mpirun", "-n", std::to_string(nproc), "--oversubscribe"};
   if (geteuid() == 0) mpirun.emplace_back("--allow-run-as-root");
   mpirun.insert(mpirun.end(), command.begin(), command.end());
@@ -34,7 +34,7 @@ bool run_under_mpi(int nproc, const std::vector<std::string>& command) {
   int status = 0;
   while (waitpid(process, &status, 0) < 0 && errno == EINTR) {
   }
-  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return true;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return 0;
   const auto reason = launch::read_report(report.contents());
   if (!reason)
     throw CommError(
@@ -43,11 +43,11 @@ bool run_under_mpi(int nproc, const std::vector<std::string>& command) {
   throw CommError(reason->reason);
 }
 
-bool run_here(int nproc, const std::vector<std::string>& command) {
+int run_here(int nproc, const std::vector<std::string>& command) {
   launch::LocalOptions options;
   options.nproc = nproc;
   options.command = command;
-  return launch::run_local(options) == 0;
+  return launch::run_local(options);
 }
 
 bool in_path(const std::string& program) {
@@ -88,22 +88,17 @@ void check_launchers(const std::vector<std::string>& backends) {
           "--backend mpi: there is no mpirun in PATH, which starts its ranks; install Open MPI (Debian: openmpi-bin), or leave mpi out");
 }
 
-std::optional<std::vector<std::string>> rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments) {
+int rows_of_copies(int nproc, const std::string& backend, std::vector<std::string> arguments, std::vector<std::string>& rows) {
   const launch::MemoryFile file("tessera_rows");
   arguments.insert(arguments.begin(), launch::self_command().front());
   arguments.insert(arguments.end(), {"--rows", file.path()});
-  if (!(backend == "mpi" ? run_under_mpi(nproc, arguments) : run_here(nproc, arguments))) return std::nullopt;
-  std::vector<std::string> rows;
+  const int exit_code = backend == "mpi" ? run_under_mpi(nproc, arguments) : run_here(nproc, arguments);
+  if (exit_code != 0) return exit_code;
   std::istringstream lines(file.contents());
   for (std::string line; std::getline(lines, line);) rows.push_back(line);
-  return rows;
+  return 0;
 }
 
-void write_file(const char* knob, const std::string& name, const std::string& text) {
-  std::ofstream file(name, std::ios::trunc);
-  file << text;
-  file.close();
-  require(file.good(), knob, " = ", name, ": cannot be written; name a file in a folder that exists");
-}
+void write_file(const char* knob, const std::string& name, const std::string& text) { write_text_file(detail::concat(knob, " = ", name), name, text); }
 
 }  // namespace tessera::cli

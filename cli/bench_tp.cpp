@@ -57,7 +57,8 @@ std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<
   return rows;
 }
 
-std::optional<std::vector<LayerRow>> measure_in_copies(const BenchTpFlags& flags, int nproc) {
+/// Returns the exit code.
+int measure_in_copies(const BenchTpFlags& flags, int nproc, std::vector<LayerRow>& rows) {
   std::vector<std::string> command{"bench", "tp"};
   const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
   add("--hidden", fmt::format("{}", fmt::join(flags.hidden, ",")));
@@ -70,9 +71,10 @@ std::optional<std::vector<LayerRow>> measure_in_copies(const BenchTpFlags& flags
   if (flags.overlap) command.emplace_back("--overlap");
   if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
   if (!flags.interface.empty()) add("--interface", flags.interface);
-  const auto lines = rows_of_copies(nproc, flags.backend, std::move(command));
-  if (!lines) return std::nullopt;
-  return bench::read_json_lines(*lines);
+  std::vector<std::string> lines;
+  if (const int exit_code = rows_of_copies(nproc, flags.backend, std::move(command), lines); exit_code != 0) return exit_code;
+  rows = bench::read_json_lines(lines);
+  return 0;
 }
 
 void present(const BenchTpFlags& flags, const std::vector<LayerRow>& rows) {
@@ -93,9 +95,9 @@ int bench_tp(const BenchTpFlags& flags) {
   if (!environment.launched) {
     check_launchers({flags.backend});
     log().info("a layer over {} ranks", nproc);
-    const auto rows = measure_in_copies(flags, nproc);
-    if (!rows) return 1;
-    present(flags, *rows);
+    std::vector<LayerRow> rows;
+    if (const int exit_code = measure_in_copies(flags, nproc, rows); exit_code != 0) return exit_code;
+    present(flags, rows);
     return 0;
   }
   const auto rows = measure_here(flags, cases);

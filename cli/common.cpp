@@ -1,6 +1,8 @@
 #include "cli/common.h"
 
+#include <csignal>
 #include <filesystem>
+#include <initializer_list>
 
 #include "tessera/core/error.h"
 #include "tessera/launch/local.h"
@@ -23,6 +25,10 @@ void check_output_file(const char* knob, const std::string& file) {
   require(!std::filesystem::is_directory(file), knob, " = ", file, ": is a folder; name a file in it");
 }
 
+void leave_signals_to_the_launcher() {
+  for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_IGN);  // what the launcher restores at its end
+}
+
 bool starts_copies(int nproc) { return nproc > 1 && !comm::read_environment().launched; }
 
 int run_copies(int nproc, const std::vector<std::string>& more, const std::vector<std::pair<std::string, std::string>>& variables) {
@@ -31,6 +37,7 @@ int run_copies(int nproc, const std::vector<std::string>& more, const std::vecto
   options.command = launch::self_command();
   options.command.insert(options.command.end(), more.begin(), more.end());
   options.environment = variables;
+  leave_signals_to_the_launcher();
   return launch::run_local(options);
 }
 

@@ -14,6 +14,10 @@ int world_size(int nproc);
 /// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end and `variables` set, and returns the exit code of the whole.
 int run_copies(int nproc, const std::vector<std::string>& more = {}, const std::vector<std::pair<std::string, std::string>>& variables = {});
 
+/// To be called before this process launches ranks: from then on what a signal does is the launcher's to say, and how the ranks ended is this command's exit
+/// code, however often somebody asks for the end while the launcher is already done.
+void leave_signals_to_the_launcher();
+
 /// Refuses a file to write, where one is asked for, in a folder that does not exist, or that is a folder itself: before anything is computed for it.
 void check_output_file(const char* knob, const std::string& file);
 

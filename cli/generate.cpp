@@ -22,6 +22,7 @@ namespace {
 struct GenerateFlags {
   std::string from_hf, checkpoint, tokenizer, prompt;
   int64_t max_tokens = 100;
+  int64_t seed = 0;
   int nproc = 1;
   SampleOptions sample{.temperature = 0.8, .top_k = 40};
   std::vector<std::string> sets;
@@ -82,6 +83,9 @@ void check_layout(const Config& config, int ranks) {
 int generate_text(const GenerateFlags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
   check_sampling(flags.sample);
+  require(flags.seed >= 0, "--seed = ", flags.seed, ": it must be at least 0");
+  SampleOptions sample = flags.sample;
+  sample.seed = static_cast<uint64_t>(flags.seed);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
@@ -102,7 +106,7 @@ int generate_text(const GenerateFlags& flags) {
     const auto loaded = load_model(source, mesh["tp"]);
     std::optional<Printer> printer;  // every rank draws every token, and one writes it
     if (world.rank() == 0) printer.emplace(*tokenizer).prompt(flags.prompt);
-    generate(*loaded.model, prompt, flags.max_tokens, flags.sample, end_of_text, [&](int64_t token) {
+    generate(*loaded.model, prompt, flags.max_tokens, sample, end_of_text, [&](int64_t token) {
       if (printer) printer->token(token);
       return true;
     });
@@ -124,7 +128,7 @@ void add_generate(CLI::App& app, int& exit_code) {
   command->add_option("--temperature", flags->sample.temperature, "0: always the most likely token")->capture_default_str();
   command->add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all")->capture_default_str();
   command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
-  command->add_option("--seed", flags->sample.seed, "The same text for the same seed")->capture_default_str();
+  command->add_option("--seed", flags->seed, "The same text for the same seed")->capture_default_str();
   command->add_option("--nproc", flags->nproc, "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });

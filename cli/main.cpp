@@ -42,7 +42,12 @@ extern "C" int tessera_command(int argc, char** argv) {
   CLI::App app{"tessera trains models that do not fit, or do not finish, on one device."};
   app.set_version_flag("--version", tessera::version());
   app.require_subcommand(1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) { return std::string("tessera: ") + error.what() + "; --help says what there is\n"; });
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    std::string what = error.what();
+    constexpr std::string_view no_value = "Could not convert: ";
+    if (what.starts_with(no_value)) what = what.substr(no_value.size()) + ": is no value of this flag's kind, or one that is too large for it";
+    return "tessera: " + what + "; --help says what there is\n";
+  });
   int exit_code = 0;
   tessera::cli::add_train(app, exit_code);
   tessera::cli::add_eval(app, exit_code);

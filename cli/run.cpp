@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "tessera/core/temporary_place.h"
 #include "tessera/launch/local.h"
 #include "tessera/launch/run_options.h"
@@ -46,6 +47,7 @@ std::optional<std::string> variable(const std::string& name) {
   if (options.job.output.folder.empty()) scratch.emplace(temporary_place(), "name a folder that keeps the run's records with --log-dir");
   options.record_folder = scratch ? scratch->path().string() : options.job.output.folder;
   options.keeps_records = !scratch;
+  leave_signals_to_the_launcher();
   const int exit_code = launch::run_agent(options);
   scratch.reset();
   std::fflush(nullptr);

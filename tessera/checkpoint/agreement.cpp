@@ -31,6 +31,16 @@ std::string text(const nlohmann::json& value) {
   return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
+/// The identity of the text is made of fingerprints, which say nothing to a person; that one of them differs does.
+void check_data(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source) {
+  const auto identity = [](const nlohmann::json& agreement) { return agreement.value("data.files", nlohmann::json()); };
+  const auto before = identity(saved), now = identity(current);
+  if (!before.is_object() || !now.is_object() || before == now) return;
+  const bool same_tokenizer = before.value("tokenizer", nlohmann::json()) == now.value("tokenizer", nlohmann::json());
+  throw ConfigError(detail::concat(same_tokenizer ? "data.files: the text is not the one" : "data.tokenizer: the tokenizer is not the one", " that ", source,
+                                   " was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\""));
+}
+
 }  // namespace
 
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity) {
@@ -64,6 +74,7 @@ void check_agreement(const nlohmann::json& saved, const nlohmann::json& current,
   require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
   const auto defaults = agreement_of(Config{}, {});  // what held for a run that was saved before there was such a key
   const auto theirs = [&](const std::string& key) { return (saved.contains(key) ? saved : defaults).at(key).dump(); };
+  check_data(saved, current, source);
   const auto agree = [&](const std::string& key) {
     const std::string value = current.at(key).dump(), before = theirs(key);
     require(before == value, key, " = ", value, ": ", source, " was written with ", before,

@@ -110,12 +110,19 @@ SafetensorsWriter::SafetensorsWriter(std::filesystem::path path, std::vector<Ten
     : path_(std::move(path)), tensors_(std::move(tensors)) {
   const std::string header = make_safetensors_header(tensors_, metadata);
   file_ = std::make_unique<OutputFile>(partial_path(path_));
-  file_->write(std::as_bytes(std::span(header)));
+  try {
+    file_->write(std::as_bytes(std::span(header)));
+  } catch (...) {  // the destructor of what was never made does not run
+    discard();
+    throw;
+  }
   whole_ = written_ = header.size();
   for (const auto& spec : tensors_) whole_ += tensor_bytes(spec.dtype, spec.shape).value();
 }
 
-SafetensorsWriter::~SafetensorsWriter() {
+SafetensorsWriter::~SafetensorsWriter() { discard(); }
+
+void SafetensorsWriter::discard() {
   if (!file_) return;
   file_.reset();
   std::error_code ignored;  // nothing more can be done for a half-written file

@@ -77,6 +77,8 @@ class SafetensorsWriter {
   uint64_t finish();
 
  private:
+  void discard();
+
   std::filesystem::path path_;
   std::vector<TensorSpec> tensors_;
   std::unique_ptr<OutputFile> file_;

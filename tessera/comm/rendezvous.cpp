@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -16,6 +17,7 @@
 #include "tessera/comm/network.h"
 #include "tessera/comm/stores.h"
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 
 namespace tessera::comm {
 namespace {
@@ -23,6 +25,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Store = c10::intrusive_ptr<c10d::Store>;
+
+constexpr milliseconds patience{10'000};  ///< after which a rank says whom it waits for; of a short timeout, a quarter
 
 const std::string kCount = "count", kComplete = "complete";
 
@@ -58,7 +62,7 @@ struct Master {
 class Rendezvous {
  public:
   Rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend)
-      : environment_(environment), backend_(backend), deadline_(start_ + timeout) {
+      : environment_(environment), backend_(backend), deadline_(start_ + timeout), patient_until_(start_ + std::min(patience, timeout / 4)) {
     if (!environment.master_addr.empty()) master_.hosts = {environment.master_addr};
     master_.port = environment.master_port;
   }
@@ -137,6 +141,14 @@ class Rendezvous {
   // Of the host that serves, on the way to itself.
   std::string own_address() const { return probe({.host = master_.hosts.front(), .port = master_.port}, until(deadline_)).local_address; }
 
+  // Once, long before the deadline: somebody who started one rank of several by mistake would look at nothing for minutes.
+  void say_that_we_wait(const std::string& for_whom) {
+    if (std::exchange(said_, true)) return;
+    log().warn("rank {} of {} has waited {} for {}; it goes on until comm.timeout_s. Were all ranks started, with the same WORLD_SIZE and address?",
+               environment_.rank, environment_.size, seconds_since(start_), for_whom);
+  }
+  bool waits_long() const { return Clock::now() >= patient_until_; }
+
   // Torch's client would print a stack trace for each failed try and end with no more than "timed out".
   Store reach() {
     for (auto pause = milliseconds(10);; pause = std::min(2 * pause, milliseconds(500))) {
@@ -151,25 +163,39 @@ class Rendezvous {
         problem = std::move(found.problem);
       }
       if (Clock::now() + pause > deadline_) throw CommError(problem);
+      if (waits_long()) say_that_we_wait(detail::concat(environment_.agent_store ? "the launcher" : "rank 0", " at ", master_.describe(), " (", problem, ")"));
       std::this_thread::sleep_for(pause);
     }
   }
 
-  void announce(const Store& store) const {
+  void announce(const Store& store) {
     const auto here = c10::make_intrusive<c10d::PrefixStore>(detail::concat("rendezvous/", environment_.restart_count), store);
     here->set(std::to_string(environment_.rank), "here");
     if (here->add(kCount, 1) == environment_.size) here->set(kComplete, "yes");
     for (auto pause = milliseconds(1); !here->check({kComplete}); pause = std::min(2 * pause, milliseconds(50))) {
       if (Clock::now() >= deadline_) throw CommError(who_is_missing(*here));
+      if (waits_long() && !said_) {
+        // All ranks see the same, and the first of those who have come says it for them.
+        const auto missing = missing_ranks(*here);
+        int first = 0;
+        while (std::ranges::find(missing, first) != missing.end()) ++first;
+        if (first == environment_.rank && !missing.empty()) say_that_we_wait("rank" + std::string(missing.size() == 1 ? " " : "s ") + format_ranks(missing));
+        said_ = true;
+      }
       std::this_thread::sleep_for(pause);
     }
   }
 
-  std::string who_is_missing(c10d::Store& here) const {
+  std::vector<int> missing_ranks(c10d::Store& here) const {
     std::vector<int> missing;
     for (int rank = 0; rank < environment_.size; ++rank) {
       if (!here.check({std::to_string(rank)})) missing.push_back(rank);
     }
+    return missing;
+  }
+
+  std::string who_is_missing(c10d::Store& here) const {
+    const auto missing = missing_ranks(here);
     return detail::concat(environment_.size - missing.size(), " of ", environment_.size, " ranks have come; missing: ", format_ranks(missing));
   }
 
@@ -177,6 +203,8 @@ class Rendezvous {
   const std::string& backend_;
   const Clock::time_point start_ = Clock::now();
   const Clock::time_point deadline_;
+  const Clock::time_point patient_until_;
+  bool said_ = false;
   Master master_;
   std::string local_address_;
 };

@@ -5,6 +5,7 @@
 #include <limits>
 #include <sstream>
 #include <type_traits>
+#include <utility>
 
 #include <toml++/toml.h>
 
@@ -36,6 +37,12 @@ std::string show(const toml::node& node) {
       out << "a table";
     } else if constexpr (std::is_same_v<Value, toml::value<std::string>>) {
       out << detail::quoted(value.get());
+    } else if constexpr (std::is_same_v<Value, toml::value<double>>) {
+      out << format_float(value.get());
+    } else if constexpr (std::is_same_v<Value, toml::array>) {
+      out << "[";
+      for (const char* comma = ""; const toml::node& entry : value) out << std::exchange(comma, ", ") << show(entry);
+      out << "]";
     } else {
       out << value;
     }

@@ -1,15 +1,10 @@
 #include "tessera/core/svg.h"
 
 #include <array>
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <system_error>
 
 #include <fmt/format.h>
 
-#include "tessera/core/error.h"
+#include "tessera/core/text_file.h"
 
 namespace tessera {
 namespace {
@@ -101,20 +96,7 @@ std::string Svg::str() const {
       number(width_), number(height_), body_.str());
 }
 
-void Svg::save(const std::string& path) const {
-  errno = 0;
-  std::ofstream file(path);
-  const bool opened = file.is_open();
-  file << str() << std::flush;
-  const int reason = file.good() ? 0 : errno;
-  file.close();
-  if (file.good()) return;
-  std::error_code ignored;  // half a picture is none
-  if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
-  const bool full = reason == ENOSPC || reason == EDQUOT;
-  throw ConfigError(detail::concat("picture ", path, ": cannot be written: ", reason != 0 ? std::strerror(reason) : "the reason is not known",
-                                   full ? "; make room there, or name a file on another disk" : "; name a file in a folder that exists and can be written"));
-}
+void Svg::save(const std::string& path) const { write_text_file("picture " + path, path, str()); }
 
 std::string_view Svg::color(size_t index) {
   static constexpr std::array<std::string_view, 8> palette = {"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999"};

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/flight_record/flight_record.h"
@@ -281,8 +282,24 @@ class Agent {
   std::string record_folder_{};
 };
 
+/// Without, connections fail one after another for reasons that name nobody, and the end of ranks that wait for them takes long.
+void check_open_files(const AgentOptions& options) {
+  constexpr rlim_t own = 24;  // ours, or a rank's, in a job of no other ranks
+  // Of each rank its report and its connection to the store, and what carries its output.
+  const rlim_t of_a_rank = options.job.output.folder.empty() ? 3 : 6;
+  const auto ranks = static_cast<rlim_t>(options.rendezvous.nproc);
+  const rlim_t least = own + of_a_rank * ranks;
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  require(limit.rlim_cur >= least, "ulimit -n = ", limit.rlim_cur, ": a process may have no more files open than that, and ", ranks,
+          ranks == 1 ? " rank needs" : " ranks need", " at least ", least, "; raise it with `ulimit -n ", std::max<rlim_t>(1024, least), "`, or start fewer");
+}
+
 }  // namespace
 
-int run_agent(const AgentOptions& options) { return Agent(options).run(); }
+int run_agent(const AgentOptions& options) {
+  check_open_files(options);
+  return Agent(options).run();
+}
 
 }  // namespace tessera::launch

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 
 namespace tessera::launch {
 namespace {
@@ -19,7 +20,8 @@ constexpr size_t kept_bytes = 8192;
 constexpr int kept_lines = 20;
 constexpr int most_chunks = 64;  ///< in a row from one stream, so that a rank that floods it does not silence the others
 
-void write_all(int descriptor, std::string_view text) {
+/// Whether all of it went out; otherwise errno says why not.
+bool write_all(int descriptor, std::string_view text) {
   while (!text.empty()) {
     const ssize_t size = write(descriptor, text.data(), text.size());
     if (size < 0 && errno == EINTR) continue;
@@ -28,9 +30,10 @@ void write_all(int descriptor, std::string_view text) {
       poll(&ready, 1, 100);
       continue;
     }
-    if (size <= 0) return;  // a closed console or a full disk must not end the run
+    if (size < 0) return false;  // a closed console or a full disk must not end the run
     text.remove_prefix(static_cast<size_t>(size));
   }
+  return true;
 }
 
 int open_log(const std::string& file) {
@@ -57,9 +60,11 @@ struct Output::Stream {
   int pipe;  ///< our end; -1 once it is closed
   int console;
   int log;
+  std::string file;
   std::string prefix;
   std::string line{};  ///< what came after the last end of line, where lines are kept whole
   std::string tail{};
+  bool lost = false;  ///< some of it is not in the file, which has been said
 
   ~Stream() {
     if (pipe >= 0) close(pipe);
@@ -67,14 +72,23 @@ struct Output::Stream {
   }
 
   void take(std::string_view text) {
-    if (log >= 0) write_all(log, text);
+    if (log >= 0 && !write_all(log, text)) lose(errno);  // and the next is tried all the same: the disk may have room again
     if (console >= 0) show(text);
     tail.append(text);
     if (tail.size() > 2 * kept_bytes) tail.erase(0, tail.size() - kept_bytes);
   }
 
+  void lose(int error) {
+    if (std::exchange(lost, true)) return;
+    tessera::log().warn("--log-dir: {}: not all that rank {} writes gets into this file ({}); the job goes on, make room there", file, rank,
+                        std::strerror(error));
+  }
+
   void show(std::string_view text) {
-    if (prefix.empty()) return write_all(console, text);
+    if (prefix.empty()) {
+      write_all(console, text);
+      return;
+    }
     line.append(text);
     std::string whole;
     size_t begin = 0;
@@ -87,6 +101,7 @@ struct Output::Stream {
     if (!line.empty()) write_all(console, prefix + line + "\n");
     line.clear();
     close(std::exchange(pipe, -1));
+    if (log >= 0 && close(std::exchange(log, -1)) != 0) lose(errno);  // where a network's file system says so late
   }
 };
 
@@ -108,8 +123,13 @@ std::array<int, 2> Output::open(int rank, const OutputPlan& plan) {
     invariant(pipe2(pipe, O_CLOEXEC) == 0, "pipe: ", std::strerror(errno));
     fcntl(pipe[0], F_SETFL, O_NONBLOCK);
     const std::lock_guard lock(mutex_);
-    streams_.push_back(std::unique_ptr<Stream>(
-        new Stream{.rank = rank, .is_error = which == 1, .pipe = pipe[0], .console = stream.console ? which + 1 : -1, .log = log, .prefix = stream.prefix}));
+    streams_.push_back(std::unique_ptr<Stream>(new Stream{.rank = rank,
+                                                          .is_error = which == 1,
+                                                          .pipe = pipe[0],
+                                                          .console = stream.console ? which + 1 : -1,
+                                                          .log = log,
+                                                          .file = stream.file,
+                                                          .prefix = stream.prefix}));
     ends[which] = pipe[1];
   }
   wake_.ring();

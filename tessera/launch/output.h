@@ -30,7 +30,8 @@ struct OutputPlan {
   bool operator==(const OutputPlan&) const = default;
 };
 
-/// Carries what the workers of one attempt write. One thread; a line costs two system calls more than without it.
+/// Carries what the workers of one attempt write. One thread; a line costs two system calls more than without it. A file that takes no more, on a full disk, is
+/// named once in a warning, and the console still gets everything.
 class Output {
  public:
   Output();

@@ -163,6 +163,9 @@ void read_output(const FlagValues& flags, AgentOptions& options) {
   if (flags.given("prefix")) output.prefix = Prefix::Rank;
   if (const auto log_dir = flags.text("log-dir")) {
     require(!log_dir->empty(), "--log-dir is empty: name a folder");
+    const std::string& id = options.job.run_id;
+    require(!id.empty() && id != "." && id != ".." && id.find('/') == std::string::npos, "--rdzv-id = ", id,
+            ": with --log-dir it names a folder there, so it must be a plain file name, without '/'; give another ID, or leave --log-dir out");
     output.folder = *log_dir + "/" + options.job.run_id;
   }
   require(!output.folder.empty() || !(flags.given("redirects") || flags.given("tee")) ||

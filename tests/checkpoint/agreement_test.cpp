@@ -65,6 +65,21 @@ TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.files = \"i\""), HasSubstr("\"h\""))));
 }
 
+TEST(Agreement, SaysThatTheTextHasChangedInWords) {
+  const auto told = [](const nlohmann::json& now) -> std::string {
+    try {
+      check_agreement(agreement_of(example_config(), {{"content", "a1"}, {"tokenizer", "b2"}}), agreement_of(example_config(), now), "ckpt/step-1");
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "agrees";
+  };
+  const std::string rest = "that ckpt/step-1 was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\"";
+  EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "b2"}}), "data.files: the text is not the one " + rest);
+  EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "d4"}}), "data.tokenizer: the tokenizer is not the one " + rest);
+  EXPECT_EQ(told({{"content", "a1"}, {"tokenizer", "b2"}}), "agrees");
+}
+
 TEST(Agreement, BlamesTheKeyThatADefaultFollows) {
   const auto of = [](int64_t seed, int64_t seq_len) {
     Config config = example_config();

@@ -6,6 +6,7 @@
 
 #include "tessera/core/error.h"
 #include "tests/checkpoint/files.h"
+#include "tests/file_limit.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -103,6 +104,11 @@ TEST(Safetensors, AnUnfinishedFileNeverHasItsName) {
     writer.write(at::ones({2}));
     EXPECT_THROW(writer.finish(), InternalError);
     EXPECT_THROW(writer.write(at::ones({3})), InternalError);
+  }
+  for (const rlim_t room : {8, 100}) {  // not even the header, or not all of the tensor
+    const FileLimit full(room);
+    const auto write = [&] { SafetensorsWriter(folder / "t.safetensors", {{"a", at::kFloat, {1000}}}).write(at::ones({1000})); };
+    EXPECT_THAT(write, ThrowsMessage<Error>(HasSubstr("File too large"))) << room;
   }
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
   EXPECT_THAT([&] { SafetensorsWriter(folder / "nowhere/t.safetensors", {}); }, ThrowsMessage<Error>(AllOf(HasSubstr("nowhere"), HasSubstr("No such file"))));

@@ -98,7 +98,9 @@ TEST(ConfigParse, WrongTypesNameKeyAndExpectedType) {
   EXPECT_THAT(refusal("[optim]\nlr = true"), HasSubstr("a number"));
   EXPECT_THAT(refusal("[optim]\nlr = nan"), HasSubstr("a number"));
   EXPECT_THAT(refusal("[optim]\nbetas = [0.9]"), HasSubstr("a list of two numbers"));
+  EXPECT_THAT(refusal("[optim]\nbetas = [0.9, \"x\"]"), HasSubstr("optim.betas = [0.9, \"x\"] ("));
   EXPECT_THAT(refusal("[optim]\nbetas = [0.9, \"x\"]"), HasSubstr("a list of two numbers"));
+  EXPECT_THAT(refusal("[model]\ndim = 0.9"), HasSubstr("model.dim = 0.9 ("));
   EXPECT_THAT(refusal("[data]\nshuffle = 1"), HasSubstr("true or false"));
   EXPECT_THAT(refusal("[data]\nfiles = 3"), HasSubstr("a list of strings"));
   EXPECT_THAT(refusal("[data]\nfiles = [\"a\", 3]"), HasSubstr("a list of strings"));

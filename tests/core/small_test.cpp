@@ -16,6 +16,7 @@
 #include "tessera/core/log.h"
 #include "tessera/core/svg.h"
 #include "tessera/core/temporary_place.h"
+#include "tests/file_limit.h"
 
 namespace tessera {
 namespace {
@@ -139,6 +140,12 @@ TEST(SvgTest, EscapesTextAndSaves) {
   EXPECT_EQ(refusal(below), "picture " + below + ": cannot be written: No such file or directory; name a file in a folder that exists and can be written");
   EXPECT_EQ(refusal("/dev/full"), "picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk");
   EXPECT_TRUE(std::filesystem::exists("/dev/full"));
+  const std::string cut = [&] {
+    const FileLimit full(10);
+    return refusal(path.string());
+  }();
+  EXPECT_EQ(cut, "picture " + path.string() + ": cannot be written: File too large; make room there, or name a file on another disk");
+  EXPECT_FALSE(std::filesystem::exists(path)) << "half a picture is none";
 }
 
 TEST(TemporaryPlace, SaysWhichVariableNamedIt) {

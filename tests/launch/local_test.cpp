@@ -16,6 +16,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -324,6 +325,27 @@ TEST_F(Local, RefusesWhatItCannotStart) {
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(), "cannot start 'no-such-program-of-ours': No such file or directory; give a program that exists and may be executed");
   }
+}
+
+TEST_F(Local, RefusesTooFewOpenFilesByTheLimitsName) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const auto told = [&](rlim_t files) -> std::string {
+    const rlimit limit{files, before.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &limit);
+    std::string said = "started";
+    try {
+      run_local({.nproc = 2, .command = {"true"}});
+    } catch (const ConfigError& error) {
+      said = error.what();
+    }
+    setrlimit(RLIMIT_NOFILE, &before);
+    return said;
+  };
+  EXPECT_EQ(told(16),
+            "ulimit -n = 16: a process may have no more files open than that, and 2 ranks need at least 30; raise it with `ulimit -n 1024`, or start "
+            "fewer");
+  EXPECT_EQ(told(64), "started");
 }
 
 TEST_F(Local, KnowsItsOwnCommand) {

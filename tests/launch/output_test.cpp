@@ -1,5 +1,6 @@
 #include "tessera/launch/output.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -32,6 +33,26 @@ TEST(Output, RemembersTheLastTwentyLinesOfErrorsOrElseOfAll) {
   EXPECT_EQ(remembered("out\n", "err\n"), "err\n");
   EXPECT_EQ(remembered("out\n", ""), "out\n");
   EXPECT_EQ(remembered("", ""), "");
+}
+
+TEST(Output, AFileThatTakesNoMoreIsNamedOnceAndTheConsoleGetsAll) {
+  testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
+  {
+    Output output;
+    OutputPlan plan;
+    plan.out = {.captured = true, .file = "/dev/full"};
+    const int end = output.open(3, plan)[0];
+    for (const std::string text : {"one\n", "two\n"}) {
+      EXPECT_EQ(write(end, text.data(), text.size()), static_cast<ssize_t>(text.size()));
+      output.last_lines(3);  // takes what has come, so that the file is tried twice
+    }
+    close(end);
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "one\ntwo\n");
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(said, testing::HasSubstr("--log-dir: /dev/full: not all that rank 3 writes gets into this file (No space left on device)"));
+  EXPECT_EQ(said.find("--log-dir"), said.rfind("--log-dir"));
 }
 
 }  // namespace

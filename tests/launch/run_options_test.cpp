@@ -139,6 +139,9 @@ TEST(RunOptions, RefuseByName) {
       {{"--nnodes=2", "--node-rank=2"}, "--node-rank = 2: less than --nnodes = 2"},
       {{"--rdzv-conf=join_timout=3"}, "the nearest is join_timeout"},
       {{"--rdzv-conf=join_timeout"}, "KEY=VALUE"},
+      {{"--rdzv-id=../../tmp/x", "--log-dir=d"}, "--rdzv-id = ../../tmp/x: with --log-dir it names a folder there"},
+      {{"--rdzv-id=..", "--log-dir=d"}, "--rdzv-id = ..: with"},
+      {{"--rdzv-id=", "--log-dir=d"}, "it must be a plain file name"},
       {{"--tee=4", "--log-dir=d"}, "--tee = 4: 0 none"},
       {{"--tee=0:x", "--log-dir=d"}, "--tee = 0:x"},
       {{"--tee=3"}, "say where with --log-dir"},
@@ -150,6 +153,11 @@ TEST(RunOptions, RefuseByName) {
   };
   for (const auto& [arguments, text] : cases) EXPECT_THAT(refusal(arguments), HasSubstr(text)) << arguments.front();
   EXPECT_THROW(parse_run({"--nnodes=1"}, [](const std::string&) { return std::nullopt; }, devices), ConfigError);
+}
+
+TEST(RunOptions, KeepLogsInAFolderOfTheJobsName) {
+  EXPECT_EQ(parse({"--rdzv-id=job.7", "--log-dir=d"}).job.output.folder, "d/job.7");
+  EXPECT_EQ(parse({"--rdzv-id=team/job"}).job.run_id, "team/job") << "no folder is named by it";
 }
 
 TEST(RunOptions, DescribeEveryFlag) {

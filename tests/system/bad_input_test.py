@@ -134,6 +134,8 @@ class BadInput(SystemTest):
     def test_folders_and_numbers_that_cannot_be(self):
         done, _ = self.train("dump", "--dump-step", 1, "--dump-dir", self.folder / "text.txt" / "dump", expect=2)
         self.assertIn("--dump-dir", self.refusal(done))
+        self.assertIn("--nproc = 99999999999: is no value", self.refusal(run("train", self.recipe, "--nproc", 99999999999)))
+        self.assertIn("--seed = -1: it must be at least 0", self.refusal(run("generate", "--checkpoint", self.folder, "--prompt", "a", "--seed", -1)))
         self.assertIn("--nproc-per-node = 1000000000", self.refusal(run("run", "--nproc-per-node", 10**9, "true")))
 
     def test_the_last_line_says_what_is_wrong_with_the_flags(self):

@@ -81,6 +81,14 @@ class Console(SystemTest):
         alone = run(*command[1:], "run.steps=3")
         self.assertNotIn("another run", alone.stderr)
 
+    def test_too_few_open_files_are_refused_by_the_limits_name(self):
+        def few():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+        for command in (("train", str(self.recipe), "--nproc", "2"), ("run", "--nproc-per-node", "2", "--", "true")):
+            done = subprocess.run([TESSERA, *command], env=environment(), timeout=60, capture_output=True, text=True, preexec_fn=few)
+            self.assertIn("ulimit -n = 16: ", self.refusal(done))
+            self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+
     def test_a_working_directory_that_is_gone(self):
         gone = self.folder / "gone"
         gone.mkdir()

@@ -95,6 +95,24 @@ class Sigterm(SystemTest):
     def test_the_last_of_three_ranks(self):
         self.check_stop(3, 2)
 
+    def test_asking_again_while_the_launcher_is_done_is_no_failure(self):
+        up = [self.folder / f"up{rank}" for rank in (0, 1)]
+        rank = f"trap 'exit 0' TERM; touch {self.folder}/up$RANK; while true; do sleep 0.02; done"
+        for _ in range(3):
+            process = subprocess.Popen([TESSERA, "run", "--nproc-per-node", "2", "--", "sh", "-c", rank], env=environment(), stderr=subprocess.PIPE, text=True)
+            self.addCleanup(lambda process=process: process.poll() is None and process.kill())
+            deadline = time.time() + 60
+            while time.time() < deadline and not all(file.exists() for file in up):
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            while process.poll() is None and time.time() < deadline:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.002)
+            said = process.communicate()[1]
+            self.assertEqual(process.returncode, 0, said)
+            for file in up:
+                file.unlink()
+
     def test_nothing_to_save_to_is_said(self):
         process, _ = self.start(2)
         os.kill(self.ranks(process)[1], signal.SIGTERM)

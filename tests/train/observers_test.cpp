@@ -1,11 +1,12 @@
 #include <cmath>
-#include <csignal>
 #include <cstdlib>
 #include <limits>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
-#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/train/observers/event_record.h"
@@ -13,6 +14,7 @@
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
 #include "tests/data/files.h"
+#include "tests/file_limit.h"
 
 namespace tessera {
 namespace {
@@ -98,24 +100,32 @@ TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
   EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
 }
 
-/// No file of this process may grow beyond so many bytes while it lives: what a disk does that is full.
-class FileLimit {
- public:
-  explicit FileLimit(rlim_t bytes) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    handler_ = std::signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{bytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
+TEST(MetricsFile, ANamedPipeIsRefusedRatherThanWaitedFor) {
+  for (const char* name : {"metrics.jsonl", "metrics.jsonl.partial", "validation.jsonl"}) {
+    const Folder folder;
+    ASSERT_EQ(::mkfifo((folder / name).c_str(), 0600), 0);
+    for (const int64_t first : {1, 4}) {
+      MetricsFile metrics;
+      const std::string said = refusal([&] { metrics.on_start({.log_dir = folder.path(), .first_step = first}); });
+      EXPECT_THAT(said, AllOf(HasSubstr("log.dir = " + folder.path().string()), HasSubstr(std::string(name) + " is a named pipe")));
+    }
   }
-  ~FileLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
+}
 
- private:
-  rlimit before_{};
-  void (*handler_)(int) = nullptr;
-};
+TEST(RecordFile, ANamedPipeHoldsNobodyUp) {
+  const Folder folder;
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_FALSE(RecordFile().open(pipe)) << "nobody reads";
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
+  RecordFile records;
+  ASSERT_TRUE(records.open(pipe));
+  testing::internal::CaptureStderr();
+  records.append(std::string(1 << 20, 'a'));  // more than a pipe holds
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("a record could not be written"));
+  EXPECT_EQ(records.lost(), 1);
+  ::close(reader);
+}
 
 TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
   const Folder folder;

@@ -11,6 +11,7 @@
 
 #include "tessera/comm/algorithms/plan.h"
 #include "tessera/core/error.h"
+#include "tessera/core/text_file.h"
 
 namespace tessera::comm {
 
@@ -73,10 +74,9 @@ std::vector<TableRow> read_table(const std::filesystem::path& file) {
 }
 
 void write_table(const std::filesystem::path& file, const std::vector<TableRow>& rows) {
-  std::ofstream out(file, std::ios::trunc);
-  for (const auto& row : rows) out << nlohmann::json(row).dump() << '\n';
-  out.close();
-  require(out.good(), "table ", file.string(), ": cannot be written; name a file in a folder that exists");
+  std::string text;
+  for (const auto& row : rows) text += nlohmann::json(row).dump() + '\n';
+  write_text_file("table " + file.string(), file, text);
 }
 
 std::vector<TableRow> winners(const std::vector<TableRow>& rows) {

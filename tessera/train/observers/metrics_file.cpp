@@ -33,8 +33,14 @@ Json by_name(const MemoryByCategory& bytes) {
 
 /// Opens `file` for appending behind the lines it keeps. They are replaced by a rename, so that no crash loses them.
 void continue_file(const std::filesystem::path& file, int64_t first_step, RecordFile& records) {
-  const std::string kept = kept_lines(file, first_step);
   const std::filesystem::path partial = file.string() + ".partial";
+  for (const auto& path : {file, partial}) {
+    std::error_code ignored;
+    const auto found = std::filesystem::status(path, ignored);  // opening a pipe would wait for whoever is at its other end
+    require(!std::filesystem::is_fifo(found) && !std::filesystem::is_socket(found), "log.dir = ", file.parent_path().string(), ": ", path.filename().string(),
+            " is a named pipe or a socket, which keeps no records; remove it, or choose another log.dir");
+  }
+  const std::string kept = kept_lines(file, first_step);
   bool written = false;
   {
     std::ofstream out(partial, std::ios::trunc);

@@ -13,7 +13,8 @@ namespace tessera {
 /// bits_per_byte), so that metrics.jsonl keeps one line per step.
 ///
 /// A run from step 1 starts both files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
-/// Throws ConfigError where log_dir cannot be written. A line that is lost later is said aloud (RecordFile), and ends a run whose log is strict.
+/// Throws ConfigError where log_dir cannot be written, or a named pipe stands in the files' place. A line that is lost later is
+/// said aloud (RecordFile), and ends a run whose log is strict.
 class MetricsFile : public Observer {
  public:
   explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict) {}

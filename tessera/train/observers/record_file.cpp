@@ -20,7 +20,8 @@ RecordFile::~RecordFile() {
 
 bool RecordFile::open(std::filesystem::path path) {
   path_ = std::move(path);
-  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+  // A named pipe without a reader fails, and one that is full loses records: neither may hold up a run.
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0644);
   if (descriptor_ < 0) return false;
   ::flock(descriptor_, LOCK_EX | LOCK_NB);  // for another run that looks (is_being_written)
   end_ = ::lseek(descriptor_, 0, SEEK_END);
