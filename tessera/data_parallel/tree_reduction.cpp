@@ -268,7 +268,7 @@ class TreeReduction::Impl {
     statistics_.bytes += static_cast<int64_t>(flat.nbytes());
   }
 
-  /// The sum becomes the parameters' gradients, on top of those from before the step: views of it, or copies where the parameter's dtype is another. None where
+  /// The sum becomes the parameters' gradients, on top of those from before the step: views of it, or copies where they are to have another dtype. None where
   /// nobody used the parameter.
   void hand_over(const at::Tensor& sum, const std::vector<bool>& used) {
     const MemoryScope scope(MemoryCategory::Gradients);
@@ -280,7 +280,8 @@ class TreeReduction::Impl {
         set_gradient(parameter, before);
         continue;
       }
-      const at::Tensor gradient = gradient_view(sum, offsets_[i], parameter).to(parameter.scalar_type());
+      const at::ScalarType own = parameter.scalar_type();
+      const at::Tensor gradient = gradient_view(sum, offsets_[i], parameter).to(at::isComplexType(own) ? own : options_.gradient_dtype.value_or(own));
       if (before.defined()) at::Tensor(gradient).add_(before);
       set_gradient(parameter, gradient);
     }

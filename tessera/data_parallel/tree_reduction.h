@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -17,12 +18,13 @@ struct TreeReductionOptions {
   bool find_unused_parameters = false;
   ReplicaStart replicas = ReplicaStart::Check;
   BufferBroadcast buffers = BufferBroadcast::EachStep;
+  std::optional<at::ScalarType> gradient_dtype = {};  ///< in which real gradients are handed over; default: the parameter's
 };
 
 /// Sums micro-batch gradients in one fixed binary tree over their index in the global batch (`run.deterministic`): the same bits for any number of ranks and
 /// any degree of accumulation. Each micro-batch has a gradient of its own; a rank adds up the subtrees that lie inside its run, the rest is exchanged.
 ///
-///   arithmetic   fp32 whatever the parameter's dtype; the result is handed over in that dtype
+///   arithmetic   fp32 whatever the parameter's dtype; the result is handed over in that dtype, or in gradient_dtype
 ///   memory       flat gradients of 4 P bytes: one for the micro-batch at hand and up to log2 M + 1 partial sums in a run that starts at a power of two,
 ///                2 log2 M in the worst; freed as they are added up
 ///   traffic      each partial sum that is no whole tree once, P elements (at most 2 log2 M per rank), then a broadcast of P; nothing overlaps backward

@@ -22,12 +22,14 @@ std::string OperatorTrace::current() const {
   return last_.empty() ? "no operator" : last_;
 }
 
+// libtorch carries a thread's callbacks to threads that work for it (ThreadLocalState: Gloo's, for one), where there is no trace of ours.
 std::unique_ptr<at::ObserverContext> OperatorTrace::begin(const at::RecordFunction& operation) {
-  innermost->open_.emplace_back(operation.name());
+  if (innermost != nullptr) innermost->open_.emplace_back(operation.name());
   return nullptr;
 }
 
 void OperatorTrace::end(const at::RecordFunction&, at::ObserverContext*) {
+  if (innermost == nullptr) return;
   auto& trace = *innermost;
   if (trace.open_.empty()) return;  // began before we looked
   trace.last_ = std::move(trace.open_.back());

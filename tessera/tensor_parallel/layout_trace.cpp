@@ -117,11 +117,7 @@ void LayoutTrace::agrees(const std::string& path, const at::Tensor& tensor, Tens
 }
 
 void LayoutTrace::gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout) {
-  if (layout == Replicated) {
-    known_.erase(tensor.unsafeGetTensorImpl());
-  } else {
-    remember(tensor, {.alive = tensor, .layout = layout, .origin = path});
-  }
+  remember(tensor, {.alive = tensor, .layout = layout, .origin = path});
 }
 
 LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> arguments) const {
@@ -130,7 +126,11 @@ LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> argumen
   const auto visit = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const Known* known = find(tensor);
-    if (known && known->layout) {
+    if (known && known->layout == Replicated) {
+      operands.trained = known;
+      operands.replicated = true;
+      whole = tensor;
+    } else if (known && known->layout) {
       operands.cut.push_back(known);
       if (cut.defined()) operands.parts_fit &= broadcast(cut, tensor);
       cut = tensor;
@@ -150,11 +150,13 @@ LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> argumen
   return operands;
 }
 
-/// What the operator's results are, or a refusal. Nothing: replicated.
+/// What the operator's results are, or a refusal. Nothing: replicated, and no parameter has a part in it.
 std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name, const Operands& operands) const {
   if (operands.cut.empty()) {
-    const bool of_parameters = operands.parameter && !operands.replicated && moves_only(name);
-    return of_parameters ? std::optional(Known{.alive = {}, .layout = {}, .origin = {}}) : std::nullopt;
+    if (operands.trained != nullptr) return *operands.trained;
+    if (!operands.parameter) return std::nullopt;
+    if (!operands.replicated) return Known{.alive = {}, .layout = {}, .origin = {}};
+    return Known{.alive = {}, .layout = Replicated, .origin = {}};
   }
   const Known& first = *operands.cut.front();
   const std::string where = detail::concat("tensor parallelism: ", name, " of what '", first.origin, "' gives, which is ", to_string(*first.layout));
@@ -166,6 +168,9 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
           "' gives: the two are cut in different ways; give both layers the same FeatureCut");
   require(operands.fit || !is_elementwise(name), where,
           ", with a tensor that is whole: the two do not go together; ask for output = Replicated, or cut the other one as well");
+  require(operands.trained == nullptr || *first.layout == Partial || *first.layout == Copied, where, ", with what ",
+          operands.trained == nullptr || operands.trained->origin.empty() ? "is made of parameters" : "'" + operands.trained->origin + "' gives",
+          ", which is whole on every rank: its gradient would be one rank's term; let the two meet where both are whole");
   switch (*first.layout) {
     case Partial:
       require(adds(name) || moves_only(name) || (is_linear(name) && operands.cut.size() == 1), where,
@@ -177,6 +182,9 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
     case Features:
       require(!first.features_last || !over_features(name), where,
               ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel");
+      require(!operands.parameter, where,
+              ": the gradient of its parameter would be that of a part of the features; use it before the column-wise layer or after the row-wise one, or ask "
+              "the column-wise layer for output = Replicated");
       break;
     case Sequence:
       require(!operands.parameter || by_position_ > 0, where,

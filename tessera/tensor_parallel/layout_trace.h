@@ -55,7 +55,8 @@ class LayoutTrace final : public nn::OperatorHooks {
   };
 
  private:
-  /// What is known of a tensor. Parameters, and what is made of them alone, have no layout.
+  /// What is known of a tensor. Parameters, and what is made of them alone, have no layout; Replicated is what else they have a part in, and nothing is known
+  /// of what takes no gradient to a parameter.
   struct Known {
     at::Tensor alive;
     std::optional<TensorLayout> layout;
@@ -63,7 +64,8 @@ class LayoutTrace final : public nn::OperatorHooks {
     bool features_last = true;  ///< Features: whether the last dimension is still the one that is cut (heads, taken apart, are not)
   };
   struct Operands {
-    std::vector<const Known*> cut;  ///< those that are not simply replicated
+    std::vector<const Known*> cut;   ///< those that are not simply replicated
+    const Known* trained = nullptr;  ///< one that is, and hands a gradient on to parameters
     bool parameter = false, replicated = false;
     bool fit = true;        ///< what is cut and what is whole have shapes that go together, dimension by dimension
     bool parts_fit = true;  ///< so have the parts of what is cut

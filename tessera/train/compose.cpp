@@ -169,6 +169,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
     TreeReductionOptions options;
     options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
     options.buffers = BufferBroadcast::AtStart;
+    options.gradient_dtype = precision::policy_from(config.precision).gradient_dtype();
     run.synchronizer = std::make_unique<TreeReduction>(*run.model, data, options);
     return;
   }

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include <ATen/Context.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional/dropout.h>
@@ -82,6 +83,30 @@ TEST(RecomputeState, BackwardMayRunOnAnotherThread) {
   expect_same_bits(result, plain);
   EXPECT_EQ(net->calls(), 3 + 6);
   EXPECT_GT(tracker.peak(), kept) << "what is computed again counts where the first pass counted";
+}
+
+/// As Gloo's threads do with a collective of the second pass: they take the calling thread's state over, callbacks of operators included.
+TEST(RecomputeState, AnotherThreadMayWorkInItsState) {
+  struct HelpedImpl : nn::Module {
+    at::Tensor forward(const at::Tensor& x) {
+      at::Tensor sum;
+      const at::ThreadLocalState state;
+      std::thread([&] {
+        const at::ThreadLocalStateGuard taken_over(state);
+        const at::NoGradGuard no_grad;
+        sum = x.view(-1).sum();
+      }).join();
+      return (x * sum).exp();
+    }
+  };
+  const auto gradient = [](bool recomputed) {
+    auto helped = std::make_shared<HelpedImpl>();
+    const auto again = recomputed ? recompute(*helped, {.modules = ""}) : Attachment();
+    const at::Tensor x = input().requires_grad_();
+    nn::call(*helped, x).sum().backward();
+    return x.grad();
+  };
+  EXPECT_TRUE(at::equal(gradient(true), gradient(false)));
 }
 
 TEST(RecomputeState, KernelsAreThoseOfTheFirstPass) {

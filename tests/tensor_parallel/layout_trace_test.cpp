@@ -59,6 +59,58 @@ TEST(LayoutTrace, WhatMeaningForbidsIsRefused) {
   EXPECT_THAT(refusal(without(token_net_plan(true), "norm*")), HasSubstr("give the module the style SequenceParallel"));
 }
 
+/// Something of its own between two layers: on one device nothing of it is special.
+struct OddImpl : nn::Module {
+  explicit OddImpl(std::string what) : what(std::move(what)), gate(8, 8), w1(8, 8), w2(8, 8), norm(nn::LayerNormOptions({2})) {
+    register_module("gate", gate);
+    register_module("w1", w1);
+    register_module("w2", w2);
+    register_module("norm", norm);
+    scale = register_parameter("scale", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = w1(x);
+    if (what == "slope") h = h * scale;
+    if (what == "exp") h = h * scale.exp();
+    if (what == "heads") h = norm(h.unflatten(-1, {-1, 2})).flatten(-2);
+    if (what == "gate") h = h * gate(x).mean(-1, true);
+    if (what == "constant") h = h * at::ones({1, 1, 1}, h.options());
+    at::Tensor y = w2(h);
+    if (what == "exp after") y = y * scale.exp();
+    if (what == "gate after") y = y * gate(x.select(1, 0)).unsqueeze(1);
+    if (what == "shift") y = y + scale.exp() * at::ones({1, 1, 1}, y.options());
+    return y;
+  }
+  std::string what;
+  nn::Linear gate, w1, w2;
+  nn::LayerNorm norm;
+  at::Tensor scale;
+};
+TESSERA_MODULE(Odd);
+
+TEST(LayoutTrace, ParametersThatMeetAPartWouldGetAPartsGradient) {
+  const auto said = [](const std::string& what, bool sequence) {
+    struct HolderImpl : nn::Module {
+      explicit HolderImpl(const std::string& what) : odd(what) { register_module("odd", odd); }
+      Odd odd;
+    };
+    const auto holder = on_meta([&] { return std::make_shared<HolderImpl>(what); });
+    const ParallelPlan plan{{"odd.w1", ColumnParallel{}}, {"odd.w2", RowParallel{.output = sequence ? TensorLayout::Sequence : TensorLayout::Replicated}}};
+    try {
+      check_parallel_plan(*holder, 2, plan, [&] { holder->odd(at::empty({2, 6, 8}, at::TensorOptions().device(at::kMeta))); });
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  for (const char* what : {"slope", "exp", "heads"}) EXPECT_THAT(said(what, false), HasSubstr("that of a part of the features")) << what;
+  EXPECT_THAT(said("gate", false), HasSubstr("its gradient would be one rank's term"));
+  for (const char* what : {"constant", "exp after", "gate after", "shift"}) EXPECT_EQ(said(what, false), "") << what;
+  EXPECT_THAT(said("exp after", true), HasSubstr("that of a part of the sequence"));
+  for (const char* what : {"gate after", "shift"}) EXPECT_THAT(said(what, true), HasSubstr("its gradient would be one rank's term")) << what;
+  EXPECT_EQ(said("constant", true), "");
+}
+
 /// relu between a row-wise product and its sum.
 struct BentImpl : nn::Module {
   explicit BentImpl(bool bent) : bent(bent), w1(nn::LinearOptions(4, 6).bias(false)), w2(nn::LinearOptions(6, 4).bias(false)) {

@@ -93,6 +93,18 @@ TEST_F(Precision, LayoutsAgree) {
   }
 }
 
+/// A sum that leaves fp16 does not leave fp32: neither in the tree nor in what the optimizer takes from it.
+TEST_F(Precision, TheTreeHandsSumsOfSixteenBitGradientsOverInFp32) {
+  for (const Settings& sets : {kHalf, kBfloat}) {
+    const Settings all = with({"run.steps=1", "batch.global_size=4", "batch.micro_size=1"}, sets);
+    const auto plain = train(config("llama", all), 1, {}, 1);
+    for (const int world : {1, 3}) {
+      const auto tree = train(config("llama", with(all, {"run.deterministic=true"})), world, {}, 1);
+      EXPECT_LE(difference(tree.gradients, plain.gradients), testing_support::kGradients) << ::testing::PrintToString(sets) << " on " << world;
+    }
+  }
+}
+
 /// Weights that are gathered in the type that their layer computes in are those that it would have rounded itself.
 TEST_F(Precision, GatheringInTheTypeOfTheProductsChangesNoBit) {
   for (const char* compute : {"precision.compute=bf16", "precision.compute=fp16"}) {
