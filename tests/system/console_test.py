@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import time
 import unittest
@@ -80,6 +81,20 @@ class Console(SystemTest):
         self.assertIn("of this run are lost: another run", said)
         alone = run(*command[1:], "run.steps=3")
         self.assertNotIn("another run", alone.stderr)
+
+    def test_a_log_folder_that_is_removed_is_told_apart_from_a_second_run(self):
+        log = self.folder / "removed"
+        job = subprocess.Popen([*map(str, [TESSERA, "train", self.recipe, "--set", f"log.dir={log}", "--set", "run.steps=100000"])], env=environment(),
+                               stderr=subprocess.PIPE, text=True)
+        until = time.time() + 60
+        while time.time() < until and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").stat().st_size > 0):
+            time.sleep(0.1)
+        shutil.rmtree(log)
+        job.terminate()
+        _, said = job.communicate(timeout=60)
+        self.assertEqual(job.returncode, 0, said)
+        self.assertIn("of this run are lost: the file was removed", said)
+        self.assertNotIn("another run", said)
 
     def test_a_working_directory_that_is_gone(self):
         gone = self.folder / "gone"
