@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/launch/local.h"
 
 namespace tessera::cli {
@@ -21,8 +22,8 @@ int world_size(int nproc) {
 void check_output_file(const char* knob, const std::string& file) {
   if (file.empty()) return;
   const auto folder = std::filesystem::absolute(file).parent_path();
-  require(std::filesystem::is_directory(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
-  require(!std::filesystem::is_directory(file), knob, " = ", file, ": is a folder; name a file in it");
+  require(is_folder(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
+  require(!is_folder(file), knob, " = ", file, ": is a folder; name a file in it");
 }
 
 void leave_signals_to_the_launcher() {

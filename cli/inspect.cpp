@@ -11,6 +11,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/data/corpus.h"
 
@@ -72,9 +73,9 @@ json corpus_json(const std::filesystem::path& path) {
 }
 
 json describe(const std::filesystem::path& path) {
-  require(std::filesystem::exists(path), path.string(), ": no such file or folder; give a checkpoint, a .safetensors file or a packed .bin");
-  if (std::filesystem::is_directory(path)) {
-    if (std::filesystem::exists(path / "manifest.json")) return checkpoint_json(path);
+  require(is_there(path), path.string(), ": no such file or folder; give a checkpoint, a .safetensors file or a packed .bin");
+  if (is_folder(path)) {
+    if (is_there(path / "manifest.json")) return checkpoint_json(path);
     const auto latest = checkpoint::find_latest(path);
     require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint; give a checkpoint, a .safetensors file or a packed .bin");
     return checkpoint_json(*latest.folder);

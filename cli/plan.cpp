@@ -11,6 +11,7 @@
 
 #include "cli/commands.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/out_of_memory.h"
@@ -30,7 +31,7 @@ struct PlanFlags {
 };
 
 Config planned(const PlanFlags& flags) {
-  if (std::filesystem::exists(flags.what)) return read_config(flags.what, flags.sets);
+  if (is_there(flags.what)) return read_config(flags.what, flags.sets);
   if (auto config = plan::preset(flags.what, flags.sets)) {
     resolve(*config);
     return *config;
@@ -89,7 +90,7 @@ void add_plan(CLI::App& app, int& exit_code) {
     validate(config, flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
-    if (!std::filesystem::exists(flags->what)) accelerator.emplace(/*native=*/true);
+    if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
     const auto run = [&] {
       ProgressLine line;

@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
+#include "tessera/core/file_type.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -124,7 +125,7 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& mode
   const auto families = hugging_face_families();
   const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) { return each.family == model.family; });
   require(family != families.end(), "model.family = ", model.family, ": Hugging Face has no such model, so ", checkpoint.string(), " cannot be converted");
-  require(!fs::exists(out), out.string(), ": exists already; name a folder that does not");
+  require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
   const Manifest manifest = read_manifest(checkpoint);
   const auto plan = plan_tensors(file_tensors(family->table(model)), manifest, checkpoint, options);
   nlohmann::json config = family->write_config(model);

@@ -13,6 +13,7 @@
 
 #include "tessera/checkpoint/fault_point.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -123,7 +124,7 @@ void sync_directory(const std::filesystem::path& directory) {
 }
 
 void rename_or_exchange(const std::filesystem::path& from, const std::filesystem::path& to) {
-  if (std::filesystem::exists(to)) {
+  if (is_there(to)) {
     fault_point("rename", to);
     if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return;
     if (errno != EINVAL && errno != ENOSYS) fail(to, "replace", errno);

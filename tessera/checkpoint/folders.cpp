@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/hash.h"
 
 namespace tessera::checkpoint {
@@ -52,7 +53,7 @@ bool is_gone(const std::filesystem::path& path) { return path.extension() == kGo
 std::filesystem::path out_of_sight(const std::filesystem::path& from, const std::filesystem::path& name) {
   auto gone = name;
   gone += kGone;
-  for (int n = 1; std::filesystem::exists(gone); ++n) gone = name.string() + fmt::format(".{}{}", n, kGone);
+  for (int n = 1; is_there(gone); ++n) gone = name.string() + fmt::format(".{}{}", n, kGone);
   rename_to(from, gone);
   return gone;
 }
@@ -64,8 +65,8 @@ std::string temporary_name(int64_t step) { return fmt::format("{}{:08}", kTempor
 
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir) {
   std::map<int64_t, std::filesystem::path> folders;
-  if (!std::filesystem::is_directory(dir)) return folders;
-  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+  if (!is_folder(dir)) return folders;
+  for (const auto& entry : entries_of(dir)) {
     const std::string name = entry.path().filename().string();
     if (!name.starts_with(kPrefix)) continue;
     int64_t step = 0;
@@ -89,7 +90,7 @@ std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& 
 
 std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vector<std::filesystem::path>& folders) {
   int number = 1;
-  while (std::filesystem::exists(dir / fmt::format("set-aside-{}", number))) ++number;
+  while (is_there(dir / fmt::format("set-aside-{}", number))) ++number;
   const auto aside = dir / fmt::format("set-aside-{}", number);
   make_empty_directory(aside);
   for (const auto& folder : folders) rename_to(folder, aside / folder.filename());
@@ -142,9 +143,9 @@ Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, 
 
 std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options) {
   std::vector<std::filesystem::path> gone;
-  if (!std::filesystem::is_directory(dir)) return gone;
+  if (!is_folder(dir)) return gone;
   std::vector<std::filesystem::path> leftovers;
-  for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+  for (const auto& entry : entries_of(dir)) {
     if (entry.path().filename().string().starts_with(kTemporary)) leftovers.push_back(entry.path());
   }
   for (const auto& path : leftovers) gone.push_back(is_gone(path) ? path : out_of_sight(path, path));

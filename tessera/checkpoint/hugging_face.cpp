@@ -5,6 +5,7 @@
 
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/core/file_type.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -90,8 +91,7 @@ std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConf
 
 ModelConfig read_hugging_face_config(const Config& config) {
   const std::filesystem::path dir = config.model.from_hf;
-  require(std::filesystem::is_regular_file(dir / "config.json"), "model.from_hf = ", dir.string(),
-          ": no config.json there; it must be the folder of a Hugging Face model");
+  require(is_there(dir / "config.json"), "model.from_hf = ", dir.string(), ": no config.json there; it must be the folder of a Hugging Face model");
   const HuggingFaceConfig file(dir / "config.json");
   const HuggingFaceFamily family = family_of(file);
   ModelConfig model = family.read_config(file);

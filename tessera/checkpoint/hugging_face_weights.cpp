@@ -8,6 +8,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/core/file_type.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -23,11 +24,11 @@ std::map<std::string, SafetensorsFile> open_files(const std::filesystem::path& d
     }
   };
   const std::string single = "model.safetensors", index = "model.safetensors.index.json";
-  if (std::filesystem::exists(dir / single)) {
+  if (is_there(dir / single)) {
     add_all(single);
     return by_tensor;
   }
-  require(std::filesystem::exists(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
+  require(is_there(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
   const auto json = read_json(dir / index);
   const auto map = json.find("weight_map");
   require(map != json.end() && map->is_object(), (dir / index).string(), ": has no weight_map");

@@ -12,6 +12,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/config_detail.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 
 namespace tessera {
@@ -274,7 +275,7 @@ Config parse_config(std::string_view text, const std::filesystem::path& base_dir
 
 Config load_config(const std::filesystem::path& file, const std::vector<std::string>& sets) {
   std::error_code ignored;
-  require(std::filesystem::exists(file, ignored), "configuration file ", file.string(), ": no such file");
+  require(is_there(file), "configuration file ", file.string(), ": no such file");
   require(!std::filesystem::is_directory(file, ignored), "configuration file ", file.string(), ": is a folder; name a .toml file");
   std::ifstream stream(file, std::ios::binary);
   require(stream.good(), "configuration file ", file.string(), ": cannot be opened; check its permissions");

@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/hash.h"
 #include "tessera/core/log.h"
 #include "tessera/data/corpus_format.h"
@@ -22,7 +23,7 @@ std::string content_hash(const Files& files, const Tokenizer& tokenizer, const s
   Hasher hasher;
   for (const auto& file : files) {
     std::error_code error;
-    require(std::filesystem::exists(file, error), knob, ": ", file.string(), ": no such file");
+    require(is_there(file), knob, ": ", file.string(), ": no such file");
     require(std::filesystem::is_regular_file(file, error), knob, ": ", file.string(), ": is not a regular file; name a text");
     const MappedFile mapped(file);
     const uint64_t size = mapped.bytes().size();

@@ -8,6 +8,7 @@
 #include <zlib.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 
 namespace tessera::data {
 
@@ -72,7 +73,7 @@ TextReader::TextReader(std::filesystem::path file) : state_(std::make_unique<Sta
   State& s = *state_;
   s.file = std::move(file);
   std::error_code error;
-  require(std::filesystem::exists(s.file, error), s.file.string(), ": no such file");
+  require(is_there(s.file), s.file.string(), ": no such file");
   require(!std::filesystem::is_directory(s.file, error), s.file.string(), ": is a folder, not a text file");
   s.in.reset(std::fopen(s.file.c_str(), "rb"));
   require(s.in != nullptr, s.file.string(), ": cannot be opened: ", std::strerror(errno));

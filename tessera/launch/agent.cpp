@@ -9,6 +9,7 @@
 
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/flight_record/flight_record.h"
@@ -230,8 +231,20 @@ class Agent {
     for (const auto& plan : plans) ranks.push_back(plan.rank);
     comm::FlightRecord::remove_files(record_folder_, ranks, place_of(round, self_.node.id)->world_size);
     watch_.reset();
-    watch_ = std::make_unique<Watch>(plans);
     self_.record = {.beat = 0, .round = round.number, .running = true};
+    try {
+      watch_ = std::make_unique<Watch>(plans);
+    } catch (const ConfigError& error) {
+      if (rules_.max_nodes == 1) throw;
+      refuse(plans.front().rank, error.what());
+    }
+  }
+
+  /// The other agents hear that this node's ranks cannot be started, as they hear of a rank that refuses its input: an agent that just went would seem lost.
+  void refuse(int rank, const std::string& reason) {
+    self_.failed = true;
+    self_.record.running = false;
+    self_.record.failures = {{.rank = rank, .wait_status = W_EXITCODE(2, 0), .report = detail::concat("config ", reason)}};
   }
 
   void stop(int signal) {

@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/config_missing.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/compute_format.h"
@@ -19,7 +20,7 @@ namespace tessera {
 namespace {
 
 std::filesystem::path checkpoint_folder(const std::filesystem::path& given, const std::string& flag) {
-  if (std::filesystem::exists(given / "manifest.json")) return given;
+  if (is_there(given / "manifest.json")) return given;
   const auto found = checkpoint::find_latest(given);
   std::string skipped;
   for (const auto& reason : found.skipped) skipped += "; " + reason;

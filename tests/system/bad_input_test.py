@@ -51,6 +51,26 @@ class BadInput(SystemTest):
     def test_dp_shard_without_a_stage(self):
         self.refused("mesh.dp_shard=2", nproc=2, expect=["mesh.dp_shard", "zero.stage"])
 
+    def test_paths_that_cannot_be_reached(self):
+        first, second = self.folder / "first", self.folder / "second"
+        first.symlink_to(second)
+        second.symlink_to(first)
+        loop = ["Too many levels of symbolic links", str(first)]
+        self.refused(f"checkpoint.dir={first}", expect=loop)
+        self.refused(f"model.from_hf={first}", expect=loop)
+        self.refused(f"data.files={first}", expect=loop)
+        text = self.folder / "text.txt"
+        text.write_text("text " * 100)
+        for command in (["inspect", first], ["convert", first, self.folder / "out", "--to", "hf"], ["generate", "--checkpoint", first, "--prompt", "a"],
+                        ["eval", "--checkpoint", first, "--file", text, "--seq-len", "8", "--json"], ["plan", first], ["train", first],
+                        ["train", self.recipe, f"--memory-report={first}"]):
+            with self.subTest(command=command[0]):
+                done = run(*map(str, command))
+                line = self.refusal(done)
+                for word in loop:
+                    self.assertIn(word, line)
+        self.refused("checkpoint.dir=" + 300 * "n", expect=["File name too long"])
+
     def test_missing_text(self):
         self.refused("data.files=[\"nowhere.txt\"]", expect=["nowhere.txt"])
 

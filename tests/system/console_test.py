@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import time
 import unittest
@@ -88,6 +89,20 @@ class Console(SystemTest):
             done = subprocess.run([TESSERA, *command], env=environment(), timeout=60, capture_output=True, text=True, preexec_fn=few)
             self.assertIn("ulimit -n = 16: ", self.refusal(done))
             self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+
+    def test_a_log_folder_that_is_removed_is_told_apart_from_a_second_run(self):
+        log = self.folder / "removed"
+        job = subprocess.Popen([*map(str, [TESSERA, "train", self.recipe, "--set", f"log.dir={log}", "--set", "run.steps=100000"])], env=environment(),
+                               stderr=subprocess.PIPE, text=True)
+        until = time.time() + 60
+        while time.time() < until and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").stat().st_size > 0):
+            time.sleep(0.1)
+        shutil.rmtree(log)
+        job.terminate()
+        _, said = job.communicate(timeout=60)
+        self.assertEqual(job.returncode, 0, said)
+        self.assertIn("of this run are lost: the file was removed", said)
+        self.assertNotIn("another run", said)
 
     def test_a_working_directory_that_is_gone(self):
         gone = self.folder / "gone"

@@ -61,6 +61,8 @@ class Convert(SystemTest):
         self.convert(checkpoint, out, "--dtype", "bf16")
         self.assertEqual(json.loads((out / "config.json").read_text())["dtype"], "bfloat16")
         self.assertIn("exists already", self.refusal(self.convert(checkpoint, out, expect=2)))
+        (self.folder / "dangling").symlink_to("nowhere")
+        self.assertIn("exists already", self.refusal(self.convert(checkpoint, self.folder / "dangling", expect=2)))
         self.assertIn("no valid checkpoint", self.refusal(self.convert(self.folder / "nothing", self.folder / "other", expect=2)))
         (self.folder / "file").write_text("")
         self.assertIn("cannot be written", self.refusal(self.convert(checkpoint, self.folder / "file" / "hf", expect=2)))

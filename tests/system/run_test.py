@@ -308,6 +308,12 @@ class Faults(RunTest):
             self.assertEqual(agent.last_line(), "optim.lr: too much")
         self.assertEqual("".join(agent.text() for agent in agents).count("0"), 1)
 
+    def test_a_program_that_one_node_lacks_ends_all(self):
+        agents = [self.start_node("2", "--max-restarts=3", program, "100") for program in ("sleep", "no-such-program")]
+        for agent in agents:
+            self.ends(agent, 2)
+            self.assertIn("cannot start 'no-such-program': No such file or directory", agent.last_line())
+
     def test_a_failure_on_one_node_restarts_all(self):
         line = ["--max-restarts=1", "sh", "-c", "echo here $RANK; [ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && kill -9 $$; sleep 100"]
         agents = [self.start_node("2", *line), self.start_node("2", *line)]

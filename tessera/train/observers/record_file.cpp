@@ -63,8 +63,13 @@ void RecordFile::close() {
   const bool synced = ::fsync(descriptor_) == 0 || errno == EINVAL || errno == EROFS;  // what cannot be synced is no disk
   const int code = errno;
   struct stat ours{}, named{};
-  const bool replaced = ::fstat(descriptor_, &ours) == 0 && S_ISREG(ours.st_mode) && (::stat(path_.c_str(), &named) != 0 || ours.st_ino != named.st_ino);
-  if (replaced) log().warn("{}: its {} records of this run are lost: another run that began meanwhile put its own there", path_.string(), written_);
+  const bool is_file = ::fstat(descriptor_, &ours) == 0 && S_ISREG(ours.st_mode);
+  const bool gone = is_file && ::stat(path_.c_str(), &named) != 0;
+  const bool replaced = is_file && !gone && ours.st_ino != named.st_ino;
+  if (gone || replaced) {
+    const char* const cause = gone ? "the file was removed while the run went on" : "another run that began meanwhile put its own there";
+    log().warn("{}: its {} records of this run are lost: {}", path_.string(), written_, cause);
+  }
   ::close(std::exchange(descriptor_, -1));
   if (lost_ > 0) log().warn("{}: {} of {} records were lost", path_.string(), lost_, lost_ + written_);
   if (!synced) log().warn("{}: its last records may be lost: {}", path_.string(), std::generic_category().message(code));
