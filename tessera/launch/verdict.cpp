@@ -44,8 +44,12 @@ std::optional<Report> read_torch_report(const std::string& contents) {
 Verdict describe(const Ending& cause) {
   const std::optional<Report> report = read_report(cause.report);
   if (WIFSIGNALED(cause.wait_status)) {
-    const std::string because = report ? ": " + report->reason : "";
-    return {1, detail::concat("rank ", cause.rank, " was ended by ", describe_signal(WTERMSIG(cause.wait_status)), because)};
+    const int signal = WTERMSIG(cause.wait_status);
+    const char* const usual =
+        signal == SIGBUS
+            ? ": it read a mapped file beyond its end; one that it uses (in data.cache_dir, or of a checkpoint) was cut or overwritten, or /dev/shm is full"
+            : "";
+    return {1, detail::concat("rank ", cause.rank, " was ended by ", describe_signal(signal), report ? ": " + report->reason : usual)};
   }
   const int code = WEXITSTATUS(cause.wait_status);
   if (code == bad_input) return {bad_input, report ? report->reason : detail::concat("rank ", cause.rank, " refused its input (exit code 2)")};

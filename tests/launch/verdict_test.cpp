@@ -1,5 +1,6 @@
 #include "tessera/launch/verdict.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -26,6 +27,11 @@ TEST(Verdict, ASignalIsLikelierThanAnExit) {
   const Verdict verdict = judge({{0, exited(1), ""}, {1, signaled(SIGSEGV), ""}});
   EXPECT_EQ(verdict.exit_code, 1);
   EXPECT_EQ(verdict.sentence, "rank 1 was ended by SIGSEGV (segmentation fault)");
+}
+
+TEST(Verdict, ABusErrorIsThatOfAFileThatWasCut) {
+  EXPECT_THAT(judge({{0, signaled(SIGBUS), ""}}).sentence,
+              ::testing::StartsWith("rank 0 was ended by SIGBUS (bus error): it read a mapped file beyond its end; "));
 }
 
 TEST(Verdict, AnAbortIsNoLikelierThanAnExit) { EXPECT_EQ(judge({{0, exited(3), ""}, {1, signaled(SIGABRT), ""}}).sentence, "rank 0 failed with exit code 3"); }
