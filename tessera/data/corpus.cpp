@@ -92,6 +92,16 @@ std::shared_ptr<const Corpus> open_cached(const std::filesystem::path& path, con
   return nullptr;
 }
 
+/// The text's name, or its beginning: a file system may have taken one that leaves no room for what follows it.
+std::string short_name(const std::filesystem::path& file) {
+  constexpr size_t longest = 100;
+  std::string name = file.filename().string();
+  if (name.size() <= longest) return name;
+  size_t end = longest;
+  while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xC0) == 0x80) --end;  // not within a character
+  return name.substr(0, end);
+}
+
 bool is_packed(const std::filesystem::path& file) { return file.extension() == ".bin"; }
 
 }  // namespace
@@ -110,7 +120,7 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
             " files; name it alone, or name the texts it was made from");
   }
   const std::string content = content_hash(files, tokenizer, knob);
-  const std::filesystem::path path = cache_dir / (files[0].filename().string() + "-" + content + ".bin");
+  const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
   for (;;) {
     std::string damage;
     if (auto corpus = open_cached(path, content, damage)) return corpus;

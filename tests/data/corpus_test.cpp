@@ -60,6 +60,18 @@ TEST(Corpus, HoldsTheIdsOfAllFilesInOrder) {
   EXPECT_EQ(Corpus::open_or_build({copy, b}, *byte, folder / "cache")->content(), corpus->content());
 }
 
+TEST(Corpus, ATextMayHaveTheLongestNameThereIs) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  std::string name = "a";
+  for (int i = 0; i < 125; ++i) name += "\xC3\xA9";  // two bytes each, an odd one before
+  const auto text = folder.write(name + ".txt", "ab");
+  EXPECT_EQ(all_ids(*Corpus::open_or_build({text}, *byte, folder / "cache")), (std::vector<int64_t>{'a', 'b'}));
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "cache")) {
+    EXPECT_EQ(entry.path().filename().string().substr(0, 100), name.substr(0, 99) + "-") << "the name ends with a character";
+  }
+}
+
 TEST(Corpus, SeparatesFilesAndWidensIds) {
   Folder folder;
   const auto a = folder.write("a.txt", "ab"), b = folder.write("b.txt", "c");
