@@ -51,6 +51,43 @@ bool over_positions(const std::string& name) {
   return name.find("attention") != std::string::npos || is_one_of(name, {"aten::cumsum", "aten::roll", "aten::flip", "aten::convolution"});
 }
 
+/// Dimensions of the first argument that an operator goes along, as its schema names them: all where it reduces and names none. Nothing where it goes element
+/// by element, or moves elements without a look at their order.
+std::vector<int64_t> dims_gone_along(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  const std::string& name = schema.name();
+  const at::Tensor& tensor = arguments[0].toTensor();
+  const int64_t count = tensor.dim();
+  std::vector<int64_t> dims;
+  if (name == "aten::constant_pad_nd") {
+    const std::vector<int64_t> pad = arguments[1].toIntVector();
+    for (size_t i = 0; i < pad.size(); ++i) {
+      if (pad[i] != 0) dims.push_back(count - 1 - static_cast<int64_t>(i / 2));
+    }
+    return dims;
+  }
+  const bool picks = is_one_of(name, {"aten::slice", "aten::narrow", "aten::select"});
+  if ((moves_only(name) && !picks) || is_product(name)) return dims;
+  bool named = false;
+  for (size_t i = 1; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "dim" && schema.arguments()[i].name() != "dims") continue;
+    named = true;
+    if (arguments[i].isInt()) dims.push_back(arguments[i].toInt());
+    if (arguments[i].isIntList()) dims = arguments[i].toIntVector();
+  }
+  if (name == "aten::slice" && arguments.size() >= 5 && named) {
+    const int64_t size = tensor.size(dims.front()), begin = arguments[2].isInt() ? arguments[2].toInt() : 0,
+                  end = arguments[3].isInt() ? arguments[3].toInt() : size;
+    if (begin == 0 && end >= size && arguments[4].toInt() == 1) return {};
+  }
+  const bool reduces = named || is_one_of(name, {"aten::sum", "aten::mean", "aten::prod", "aten::max", "aten::min", "aten::norm", "aten::std", "aten::var",
+                                                 "aten::median", "aten::argmax", "aten::argmin", "aten::nansum", "aten::any", "aten::all"});
+  if (dims.empty() && reduces) {
+    for (int64_t dim = 0; dim < count; ++dim) dims.push_back(dim);
+  }
+  for (int64_t& dim : dims) dim += dim < 0 ? count : 0;
+  return dims;
+}
+
 bool broadcast(const at::Tensor& a, const at::Tensor& b) {
   for (int64_t dim = 1; dim <= std::min(a.dim(), b.dim()); ++dim) {
     if (a.size(-dim) != b.size(-dim) && a.size(-dim) != 1 && b.size(-dim) != 1) return false;
@@ -201,8 +238,25 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
   return first;
 }
 
+/// What goes along the dimension that is cut meets a part of it: a mean, a softmax, an order, a neighbour, the first one.
+void LayoutTrace::refuse_along_the_cut(const nn::OperatorCall& operation) const {
+  const at::ArrayRef<c10::IValue> arguments = operation.arguments();
+  if (arguments.empty() || !arguments[0].isTensor() || !arguments[0].toTensor().defined()) return;
+  const Known* const known = find(arguments[0].toTensor());
+  if (known == nullptr || !known->layout) return;
+  const int64_t dims = arguments[0].toTensor().dim();
+  const bool features = known->layout == Features && known->features_last, sequence = known->layout == Sequence && dims == 3;
+  if (!features && !sequence) return;
+  const std::vector<int64_t> along = dims_gone_along(operation.schema(), arguments);
+  require(std::ranges::find(along, features ? dims - 1 : 1) == along.end(), "tensor parallelism: ", operation.name(), " of what '", known->origin,
+          "' gives, which is ", to_string(*known->layout),
+          features ? ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel"
+                   : ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it");
+}
+
 void LayoutTrace::call(nn::OperatorCall& operation) {
   if (trusted_ > 0) return operation.run();
+  refuse_along_the_cut(operation);
   const Operands operands = operands_of(operation.arguments());
   const bool first_is_cut = !operation.arguments().empty() && operation.arguments()[0].isTensor() && find(operation.arguments()[0].toTensor());
   const int64_t dims = first_is_cut ? operation.arguments()[0].toTensor().dim() : -1;

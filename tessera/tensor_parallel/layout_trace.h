@@ -75,6 +75,7 @@ class LayoutTrace final : public nn::OperatorHooks {
   TensorLayout layout_of(const at::Tensor& tensor) const;
   Operands operands_of(at::ArrayRef<c10::IValue> arguments) const;
   std::optional<Known> result_of(const std::string& name, const Operands& operands) const;
+  void refuse_along_the_cut(const nn::OperatorCall& operation) const;
   void remember(const at::Tensor& tensor, Known known);
 
   std::unordered_map<const c10::TensorImpl*, Known> known_;

@@ -111,6 +111,62 @@ TEST(LayoutTrace, ParametersThatMeetAPartWouldGetAPartsGradient) {
   EXPECT_EQ(said("constant", true), "");
 }
 
+/// Any function between a column-wise layer and a row-wise one, and behind them.
+struct BetweenImpl : nn::Module {
+  using Function = std::function<at::Tensor(const at::Tensor&)>;
+  BetweenImpl(Function inside, Function behind)
+      : inside(std::move(inside)), behind(std::move(behind)), w1(nn::LinearOptions(8, 12).bias(false)), w2(nn::LinearOptions(12, 8).bias(false)) {
+    register_module("w1", w1);
+    register_module("w2", w2);
+  }
+  at::Tensor forward(const at::Tensor& x) { return behind(w2(inside(w1(x)))); }
+  Function inside, behind;
+  nn::Linear w1, w2;
+};
+TESSERA_MODULE(Between);
+
+TEST(LayoutTrace, WhatGoesAlongTheCutIsRefused) {
+  using Function = BetweenImpl::Function;
+  const Function same = [](const at::Tensor& y) { return y; };
+  const auto said = [&](const Function& inside, const Function& behind) -> std::string {
+    struct HolderImpl : nn::Module {
+      HolderImpl(const Function& inside, const Function& behind) : net(inside, behind) { register_module("net", net); }
+      Between net;
+    };
+    const auto holder = on_meta([&] { return std::make_shared<HolderImpl>(inside, behind); });
+    const ParallelPlan plan{{"net.w1", ColumnParallel{}}, {"net.w2", RowParallel{.output = TensorLayout::Sequence}}};
+    try {
+      check_parallel_plan(*holder, 2, plan, [&] { holder->net(at::empty({2, 6, 8}, at::TensorOptions().device(at::kMeta))); });
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::vector<Function> of_features{
+      [](const at::Tensor& u) { return u / u.norm(); },
+      [](const at::Tensor& u) { return u - std::get<0>(u.max(-1, true)); },
+      [](const at::Tensor& u) { return u * u.prod(-1, true); },
+      [](const at::Tensor& u) { return u - u.amin({-1}, true); },
+      [](const at::Tensor& u) { return u - std::get<0>(u.topk(1, -1)); },
+      [](const at::Tensor& u) { return std::get<0>(u.sort(-1)); },
+      [](const at::Tensor& u) { return u.flip({-1}); },
+      [](const at::Tensor& u) { return u * u.narrow(-1, 0, 1); },
+      [](const at::Tensor& u) { return u.index_select(-1, at::arange(u.size(-1), u.options().dtype(at::kLong))); },
+      [](const at::Tensor& u) { return u * u.select(-1, 0).unsqueeze(-1); },
+  };
+  for (size_t i = 0; i < of_features.size(); ++i) EXPECT_THAT(said(of_features[i], same), HasSubstr("it needs all features")) << i;
+  const std::vector<Function> of_positions{
+      [](const at::Tensor& y) { return y - y.mean(1, true); },   [](const at::Tensor& y) { return y.sum(1); },
+      [](const at::Tensor& y) { return y.amax({1}, true) + y; }, [](const at::Tensor& y) { return y.softmax(1); },
+      [](const at::Tensor& y) { return y.select(1, 0); },        [](const at::Tensor& y) { return at::constant_pad_nd(y, {0, 0, 1, -1}); },
+      [](const at::Tensor& y) { return y.square().mean(); },     [](const at::Tensor& y) { return y.flip({1}); },
+  };
+  for (size_t i = 0; i < of_positions.size(); ++i) EXPECT_THAT(said(same, of_positions[i]), HasSubstr("it needs the whole sequence")) << i;
+  EXPECT_EQ(
+      said([](const at::Tensor& u) { return at::gelu(u.slice(-1, 0)) * u.sigmoid(); }, [](const at::Tensor& y) { return y.softmax(-1) + y.mean(0, true); }),
+      "");
+}
+
 /// relu between a row-wise product and its sum.
 struct BentImpl : nn::Module {
   explicit BentImpl(bool bent) : bent(bent), w1(nn::LinearOptions(4, 6).bias(false)), w2(nn::LinearOptions(6, 4).bias(false)) {
