@@ -1,6 +1,7 @@
 # Each target sets up what is missing first.
 PRESET ?= release
 BUILD := build/$(PRESET)
+.DEFAULT_GOAL := build
 
 .PHONY: build demo test bench parity soak fuzz asan format clean
 

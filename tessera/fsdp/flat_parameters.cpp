@@ -140,12 +140,12 @@ void FlatParameters::take_in(size_t limit) {
 }
 
 /// torch::save of one rank's sharded module keeps its slices; torch::load of that file on every rank fits wherever cuts are even, and is another model.
-void FlatParameters::refuse_one_ranks_slices(const at::Tensor& whole) {
-  if (whole.is_meta()) return;
+void FlatParameters::refuse_one_ranks_slices() {
+  if (whole_.is_meta() || layout_.ranks == 1) return;
   for (const size_t i : std::exchange(given_slices_, {})) {
     const UnitLayout::Entry& entry = layout_.parameters[i];
-    const at::Tensor values = whole.narrow(0, entry.offset, entry.numel);
-    if (layout_.ranks == 1 || entry.numel % layout_.ranks != 0 || elements_of(layout_, i, 0) * layout_.ranks != entry.numel) continue;
+    if (entry.numel == 0 || elements_of(layout_, i, 0) * layout_.ranks != entry.numel) continue;
+    const at::Tensor values = whole_.narrow(0, entry.offset, entry.numel);
     const at::Tensor parts = values.view({layout_.ranks, -1}), first = parts.narrow(0, 0, 1);
     const bool constant = values.eq(values[0]).all().item<bool>();  // biases of zero are alike on all ranks
     require(constant || !parts.eq(first).all().item<bool>(), "fully_shard: '", parameters_[i].name,
@@ -284,7 +284,7 @@ void FlatParameters::finish_gather() {
   }
   if (!host_ && !sent_.is_same(slices_)) release_scratch(sent_);
   sent_.reset();
-  refuse_one_ranks_slices(whole_);
+  refuse_one_ranks_slices();
 }
 
 void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) const {

@@ -108,7 +108,7 @@ class FlatParameters {
   void cut();
   void keep_rows(size_t index, const at::Tensor& whole) const;
   bool is_replaced(const at::Tensor& parameter) const;
-  void refuse_one_ranks_slices(const at::Tensor& whole);
+  void refuse_one_ranks_slices();
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
   void unpad(const at::Tensor& parts, const at::Tensor& whole) const;

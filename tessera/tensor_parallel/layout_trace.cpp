@@ -12,6 +12,9 @@ namespace {
 using enum TensorLayout;
 using Names = std::initializer_list<std::string_view>;
 
+constexpr const char* kNeedsFeatures = ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel";
+constexpr const char* kNeedsSequence = ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it";
+
 bool is_one_of(const std::string& name, Names names) { return std::ranges::find(names, name) != names.end(); }
 
 /// The same elements, in another shape or dtype.
@@ -217,8 +220,7 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
       require(!adds(name) || operands.cut.size() > 1, where, ": what is added is the same on every rank, and would be added once for each");
       break;
     case Features:
-      require(!first.features_last || !over_features(name), where,
-              ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel");
+      require(!first.features_last || !over_features(name), where, kNeedsFeatures);
       require(!operands.parameter, where,
               ": the gradient of its parameter would be that of a part of the features; use it before the column-wise layer or after the row-wise one, or ask "
               "the column-wise layer for output = Replicated");
@@ -226,7 +228,7 @@ std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name
     case Sequence:
       require(!operands.parameter || by_position_ > 0, where,
               ": the gradient of its parameter would be that of a part of the sequence; give the module the style SequenceParallel");
-      require(!over_positions(name), where, ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it");
+      require(!over_positions(name), where, kNeedsSequence);
       break;
     case Copied:
       require(!operands.parameter, where,
@@ -249,9 +251,7 @@ void LayoutTrace::refuse_along_the_cut(const nn::OperatorCall& operation) const 
   if (!features && !sequence) return;
   const std::vector<int64_t> along = dims_gone_along(operation.schema(), arguments);
   require(std::ranges::find(along, features ? dims - 1 : 1) == along.end(), "tensor parallelism: ", operation.name(), " of what '", known->origin,
-          "' gives, which is ", to_string(*known->layout),
-          features ? ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel"
-                   : ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it");
+          "' gives, which is ", to_string(*known->layout), features ? kNeedsFeatures : kNeedsSequence);
 }
 
 void LayoutTrace::call(nn::OperatorCall& operation) {

@@ -1,6 +1,9 @@
 #pragma once
 
-#include <ATen/ATen.h>
+#include <algorithm>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <gtest/gtest.h>
 
 namespace tessera::comm::testing_support {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 
 namespace tessera::testing_support {
 
