@@ -76,7 +76,7 @@ class DistributedDataParallel::Impl {
         protocol_("data parallelism", self.holds(),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass = [this](bool last) { begin_pass(last); },
-                   .end_pass = [this](bool last) { end_pass(last); },
+                   .end_pass = [this](bool last, bool) { end_pass(last); },
                    .complete = [this] { complete(); },
                    .abandon = [this] { abandon(); },
                    .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
@@ -489,8 +489,8 @@ DistributedDataParallel::DistributedDataParallel(torch::nn::Module& module, comm
 DistributedDataParallel::~DistributedDataParallel() = default;
 
 void DistributedDataParallel::begin_step() { impl_->protocol().begin_step(); }
-void DistributedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->protocol().before_micro_batch(position); }
-void DistributedDataParallel::after_micro_batch(const MicroBatchPosition& position) { impl_->protocol().after_micro_batch(position); }
+void DistributedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->protocol().before(action, position); }
+void DistributedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->protocol().after(action); }
 void DistributedDataParallel::finish() { impl_->protocol().finish(); }
 void DistributedDataParallel::after_update() { impl_->protocol().after_update(); }
 const SynchronizationStatistics& DistributedDataParallel::statistics() const { return impl_->statistics(); }

@@ -75,8 +75,8 @@ class DistributedDataParallel final : public GradientSynchronizer {
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
   void begin_step() override;
-  void before_micro_batch(const MicroBatchPosition& position) override;
-  void after_micro_batch(const MicroBatchPosition& position) override;
+  void before(ActionKind action, const MicroBatchPosition& position) override;
+  void after(ActionKind action, const MicroBatchPosition& position) override;
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;

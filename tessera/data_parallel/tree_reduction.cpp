@@ -1,6 +1,8 @@
 #include "tessera/data_parallel/tree_reduction.h"
 
+#include <algorithm>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <utility>
 #include <vector>
@@ -36,7 +38,7 @@ class TreeReduction::Impl {
                        [this](bool) {
                          if (!padding_ && !leaf_.defined()) begin_leaf();
                        },
-                   .end_pass = [this](bool last) { end_leaf(last); },
+                   .end_pass = [this](bool last, bool complete) { end_leaf(last, complete); },
                    .complete = [this] { complete(); },
                    .abandon = [this] { abandon(); }}) {
     const comm::CallSite site("tree.start");
@@ -66,8 +68,10 @@ class TreeReduction::Impl {
   StepProtocol& protocol() { return protocol_; }
 
   /// Gives the micro-batch gradients of its own.
-  void before_micro_batch(const MicroBatchPosition& position) {
-    protocol_.before_micro_batch(position);
+  void before(ActionKind action, const MicroBatchPosition& position) {
+    protocol_.before(action, position);
+    if (action == ActionKind::Weights) return reopen_leaf();
+    if (action != ActionKind::Backward) return;
     padding_ = position.padding;
     if (padding_) return clear_gradients();
     invariant(position.index == next_index_, "micro-batch ", position.index, " came where ", next_index_,
@@ -96,7 +100,8 @@ class TreeReduction::Impl {
   void start_run() {
     sums_.clear();
     stack_ = TreeStack(options_.num_micro_batches);
-    next_index_ = run().begin;
+    waiting_.clear();
+    next_index_ = next_sum_ = run().begin;
     used_.clear();
   }
 
@@ -122,7 +127,11 @@ class TreeReduction::Impl {
     if (plain_ && next_index_ > run().begin) settle_cleared();
     require(next_index_ < run().begin + run().size, "TreeReduction: backward pass ", next_index_ - run().begin + 1, " of a step in which rank ", group_.rank(),
             " has ", run().size, " of ", options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
-    leaf_ = new_flat(/*zeroed=*/true);
+    show_leaf(new_flat(/*zeroed=*/true));
+  }
+
+  void show_leaf(at::Tensor leaf) {
+    leaf_ = std::move(leaf);
     views_.assign(parameters_.size(), {});
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!trained_[i]) continue;
@@ -131,23 +140,40 @@ class TreeReduction::Impl {
     }
   }
 
-  void end_leaf(bool last) {
+  /// Gradients that a backward has left for later are of its leaf, which waits for them.
+  void reopen_leaf() {
+    if (waiting_.empty()) return;
+    show_leaf(std::move(waiting_.front()));
+    waiting_.pop_front();
+  }
+
+  void end_leaf(bool last, bool complete) {
     if (leaf_.defined()) {
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < parameters_.size(); ++i) {
         if (trained_[i]) recover_gradient(parameters_[i].tensor, views_[i]);
       }
-      sums_.push_back(std::exchange(leaf_, {}));
-      for (int merges = stack_.push(next_index_++); merges > 0; --merges) {
-        const at::Tensor right = std::move(sums_.back());
-        sums_.pop_back();
-        sums_.back().add_(right);
+      if (complete) {
+        add_leaf();
+      } else {
+        waiting_.push_back(std::exchange(leaf_, {}));
+        ++next_index_;
       }
     }
     padding_ = false;
     views_.clear();
     clear_gradients();
     if (plain_ && !last) show_guards();
+  }
+
+  void add_leaf() {
+    sums_.push_back(std::exchange(leaf_, {}));
+    for (int merges = stack_.push(next_sum_++); merges > 0; --merges) {
+      const at::Tensor right = std::move(sums_.back());
+      sums_.pop_back();
+      sums_.back().add_(right);
+    }
+    next_index_ = std::max(next_index_, next_sum_);
   }
 
   /// Between the passes of a run there is no gradient: what stands in its place tells an optimizer so, and us that the program cleared it.
@@ -187,7 +213,7 @@ class TreeReduction::Impl {
   }
 
   void complete() {
-    const int64_t done = next_index_ - run().begin;
+    const int64_t done = next_sum_ - run().begin;
     require(done == run().size, "TreeReduction: the step ended after ", done, " of the ", run().size, " micro-batches of rank ", group_.rank(),
             " (num_micro_batches = ", options_.num_micro_batches, "); each has a backward pass of its own, in the plain loop all but the last under no_sync()");
     const at::NoGradGuard no_grad;
@@ -203,6 +229,7 @@ class TreeReduction::Impl {
   void abandon() {
     const bool between_passes = plain_ && !leaf_.defined() && next_index_ > run().begin;
     leaf_.reset();
+    waiting_.clear();
     sums_.clear();
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (trained_[i]) set_gradient(parameters_[i].tensor, between_passes && !is_guarded(i) ? at::Tensor() : carried_[i]);
@@ -298,11 +325,13 @@ class TreeReduction::Impl {
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;
 
-  bool plain_ = false;  ///< the step is one of the plain loop
-  int64_t next_index_ = 0;
+  bool plain_ = false;      ///< the step is one of the plain loop
+  int64_t next_index_ = 0;  ///< of the micro-batch that comes
+  int64_t next_sum_ = 0;    ///< of the one whose gradient is complete next
   bool padding_ = false;
   std::vector<at::Tensor> carried_;  ///< gradients from before this step
   at::Tensor leaf_;                  ///< of the micro-batch at hand
+  std::deque<at::Tensor> waiting_;   ///< of those whose weights' gradients come later
   std::vector<at::Tensor> views_;    ///< into leaf_
   std::vector<at::Tensor> sums_;     ///< of stack_'s nodes
   std::vector<at::Tensor> guards_;   ///< by parameter, once they were needed: what stands for its gradient between the passes of a run
@@ -318,8 +347,8 @@ TreeReduction::TreeReduction(torch::nn::Module& module, comm::Group group, TreeR
 TreeReduction::~TreeReduction() = default;
 
 void TreeReduction::begin_step() { impl_->protocol().begin_step(); }
-void TreeReduction::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
-void TreeReduction::after_micro_batch(const MicroBatchPosition& position) { impl_->protocol().after_micro_batch(position); }
+void TreeReduction::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
+void TreeReduction::after(ActionKind action, const MicroBatchPosition&) { impl_->protocol().after(action); }
 void TreeReduction::finish() { impl_->protocol().finish(); }
 void TreeReduction::after_update() { impl_->protocol().after_update(); }
 const SynchronizationStatistics& TreeReduction::statistics() const { return impl_->statistics(); }

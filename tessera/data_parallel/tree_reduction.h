@@ -42,8 +42,8 @@ class TreeReduction final : public GradientSynchronizer {
   TreeReduction& operator=(const TreeReduction&) = delete;
 
   void begin_step() override;
-  void before_micro_batch(const MicroBatchPosition& position) override;
-  void after_micro_batch(const MicroBatchPosition& position) override;
+  void before(ActionKind action, const MicroBatchPosition& position) override;
+  void after(ActionKind action, const MicroBatchPosition& position) override;
   void finish() override;
   void after_update() override;
   std::vector<nn::NamedParameter> updated() const override;

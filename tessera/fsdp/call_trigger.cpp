@@ -89,13 +89,14 @@ Attachment CallTrigger::attach(const std::shared_ptr<CallTrigger>& trigger) {
 }
 
 void CallTrigger::begin_pass() {
-  pass_ = step_.pass();
-  // What was recorded before and may still be reached needs its numbers; an engine runs one backward after each forward.
+  const int64_t before = std::exchange(pass_, step_.pass());
+  // What was recorded before and may still be reached needs its numbers; an engine says which backward is of which forward.
   std::erase_if(all_recorded_, [](const auto& recorded) { return recorded.expired() || recorded.lock()->reached; });
-  for (Use& use : uses_) {
-    if (all_recorded_.empty() || step_.driven()) use.begin = kNever;
-    use.visited = false;
-  }
+  Begins begins(uses_.size(), kNever);
+  if (const auto found = begins_.find(before); found != begins_.end() && !all_recorded_.empty() && !step_.driven()) begins = std::move(found->second);
+  std::erase_if(begins_, [this](const auto& item) { return item.first < step_.backward_of(); });
+  begins_[pass_] = std::move(begins);
+  for (Use& use : uses_) use.visited = false;
 }
 
 void CallTrigger::enter(size_t owner) {
@@ -110,7 +111,7 @@ void CallTrigger::enter(size_t owner) {
     } else if (at::GradMode::is_enabled()) {
       step_.begin(Drive::Loop);
     } else {
-      evaluation_order_.restart();
+      evaluation_order_.begin_forward();
     }
     if (at::GradMode::is_enabled()) step_.resume();
   }
@@ -123,7 +124,10 @@ void CallTrigger::enter(size_t owner) {
   const int64_t begin = clock_++;
   for (const size_t unit : plan_.owners[owner].units) {
     ++uses_[unit].active;
-    if (!step_.in_backward()) uses_[unit].begin = std::min(uses_[unit].begin, begin);
+    if (!step_.in_backward()) {
+      int64_t& first = begins_.at(pass_)[unit];
+      first = std::min(first, begin);
+    }
     step_.use(unit, step_.running() ? step_.order() : evaluation_order_);
   }
 }
@@ -177,7 +181,7 @@ void CallTrigger::before_backward(size_t owner, int64_t end, Recorded& recorded)
   step_.begin_backward();
   begin_backward();
   recorded.reached = true;
-  if (recorded.pass != pass_) retires_early_ = false;
+  if (recorded.pass != backward_of()) retires_early_ = false;
   if (retires_early_) retire_later_than(end);
   for (const size_t unit : plan_.owners[owner].units) {
     if (step_.retired(unit)) continue;
@@ -194,11 +198,14 @@ void CallTrigger::begin_backward() {
 
 void CallTrigger::retire_later_than(int64_t end) {
   begin_backward();
+  const auto found = begins_.find(backward_of());
+  if (found == begins_.end()) return;
+  const Begins& begins = found->second;
   std::vector<size_t> left;
   for (size_t unit = 0; unit < uses_.size(); ++unit) {
-    if (uses_[unit].begin != kNever && uses_[unit].begin > end && !step_.retired(unit)) left.push_back(unit);
+    if (begins[unit] != kNever && begins[unit] > end && !step_.retired(unit)) left.push_back(unit);
   }
-  std::ranges::sort(left, [&](size_t a, size_t b) { return uses_[a].begin > uses_[b].begin; });
+  std::ranges::sort(left, [&](size_t a, size_t b) { return begins[a] > begins[b]; });
   for (const size_t unit : left) {
     if (!uses_[unit].visited) step_.use(unit, step_.order());
     step_.retire(unit);

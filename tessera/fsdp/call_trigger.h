@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -41,11 +42,12 @@ class CallTrigger {
   class Interceptor;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
   struct Use {
-    int64_t begin = kNever;  ///< of the first call in this pass
-    int active = 0;          ///< calls under way
-    bool visited = false;    ///< by this backward
+    int active = 0;        ///< calls under way
+    bool visited = false;  ///< by this backward
   };
-  /// What a call from outside has recorded; alive as long as a backward may come. Calls are numbered on from those of the pass before.
+  /// By unit: when its first call began in a forward, or, in a loop, in those whose backward may still come. Calls are numbered on from those before.
+  using Begins = std::vector<int64_t>;
+  /// What a call from outside has recorded; alive as long as a backward may come.
   struct Recorded {
     int64_t pass;
     bool reached = false;
@@ -56,6 +58,7 @@ class CallTrigger {
   void begin_pass();
   void begin_backward();
   void leave_outermost();
+  int64_t backward_of() const { return step_.driven() ? step_.backward_of() : pass_; }
   bool freed_after(size_t owner, size_t unit) const;
   void hook_outputs(size_t owner, const nn::Values& outputs, const std::shared_ptr<CallTrigger>& self);
   void before_backward(size_t owner, int64_t end, Recorded& recorded);
@@ -66,14 +69,15 @@ class CallTrigger {
   ShardedStep& step_;
   Options options_;
 
-  int64_t pass_ = -1;  ///< that `uses_` is of
+  int64_t pass_ = -1;                 ///< the last that began
+  std::map<int64_t, Begins> begins_;  ///< by pass: of an engine's forwards those whose backward has not come; in a loop one
   int64_t clock_ = 0;
   std::shared_ptr<int> depth_ = std::make_shared<int>(0);  ///< of calls
   std::vector<Use> uses_;
   std::shared_ptr<Recorded> recorded_;  ///< of the call from outside at hand
   std::vector<std::weak_ptr<Recorded>> all_recorded_;
   int task_ = -1;              ///< the backward pass at hand
-  bool retires_early_ = true;  ///< the backward at hand is of the pass that `uses_` is of
+  bool retires_early_ = true;  ///< the backward at hand is of the pass that it is taken to be of
   UseOrder evaluation_order_;
 };
 

@@ -16,6 +16,7 @@
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
+#include "tessera/nn/explicit_calls.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/module.h"
@@ -142,11 +143,7 @@ class FullyShardedDataParallel::Impl {
 
   void begin_step() {
     check_sharded("begin_step");
-    require(!begun_ || !active() || !step_->awaits_finish(),
-            "fully_shard: begin_step() was called before the finish() of the step before, whose last backward pass is over");
-    begun_ = true;
-    micro_batch_ = MicroBatch::None;
-    last_seen_ = false;
+    explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish());
     if (!active()) {
       for (const auto& parameter : nn::unique_parameters(module_)) set_gradient(parameter.tensor, {});
       return;
@@ -155,26 +152,18 @@ class FullyShardedDataParallel::Impl {
     step_->begin(Drive::Engine);
   }
 
-  void before_micro_batch(const MicroBatchPosition& position) {
-    require(begun_, "fully_shard: before_micro_batch() was called outside of a step; call begin_step() first");
-    require(micro_batch_ != MicroBatch::Open, "fully_shard: before_micro_batch() was called before the after_micro_batch() of the one before");
-    require(!last_seen_, "fully_shard: before_micro_batch() was called after the step's last micro-batch (MicroBatchPosition::last); call finish()");
-    micro_batch_ = MicroBatch::Open;
-    last_seen_ = position.last;
-    if (active()) step_->begin_micro_batch(position.last);
+  void before(ActionKind action, const MicroBatchPosition& position) {
+    explicit_calls_.before(action, position);
+    if (active()) step_->before(action, position);
   }
 
-  void after_micro_batch() {
-    require(begun_ && micro_batch_ == MicroBatch::Open, "fully_shard: after_micro_batch() was called without a before_micro_batch()");
-    micro_batch_ = MicroBatch::Closed;
+  void after(ActionKind action) {
+    explicit_calls_.after(action);
+    if (active()) step_->after(action);
   }
 
   void finish() {
-    require(begun_, "fully_shard: finish() was called without a begin_step()");
-    require(micro_batch_ != MicroBatch::Open, "fully_shard: finish() was called before the after_micro_batch() of the last micro-batch");
-    require(micro_batch_ == MicroBatch::None || last_seen_,
-            "fully_shard: finish() was called before the step's last micro-batch: no before_micro_batch() said MicroBatchPosition::last");
-    begun_ = false;
+    explicit_calls_.finish();
     if (active()) step_->finish();
   }
 
@@ -191,7 +180,7 @@ class FullyShardedDataParallel::Impl {
     cut_parameters().remove(*units_);
     units_->unshard();
     unsharded_ = true;
-    begun_ = false;
+    explicit_calls_.leave();
   }
 
   torch::nn::Module& module() const { return module_; }
@@ -288,8 +277,6 @@ class FullyShardedDataParallel::Impl {
     for (const auto& holder : plan.holders) options_.init(*holder.module, holder.path);
   }
 
-  enum class MicroBatch { None, Open, Closed };
-
   torch::nn::Module& module_;
   comm::Group group_;
   FullyShardOptions options_;
@@ -301,10 +288,7 @@ class FullyShardedDataParallel::Impl {
   bool calls_ = false;      ///< trigger the gathers
   bool unsharded_ = false;  ///< for good
   SynchronizationStatistics none_;
-
-  bool begun_ = false;  ///< by an engine
-  MicroBatch micro_batch_ = MicroBatch::None;
-  bool last_seen_ = false;
+  ExplicitCalls explicit_calls_{"fully_shard"};
 };
 
 namespace {
@@ -345,8 +329,8 @@ FullyShardedDataParallel::FullyShardedDataParallel(torch::nn::Module& module, co
 FullyShardedDataParallel::~FullyShardedDataParallel() { wrappers().remove(impl_->module(), *this); }
 
 void FullyShardedDataParallel::begin_step() { impl_->begin_step(); }
-void FullyShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
-void FullyShardedDataParallel::after_micro_batch(const MicroBatchPosition&) { impl_->after_micro_batch(); }
+void FullyShardedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
+void FullyShardedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->after(action); }
 void FullyShardedDataParallel::finish() { impl_->finish(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }

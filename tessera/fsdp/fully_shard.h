@@ -146,8 +146,8 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   FullyShardedDataParallel& operator=(const FullyShardedDataParallel&) = delete;
 
   void begin_step() override;
-  void before_micro_batch(const MicroBatchPosition& position) override;
-  void after_micro_batch(const MicroBatchPosition& position) override;
+  void before(ActionKind action, const MicroBatchPosition& position) override;
+  void after(ActionKind action, const MicroBatchPosition& position) override;
   void finish() override;
   const SynchronizationStatistics& statistics() const override;
   std::vector<nn::NamedParameter> updated() const override;

@@ -131,14 +131,43 @@ void ShardedStep::begin(Drive drive) {
   units_.statistics() = {};
   final_.assign(units_.size(), false);
   drive_ = drive;
-  running_ = engine_last_ = last_ = true;
-  last_done_ = false;
+  running_ = engine_last_ = last_ = complete_ = true;
+  last_done_ = in_weights_ = false;
+  alive_forwards_.clear();
   end_pass();
 }
 
-void ShardedStep::begin_micro_batch(bool last) {
-  engine_last_ = last_ = last;
-  if (!in_backward_) end_pass();
+/// Forwards may run ahead: what one leaves gathered for a backward is there for whoever comes next.
+void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) {
+  switch (action) {
+    case ActionKind::Forward:
+      if (alive_forwards_.empty() && !in_backward_) {
+        end_pass();
+      } else {
+        order_.begin_forward();
+        ++pass_;
+      }
+      alive_forwards_.push_back(pass_);
+      return;
+    case ActionKind::Backward:
+      engine_last_ = last_ = position.last;
+      complete_ = !position.weights_later;
+      return;
+    case ActionKind::Weights:
+      in_weights_ = complete_ = true;
+      last_ = position.last;
+      return;
+  }
+}
+
+void ShardedStep::after(ActionKind action) {
+  if (action == ActionKind::Backward) alive_forwards_.pop_front();
+  if (action != ActionKind::Weights) return;
+  in_weights_ = false;
+  if (!reduce_each_ && !last_) return;
+  for (size_t unit = units_.size(); unit-- > 0;) {
+    if (!final_[unit]) reduce(unit);
+  }
 }
 
 bool ShardedStep::aborted() const { return in_backward_ && backward_.expired(); }
@@ -165,7 +194,7 @@ void ShardedStep::resume() {
 }
 
 void ShardedStep::restart_order() {
-  if (running_ && !driven() && !in_backward_) order_.restart();
+  if (running_ && !driven() && !in_backward_) order_.begin_forward();
 }
 
 void ShardedStep::abandon() noexcept {
@@ -206,7 +235,7 @@ void ShardedStep::begin_backward() {
   in_backward_ = true;
   accumulates_ = accumulates();
   last_ = engine_last_ && !callbacks_.held();
-  order_.turn();
+  order_.begin_backward();
   retired_.assign(units_.size(), false);
   due_.clear();
   next_ = units_.size();
@@ -277,9 +306,16 @@ void ShardedStep::put_back() {
 
 void ShardedStep::accumulated(size_t parameter) {
   const nn::Unwatched quietly;
+  if (in_weights_) return take_up(parameter);
+  begin_backward();
+  take_up(parameter);
+  const size_t unit = places_[parameter].unit;
+  if (--awaited_[unit] == 0 && retire_when_complete_) retire(unit);
+}
+
+void ShardedStep::take_up(size_t parameter) {
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
-  begin_backward();
   require_dense(parameters_[parameter]);
   const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
   require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
@@ -291,13 +327,12 @@ void ShardedStep::accumulated(size_t parameter) {
   flat_of(place).take_up(place.index, tensor.grad());
   set_gradient(tensor, {});
   used_.mark(parameter);
-  if (--awaited_[place.unit] == 0 && retire_when_complete_) retire(place.unit);
 }
 
 void ShardedStep::retire(size_t unit) {
   retired_[unit] = true;
   if (!find_unused_ || !retire_when_complete_) units_.release(unit);  // ranks that met different operators free theirs in the end
-  if (!reduce_each_ && !last_) return;
+  if (!reduce_each_ && !completes()) return;
   due_.push_back(unit);
   reduce_what_is_due();
 }
@@ -314,7 +349,7 @@ void ShardedStep::reduce_what_is_due() {
 
 void ShardedStep::reduce(size_t unit) {
   if (!units_.trained(unit)) return;
-  const bool last = last_ || drive_ == Drive::Loop;
+  const bool last = completes() || drive_ == Drive::Loop;
   units_.reduce(unit, last);
   if (last) final_[unit] = true;
 }
@@ -335,7 +370,7 @@ void ShardedStep::end_backward() {
 void ShardedStep::end_pass() {
   in_backward_ = false;
   units_.release_all();
-  order_.restart();
+  order_.begin_forward();
   ++pass_;
   if (running_) offer_places();
 }

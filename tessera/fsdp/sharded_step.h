@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -46,7 +47,8 @@ class ShardedStep {
   ShardedStep& operator=(const ShardedStep&) = delete;
 
   void begin(Drive drive);
-  void begin_micro_batch(bool last);
+  void before(ActionKind action, const MicroBatchPosition& position);  ///< of an engine's step
+  void after(ActionKind action);
   void finish();  ///< of an engine's step
 
   bool running() const { return running_; }
@@ -57,7 +59,9 @@ class ShardedStep {
   bool in_backward() const { return in_backward_; }
   /// Whether an engine's step has seen its last backward pass, and waits for finish.
   bool awaits_finish() const { return driven() && !in_backward_ && last_done_; }
-  int64_t pass() const { return pass_; }  ///< changes with every pass
+  int64_t pass() const { return pass_; }  ///< grows with every pass
+  /// Which pass's forward the backward at hand, or the next, belongs to: an engine's come in the order of its forwards.
+  int64_t backward_of() const { return alive_forwards_.empty() ? pass_ : alive_forwards_.front(); }
 
   /// Whether the backward of the pass at hand ended by an exception.
   bool aborted() const;
@@ -114,6 +118,8 @@ class ShardedStep {
   void land();
   void forgive_frozen();
   std::vector<bool> used_parameters() const;
+  bool completes() const { return last_ && complete_; }
+  void take_up(size_t parameter);
 
   ShardedUnits& units_;
   comm::Group group_, replicas_;
@@ -129,10 +135,13 @@ class ShardedStep {
 
   bool running_ = false, in_backward_ = false;
   Drive drive_ = Drive::Loop;
-  bool engine_last_ = true;   ///< what an engine said of the pass that comes
-  bool last_ = true;          ///< the pass at hand completes its step
-  bool last_done_ = false;    ///< of an engine's step: that pass is over
-  bool accumulates_ = false;  ///< this backward brings gradients of ours, on some rank at least
+  bool engine_last_ = true;             ///< what an engine said of the pass that comes
+  bool last_ = true;                    ///< the pass at hand completes its step
+  bool complete_ = true;                ///< none of its gradients come in another action of an engine
+  bool last_done_ = false;              ///< of an engine's step: the last pass is over
+  bool in_weights_ = false;             ///< an engine brings gradients that backward has left for later
+  std::deque<int64_t> alive_forwards_;  ///< of an engine's step: passes whose backward has not ended
+  bool accumulates_ = false;            ///< this backward brings gradients of ours, on some rank at least
   struct BackwardPass;
   std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;

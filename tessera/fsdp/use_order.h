@@ -2,60 +2,67 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <optional>
 #include <vector>
 
 namespace tessera {
 
-/// The order in which units were used in the pass before, and where in it the pass at hand stands: what a prefetch follows, and what says whether a unit is
-/// used again. Depends on calls alone, never on time, so it is the same on every rank.
+/// The order in which units were used in the forward and in the backward before, and where in it those at hand stand: what a prefetch follows, and what says
+/// whether a unit is used again. Depends on calls alone, never on time, so it is the same on every rank. Forwards and backwards of several micro-batches may
+/// alternate in any way: each follows the last of its kind.
 class UseOrder {
  public:
-  /// A pass begins; the one at hand becomes the one to follow.
-  void restart() {
-    if (!current_.empty()) {
-      last_.swap(current_);
-      last_turn_ = turn_.value_or(last_.size());
-    }
-    current_.clear();
-    turn_.reset();
+  /// A forward begins.
+  void begin_forward() {
+    forward_.keep();
+    backward_.keep();
+    in_backward_ = false;
+    position_ = 0;
+  }
+
+  /// A backward begins.
+  void begin_backward() {
+    backward_.keep();
+    in_backward_ = true;
     position_ = 0;
   }
 
   void saw(size_t unit) {
-    if (current_.size() == kMost) restart();  // forward again and again, and no backward
-    current_.push_back(unit);
-    const size_t end = turn_ ? last_.size() : last_turn_;
-    for (size_t i = position_; i < end; ++i) {
-      if (last_[i] != unit) continue;
-      position_ = i + 1;
-      return;
-    }
+    Uses& uses = in_backward_ ? backward_ : forward_;
+    if (uses.now.size() == kMost) begin_forward();  // forward again and again, and no backward
+    uses.now.push_back(unit);
+    const auto found = std::find(uses.before.begin() + static_cast<std::ptrdiff_t>(position_), uses.before.end(), unit);
+    if (found != uses.before.end()) position_ = static_cast<size_t>(found - uses.before.begin()) + 1;
   }
 
-  /// Forward ends here, and backward begins.
-  void turn() {
-    turn_ = current_.size();
-    position_ = std::max(position_, last_turn_);
+  /// The unit expected `ahead` uses after the one last seen, from 0; behind the end of a forward those of a backward; nothing behind the end.
+  const size_t* next(size_t ahead) const {
+    const std::vector<size_t>& before = (in_backward_ ? backward_ : forward_).before;
+    size_t index = position_ + ahead;
+    if (index < before.size()) return &before[index];
+    index -= before.size();
+    return !in_backward_ && index < backward_.before.size() ? &backward_.before[index] : nullptr;
   }
 
-  /// The unit expected `ahead` uses after the one last seen, from 0; nothing behind the end.
-  const size_t* next(size_t ahead) const { return position_ + ahead < last_.size() ? &last_[position_ + ahead] : nullptr; }
-
-  /// Whether there is a pass to follow.
-  bool is_known() const { return !last_.empty(); }
+  /// Whether there is a forward to follow.
+  bool is_known() const { return !forward_.before.empty(); }
   /// Whether the unit is expected once more before forward ends.
   bool comes_again_in_forward(size_t unit) const {
-    const size_t end = std::max(position_, last_turn_);
-    return std::find(last_.begin() + position_, last_.begin() + end, unit) != last_.begin() + end;
+    return !in_backward_ && std::find(forward_.before.begin() + static_cast<std::ptrdiff_t>(position_), forward_.before.end(), unit) != forward_.before.end();
   }
 
  private:
   static constexpr size_t kMost = 1 << 20;
-  std::vector<size_t> last_, current_;
-  size_t last_turn_ = 0;        ///< in last_: where forward ended
-  std::optional<size_t> turn_;  ///< in current_, once it has come
-  size_t position_ = 0;         ///< in last_
+
+  struct Uses {
+    std::vector<size_t> before, now;
+    void keep() {
+      if (!now.empty()) before.swap(now);
+      now.clear();
+    }
+  };
+  Uses forward_, backward_;
+  bool in_backward_ = false;
+  size_t position_ = 0;  ///< in `before` of the one at hand
 };
 
 }  // namespace tessera

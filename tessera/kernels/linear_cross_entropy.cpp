@@ -143,18 +143,47 @@ bool is_planned(const at::Tensor& grad, double planned) {
   return static_cast<float>(host_read(grad, planned)) == static_cast<float>(planned);
 }
 
+/// What does not differ from call to call of one loss.
+struct Settings {
+  at::ScalarType compute;
+  int64_t chunk_tokens;
+  double expected_gradient;
+  double label_smoothing, z_loss;
+  Parts parts;
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const Settings& settings,
+                                                    bool needs_hidden, bool needs_weight, const std::optional<at::Tensor>& place) {
+  static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  auto result = op.call(hidden, weight, labels, settings.compute, settings.chunk_tokens, settings.expected_gradient, needs_hidden, needs_weight, place,
+                        settings.label_smoothing, settings.z_loss, settings.parts);
+  if (place) std::get<2>(result) = place->alias();  // a handle that autograd finds to be the only one
+  return result;
+}
+
+using Place = std::function<at::Tensor()>;
+
+std::optional<at::Tensor> place_of(const at::Tensor& weight, const Place& ask) {
+  const at::Tensor place = ask ? ask() : at::Tensor();
+  if (!place.defined()) return std::nullopt;
+  require(place.sizes() == weight.sizes() && place.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && place.is_contiguous() &&
+              !place.requires_grad(),
+          "linear_cross_entropy: weight_gradient must be contiguous fp32 ", weight.sizes(), " for a weight that is fp32 and wants a gradient");
+  return place;
+}
+
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& grad, double planned) {
+  return !gradient.defined() || is_planned(grad, planned) ? gradient : gradient.mul_(grad.div(planned));
+}
+
 /// Holds the gradients between the two passes and gives them away, so that autograd can keep them as they are instead of copying.
 struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
-                            at::ScalarType compute, int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
-                            const std::optional<at::Tensor>& place, double label_smoothing, double z_loss, const Parts& parts) {
-    static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
-    const at::AutoDispatchBelowADInplaceOrView below;
-    auto [loss, d_hidden, d_weight] =
-        op.call(hidden, weight, labels, compute, chunk_tokens, expected_gradient, needs_hidden, needs_weight, place, label_smoothing, z_loss, parts);
-    if (place) d_weight = place->alias();  // a handle that autograd finds to be the only one
+                            const Settings& settings, bool needs_hidden, bool needs_weight, const std::optional<at::Tensor>& place) {
+    auto [loss, d_hidden, d_weight] = call(hidden, weight, labels, settings, needs_hidden, needs_weight, place);
     auto& data = context->saved_data;
-    data["expected"] = expected_gradient;
+    data["expected"] = settings.expected_gradient;
     if (d_hidden.defined()) data["hidden"] = std::move(d_hidden);
     if (d_weight.defined()) data["weight"] = std::move(d_weight);
     return loss;
@@ -166,16 +195,42 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
     require(expected != data.end(), "linear_cross_entropy: its gradients were given away by an earlier backward pass; run the forward pass again");
     const double planned = expected->second.toDouble();
     data.erase(expected);
-    const bool as_planned = is_planned(grads[0], planned);
     const auto take = [&](const char* name) {
       const auto found = data.find(name);
       if (found == data.end()) return at::Tensor();
       at::Tensor gradient = std::move(found->second).toTensor();
       data.erase(found);
-      return as_planned ? gradient : gradient.mul_(grads[0].div(planned));
+      return scaled(std::move(gradient), grads[0], planned);
     };
     const at::Tensor none;
-    return {take("hidden"), take("weight"), none, none, none, none, none, none, none, none, none, none};
+    return {take("hidden"), take("weight"), none, none, none, none, none};
+  }
+};
+
+/// Makes them in the backward pass.
+struct GradientsInBackward : torch::autograd::Function<GradientsInBackward> {
+  struct Later : torch::CustomClassHolder {
+    Later(Settings settings, Place place) : settings(std::move(settings)), place(std::move(place)) {}
+    Settings settings;
+    Place place;
+  };
+
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
+                            const Settings& settings, const Place& place) {
+    context->save_for_backward({hidden, weight, labels});
+    context->saved_data["later"] = c10::IValue::make_capsule(c10::make_intrusive<Later>(settings, place));
+    return std::get<0>(call(hidden, weight, labels, settings, false, false, std::nullopt));
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const auto later = c10::static_intrusive_pointer_cast<Later>(context->saved_data["later"].toCapsule());
+    const bool needs_hidden = context->needs_input_grad(0), needs_weight = context->needs_input_grad(1);
+    auto [loss, d_hidden, d_weight] =
+        call(saved[0], saved[1], saved[2], later->settings, needs_hidden, needs_weight, needs_weight ? place_of(saved[1], later->place) : std::nullopt);
+    const at::Tensor none;
+    const double planned = later->settings.expected_gradient;
+    return {scaled(d_hidden, grads[0], planned), scaled(d_weight, grads[0], planned), none, none, none};
   }
 };
 
@@ -217,13 +272,15 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   require_supported("linear_cross_entropy: weight", weight);
   require(is_supported(compute), "linear_cross_entropy: compute_dtype ", c10::toString(compute), " is not supported; use Float or BFloat16");
   const bool differentiate = at::GradMode::is_enabled(), needs_weight = differentiate && weight.requires_grad();
-  const auto place = options.weight_gradient.defined() ? std::optional(options.weight_gradient) : std::nullopt;
-  require(!place || (needs_weight && place->sizes() == weight.sizes() && place->scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
-                     place->is_contiguous() && !place->requires_grad()),
-          "linear_cross_entropy: weight_gradient must be contiguous fp32 ", weight.sizes(), " for a weight that is fp32 and wants a gradient");
-  return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), compute, options.chunk_tokens, options.expected_gradient,
-                                           differentiate && hidden.requires_grad(), needs_weight, place, options.loss.label_smoothing, options.loss.z_loss,
-                                           options.parts ? Parts(options.parts) : std::nullopt);
+  const Settings settings{.compute = compute,
+                          .chunk_tokens = options.chunk_tokens,
+                          .expected_gradient = options.expected_gradient,
+                          .label_smoothing = options.loss.label_smoothing,
+                          .z_loss = options.loss.z_loss,
+                          .parts = options.parts ? Parts(options.parts) : std::nullopt};
+  if (options.in_backward && differentiate) return GradientsInBackward::apply(hidden, weight, labels.contiguous(), settings, options.weight_gradient);
+  return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), settings, differentiate && hidden.requires_grad(), needs_weight,
+                                           needs_weight ? place_of(weight, options.weight_gradient) : std::nullopt);
 }
 
 }  // namespace tessera::kernels

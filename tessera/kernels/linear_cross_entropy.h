@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 
 #include <ATen/core/Tensor.h>
@@ -18,9 +19,12 @@ struct LinearCrossEntropyOptions {
   /// What backward is going to be called with for the loss, typically 1 / global_valid_tokens (times the loss scale). It is folded into the softmax pass; where
   /// backward then brings another number, the result is still right, at the cost of one pass over both gradients.
   double expected_gradient = 1.0;
-  /// Where the weight's gradient goes: [V, D] fp32, contiguous, as the weight must be; overwritten by the forward pass and handed to autograd as it is (an
-  /// alias). Undefined: a tensor of its own. Since that one is not needed then, the default chunk may take kLogitsBytesInPlace.
-  at::Tensor weight_gradient{};
+  /// Asked, where set, where the weight's gradient goes: [V, D] fp32, contiguous, as the weight must be; overwritten when it is computed and handed to autograd
+  /// as it is (an alias). Undefined: a tensor of its own. Since that one is not needed then, the default chunk may take kLogitsBytesInPlace.
+  std::function<at::Tensor()> weight_gradient{};
+  /// Gradients are computed by the backward pass, from hidden and labels: for several forward passes whose backward passes are to come (a pipeline), each of
+  /// which would hold a gradient of the whole weight. Costs the product that makes the logits once more; the same bits.
+  bool in_backward = false;
   /// Label smoothing and z-loss, over the whole vocabulary.
   CrossEntropyOptions loss{};
   /// Where `weight` is some rows of the vocabulary and others hold the rest: labels are those of the whole, the loss is that of the whole, the gradient of
@@ -43,7 +47,7 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 ///   result  []      fp32; divide by the global count of valid tokens, once, outside
 /// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - target), two
 /// products turn that into the gradients of hidden and weight. So the gradients are ready when the forward pass ends (as in Liger Kernel, arXiv:2410.10989),
-/// and backward hands them over: it can run once. Under no_grad, or where an input needs no gradient, its products are skipped. Memory at the peak, in bytes,
+/// and backward hands them over: it can run once. (With in_backward all but the losses is made there.) Under no_grad, or where an input needs no gradient, its products are skipped. Memory at the peak, in bytes,
 /// for chunks of C tokens and a compute dtype of e bytes:
 ///   C*V*e                                         logits, the only part that grows with the vocabulary and the tokens together
 ///   T*D*size(hidden) + V*D*size(weight)           the two gradients (the second only where it has no place of its own)

@@ -60,11 +60,10 @@ struct WidenedLinear : torch::autograd::Function<WidenedLinear> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
-    const at::Tensor dy = rows_of(grads[0]).to(at::kFloat);
     at::Tensor dx, d_weight, d_bias;
-    if (context->needs_input_grad(0)) dx = at::mm(dy, weight.to(at::kFloat)).to(x.scalar_type()).view(x.sizes());
-    if (context->needs_input_grad(1)) d_weight = at::mm(dy.t(), rows_of(x).to(at::kFloat)).to(weight.scalar_type());
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) d_bias = dy.sum(0).to(weight.scalar_type());
+    if (context->needs_input_grad(0)) dx = linear_input_gradient(grads[0], weight, x.sizes());
+    if (context->needs_input_grad(1)) d_weight = linear_weight_gradient(grads[0], x);
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) d_bias = linear_bias_gradient(grads[0]);
     return {dx, d_weight, d_bias};
   }
 };
@@ -108,6 +107,22 @@ bool is_widened(at::ScalarType dtype, c10::Device device) {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!is_widened(x)) return at::linear(x, weight, bias);
   return WidenedLinear::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+at::Tensor linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, at::IntArrayRef sizes) {
+  const at::Tensor rows = rows_of(dy);
+  if (!is_widened(dy)) return at::mm(rows, weight).view(sizes);
+  return at::mm(rows.to(at::kFloat), weight.to(at::kFloat)).to(dy.scalar_type()).view(sizes);
+}
+
+at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x) {
+  if (!is_widened(dy)) return at::mm(rows_of(dy).t(), rows_of(x));
+  return at::mm(rows_of(dy).to(at::kFloat).t(), rows_of(x).to(at::kFloat)).to(dy.scalar_type());
+}
+
+at::Tensor linear_bias_gradient(const at::Tensor& dy) {
+  const at::Tensor rows = rows_of(dy);
+  return is_widened(dy) ? rows.to(at::kFloat).sum(0).to(dy.scalar_type()) : rows.sum(0);
 }
 
 }  // namespace tessera::kernels

@@ -49,4 +49,10 @@ inline bool is_widened(const at::Tensor& tensor) { return is_widened(tensor.scal
 /// kept for backward are x and weight as they are. Memory while it runs: fp32 copies of both operands and of the result.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
+/// What backward of linear() makes of `dy` [..., O], one by one and outside of autograd, with the very bits of the whole: the gradient of x, in its `sizes`;
+/// that of weight [O, I]; that of bias [O].
+at::Tensor linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, at::IntArrayRef sizes);
+at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x);
+at::Tensor linear_bias_gradient(const at::Tensor& dy);
+
 }  // namespace tessera::kernels

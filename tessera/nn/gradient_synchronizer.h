@@ -10,11 +10,19 @@
 
 namespace tessera {
 
+/// What a schedule lets a model, or a part of one, do with a micro-batch.
+enum class ActionKind {
+  Forward,
+  Backward,
+  Weights  ///< the gradients of weights that its backward has left for later (nn/weight_gradients.h)
+};
+
 /// Where a micro-batch stands in its step.
 struct MicroBatchPosition {
-  int64_t index = 0;     ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
-  bool last = false;     ///< of this rank in this step: gradients are final after its backward
-  bool padding = false;  ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
+  int64_t index = 0;           ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
+  bool last = false;           ///< of this rank in this step: gradients are final after its backward, or after those that it has left for later
+  bool padding = false;        ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
+  bool weights_later = false;  ///< of a backward: an action of its own brings the weights' gradients, on every rank
 };
 
 /// What the last finished step cost this rank.
@@ -32,8 +40,10 @@ struct SynchronizationStatistics {
 /// pass is the last of its step unless it runs under `no_sync()`; one that follows without a zero_grad adds to what is there, as on one device.
 ///
 /// An engine that knows its micro-batches says so, and then in each step:
-///   begin_step, then per micro-batch before_micro_batch, forward, backward, after_micro_batch, then finish;
-/// `grad()` holds the result until the next begin_step, which clears it; after the optimizer's step, after_update. A call that is missing or out of order is
+///   begin_step, then before(kind, position), the action itself, after(kind, position) for every action of its schedule, then finish;
+/// `grad()` holds the result until the next begin_step, which clears it; after the optimizer's step, after_update. Forwards may run ahead of backwards, several
+/// of them (1F1B, arXiv:2104.04473); each micro-batch has one of each, backwards come in the order of the forwards, and weight gradients after their backward.
+/// An engine that runs one micro-batch after the other says before_micro_batch and after_micro_batch around both. A call that is missing or out of order is
 /// refused by name at the next one. Not thread-safe: one rank, one thread.
 class GradientSynchronizer {
  public:
@@ -46,8 +56,16 @@ class GradientSynchronizer {
   }
 
   virtual void begin_step() = 0;
-  virtual void before_micro_batch(const MicroBatchPosition& position) = 0;
-  virtual void after_micro_batch(const MicroBatchPosition& position) = 0;
+  virtual void before(ActionKind action, const MicroBatchPosition& position) = 0;
+  virtual void after(ActionKind action, const MicroBatchPosition& position) = 0;
+
+  /// A forward, and its backward right behind it.
+  void before_micro_batch(const MicroBatchPosition& position) {
+    before(ActionKind::Forward, position);
+    after(ActionKind::Forward, position);
+    before(ActionKind::Backward, position);
+  }
+  void after_micro_batch(const MicroBatchPosition& position) { after(ActionKind::Backward, position); }
 
   /// Waits for what is under way. Throws ConfigError naming parameters that got no gradient, CommError where a peer failed.
   virtual void finish() = 0;

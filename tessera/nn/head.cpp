@@ -21,11 +21,11 @@ namespace tessera::nn {
 
 namespace {
 
-/// Where the fused loss may compute the weight's gradient; undefined where it has to make a tensor.
-at::Tensor place_of_gradient(const at::Tensor& weight, at::ScalarType dtype) {
+/// Where the fused loss may compute the weight's gradient, when it does; undefined where it has to make a tensor.
+std::function<at::Tensor()> place_of_gradient(const at::Tensor& weight, at::ScalarType dtype) {
   const bool fused = kernels::kernel_choice() == kernels::KernelChoice::Auto && dtype != at::kHalf;
   if (!fused || !at::GradMode::is_enabled() || weight.scalar_type() != at::kFloat || !weight.is_contiguous()) return {};
-  return GradientDispatcher::take_place(weight);
+  return [weight] { return GradientDispatcher::take_place(weight); };
 }
 
 }  // namespace
@@ -55,6 +55,7 @@ at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::o
                                        {.compute_dtype = dtype,
                                         .expected_gradient = SampleScope::current().expected_gradient,
                                         .weight_gradient = place_of_gradient(used, dtype),
+                                        .in_backward = in_backward_,
                                         .loss = is_training() ? loss_ : kernels::CrossEntropyOptions{},
                                         .parts = parts_});
 }

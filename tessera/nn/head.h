@@ -32,10 +32,14 @@ class LanguageModelHeadImpl : public Module {
   /// Label smoothing and z-loss of the training loss; none until this is called. Throws ConfigError where they are out of range.
   void set_loss(const kernels::CrossEntropyOptions& loss);
 
+  /// Computes the loss's gradients in backward, for engines that let several forwards run ahead: no gradient of the weight is then held by each of them.
+  void compute_gradients_in_backward(bool in_backward) noexcept { in_backward_ = in_backward; }
+
   at::Tensor weight;
 
  private:
   kernels::CrossEntropyOptions loss_;
+  bool in_backward_ = false;
   c10::intrusive_ptr<kernels::VocabularyParts> parts_;
 };
 TESSERA_MODULE(LanguageModelHead);

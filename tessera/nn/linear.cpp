@@ -10,6 +10,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/weight_gradients.h"
 
 namespace tessera::nn {
 
@@ -37,7 +38,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
   if (fp8_) return kernels::fp8_linear(x, used, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);
-  return project(cast(x, dtype), cast(used, dtype), added.defined() ? cast(added, dtype) : added);
+  return linear_with_weights_later(cast(x, dtype), cast(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "tessera/nn/explicit_calls.h"
 #include "tessera/nn/gradient_synchronizer.h"
 
 /// What the synchronizers' steps have in common. Not part of the public surface.
@@ -18,35 +19,36 @@ namespace tessera {
 /// checkpoint that calls backward itself) belongs to that one; where it brings the first gradient, its end cannot be told from that of the whole, and it is
 /// refused.
 ///
-/// Explicit calls are checked: one that is missing or out of order is refused by name at the next one.
+/// An engine's calls are checked by ExplicitCalls.
 class StepProtocol {
  public:
   /// What the technique does then.
   struct Actions {
     std::function<void(bool plain)> open;                     ///< a step begins
     std::function<void(bool last)> begin_pass = [](bool) {};  ///< a backward pass that completes the step's gradients, or not, has the first of its own
-    std::function<void(bool last)> end_pass = [](bool) {};    ///< it, or the micro-batch, is over
-    std::function<void()> complete;                           ///< the last one was
-    std::function<void()> abandon = [] {};                    ///< a pass ended by an exception; must not throw
-    std::string plain_loop_refusal = {};                      ///< why the plain loop does not work; empty where it does
+    /// It is over, or an engine's action that brought gradients; `complete`: none of its micro-batch come later.
+    std::function<void(bool last, bool complete)> end_pass = [](bool, bool) {};
+    std::function<void()> complete;         ///< the last one was
+    std::function<void()> abandon = [] {};  ///< a pass ended by an exception; must not throw
+    std::string plain_loop_refusal = {};    ///< why the plain loop does not work; empty where it does
   };
 
   /// `holds`: of no_sync().
   StepProtocol(std::string technique, std::shared_ptr<const int> holds, Actions actions)
-      : technique_(std::move(technique)), holds_(std::move(holds)), actions_(std::move(actions)) {}
+      : technique_(technique), holds_(std::move(holds)), actions_(std::move(actions)), calls_(std::move(technique)) {}
 
   void begin_step();
-  void before_micro_batch(const MicroBatchPosition& position);
-  void after_micro_batch(const MicroBatchPosition& position);
+  void before(ActionKind action, const MicroBatchPosition& position) { calls_.before(action, position); }
+  void after(ActionKind action);
   void finish();
-  void after_update() const;
+  void after_update() const { calls_.after_update(); }
+
+  const ExplicitCalls& calls() const { return calls_; }
 
   /// Before each gradient is accumulated. Throws ConfigError where none may come.
   void arriving(const std::string& parameter);
 
  private:
-  enum class State { Between, Plain, Explicit };
-
   /// What the engine holds for us while a pass runs.
   struct Pass;
 
@@ -59,10 +61,9 @@ class StepProtocol {
   std::shared_ptr<const int> holds_;
   Actions actions_;
 
-  State state_ = State::Between;
-  bool in_micro_batch_ = false;
-  bool is_last_announced_ = true;  ///< of an explicit step: the micro-batch at hand, or before, is the last
-  bool in_pass_ = false;           ///< begun, and not ended as passes end
+  ExplicitCalls calls_;
+  bool plain_ = false;    ///< a step of the plain loop is open
+  bool in_pass_ = false;  ///< begun, and not ended as passes end
   bool last_pass_ = true;
   std::weak_ptr<void> pass_;                               ///< gone when the engine is done with the pass, however it ended
   std::shared_ptr<int> alive_ = std::make_shared<int>(0);  ///< what the engine's callbacks hold weakly

@@ -59,6 +59,7 @@ void ThreadState::set_autocast(const std::array<Autocast, 2>& autocast) {
 ThreadState::ThreadState(const nn::Values& inputs)
     : sample_(nn::SampleScope::current()),
       kernels_(kernels::kernel_choice()),
+      later_(nn::LeaveWeightGradients::current()),
       memory_(MemoryContext::current()),
       autocast_(autocast_now()),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
@@ -71,7 +72,7 @@ void ThreadState::forward_done() {
 }
 
 struct ThreadState::Guard::Former {
-  explicit Former(const ThreadState& state) : memory(state.memory_), kernels(state.kernels_), mask_keys(state.mask_keys_) {
+  explicit Former(const ThreadState& state) : memory(state.memory_), kernels(state.kernels_), later(state.later_), mask_keys(state.mask_keys_) {
     // The scope that is open already shares the rows of its tokens: a second one like it would make them again.
     if (!(nn::SampleScope::current() == state.sample_)) sample.emplace(state.sample_);
     for (const auto& [generator, begin] : state.random_) {
@@ -82,6 +83,7 @@ struct ThreadState::Guard::Former {
 
   MemoryContext::Guard memory;
   kernels::KernelChoiceGuard kernels;
+  nn::LeaveWeightGradients later;
   nn::MaskKeys::Replay mask_keys;
   std::optional<nn::SampleScope> sample;
   std::array<Autocast, 2> autocast = autocast_now();

@@ -12,11 +12,13 @@
 #include "tessera/kernels/choice.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/values.h"
+#include "tessera/nn/weight_gradients.h"
 
 namespace tessera {
 
 /// What a thread has set that a forward pass depends on, taken along to make the same pass again later, maybe on another thread: the samples it works on, the
-/// kernels it takes, autocast, the state of random generators, and on which tracker its memory counts. (Module paths in collectives come with nn::Next.)
+/// kernels it takes, to whom it leaves weights' gradients, autocast, the state of random generators, and on which tracker its memory counts. (Module paths in
+/// collectives come with nn::Next.)
 class ThreadState {
  public:
   /// `inputs` tell which devices' generators are in use beside the CPU's.
@@ -56,6 +58,7 @@ class ThreadState {
   nn::SampleContext sample_;
   nn::MaskKeys::Record mask_keys_;
   kernels::KernelChoice kernels_;
+  std::shared_ptr<nn::WeightGradients> later_;
   MemoryContext memory_;
   std::array<Autocast, 2> autocast_;
   bool autocast_cache_;

@@ -1,37 +1,39 @@
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "tessera/core/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/schedule.h"
 
 namespace tessera {
 
-/// Turns a rank's micro-batches into the gradient of the global batch. The loop does not know whether that is a plain pass or a pipeline.
+/// Turns a rank's micro-batches into the gradient of the global batch, in the order of a schedule: it announces each action to what synchronizes gradients,
+/// and knows nothing of how those meet. The loop does not know which schedule that is.
 class Engine {
  public:
-  virtual ~Engine() = default;
+  using MakeSchedule = std::function<Schedule(size_t micro_batches)>;
+
+  Engine(const Config& config, Composition& run, MakeSchedule schedule = one_after_the_other)
+      : seed_(static_cast<uint64_t>(config.run.seed)), run_(run), schedule_(std::move(schedule)) {}
 
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
-  /// batch. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding; never read on the host here.
-  virtual at::Tensor forward_backward(const data::StepBatch& batch) = 0;
-};
-
-/// Forward and backward one micro-batch after the other, on the whole model.
-class PlainEngine : public Engine {
- public:
-  PlainEngine(const Config& config, Composition& run) : seed_(static_cast<uint64_t>(config.run.seed)), run_(run) {}
-  at::Tensor forward_backward(const data::StepBatch& batch) override;
+  /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding; never read on the
+  /// host here. Throws InternalError for a schedule that leaves something out.
+  at::Tensor forward_backward(const data::StepBatch& batch);
 
  private:
+  struct InFlight;
+
   uint64_t seed_;
   Composition& run_;
+  MakeSchedule schedule_;
 };
-
-/// The engine that a configuration asks for.
-std::unique_ptr<Engine> make_engine(const Config& config, Composition& run);
 
 }  // namespace tessera

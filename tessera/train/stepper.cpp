@@ -106,7 +106,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       brings_losses_(first_of_their_data_rank(mesh, all_ranks_)),
       scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),
-      engine_(make_engine(config_, run_)),
+      engine_(config_, run_),
       learning_rate_(config.optim, config.run.steps) {
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
   const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
@@ -160,12 +160,12 @@ void Stepper::update(const at::Tensor& norm, double lr) {
 }
 
 at::Tensor Stepper::forward_backward(const data::StepBatch& batch) {
-  if (flops_) return engine_->forward_backward(batch);
+  if (flops_) return engine_.forward_backward(batch);
   const auto counter = std::make_shared<nn::FlopCounter>();
   at::Tensor losses;
   {
     const nn::OperatorScope counted(counter);
-    losses = engine_->forward_backward(batch);
+    losses = engine_.forward_backward(batch);
   }
   flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
   return losses;
@@ -180,7 +180,7 @@ bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
   if (verdict == Verdict::Stop) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
-    engine_->forward_backward(batch);
+    engine_.forward_backward(batch);
     const std::string where = precision::describe_non_finite(watch, data_group_);
     const std::string tried =
         scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))

@@ -112,7 +112,7 @@ class Stepper {
   std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: false for those that computed the same losses as another (the same data rank)
   RankScope& scope_;
   Composition run_;
-  std::unique_ptr<Engine> engine_;
+  Engine engine_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   Attachment attached_;

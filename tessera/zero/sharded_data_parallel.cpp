@@ -81,7 +81,7 @@ class ShardedDataParallel::Impl {
         protocol_("sharded data parallelism", self.holds(),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass = [this](bool last) { begin_pass(last); },
-                   .end_pass = [this](bool last) { end_pass(last); },
+                   .end_pass = [this](bool last, bool complete) { end_pass(last, complete); },
                    .complete = [this] { complete(); },
                    .abandon = [this] { abandon(); }}) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
@@ -124,15 +124,15 @@ class ShardedDataParallel::Impl {
 
   void begin_step() { protocol_.begin_step(); }
 
-  void before_micro_batch(const MicroBatchPosition& position) {
-    protocol_.before_micro_batch(position);
-    in_micro_batch_ = true;
-    set_last(position.last);
+  void before(ActionKind action, const MicroBatchPosition& position) {
+    protocol_.before(action, position);
+    in_action_ = action != ActionKind::Forward;
+    if (action == ActionKind::Backward) set_last(position.last);
   }
 
-  void after_micro_batch(const MicroBatchPosition& position) {
-    protocol_.after_micro_batch(position);
-    in_micro_batch_ = false;
+  void after(ActionKind action) {
+    protocol_.after(action);
+    in_action_ = false;
   }
 
   void finish() { protocol_.finish(); }
@@ -331,7 +331,7 @@ class ShardedDataParallel::Impl {
     arrived_.assign(parameters_.size(), false);
     statistics_ = {};
     overtaken_.assign(parameters_.size(), false);
-    in_micro_batch_ = false;
+    in_action_ = false;
     reduced_before_ = false;
     begin_round();
   }
@@ -447,18 +447,18 @@ class ShardedDataParallel::Impl {
   void set_last(bool last) {
     if (!active()) return;
     last_micro_batch_ = last;
-    phase_->last_micro_batch = last || (in_micro_batch_ && reduces_each());
+    phase_->last_micro_batch = last || (in_action_ && reduces_each());
   }
 
   void begin_pass(bool last) {
-    if (!in_micro_batch_) set_last(last);
+    if (!in_action_) set_last(last);
     if (plain_ && active()) offer_places();
   }
 
-  void end_pass(bool last) {
+  void end_pass(bool last, bool complete) {
     if (!active()) return;
     if (plain_) withdraw_places();
-    if (!in_micro_batch_ || !reduces_each() || last) return;
+    if (!in_action_ || !reduces_each() || (last && complete)) return;
     launch_rest();
     reduced_before_ = true;
     begin_round();
@@ -742,9 +742,9 @@ class ShardedDataParallel::Impl {
 
   std::vector<bool> is_handed_;  ///< by parameter: a step of the plain loop has left its guard and its part
   nn::GradientWrites gradient_writes_;
-  bool plain_ = false;           ///< the step is one of the plain loop
-  bool starts_early_ = false;    ///< reductions, while backward runs; else when it is done, for another wrapper's start on the same engine
-  bool in_micro_batch_ = false;  ///< between the explicit calls
+  bool plain_ = false;         ///< the step is one of the plain loop
+  bool starts_early_ = false;  ///< reductions, while backward runs; else when it is done, for another wrapper's start on the same engine
+  bool in_action_ = false;     ///< an engine's, which brings gradients
   int64_t steps_ = 0;
   bool reduced_before_ = false;  ///< in this step: parts hold sums of earlier micro-batches
   UsedParameters used_;
@@ -765,8 +765,8 @@ ShardedDataParallel::ShardedDataParallel(torch::nn::Module& module, ShardGroups 
 ShardedDataParallel::~ShardedDataParallel() = default;
 
 void ShardedDataParallel::begin_step() { impl_->begin_step(); }
-void ShardedDataParallel::before_micro_batch(const MicroBatchPosition& position) { impl_->before_micro_batch(position); }
-void ShardedDataParallel::after_micro_batch(const MicroBatchPosition& position) { impl_->after_micro_batch(position); }
+void ShardedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
+void ShardedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->after(action); }
 void ShardedDataParallel::finish() { impl_->finish(); }
 void ShardedDataParallel::after_update() { impl_->after_update(); }
 const SynchronizationStatistics& ShardedDataParallel::statistics() const { return impl_->statistics(); }

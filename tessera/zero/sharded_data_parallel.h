@@ -84,8 +84,8 @@ class ShardedDataParallel final : public GradientSynchronizer {
   ShardedDataParallel& operator=(const ShardedDataParallel&) = delete;
 
   void begin_step() override;
-  void before_micro_batch(const MicroBatchPosition& position) override;
-  void after_micro_batch(const MicroBatchPosition& position) override;
+  void before(ActionKind action, const MicroBatchPosition& position) override;
+  void after(ActionKind action, const MicroBatchPosition& position) override;
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;

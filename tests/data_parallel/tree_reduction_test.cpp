@@ -89,7 +89,7 @@ TEST(Tree, KeepsNoMoreThanTheHeaderSays) {
     int64_t most = 0;
     tree.begin_step();
     for (int64_t index = 0; index < count; ++index) {
-      tree.before_micro_batch({.index = index});
+      tree.before_micro_batch({.index = index, .last = index + 1 == count});
       most = std::max(most, tracker.current(MemoryCategory::Gradients));
       backward_of(net, index, count);
       tree.after_micro_batch({.index = index});
@@ -127,7 +127,7 @@ TEST(Tree, AParameterOfHalfPrecisionIsSummedInFull) {
   TreeReduction tree(module, comm::Group::self(), {.num_micro_batches = 3});
   tree.begin_step();
   for (int64_t index = 0; index < 3; ++index) {
-    tree.before_micro_batch({.index = index});
+    tree.before_micro_batch({.index = index, .last = index == 2});
     (weight * (index == 0 ? 256.0 : 0.75)).sum().backward();
     tree.after_micro_batch({.index = index});
   }

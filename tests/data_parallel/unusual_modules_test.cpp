@@ -252,15 +252,17 @@ TEST(Ddp, ExplicitCallsThatAreMissingOrOutOfOrderAreRefusedByName) {
       Net net;
       DistributedDataParallel ddp(net, world.group());
       EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called without begin_step()"));
-      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }), HasSubstr("before_micro_batch() was called outside a step"));
-      EXPECT_THAT(refusal([&] { ddp.after_micro_batch({}); }), HasSubstr("after_micro_batch() was called without before_micro_batch()"));
+      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }), HasSubstr("before_micro_batch(), or before() of a forward, was called outside a step"));
+      EXPECT_THAT(refusal([&] { ddp.after_micro_batch({}); }),
+                  HasSubstr("after_micro_batch(), or after() of a backward, was called without before_micro_batch()"));
       run_step(net, ddp, whole_batch(samples));
       EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called without begin_step()"));
       ddp.begin_step();
       EXPECT_THAT(refusal([&] { ddp.begin_step(); }), HasSubstr("begin_step() was called again before finish()"));
       ddp.begin_step();
       ddp.before_micro_batch({.index = 0, .last = false});
-      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }), HasSubstr("before_micro_batch() was called again"));
+      EXPECT_THAT(refusal([&] { ddp.before_micro_batch({}); }),
+                  HasSubstr("was called before after_micro_batch(), or after() of a backward, of the one before"));
       EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("finish() was called before after_micro_batch()"));
       backward(net, whole_batch(samples));
       ddp.after_micro_batch({});

@@ -144,13 +144,13 @@ TEST(FullyShard, ExplicitCallsOutOfOrderAreRefusedByName) {
     DeepNet net;
     auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
     const auto says = [&](const std::function<void()>& action, const std::string& what) { EXPECT_THAT(refusal(action), HasSubstr(what)); };
-    says([&] { sharded->finish(); }, "finish() was called without a begin_step()");
-    says([&] { sharded->before_micro_batch({}); }, "before_micro_batch() was called outside of a step; call begin_step()");
-    says([&] { sharded->after_micro_batch({}); }, "after_micro_batch() was called without a before_micro_batch()");
+    says([&] { sharded->finish(); }, "finish() was called without begin_step()");
+    says([&] { sharded->before_micro_batch({}); }, "before_micro_batch(), or before() of a forward, was called outside a step; call begin_step()");
+    says([&] { sharded->after_micro_batch({}); }, "after_micro_batch(), or after() of a backward, was called without before_micro_batch()");
     sharded->begin_step();
     sharded->before_micro_batch({.last = false});
-    says([&] { sharded->before_micro_batch({}); }, "before the after_micro_batch() of the one before");
-    says([&] { sharded->finish(); }, "finish() was called before the after_micro_batch()");
+    says([&] { sharded->before_micro_batch({}); }, "before after_micro_batch(), or after() of a backward, of the one before");
+    says([&] { sharded->finish(); }, "finish() was called before after_micro_batch()");
     backward_of(net, whole_batch(samples));
     sharded->after_micro_batch({});
     says([&] { sharded->finish(); }, "before the step's last micro-batch");
@@ -158,7 +158,7 @@ TEST(FullyShard, ExplicitCallsOutOfOrderAreRefusedByName) {
     backward_of(net, whole_batch(samples));
     sharded->after_micro_batch({});
     says([&] { sharded->before_micro_batch({}); }, "after the step's last micro-batch");
-    says([&] { sharded->begin_step(); }, "begin_step() was called before the finish() of the step before");
+    says([&] { sharded->begin_step(); }, "begin_step() was called again before finish() of the step before");
     sharded->finish();
   });
 }

@@ -169,7 +169,7 @@ TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
       const at::Tensor weight = random({300, 24}, at::kFloat, 2).requires_grad_(), place = at::full({300, 24}, NAN);
       const LinearCrossEntropyOptions plain{.chunk_tokens = chunk, .compute_dtype = compute};
       auto in_place = plain;
-      in_place.weight_gradient = place;
+      in_place.weight_gradient = [place] { return place; };
       const at::Tensor expected = torch::autograd::grad({linear_cross_entropy(hidden, weight, labels, plain)}, {weight})[0];
       linear_cross_entropy(hidden, weight, labels, in_place).backward();
       EXPECT_TRUE(at::equal(place, expected));
@@ -181,7 +181,7 @@ TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
   }
   const at::Tensor weight = random({300, 24}).requires_grad_();
   const auto refusal = [&](const at::Tensor& place) {
-    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.weight_gradient = place}); });
+    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.weight_gradient = [place] { return place; }}); });
   };
   EXPECT_THAT(refusal(at::empty({300, 23})), ::testing::HasSubstr("weight_gradient must be contiguous fp32 [300, 24]"));
   EXPECT_THAT(refusal(at::empty({300, 24}, at::kBFloat16)), ::testing::HasSubstr("weight_gradient"));

@@ -1,0 +1,79 @@
+#include "tessera/nn/weight_gradients.h"
+
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "tessera/core/memory.h"
+#include "tessera/kernels/products.h"
+#include "tessera/nn/gradient_dispatcher.h"
+
+// The layer's own node of the graph is told nothing of its weight: its backward hands on the input's gradient, and notes what the weight's is made of. Nothing
+// else of the graph is kept for it, and saved tensors are unpacked once, in backward, as recomputation wants it.
+
+namespace tessera::nn {
+namespace {
+
+thread_local std::shared_ptr<WeightGradients> leaving;
+
+/// To whom a layer leaves them, and of which parameters.
+struct Destination : torch::CustomClassHolder {
+  std::shared_ptr<WeightGradients> later;
+  at::Tensor weight, bias;
+};
+
+struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                            const c10::intrusive_ptr<Destination>& destination) {
+    context->save_for_backward({x, weight});
+    context->saved_data["destination"] = c10::IValue::make_capsule(destination);
+    return kernels::linear(x, weight, bias);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor x = saved[0].detach(), dy = grads[0];  // without its history, which would stay with it
+    const auto destination = c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
+    destination->later->leave(destination->weight, [x, dy] { return kernels::linear_weight_gradient(dy, x); });
+    if (destination->bias.defined()) destination->later->leave(destination->bias, [dy] { return kernels::linear_bias_gradient(dy); });
+    return {kernels::linear_input_gradient(dy, saved[1], x.sizes()), {}, {}, {}};
+  }
+};
+
+bool can_be_left(const at::Tensor& parameter) { return parameter.is_leaf() && parameter.requires_grad(); }
+
+}  // namespace
+
+void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient) {
+  GradientDispatcher::of(parameter).expect();
+  left_.push_back({parameter, std::move(gradient)});
+}
+
+void WeightGradients::compute() {
+  const at::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Gradients);
+  for (Left& left : std::exchange(left_, {})) {
+    GradientDispatcher::of(left.parameter).deliver(left.gradient());
+    left.gradient = nullptr;  // what it was made of goes at once
+  }
+}
+
+LeaveWeightGradients::LeaveWeightGradients(std::shared_ptr<WeightGradients> later) : outer_(std::exchange(leaving, std::move(later))) {}
+
+LeaveWeightGradients::~LeaveWeightGradients() { leaving = std::move(outer_); }
+
+const std::shared_ptr<WeightGradients>& LeaveWeightGradients::current() { return leaving; }
+
+at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
+                                     const at::Tensor& of_bias) {
+  const bool leaves = leaving && at::GradMode::is_enabled() && x.requires_grad() && can_be_left(of_weight) && (!bias.defined() || can_be_left(of_bias));
+  if (!leaves) return kernels::linear(x, weight, bias);
+  const auto destination = c10::make_intrusive<Destination>();
+  destination->later = leaving;
+  destination->weight = of_weight;
+  if (bias.defined()) destination->bias = of_bias;
+  return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? bias.detach() : bias, destination);
+}
+
+}  // namespace tessera::nn

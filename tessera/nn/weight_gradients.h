@@ -1,0 +1,60 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::nn {
+
+/// Gradients of weights that backward passes have left for later. A backward pass makes two things of each layer's output gradient: what the layer before waits
+/// for, and the gradient of the weight, for which nobody waits. Split in two, the second part fills the bubbles of a pipeline (zero bubble, arXiv:2401.10241,
+/// where they are B and W).
+///
+///   const auto later = std::make_shared<WeightGradients>();
+///   { const LeaveWeightGradients scope(later); loss = ...; loss.backward(); }   // nn::Linear and what wraps it leave theirs
+///   later->compute();                                                           // the same bits as if they had not
+///
+/// Memory: of each layer its input and its output's gradient, from backward until compute. One micro-batch, one thread.
+class WeightGradients {
+ public:
+  /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect).
+  void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient);
+
+  /// Computes what was left, in that order, and delivers it (GradientDispatcher::deliver): listeners and synchronizers see each as it comes. Hooks that a
+  /// program has put on the weight itself (Tensor::register_hook) are autograd's, and are not called.
+  void compute();
+
+  bool empty() const { return left_.empty(); }
+
+ private:
+  struct Left {
+    at::Tensor parameter;
+    std::function<at::Tensor()> gradient;
+  };
+  std::vector<Left> left_;
+};
+
+/// While alive, layers that this thread calls leave their weights' gradients to `later`, where that is not null. Scopes nest.
+class LeaveWeightGradients {
+ public:
+  explicit LeaveWeightGradients(std::shared_ptr<WeightGradients> later);
+  ~LeaveWeightGradients();
+  LeaveWeightGradients(const LeaveWeightGradients&) = delete;
+  LeaveWeightGradients& operator=(const LeaveWeightGradients&) = delete;
+
+  /// Of the innermost scope of this thread; null outside.
+  static const std::shared_ptr<WeightGradients>& current();
+
+ private:
+  std::shared_ptr<WeightGradients> outer_;
+};
+
+/// kernels::linear(x, weight, bias), where `weight` is what is multiplied of the parameter `of_weight`, itself or cast, and so `bias` (may be undefined) of
+/// `of_bias`. Leaves the gradients of both to LeaveWeightGradients::current(), where there is one and both are leaves.
+at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
+                                     const at::Tensor& of_bias);
+
+}  // namespace tessera::nn
