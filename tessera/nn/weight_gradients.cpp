@@ -24,11 +24,11 @@ struct Destination : torch::CustomClassHolder {
 };
 
 struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const c10::intrusive_ptr<Destination>& destination) {
     context->save_for_backward({x, weight});
     context->saved_data["destination"] = c10::IValue::make_capsule(destination);
-    return kernels::linear(x, weight, bias);
+    return kernels::linear(x, weight, bias.value_or(at::Tensor()));
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
@@ -73,7 +73,7 @@ at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weig
   destination->later = leaving;
   destination->weight = of_weight;
   if (bias.defined()) destination->bias = of_bias;
-  return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? bias.detach() : bias, destination);
+  return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? std::optional(bias.detach()) : std::nullopt, destination);
 }
 
 }  // namespace tessera::nn

@@ -59,7 +59,8 @@ void check_schedule(const Schedule& schedule, size_t micro_batches) {
 
 std::string to_string(const Schedule& schedule) {
   std::string text;
-  for (const Action& action : schedule) text += (text.empty() ? "" : " ") + std::string(1, "FBW"[static_cast<size_t>(action.kind)]) + std::to_string(action.micro_batch);
+  for (const Action& action : schedule)
+    text += (text.empty() ? "" : " ") + std::string(1, "FBW"[static_cast<size_t>(action.kind)]) + std::to_string(action.micro_batch);
   return text;
 }
 

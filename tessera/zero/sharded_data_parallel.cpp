@@ -127,7 +127,10 @@ class ShardedDataParallel::Impl {
   void before(ActionKind action, const MicroBatchPosition& position) {
     protocol_.before(action, position);
     in_action_ = action != ActionKind::Forward;
-    if (action == ActionKind::Backward) set_last(position.last);
+    if (!in_action_ || !active()) return;
+    const bool complete = action == ActionKind::Weights || !position.weights_later;
+    is_last_reduction_ = !reduces_each() || (position.last && complete);
+    phase_->last_micro_batch = position.last || reduces_each();
   }
 
   void after(ActionKind action) {
@@ -444,15 +447,10 @@ class ShardedDataParallel::Impl {
     return sum;
   }
 
-  void set_last(bool last) {
-    if (!active()) return;
-    last_micro_batch_ = last;
-    phase_->last_micro_batch = last || (in_action_ && reduces_each());
-  }
-
   void begin_pass(bool last) {
-    if (!in_action_) set_last(last);
-    if (plain_ && active()) offer_places();
+    if (!active()) return;
+    if (!in_action_) phase_->last_micro_batch = is_last_reduction_ = last;
+    if (plain_) offer_places();
   }
 
   void end_pass(bool last, bool complete) {
@@ -556,7 +554,7 @@ class ShardedDataParallel::Impl {
   /// A round ends with a reduction of every bucket: a micro-batch, or a step. To the dispatchers, which announce a gradient once a step, each is a step.
   void begin_round() {
     ++phase_->step;
-    phase_->last_micro_batch = last_micro_batch_ = true;
+    phase_->last_micro_batch = is_last_reduction_ = true;
     launched_ = 0;
     missing_.assign(buckets_.size(), 0);
     for (size_t i = 0; i < parameters_.size(); ++i) missing_[slot_of_[i].bucket] += trained_[i];
@@ -658,7 +656,7 @@ class ShardedDataParallel::Impl {
     for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) fill(bucket, slot);
     bucket.start_reduce(/*add=*/reduced_before_);
     count(bucket.crossing_bytes());
-    in_flight_.push_back({launched_++, last_micro_batch_});
+    in_flight_.push_back({launched_++, is_last_reduction_});
   }
 
   /// Takes a gradient that was not announced: of an earlier micro-batch, or none.
@@ -748,11 +746,11 @@ class ShardedDataParallel::Impl {
   int64_t steps_ = 0;
   bool reduced_before_ = false;  ///< in this step: parts hold sums of earlier micro-batches
   UsedParameters used_;
-  std::vector<bool> arrived_;  ///< parameters that got a gradient in this step
-  bool last_micro_batch_ = true;
-  std::vector<bool> overtaken_;  ///< stage 1: gradients that went without the one that was to be computed in place, which must not come any more
-  std::vector<size_t> missing_;  ///< per bucket: gradients that are not final in this pass
-  size_t launched_ = 0;          ///< buckets of this pass, in the order of the layout
+  std::vector<bool> arrived_;      ///< parameters that got a gradient in this step
+  bool is_last_reduction_ = true;  ///< of each bucket, in this step
+  std::vector<bool> overtaken_;    ///< stage 1: gradients that went without the one that was to be computed in place, which must not come any more
+  std::vector<size_t> missing_;    ///< per bucket: gradients that are not final in this pass
+  size_t launched_ = 0;            ///< buckets of this pass, in the order of the layout
   std::vector<Reduction> in_flight_;
   std::vector<Across> across_;
   SynchronizationStatistics statistics_;

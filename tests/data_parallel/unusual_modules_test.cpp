@@ -272,6 +272,26 @@ TEST(Ddp, ExplicitCallsThatAreMissingOrOutOfOrderAreRefusedByName) {
       ddp.after_micro_batch({});
       ddp.finish();
       ddp.after_update();
+      ddp.begin_step();
+      EXPECT_THAT(refusal([&] { ddp.before(ActionKind::Backward, {}); }), HasSubstr("before() of a backward was called before the forward of its micro-batch"));
+      for (int i = 0; i < 2; ++i) {
+        ddp.before(ActionKind::Forward, {});
+        ddp.after(ActionKind::Forward, {});
+      }
+      ddp.before(ActionKind::Backward, {.weights_later = true});
+      EXPECT_THAT(refusal([&] { ddp.after(ActionKind::Forward, {}); }), HasSubstr("after() was called without before()"));
+      ddp.after(ActionKind::Backward, {});
+      EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("before the backward of 1 micro-batches whose forward has run"));
+      ddp.before(ActionKind::Backward, {.last = true, .weights_later = true});
+      backward(net, whole_batch(samples));
+      ddp.after(ActionKind::Backward, {});
+      EXPECT_THAT(refusal([&] { ddp.finish(); }), HasSubstr("before the weight gradients of 2 micro-batches"));
+      for (const bool last : {false, true}) {
+        ddp.before(ActionKind::Weights, {.last = last});
+        ddp.after(ActionKind::Weights, {});
+      }
+      EXPECT_THAT(refusal([&] { ddp.before(ActionKind::Weights, {}); }), HasSubstr("for what no backward has left for later"));
+      ddp.finish();
     });
   }
 }

@@ -188,6 +188,39 @@ TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
   EXPECT_THAT(refusal(at::empty({24, 300}).t()), ::testing::HasSubstr("weight_gradient"));
 }
 
+TEST(LinearCrossEntropy, GradientsOfTheBackwardPassHaveTheSameBits) {
+  const at::Tensor labels = labels_of(75, 300, 4);
+  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const bool weighs : {true, false}) {
+      LinearCrossEntropyOptions options{
+          .chunk_tokens = 32, .compute_dtype = compute, .expected_gradient = 0.5, .loss = {.label_smoothing = 0.1, .z_loss = 1e-3}};
+      const auto run = [&](bool in_backward, double gradient) {
+        const at::Tensor hidden = random({75, 24}).requires_grad_(), weight = random({300, 24}, at::kFloat, 2).requires_grad_(weighs);
+        options.in_backward = in_backward;
+        const at::Tensor loss = linear_cross_entropy(hidden, weight, labels, options);
+        loss.mul(gradient).backward();
+        return std::vector<at::Tensor>{loss.detach(), hidden.grad(), weighs ? weight.grad() : at::zeros({1})};
+      };
+      for (const double gradient : {0.5, 2.0}) {  // as expected, and not
+        const auto forward = run(false, gradient), backward = run(true, gradient);
+        for (size_t i = 0; i < forward.size(); ++i) EXPECT_TRUE(at::equal(forward[i], backward[i])) << c10::toString(compute) << " " << i;
+      }
+    }
+  }
+  // The place is asked for when the gradient is computed, and not before.
+  const at::Tensor hidden = random({75, 24}).requires_grad_(), weight = random({300, 24}).requires_grad_(), place = at::full({300, 24}, NAN);
+  int asked = 0;
+  const auto ask = [&] {
+    ++asked;
+    return place;
+  };
+  const at::Tensor loss = linear_cross_entropy(hidden, weight, labels, {.weight_gradient = ask, .in_backward = true});
+  EXPECT_EQ(asked, 0);
+  loss.backward();
+  EXPECT_EQ(asked, 1);
+  EXPECT_EQ(weight.grad().const_data_ptr(), place.const_data_ptr());
+}
+
 TEST(LinearCrossEntropy, Refusals) {
   const at::Tensor hidden = random({3, 4}), weight = random({5, 4}), labels = at::tensor({0, 5, 1}, at::kLong);
   EXPECT_THAT(message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels); }), ::testing::HasSubstr("entry 1 is 5; it must be in [0, 5)"));

@@ -1,5 +1,5 @@
-// Schedules as values, and as an engine carries them out: one that lets forwards run ahead, and computes weights' gradients late, gives the bits of the plain one
-// in every layout. What a pipeline's stage does, on a model that is whole.
+// Schedules as values, and as an engine carries them out: one that lets forwards run ahead, and computes weights' gradients late, gives the bits of the plain
+// one in every layout. What a pipeline's stage does, on a model that is whole.
 
 #include "tessera/train/schedule.h"
 

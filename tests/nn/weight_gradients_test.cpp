@@ -1,0 +1,95 @@
+#include "tessera/nn/weight_gradients.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/randn.h>
+#include <gtest/gtest.h>
+
+#include "tessera/kernels/products.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/layers.h"
+
+namespace tessera::nn {
+namespace {
+
+struct Gradients {
+  at::Tensor x, weight, bias;
+};
+
+Gradients gradients_of(Linear& linear, const at::Tensor& values, const std::shared_ptr<WeightGradients>& later) {
+  linear->zero_grad();
+  const at::Tensor x = values.detach().clone().requires_grad_();
+  {
+    const LeaveWeightGradients scope(later);
+    (linear(x) * 1.5).pow(2).sum().backward();
+  }
+  if (later) {
+    EXPECT_FALSE(linear->weight.grad().defined()) << "it was not left";
+    EXPECT_FALSE(later->empty());
+    later->compute();
+    EXPECT_TRUE(later->empty());
+  }
+  return {x.grad(), linear->weight.grad().clone(), linear->bias.defined() ? linear->bias.grad().clone() : at::zeros({1})};
+}
+
+TEST(WeightGradients, ComputedLaterHaveTheBitsOfThoseComputedAtOnce) {
+  for (const bool bias : {false, true}) {
+    for (const at::ScalarType compute : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      for (const bool native : {false, true}) {
+        const kernels::Bf16ProductsGuard products(native);
+        for (const std::vector<int64_t>& shape : std::vector<std::vector<int64_t>>{{5, 24}, {3, 7, 24}, {2, 3, 5, 24}, {24}}) {
+          SCOPED_TRACE(std::string(c10::toString(compute)) + (bias ? ", with a bias" : "") + (native ? ", native" : ", widened") + ", " +
+                       std::to_string(shape.size()) + " dimensions");
+          Linear linear(LinearOptions(24, 40).bias(bias));
+          linear->set_compute_dtype(compute);
+          const at::Tensor x = at::randn(shape);
+          const Gradients at_once = gradients_of(linear, x, nullptr), later = gradients_of(linear, x, std::make_shared<WeightGradients>());
+          EXPECT_TRUE(at::equal(later.x, at_once.x));
+          EXPECT_TRUE(at::equal(later.weight, at_once.weight));
+          EXPECT_TRUE(at::equal(later.bias, at_once.bias));
+        }
+      }
+    }
+  }
+}
+
+TEST(WeightGradients, AreFinalOnceAllThatWerePromisedHaveCome) {
+  Linear linear(LinearOptions(4, 4).bias(false));
+  const auto phase = std::make_shared<StepPhase>();
+  auto& dispatcher = GradientDispatcher::of(linear->weight);
+  dispatcher.follow(phase);
+  int accumulated = 0, final = 0;
+  const auto a = dispatcher.listen([&](const at::Tensor&) { ++accumulated; }), b = dispatcher.listen_final([&](const at::Tensor&) { ++final; });
+  std::vector<std::shared_ptr<WeightGradients>> later;
+  for (int micro = 0; micro < 2; ++micro) {
+    const LeaveWeightGradients scope(later.emplace_back(std::make_shared<WeightGradients>()));
+    linear(at::ones({2, 4}).requires_grad_()).sum().backward();
+  }
+  EXPECT_EQ(accumulated, 0);
+  later[0]->compute();
+  EXPECT_EQ(accumulated, 1);
+  EXPECT_EQ(final, 0);
+  later[1]->compute();
+  EXPECT_EQ(final, 1);
+  EXPECT_TRUE(at::equal(linear->weight.grad(), at::full({4, 4}, 4.0)));
+}
+
+TEST(WeightGradients, FrozenWeightsAndInputsWithoutAGradientAreAsAlways) {
+  Linear linear(4, 4);
+  const auto later = std::make_shared<WeightGradients>();
+  const LeaveWeightGradients scope(later);
+  linear(at::ones({2, 4})).sum().backward();  // nothing waits for an input's gradient
+  EXPECT_TRUE(linear->weight.grad().defined());
+  linear->weight.set_requires_grad(false);
+  const at::Tensor x = at::ones({2, 4}).requires_grad_();
+  linear(x).sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  EXPECT_TRUE(later->empty());
+  {
+    const LeaveWeightGradients none(nullptr);
+    EXPECT_EQ(LeaveWeightGradients::current(), nullptr);
+  }
+  EXPECT_EQ(LeaveWeightGradients::current(), later);
+}
+
+}  // namespace
+}  // namespace tessera::nn
