@@ -15,6 +15,7 @@
 #include "tessera/data/sequential_loader.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/evaluate.h"
@@ -68,9 +69,10 @@ int eval(const EvalFlags& flags) {
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const auto loaded = load_model(source, mesh["tp"]);
-    found = evaluate(*loaded.model, corpus, flags.seq_len, micro_size, mesh[data_axes()]);
-    if (!flags.dump_logits.empty() && mesh.rank(data_axes()) == 0) write_logits(*loaded.model, corpus, flags, micro_size, world.rank() == 0);
+    const MeshRoles roles = mesh_roles(config);
+    const auto loaded = load_model(source, mesh[roles.layers]);
+    found = evaluate(*loaded.model, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
+    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(*loaded.model, corpus, flags, micro_size, world.rank() == 0);
   });
   if (world.rank() != 0) return 0;
   if (flags.json) {

@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/stepper.h"
@@ -103,7 +104,7 @@ int generate_text(const GenerateFlags& flags) {
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const auto loaded = load_model(source, mesh["tp"]);
+    const auto loaded = load_model(source, mesh[mesh_roles(config).layers]);
     std::optional<Printer> printer;  // every rank draws every token, and one writes it
     if (world.rank() == 0) printer.emplace(*tokenizer).prompt(flags.prompt);
     generate(*loaded.model, prompt, flags.max_tokens, sample, end_of_text, [&](int64_t token) {

@@ -25,6 +25,7 @@
 #include "tessera/core/log.h"
 #include "tessera/core/memory_history.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/precision/compute_format.h"
@@ -109,7 +110,7 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
 }
 
 // Over which the batch is dealt.
-int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), data_axes()); }
+int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), mesh_roles(config).batch); }
 
 // The collective algorithms are those that the checkpoint recorded: they order the sums.
 comm::WorldOptions options_for(const Config& config, int size, Inputs& inputs) {
@@ -147,11 +148,11 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
 // Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later.
 void check_host_memory(const Config& config, int size) {
   const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
-  const auto kept = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, "dp_shard")).total();
+  const auto kept = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, mesh_roles(config).shard)).total();
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));
-  const double needed = kept * parameters / size_along(mesh, "tp") * local_ranks;
+  const double needed = kept * parameters / size_along(mesh, mesh_roles(config).layers) * local_ranks;
   const int64_t host = host_memory_bytes();
   require(host == 0 || needed <= static_cast<double>(host), "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
           " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,

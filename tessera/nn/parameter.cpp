@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/names.h"
+#include "tessera/nn/sharing.h"
 
 namespace tessera::nn {
 
@@ -21,6 +22,7 @@ struct ParameterData : c10::BackendMeta {
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false;
+  std::vector<Sharing> sharings;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for;
 };
 
@@ -39,6 +41,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->init_position = before->init_position;
     data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
+    data->sharings = before->sharings;
     data->updated_for = before->updated_for;
   }
   how(*data);
@@ -106,6 +109,19 @@ at::Tensor updated_for(const at::Tensor& tensor) {
   if (!data || !data->updated_for) return tensor;
   auto parameter = data->updated_for->lock();
   return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
+}
+
+void add_sharing(const at::Tensor& parameter, Sharing sharing) {
+  change(parameter, [&](ParameterData& data) {
+    for (const Sharing& known : data.sharings) invariant(known.axis != sharing.axis, "who shares a parameter over ", sharing.axis, " is said twice");
+    data.sharings.push_back(std::move(sharing));
+  });
+}
+
+std::vector<Sharing> sharings_of(const at::Tensor& tensor) {
+  const at::Tensor parameter = updated_for(tensor);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  return data ? data->sharings : std::vector<Sharing>{};
 }
 
 std::string whole_name(const std::string& given, const std::string& path) { return given.empty() || path.ends_with("." + given) ? path : given; }

@@ -6,6 +6,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/plan/dry_run.h"
 
 namespace tessera::plan {
@@ -28,7 +29,8 @@ constexpr int kSelective = 3, kFull = 10;                                  // a 
 std::vector<Choice> stages(const Config& config, int world) {
   std::vector<Choice> choices{{}};
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
-  const int shard = size_along(shape, "dp_shard"), replicate = size_along(shape, "dp_replicate");
+  const MeshRoles roles = mesh_roles(config);
+  const int shard = size_along(shape, roles.shard), replicate = size_along(shape, roles.replicate);
   Sets mesh;
   if (shard == 1 && replicate > 1 && config.mesh.dp_replicate) mesh = {"mesh.dp_replicate=1", "mesh.dp_shard=" + std::to_string(replicate)};
   for (const auto& [stage, price] : {std::pair{1, kShardState}, {2, kShardGradients}, {3, kShardParameters}}) {

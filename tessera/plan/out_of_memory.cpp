@@ -4,6 +4,7 @@
 
 #include "tessera/core/format.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/train/state_bytes.h"
 
@@ -43,7 +44,7 @@ std::string share(double part, double whole) { return whole > 0 ? fmt::format("{
 }  // namespace
 
 std::string formula_text(const Config& config, int world) {
-  const int shards = size_along(mesh_shape(config.mesh, config.zero.stage, world), "dp_shard");
+  const int shards = size_along(mesh_shape(config.mesh, config.zero.stage, world), mesh_roles(config).shard);
   const auto whole = bytes_per_parameter(config), kept = kept_per_parameter(whole, config.zero.stage, shards);
   const auto parameters = static_cast<double>(num_parameters(config.model));
   return fmt::format(

@@ -12,6 +12,7 @@
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/positions.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/train/compose.h"
 
 namespace tessera::plan {
@@ -65,9 +66,10 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const bool apart = world_size <= kExactRanks;
   const Held held = held_elements(config, mesh, apart);
   const auto& shape = mesh.shape();
-  const auto data = ranks_along(shape, data_axes()), tp = ranks_along(shape, {"tp"}), shard = ranks_along(shape, {"dp_shard"});
+  const MeshRoles axes = mesh_roles(config);
+  const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names);
 
-  const int data_ranks = mesh.size(data_axes());
+  const int data_ranks = mesh.size(axes.batch);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
   const std::vector<int64_t> no_role;

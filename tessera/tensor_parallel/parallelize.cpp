@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -17,6 +16,7 @@
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/tensor_parallel/convert.h"
 #include "tessera/tensor_parallel/linear.h"
 #include "tessera/tensor_parallel/overlap.h"
@@ -52,11 +52,28 @@ class Builder {
     }
   }
 
-  std::unique_ptr<TensorParallel> finish() { return std::make_unique<TensorParallel>(context_->group, std::move(attached_), std::move(cuts_)); }
+  /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient.
+  std::unique_ptr<TensorParallel> finish(const torch::nn::Module& module) {
+    for (const auto& parameter : nn::unique_parameters(module)) {
+      if (size() == 1) break;
+      const auto found = sharings_.find(parameter.tensor.unsafeGetTensorImpl());
+      nn::Sharing sharing = found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
+      sharing.even = even_;
+      nn::add_sharing(parameter.tensor, std::move(sharing));
+    }
+    return std::make_unique<TensorParallel>(context_->group, std::move(attached_));
+  }
 
  private:
   int size() const { return context_->group.size(); }
-  tensor_parallel::Holders everyone() const { return {.holders = size()}; }
+  nn::Sharing held_by(int first, int holders) const {
+    return {.axis = context_->group.name(), .rank = context_->group.rank(), .first = first, .holders = holders};
+  }
+  nn::Sharing everyone(bool is_term) const {
+    nn::Sharing sharing = held_by(0, size());
+    sharing.is_term = is_term;
+    return sharing;
+  }
   size_t rank() const { return static_cast<size_t>(context_->group.rank()); }
 
   template <class... What>
@@ -82,37 +99,43 @@ class Builder {
 
   void cut_vocabulary(const at::Tensor& weight) {
     tensor_parallel::cut_vocabulary(weight, context_->group);
-    cuts_.even &= nn::slice_of(weight).shape[0] % size() == 0;
+    even_ &= nn::slice_of(weight).shape[0] % size() == 0;
     remember_cut(weight);
   }
 
-  void remember_cut(const at::Tensor& parameter) {
-    if (parameter.defined()) cuts_.names.insert(nn::slice_of(parameter).name);
+  void remember(const at::Tensor& parameter, nn::Sharing sharing) {
+    if (parameter.defined()) sharings_.insert_or_assign(parameter.unsafeGetTensorImpl(), std::move(sharing));
   }
 
-  /// Where several ranks hold the same share.
-  void remember_shared(const at::Tensor& parameter, const std::vector<FeatureShare>& shares) {
+  /// Each rank has a part of its own.
+  void remember_cut(const at::Tensor& parameter) {
+    nn::Sharing sharing = held_by(context_->group.rank(), 1);
+    sharing.set = sharing.rank;
+    sharing.sets = size();
+    remember(parameter, std::move(sharing));
+  }
+
+  /// Each has one of these shares, which may be another's, too; then its gradient is one of several terms.
+  void remember_shares(const at::Tensor& parameter, const std::vector<FeatureShare>& shares) {
     const FeatureShare& own = shares[rank()];
-    if (!parameter.defined() || std::ranges::all_of(shares, [](const FeatureShare& share) { return share.holders == 1; })) return;
+    if (std::ranges::all_of(shares, [](const FeatureShare& share) { return share.holders == 1; })) return remember_cut(parameter);
     int sets = 0, set = 0;
     for (size_t holder = 0; holder < shares.size(); ++holder) {
       if (shares[holder].first_holder != static_cast<int>(holder)) continue;
       if (shares[holder].first_holder == own.first_holder) set = sets;
       ++sets;
     }
-    share_gradient(parameter, {.first = own.first_holder, .holders = own.holders, .set = set, .sets = sets});
-  }
-
-  void share_gradient(const at::Tensor& parameter, tensor_parallel::Holders holders) {
-    const Slice& slice = nn::slice_of(parameter);
-    holders.shape = slice.shape;
-    if (parameter.requires_grad() && size() > 1) cuts_.shared.insert_or_assign(slice.name, std::move(holders));
+    nn::Sharing sharing = held_by(own.first_holder, own.holders);
+    sharing.set = set;
+    sharing.sets = sets;
+    sharing.is_term = true;
+    remember(parameter, std::move(sharing));
   }
 
   /// Of a layer's features; remembers whether they are even.
   std::vector<FeatureShare> cut_of(const FeatureCut& cut, int64_t features) {
     auto shares = shares_of(cut, features);
-    cuts_.even &= std::ranges::all_of(shares, [&](const FeatureShare& share) { return share.size == shares.front().size; });
+    even_ &= std::ranges::all_of(shares, [&](const FeatureShare& share) { return share.size == shares.front().size; });
     return shares;
   }
 
@@ -132,10 +155,7 @@ class Builder {
           "features that are cut by heads are not gathered; leave output = Features, and let a RowParallel layer take them");
     auto shares = cut_of(style.cut, linear.options.out_features());
     tensor_parallel::cut_columns(linear, shares[rank()]);
-    for (const at::Tensor& parameter : {linear.weight, linear.bias}) {
-      remember_cut(parameter);
-      remember_shared(parameter, shares);
-    }
+    for (const at::Tensor& parameter : {linear.weight, linear.bias}) remember_shares(parameter, shares);
     if (context_->overlap) context_->overlap->features[&linear] = shares[rank()].size;
     return tensor_parallel::column_parallel(context_, style, std::move(shares));
   }
@@ -151,7 +171,7 @@ class Builder {
     const FeatureShare share = cut_of(style.cut, linear.options.in_features())[rank()];
     if (size() > 1) tensor_parallel::cut_rows(linear, share);
     remember_cut(linear.weight);
-    if (linear.bias.defined() && style.output == TensorLayout::Sequence) share_gradient(linear.bias, everyone());
+    if (style.output == TensorLayout::Sequence) remember(linear.bias, everyone(/*is_term=*/true));
     return tensor_parallel::row_parallel(context_, style);
   }
 
@@ -179,7 +199,7 @@ class Builder {
   std::shared_ptr<nn::Interceptor> make(nn::Module& module, const SequenceParallel&) {
     for (const at::Tensor& parameter : module.parameters()) {
       check(nn::slice_of(parameter).is_whole(), "its parameter '", nn::slice_of(parameter).name, "' is cut; a part of the sequence needs whole parameters");
-      share_gradient(parameter, everyone());
+      remember(parameter, everyone(/*is_term=*/true));
     }
     return tensor_parallel::sequence_parallel(context_);
   }
@@ -237,32 +257,10 @@ class Builder {
   bool embeds_;  ///< whether the plan turns ids into activations
   std::string path_, style_;
   std::map<const nn::Module*, std::string> owners_;
-  TensorParallel::Cuts cuts_;
+  std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
+  bool even_ = true;  ///< ranks hold parts of one size, of each parameter
   Attachment attached_;
 };
-
-}  // namespace
-
-TensorParallel::TensorParallel(comm::Group group, Attachment attached, Cuts cuts)
-    : group_(std::move(group)), attached_(std::move(attached)), cuts_(std::move(cuts)) {}
-
-void TensorParallel::sum_shared_gradients(const std::vector<nn::NamedParameter>& updated, const comm::Group& everyone) const {
-  const bool sharded = everyone.size() > group_.size();
-  if (sharded && !cuts_.even) return tensor_parallel::sum_by_place(everyone, cuts_.shared, updated);
-  tensor_parallel::sum_aligned(group_, cuts_.shared, updated);
-}
-
-std::vector<nn::NamedParameter> TensorParallel::counted_in_norm(const std::vector<nn::NamedParameter>& parameters) const {
-  std::vector<nn::NamedParameter> counted;
-  for (const auto& parameter : parameters) {
-    const auto shared = cuts_.shared.find(parameter.name);
-    const int first = shared != cuts_.shared.end() ? shared->second.first : cuts_.names.contains(parameter.name) ? group_.rank() : 0;
-    if (first == group_.rank()) counted.push_back(parameter);
-  }
-  return counted;
-}
-
-namespace {
 
 std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context,
                                           const TensorParallelOptions& options = {}) {
@@ -273,7 +271,7 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
   for (const auto& [pattern, style] : plan) {
     for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) builder.apply(path, *matching, style);
   }
-  return builder.finish();
+  return builder.finish(module);
 }
 
 }  // namespace

@@ -1,11 +1,8 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <set>
-#include <string>
-#include <vector>
+#include <utility>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -14,38 +11,20 @@
 #include "tessera/core/attachment.h"
 #include "tessera/nn/parallel_plan.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/tensor_parallel/shared_gradients.h"
 
 namespace tessera {
 
-/// A module whose layers are cut over a group; made by parallelize_module. Destroying it detaches what was attached, while parameters stay cut.
+/// A module whose layers are cut over a group; made by parallelize_module. Destroying it detaches what was attached, while parameters stay cut. What the ranks
+/// hold of each parameter is said beside its slice (nn/sharing.h): nn::sum_terms once a step, and nn::counted_once in a norm, go by it.
 class TensorParallel {
  public:
-  /// What the plan made of the parameters.
-  struct Cuts {
-    std::set<std::string> names{};               ///< logical names of parameters of which each rank holds a part
-    bool even = true;                            ///< whether these parts are of one size, of each parameter
-    tensor_parallel::SharedParameters shared{};  ///< of which several ranks hold the same elements
-  };
-
-  TensorParallel(comm::Group group, Attachment attached, Cuts cuts);
-
-  /// Sums the gradients whose terms several ranks hold (norms and biases under sequence parallelism, keys and values that ranks share), once a step, after data
-  /// parallelism has finished. `updated` are the parameters, or the slices of them that this rank updates, under the parameters' names; `everyone`, where they
-  /// are slices, this group together with the ranks that share a parameter out (mesh[{"dp_shard", "tp"}]). One all-reduce for all of them together: 2 (n-1)/n
-  /// of their elements sent, of shared keys and values those of all heads. Where layers are cut unevenly, sharding cuts what is shared in another way on each
-  /// rank, and the all-reduce is one of whole tensors over `everyone` (shared_gradients.h).
-  void sum_shared_gradients(const std::vector<nn::NamedParameter>& updated, const comm::Group& everyone = {}) const;
-
-  /// Of these parameters, those that this rank answers for in a norm over the group: what several ranks hold alike counts on the first of them.
-  std::vector<nn::NamedParameter> counted_in_norm(const std::vector<nn::NamedParameter>& parameters) const;
+  TensorParallel(comm::Group group, Attachment attached) : group_(std::move(group)), attached_(std::move(attached)) {}
 
   const comm::Group& group() const { return group_; }
 
  private:
   comm::Group group_;
   Attachment attached_;
-  Cuts cuts_;
 };
 
 struct TensorParallelOptions {

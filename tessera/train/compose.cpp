@@ -72,14 +72,17 @@ std::shared_ptr<CommunicationHook> make_hook(const Config& config, const std::op
 /// The state of the run's compression, from a checkpoint that may have been made with another, or none.
 void resume_compression(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const Composition& run) {
   std::vector<std::string> remarks;
-  const comm::Group data = mesh[data_axes()];
+  const MeshRoles roles = mesh_roles(config);
+  const comm::Group data = mesh[roles.batch];
   if (config.comm.compression != "none" && data.size() == 1) {
     remarks.push_back("comm.compression = " + config.comm.compression + ": one data rank reduces nothing, so nothing is compressed");
   }
   if (resume) {
-    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, mesh["tp"], verify_hashes(config, *resume))) remarks.push_back(std::move(remark));
+    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, run.layers, verify_hashes(config, *resume))) {
+      remarks.push_back(std::move(remark));
+    }
   }
-  if (data.rank() > 0 || mesh["tp"].rank() > 0) return;
+  if (data.rank() > 0 || run.layers.rank() > 0) return;
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
@@ -117,10 +120,10 @@ ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
   options.device = device;
-  options.replicate = mesh["dp_replicate"];
+  options.replicate = mesh[mesh_roles(config).replicate];
   run.offloaded = config.offload.params == "host";
   if (run.offloaded) options.offload = Offload::Host;
-  run.shard = mesh["dp_shard"];
+  run.shard = mesh[mesh_roles(config).shard];
   run.synchronizer = fully_shard(*run.model, run.shard, std::move(options));
 }
 
@@ -133,27 +136,28 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   options.buffers = BufferBroadcast::AtStart;
   options.reduce_dtype = policy.gradient_dtype();
   if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
-  run.shard = mesh["dp_shard"];
-  auto zero = std::make_unique<ShardedDataParallel>(*run.model, ShardGroups{.shard = run.shard, .replicate = mesh["dp_replicate"]}, options);
+  run.shard = mesh[mesh_roles(config).shard];
+  auto zero = std::make_unique<ShardedDataParallel>(*run.model, ShardGroups{.shard = run.shard, .replicate = mesh[mesh_roles(config).replicate]}, options);
   run.updated = zero->shards();
   run.synchronizer = std::move(zero);
 }
 
 /// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
-  if (config.zero.stage > 0) equalize_replicas(*run.model, config.zero.stage == 3 ? mesh["dp_replicate"] : mesh[data_axes()], ReplicaStart::Check);
+  const MeshRoles roles = mesh_roles(config);
+  if (config.zero.stage > 0) equalize_replicas(*run.model, mesh[config.zero.stage == 3 ? roles.replicate : roles.batch], ReplicaStart::Check);
 }
 
 /// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
-std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const Mesh& mesh, const torch::nn::Module& model, const DdpOptions& options) {
+std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
   std::vector<GradientSpec> gradients;
-  for (const auto& [name, tensor, aliases] : nn::unique_parameters(model)) {
+  for (const auto& [name, tensor, aliases] : nn::unique_parameters(*run.model)) {
     gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
   }
-  const PlanLayout layout{.data_ranks = mesh.size(data_axes()), .tensor_ranks = mesh["tp"].size(), .tensor_rank = mesh["tp"].rank(), .sizes = options.sizes};
+  const PlanLayout layout{.data_ranks = data.size(), .tensor_ranks = run.layers.size(), .tensor_rank = run.layers.rank(), .sizes = options.sizes};
   bool other = false;
   auto plan = bucket_plan_of(resume.manifest.progress, layout, gradients, resume.folder.string(), other);
-  if (other && mesh.rank(data_axes()) == 0 && layout.tensor_rank == 0) {
+  if (other && data.rank() == 0 && layout.tensor_rank == 0) {
     log().warn(
         "{}: its bucket plan is of another layout (data ranks, mesh.tp, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
         "another order from here on, so the run goes on, but not bit for bit",
@@ -164,7 +168,7 @@ std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const Mesh& mesh
 
 /// Stage 0: whole gradients meet on every rank.
 void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
-  const comm::Group data = mesh[data_axes()];
+  const comm::Group data = mesh[mesh_roles(config).batch];
   if (config.run.deterministic) {
     TreeReductionOptions options;
     options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
@@ -177,7 +181,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
-  if (resume && data.size() > 1) options.plan = saved_plan(*resume, mesh, *run.model, options);
+  if (resume && data.size() > 1) options.plan = saved_plan(*resume, data, run, options);
   options.hook = run.hook = make_hook(config, resume);
   auto ddp = std::make_unique<DistributedDataParallel>(*run.model, data, options);
   run.buckets = ddp.get();
@@ -191,11 +195,6 @@ void allow_tf32(const precision::Policy& policy, at::Device device, bool first) 
 }
 
 }  // namespace
-
-const std::vector<std::string>& data_axes() {
-  static const std::vector<std::string> axes{"dp_replicate", "dp_shard"};
-  return axes;
-}
 
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor) {
   if (tensor.size() == 1) return nullptr;
@@ -219,6 +218,7 @@ void check_modules(const Config& config, int tensor_ranks) {
 }
 
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
+  const MeshRoles roles = mesh_roles(config);
   Composition run;
   run.model = on_meta([&] { return make_model(config.model); });
   run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
@@ -226,13 +226,14 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   precision::require_support(policy, device);
   const auto seed = static_cast<uint64_t>(config.run.seed);
   precision::apply(*run.model, policy);
-  run.tensor = cut_layers(config, *run.model, mesh["tp"]);
-  run.norm = config.zero.stage > 0 ? mesh[{"dp_shard", "tp"}] : mesh["tp"];
+  run.layers = mesh[roles.layers];
+  run.tensor = cut_layers(config, *run.model, run.layers);
+  run.elements = mesh[roles.elements];
   run.recomputed = recompute_blocks(config, *run.model);
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
   run.parameters = run.updated = nn::unique_parameters(*run.model);
-  const comm::Group data = mesh[data_axes()];
+  const comm::Group data = mesh[roles.batch];
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   // Before there is an optimizer: master weights begin as the weights are.
@@ -242,7 +243,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
     const HostMemory beside(run.offloaded);
     run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
     run.loss_scale = precision::LossScale(config.precision);
-    if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && mesh["tp"].rank() == 0);
+    if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
   }
   if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 

@@ -11,6 +11,7 @@
 #include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/bucket_plan.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -23,9 +24,6 @@
 
 namespace tessera {
 
-/// Axes over which the batch is dealt.
-const std::vector<std::string>& data_axes();
-
 /// A model with everything that a configuration attaches to it. Members are destroyed from the last to the first: what is attached goes before the
 /// model it is attached to.
 struct Composition {
@@ -36,7 +34,8 @@ struct Composition {
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
   comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
-  comm::Group norm;                            ///< ranks that hold different elements of the gradients: what a norm sums over
+  comm::Group layers;                          ///< ranks that layers are cut over
+  comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
   precision::LossScale loss_scale;          ///< what the loss is multiplied by before backward
   std::shared_ptr<CommunicationHook> hook;  ///< what compresses gradients; null where they cross whole

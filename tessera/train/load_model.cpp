@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
@@ -81,8 +82,9 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
   refuse_missing_techniques(config, axes);
-  const ReadingLayout layout{.copies = size_along(axes, "dp_replicate"), .tensor_ranks = size_along(axes, "tp")};
-  const int shards = size_along(axes, "dp_shard");
+  const MeshRoles roles = mesh_roles(config);
+  const ReadingLayout layout{.copies = size_along(axes, roles.replicate), .tensor_ranks = size_along(axes, roles.layers)};
+  const int shards = size_along(axes, roles.shard);
   require(shards == 1, "mesh.dp_shard = ", shards,
           ": shards what training keeps, and a model that is only read keeps none of it; cut layers by mesh.tp, or leave mesh.dp_shard out");
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,

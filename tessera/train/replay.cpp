@@ -24,6 +24,7 @@
 #include "tessera/core/version.h"
 #include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/evaluation_mode.h"
 
@@ -102,13 +103,13 @@ bool within(double loss, double recorded, double bound) {
 }  // namespace
 
 Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options)
-    : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh["tp"], options)) {}
+    : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh[mesh_roles(config).layers], options)) {}
 
 nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) const {
   const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
-  const int ranks = mesh_.size(data_axes());
+  const int ranks = mesh_.size(mesh_roles(config_).batch);
   const auto index_of = [&](int rank) { return chunk(micro_batches, ranks, rank).first; };
-  const auto losses = losses_of(model, cursor, config_.batch.micro_size, index_of(mesh_.rank(data_axes())));
+  const auto losses = losses_of(model, cursor, config_.batch.micro_size, index_of(mesh_.rank(mesh_roles(config_).batch)));
   nlohmann::json entries = nlohmann::json::array();
   for (int rank = 0; rank < ranks; ++rank) entries.push_back({{"index", index_of(rank)}, {"bits", std::bit_cast<uint64_t>(losses[static_cast<size_t>(rank)])}});
   return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic()}};
@@ -119,7 +120,7 @@ Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, c
   if (found == progress.end() || found->is_null()) return {};
   const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
-  const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(data_axes()))]);
+  const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
 
   const auto here = arithmetic();
   const bool bits = here == recorded.arithmetic;
@@ -153,7 +154,7 @@ std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& 
   const at::NoGradGuard no_grad;
   const double loss = host_read(model.loss_sum(batch.micro_batches.at(0).tokens, batch.micro_batches.at(0).labels), 0.0);
 
-  const comm::Group group = mesh_[data_axes()];
+  const comm::Group group = mesh_[mesh_roles(config_).batch];
   const at::Tensor mine = at::full({1}, loss, at::dtype(at::kDouble)), all = at::empty({group.size()}, mine.options());
   comm::all_gather(group, all, mine);
   return host_read_all(all, 0.0);
@@ -165,8 +166,9 @@ nlohmann::json Replay::arithmetic() const {
   precision.erase("reduce");  // gradients' alone
   precision.erase("loss_scale");
   const bool widened = config_.precision.compute == "bf16" && kernels::is_widened(at::kBFloat16, at::kCPU);
+  const auto batch = mesh_roles(config_).batch.names;
   for (const auto& [axis, size] : mesh_.shape()) {
-    if (size > 1 && std::find(data_axes().begin(), data_axes().end(), axis) == data_axes().end()) axes[axis] = size;
+    if (size > 1 && std::ranges::find(batch, axis) == batch.end()) axes[axis] = size;
   }
   nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
                                {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};

@@ -16,7 +16,9 @@
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/optim/clip.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/non_finite.h"
@@ -41,31 +43,21 @@ kernels::KernelChoice choice_of(const Config& config) {
 at::Tensor norm_of(const Config& config, const Composition& run, at::Device device) {
   // A rank's own rows are added up in a tree in any case. Where layers are cut, it is that of this mesh.tp, as the products' sums are, for any data ranks.
   const auto order = config.run.deterministic && !run.tensor ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
-  optim::NormGroup group{.parameters = run.tensor ? run.tensor->counted_in_norm(run.updated) : run.updated, .reduce = {}};
-  if (run.norm.size() > 1) {
+  optim::NormGroup group{.parameters = nn::counted_once(run.updated), .reduce = {}};
+  if (run.elements.size() > 1) {
     group.reduce = [&run, device](at::Tensor& sums) {
       const comm::CallSite site("norm");
       const at::Tensor message = sums.to(device);
-      comm::all_reduce(run.norm, message);
+      comm::all_reduce(run.elements, message);
       if (!message.is_same(sums)) sums.copy_(message);
     };
   }
   return optim::global_norm(std::vector{std::move(group)}, order);
 }
 
-/// All axes of the mesh, or those that data_axes() are not.
-std::vector<std::string> axes_of(const Mesh& mesh, bool data) {
-  std::vector<std::string> axes;
-  for (const auto& [axis, size] : mesh.shape()) {
-    if (data || std::ranges::find(data_axes(), axis) == data_axes().end()) axes.push_back(axis);
-  }
-  return axes;
-}
-
-std::vector<bool> first_of_their_data_rank(const Mesh& mesh, const comm::Group& group) {
-  const Axes others = axes_of(mesh, /*data=*/false);
+std::vector<bool> first_of_their_data_rank(const Mesh& mesh, const Axes& samples, const comm::Group& group) {
   std::vector<bool> first;
-  for (int member = 0; member < group.size(); ++member) first.push_back(mesh.rank(group.world_rank(member), others) == 0);
+  for (int member = 0; member < group.size(); ++member) first.push_back(mesh.rank(group.world_rank(member), samples) == 0);
   return first;
 }
 
@@ -88,8 +80,8 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .micro_size = config.batch.micro_size,
           .shuffle = config.data.shuffle,
           .seed = static_cast<uint64_t>(*config.data.seed),
-          .rank = mesh.rank(data_axes()),
-          .ranks = mesh.size(data_axes())};
+          .rank = mesh.rank(mesh_roles(config).batch),
+          .ranks = mesh.size(mesh_roles(config).batch)};
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
@@ -101,9 +93,9 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
 
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)
     : config_(config),
-      data_group_(mesh[data_axes()]),
-      all_ranks_(mesh[axes_of(mesh, /*data=*/true)]),
-      brings_losses_(first_of_their_data_rank(mesh, all_ranks_)),
+      data_group_(mesh[mesh_roles(config).batch]),
+      all_ranks_(mesh[mesh_roles(config).world]),
+      brings_losses_(first_of_their_data_rank(mesh, mesh_roles(config).samples, all_ranks_)),
       scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),
       engine_(config_, run_),
@@ -146,7 +138,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
 
 at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
   const HostMemory beside(run_.offloaded);
-  if (run_.tensor) run_.tensor->sum_shared_gradients(run_.updated, run_.norm);
+  nn::sum_terms(run_.layers, run_.updated, run_.elements);
   run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
   return norm_of(config_, run_, device);

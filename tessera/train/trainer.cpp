@@ -23,6 +23,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/flop_rates.h"
@@ -301,7 +302,7 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
 
 void Trainer::validate_model(int64_t step) {
   mark_memory("validation");
-  const auto found = evaluate(*stepper_.run().model, inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[data_axes()]);
+  const auto found = evaluate(*stepper_.run().model, inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 
@@ -328,10 +329,11 @@ void Trainer::save(int64_t step) {
   checkpoint::CheckpointState state;
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
-  for (auto& held : hook_tensors(run.hook.get(), mesh_[data_axes()], mesh_["tp"])) state.tensors.push_back(std::move(held));
+  const MeshRoles roles = mesh_roles(config_);
+  for (auto& held : hook_tensors(run.hook.get(), mesh_[roles.batch], mesh_[roles.layers])) state.tensors.push_back(std::move(held));
   state.optimizer = checkpoint::optimizer_json(*run.optimizer);
-  const auto plans = bucket_plans(run.bucket_plan(), mesh_["tp"]);
-  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(data_axes()));
+  const auto plans = bucket_plans(run.bucket_plan(), mesh_[roles.layers]);
+  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.batch));
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(*run.model, loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));

@@ -8,6 +8,7 @@
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/stepper.h"
 #include "tessera/verify/bounds.h"
@@ -134,7 +135,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       inputs_(checked_inputs(layout_, world_, options.steps)),
       first_step_(inputs_.resume ? inputs_.resume->manifest.step + 1 : 1),
       samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
-      bounds_(bounds_of(layout_, world_, size_along(axes_, data_axes()))),
+      bounds_(bounds_of(layout_, world_, size_along(axes_, mesh_roles(layout_).batch))),
       meeting_(world_),
       shown_(static_cast<size_t>(world_)),
       recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),

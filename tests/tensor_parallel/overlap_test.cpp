@@ -16,6 +16,7 @@
 #include "tessera/core/memory.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 
 namespace tessera {
@@ -161,7 +162,7 @@ TEST_P(Overlapped, NetEqualsOneDevice) {
       for (int pass = 0; pass < 2; ++pass) {
         net->zero_grad();
         EXPECT_NEAR(forward_backward(net, batch).item<double>(), loss, 5e-6 * loss);
-        tensor->sum_shared_gradients(nn::unique_parameters(*net));
+        nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
         EXPECT_LT(difference_from(*net, gradients), kOverlapParity) << sizes.length << " positions";
       }
     });

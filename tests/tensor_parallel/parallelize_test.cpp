@@ -5,6 +5,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/sharing.h"
 
 namespace tessera {
 namespace {
@@ -59,7 +60,7 @@ TEST_P(WorldSizes, AnUnevenNetEqualsOneDevice) {
       for (int pass = 0; pass < 2; ++pass) {
         net->zero_grad();
         EXPECT_NEAR(forward_backward(net, batch).item<double>(), expected.loss, 5e-6 * expected.loss);
-        tensor->sum_shared_gradients(nn::unique_parameters(*net));
+        nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
         EXPECT_LT(difference_from(*net, expected.gradients), kParity);
       }
       const at::NoGradGuard no_grad;

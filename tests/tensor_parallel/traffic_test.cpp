@@ -4,6 +4,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
+#include "tessera/nn/sharing.h"
 
 /// What tensor parallelism sends, against the formulas of docs/tensor-parallel.md.
 namespace tessera {
@@ -29,7 +30,7 @@ std::map<std::string, int64_t> sent(int ranks, bool sequence, const kernels::Cro
     net->head->set_loss(loss);
     forward_backward(net, sample(kBatch, kLength, 32));
     const auto passes = records->records();
-    tensor->sum_shared_gradients(nn::unique_parameters(*net));
+    nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
     if (world.rank() != 0) return;
     const std::lock_guard lock(mutex);
     for (const auto& record : passes) elements[record.site.substr(0, record.site.find('.'))] += record.sent_bytes / 4;

@@ -80,8 +80,8 @@ class TrainFixture : public ::testing::Test {
                                  .micro_size = config.batch.micro_size,
                                  .shuffle = true,
                                  .seed = static_cast<uint64_t>(*config.data.seed),
-                                 .rank = mesh.rank(data_axes()),
-                                 .ranks = mesh.size(data_axes())});
+                                 .rank = mesh.rank(mesh_roles(config).batch),
+                                 .ranks = mesh.size(mesh_roles(config).batch)});
       const bool first = ranks.rank() == 0;
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "tessera/mesh/mesh.h"
+
+namespace tessera {
+
+struct Config;  // tessera/core/config.h
+
+/// What the axes of a mesh are for, made once from the configuration: whoever needs a group or a size asks for a role, and an axis that is new takes its part
+/// in some of them here.
+struct MeshRoles {
+  Axes batch;      ///< ranks that are dealt other samples, and whose gradients are summed
+  Axes replicate;  ///< of those, ranks that hold the same part of what is sharded
+  Axes shard;      ///< of those, ranks that hold other parts
+  Axes layers;     ///< ranks that compute the same samples, each a part of every layer
+  Axes samples;    ///< ranks that work on the same samples in any way, and so have the same losses
+  Axes elements;   ///< ranks that hold other elements of the gradients: what a norm sums over
+  Axes world;      ///< all ranks
+};
+
+MeshRoles mesh_roles(const Config& config);
+
+}  // namespace tessera

@@ -1,0 +1,121 @@
+#include "tessera/nn/sharing.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::nn {
+namespace {
+
+constexpr const char* kSite = "tensor_parallel.shared";
+
+/// A gradient of which this rank holds a term.
+struct Term {
+  at::Tensor parameter;  ///< or what is updated in its place
+  Sharing sharing;
+};
+
+/// The runs of a slice's local tensor, row-major: visit(first element of the logical tensor, first of the local one, how many).
+void for_each_place(const Slice& slice, const std::function<void(int64_t logical, int64_t local, int64_t count)>& visit) {
+  invariant(slice.concat_dim() <= 0, "the parts of '", slice.name, "' lie side by side");
+  int64_t local = 0;
+  for (const Box& box : slice.boxes) {
+    for_each_run(slice.shape, box, [&](int64_t first, int64_t count) {
+      visit(first, local, count);
+      local += count;
+    });
+  }
+}
+
+/// What sharding made of a parameter is the same part of it on every rank of the group.
+void sum_aligned(const comm::Group& group, const std::vector<Term>& terms) {
+  struct Place {
+    at::Tensor gradient;
+    int64_t offset;
+  };
+  std::map<at::ScalarType, std::pair<int64_t, std::vector<Place>>> dtypes;  // elements, and where this rank's terms go
+  for (const auto& [parameter, sharing] : terms) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    auto& [size, places] = dtypes[gradient.scalar_type()];
+    // Those who hold other elements use other places, and zeros here.
+    places.push_back({gradient, size + gradient.numel() * sharing.set});
+    size += gradient.numel() * sharing.sets;
+  }
+  for (const auto& [dtype, layout] : dtypes) {
+    const auto& [size, places] = layout;
+    const at::Tensor flat = at::zeros({size}, places.front().gradient.options());
+    for (const Place& place : places) flat.narrow(0, place.offset, place.gradient.numel()).copy_(place.gradient.reshape({-1}));
+    comm::all_reduce(group, flat);
+    for (const Place& place : places) place.gradient.copy_(flat.narrow(0, place.offset, place.gradient.numel()).view(place.gradient.sizes()));
+  }
+}
+
+/// The ranks' parts are different ones; of each element, a rank of each of its holders' has one term.
+void sum_by_place(const comm::Group& everyone, const std::vector<Term>& terms) {
+  // All ranks have to agree on the buffer, those included that hold nothing of a parameter.
+  std::vector<int64_t> begins;
+  int64_t size = 0;
+  bool wide = false;
+  for (const Term& term : terms) {
+    begins.push_back(size);
+    size += c10::multiply_integers(slice_of(term.parameter).shape);
+    wide |= term.parameter.scalar_type() == at::kDouble;
+  }
+  const at::Tensor all = at::zeros({size}, terms.front().parameter.options().dtype(wide ? at::kDouble : at::kFloat).requires_grad(false));
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const at::Tensor& parameter = terms[i].parameter;
+    if (!parameter.grad().defined()) continue;
+    const at::Tensor own = parameter.grad().reshape({-1});
+    for_each_place(slice_of(parameter),
+                   [&](int64_t logical, int64_t local, int64_t count) { all.narrow(0, begins[i] + logical, count).copy_(own.narrow(0, local, count)); });
+  }
+  comm::all_reduce(everyone, all);
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const at::Tensor& parameter = terms[i].parameter;
+    if (!parameter.grad().defined()) continue;
+    const at::Tensor sum = at::empty({parameter.grad().numel()}, parameter.grad().options());
+    for_each_place(slice_of(parameter),
+                   [&](int64_t logical, int64_t local, int64_t count) { sum.narrow(0, local, count).copy_(all.narrow(0, begins[i] + logical, count)); });
+    parameter.mutable_grad().copy_(sum.view(parameter.grad().sizes()));
+  }
+}
+
+}  // namespace
+
+std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters) {
+  std::vector<NamedParameter> counted;
+  for (const auto& parameter : parameters) {
+    const auto sharings = sharings_of(parameter.tensor);
+    if (std::ranges::all_of(sharings, [](const Sharing& sharing) { return sharing.first == sharing.rank; })) counted.push_back(parameter);
+  }
+  return counted;
+}
+
+void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone) {
+  std::vector<Term> terms;
+  for (const auto& parameter : updated) {
+    if (!parameter.tensor.requires_grad()) continue;
+    for (Sharing& sharing : sharings_of(parameter.tensor)) {
+      if (sharing.is_term && sharing.axis == group.name()) terms.push_back({parameter.tensor, std::move(sharing)});
+    }
+  }
+  if (terms.empty()) return;
+  const at::NoGradGuard no_grad;
+  const comm::CallSite site(kSite);
+  const bool sharded = everyone.size() > group.size();
+  sharded && !terms.front().sharing.even ? sum_by_place(everyone, terms) : sum_aligned(group, terms);
+}
+
+}  // namespace tessera::nn

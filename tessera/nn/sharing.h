@@ -1,0 +1,44 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/nn/parameter.h"
+
+/// What stands beside a parameter's Slice: who else holds its elements, and what a gradient on this rank is. Whoever cuts a model says it; sums of gradients
+/// and norms read it, and know no technique.
+namespace tessera::nn {
+
+/// What the ranks of a group, which compute one model together, hold of a parameter.
+struct Sharing {
+  std::string axis;            ///< the group's name
+  int rank = 0;                ///< this one, in the group
+  int first = 0, holders = 1;  ///< the same elements lie on so many ranks of the group, from `first` on
+  int set = 0, sets = 1;       ///< these are set number `set` of `sets`; each holds other elements
+  bool is_term = false;        ///< each holder's gradient is one term of the sum; otherwise each has the whole of it
+  /// Whether the group's ranks hold parts of one size, of every parameter of the model: then whoever shards these further cuts alike on all of them.
+  bool even = true;
+};
+
+/// Adds to what is known of the parameter: one Sharing for each axis. Throws InternalError for one that is known.
+void add_sharing(const at::Tensor& parameter, Sharing sharing);
+
+/// Of a parameter, or of what is updated in its place (set_updated_for). None: every rank that computes with it has all of it, or there is but one.
+std::vector<Sharing> sharings_of(const at::Tensor& tensor);
+
+/// Of these parameters, those that this rank answers for in a norm: what several ranks of a group hold alike counts on the first of them.
+std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters);
+
+/// Sums, in place, gradients of which several ranks of `group` hold a term each: norms and biases under sequence parallelism, keys and values that ranks share.
+/// Once a step, after data parallelism has finished; `updated` are the parameters, or what this rank updates in their place. `everyone`, where these are
+/// slices: the ranks that cut layers together with those that share a parameter out (mesh[{"dp_shard", "tp"}]).
+///
+/// One all-reduce a dtype: 2 (n-1)/n of their elements sent, of those with several sets all sets'. Where parts are uneven, and sharding therefore cuts
+/// what is shared in another way on each rank, each puts its terms at their place in the logical tensors: one all-reduce over `everyone` of as many numbers,
+/// in fp32 (or double where a parameter is), held for the while.
+void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
+
+}  // namespace tessera::nn
