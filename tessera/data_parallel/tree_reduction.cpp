@@ -71,7 +71,8 @@ class TreeReduction::Impl {
   void before(ActionKind action, const MicroBatchPosition& position) {
     protocol_.before(action, position);
     if (action == ActionKind::Weights) return reopen_leaf();
-    if (action != ActionKind::Backward) return;
+    // With its forward where no other runs ahead: then its backward comes next.
+    if (leaf_.defined() || (action == ActionKind::Forward && protocol_.calls().alive() > 1)) return;
     padding_ = position.padding;
     if (padding_) return clear_gradients();
     invariant(position.index == next_index_, "micro-batch ", position.index, " came where ", next_index_,

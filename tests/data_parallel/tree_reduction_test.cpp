@@ -174,7 +174,7 @@ TEST(Tree, MicroBatchesOutOfOrderOrMissingAreRefused) {
   TreeReduction tree(net, comm::Group::self(), {.num_micro_batches = 2});
   tree.begin_step();
   EXPECT_THROW(tree.before_micro_batch({.index = 1}), InternalError);
-  EXPECT_THAT(refusal([&] { tree.finish(); }), HasSubstr("finish() was called before after_micro_batch()"));
+  EXPECT_THAT(refusal([&] { tree.finish(); }), HasSubstr("finish() was called before after()"));
   EXPECT_THAT(refusal([&] { tree.begin_step(); }), HasSubstr("begin_step() was called again"));
   tree.begin_step();
   EXPECT_THAT(refusal([&] { tree.finish(); }), HasSubstr("the step ended after 0 of the 2 micro-batches of rank 0"));

@@ -18,6 +18,8 @@ class DryRunTest : public testing_support::TrainFixture {
   static int64_t total_of(const MemoryByCategory& bytes) { return std::accumulate(bytes.begin(), bytes.end(), int64_t{0}); }
 
   void expect_real_peak(const Config& config, int world) {
+    SCOPED_TRACE(config.model.family + (config.run.deterministic ? ", deterministic" : "") + ", " + config.precision.compute + ", " + std::to_string(world) +
+                 " ranks");
     const auto planned = plan::dry_run(config, world);
     if (world == 1) {
       const auto real = train(config, world).peak;
