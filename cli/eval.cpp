@@ -4,8 +4,6 @@
 #include <string>
 #include <vector>
 
-#include <ATen/core/grad_mode.h>
-
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -37,8 +35,7 @@ struct EvalFlags {
 // The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
 void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, int64_t micro_size, bool writes) {
   data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size);
-  at::NoGradGuard no_grad;
-  const at::Tensor logits = model.logits(loader.next()->tokens).to(at::kFloat);
+  const at::Tensor logits = ForwardEngine(model).logits(loader.next()->tokens).to(at::kFloat);
   if (!writes) return;
   checkpoint::SafetensorsWriter writer(flags.dump_logits, {{"logits", at::kFloat, logits.sizes().vec()}});
   writer.write(logits);
@@ -71,7 +68,7 @@ int eval(const EvalFlags& flags) {
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
     const auto loaded = load_model(source, mesh[roles.layers]);
-    found = evaluate(*loaded.model, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
+    found = evaluate(ForwardEngine(*loaded.model), corpus, flags.seq_len, micro_size, mesh[roles.batch]);
     if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(*loaded.model, corpus, flags, micro_size, world.rank() == 0);
   });
   if (world.rank() != 0) return 0;

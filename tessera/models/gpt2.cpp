@@ -48,13 +48,16 @@ Gpt2Impl::Gpt2Impl(const ModelConfig& config)
   register_head(embed_tokens_->weight);
 }
 
-at::Tensor Gpt2Impl::hidden(const at::Tensor& tokens, const TokenPlaces& places) {
+at::Tensor Gpt2Impl::embed(const at::Tensor& tokens, const TokenPlaces& places) {
   require(tokens.size(1) <= max_seq_len(), "a sequence of ", tokens.size(1), " tokens is longer than model.max_seq_len = ", max_seq_len(),
           "; raise it, or shorten the sequence");
   const at::Tensor positions = places.positions ? *places.positions : nn::consecutive(0, tokens.size(1), tokens.device());
-  at::Tensor h = dropout_(embed_tokens_(tokens) + embed_positions_(positions));
-  for (auto& layer : layers_) h = layer(h, places.positions, places.document_ids);
-  return norm_(h);
+  return dropout_(embed_tokens_(tokens) + embed_positions_(positions));
+}
+
+at::Tensor Gpt2Impl::run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t, const TokenPlaces& places) {
+  for (int64_t i = begin; i < end; ++i) stream = layers_[static_cast<size_t>(i)](stream, places.positions, places.document_ids);
+  return stream;
 }
 
 }  // namespace tessera

@@ -30,7 +30,10 @@ TESSERA_MODULE(Gpt2Block);
 class Gpt2Impl : public LanguageModel {
  public:
   explicit Gpt2Impl(const ModelConfig& config);
-  at::Tensor hidden(const at::Tensor& tokens, const TokenPlaces& places) override;
+  at::Tensor embed(const at::Tensor& tokens, const TokenPlaces& places) override;
+  int64_t num_blocks() const override { return std::ssize(layers_); }
+  at::Tensor run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t seq_len, const TokenPlaces& places) override;
+  at::Tensor normed(const at::Tensor& stream) override { return norm_(stream); }
   std::string attention_pattern() const override { return "layers.*.attention.core"; }
 
  private:

@@ -46,11 +46,12 @@ LlamaImpl::LlamaImpl(const ModelConfig& config)
   register_head(embed_tokens_->weight);
 }
 
-at::Tensor LlamaImpl::hidden(const at::Tensor& tokens, const TokenPlaces& places) {
-  const auto [cos, sin] = rotary_(tokens.size(1), places.positions, tokens.device());
-  at::Tensor h = dropout_(embed_tokens_(tokens));
-  for (auto& layer : layers_) h = layer(h, cos, sin, places.positions, places.document_ids);
-  return norm_(h);
+at::Tensor LlamaImpl::embed(const at::Tensor& tokens, const TokenPlaces&) { return dropout_(embed_tokens_(tokens)); }
+
+at::Tensor LlamaImpl::run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t seq_len, const TokenPlaces& places) {
+  const auto [cos, sin] = rotary_(seq_len, places.positions, stream.device());
+  for (int64_t i = begin; i < end; ++i) stream = layers_[static_cast<size_t>(i)](stream, cos, sin, places.positions, places.document_ids);
+  return stream;
 }
 
 }  // namespace tessera

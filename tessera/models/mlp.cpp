@@ -28,10 +28,11 @@ MlpImpl::MlpImpl(const ModelConfig& config) : LanguageModel(config), embed_token
   register_head(embed_tokens_->weight);
 }
 
-at::Tensor MlpImpl::hidden(const at::Tensor& tokens, const TokenPlaces&) {
-  at::Tensor h = embed_tokens_(tokens);
-  for (auto& layer : layers_) h = layer(h);
-  return norm_(h);
+at::Tensor MlpImpl::embed(const at::Tensor& tokens, const TokenPlaces&) { return embed_tokens_(tokens); }
+
+at::Tensor MlpImpl::run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t, const TokenPlaces&) {
+  for (int64_t i = begin; i < end; ++i) stream = layers_[static_cast<size_t>(i)](stream);
+  return stream;
 }
 
 }  // namespace tessera

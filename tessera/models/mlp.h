@@ -28,7 +28,10 @@ TESSERA_MODULE(MlpBlock);
 class MlpImpl : public LanguageModel {
  public:
   explicit MlpImpl(const ModelConfig& config);
-  at::Tensor hidden(const at::Tensor& tokens, const TokenPlaces& places) override;
+  at::Tensor embed(const at::Tensor& tokens, const TokenPlaces& places) override;
+  int64_t num_blocks() const override { return std::ssize(layers_); }
+  at::Tensor run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t seq_len, const TokenPlaces& places) override;
+  at::Tensor normed(const at::Tensor& stream) override { return norm_(stream); }
 
  private:
   nn::Embedding embed_tokens_;

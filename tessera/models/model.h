@@ -34,8 +34,17 @@ class LanguageModel : public nn::Module {
   at::Tensor logits(const at::Tensor& tokens) { return nn::call(*this, tokens); }
   at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& labels) { return nn::call(*this, tokens, labels); }
 
-  /// tokens [B, S] -> the normed hidden states [B, S, D] that the head takes.
-  virtual at::Tensor hidden(const at::Tensor& tokens, const TokenPlaces& places) = 0;
+  /// The chain that the model is, link by link, for engines that let a rank run some of them: embedding, blocks, norm; then the head.
+  virtual at::Tensor embed(const at::Tensor& tokens, const TokenPlaces& places) = 0;  ///< [B, S] -> the residual stream [B, S, D]
+  virtual int64_t num_blocks() const = 0;
+  /// The stream through the blocks `begin` .. `end` - 1. `seq_len`: of the tokens' rows; the stream may hold a part of them (sequence parallelism).
+  virtual at::Tensor run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t seq_len, const TokenPlaces& places) = 0;
+  virtual at::Tensor normed(const at::Tensor& stream) = 0;  ///< what the head takes
+
+  /// tokens [B, S] -> the normed hidden states [B, S, D] that the head takes: all links but the head.
+  at::Tensor hidden(const at::Tensor& tokens, const TokenPlaces& places) {
+    return normed(run_blocks(embed(tokens, places), 0, num_blocks(), tokens.size(1), places));
+  }
 
   /// The head and loss: one module, "head", that owns (or shares) the output weight.
   nn::LanguageModelHead& head() { return head_; }

@@ -3,13 +3,27 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/stack.h>
 
 #include "tessera/core/memory.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/weight_gradients.h"
+#include "tessera/train/evaluation_mode.h"
 
 namespace tessera {
+
+at::Tensor ForwardEngine::loss_sum(const at::Tensor& tokens, const at::Tensor& labels) {
+  const EvaluationMode mode(model_);
+  const at::NoGradGuard no_grad;
+  return model_.loss_sum(tokens, labels);
+}
+
+at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
+  const EvaluationMode mode(model_);
+  const at::NoGradGuard no_grad;
+  return model_.logits(tokens);
+}
 
 /// A micro-batch from its forward to the last of its gradients.
 struct Engine::InFlight {

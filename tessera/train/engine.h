@@ -14,6 +14,19 @@
 
 namespace tessera {
 
+/// Forward passes without gradients, in evaluation mode, of a model of which a rank may hold a part: validation, replays, `tessera eval`.
+class ForwardEngine {
+ public:
+  explicit ForwardEngine(LanguageModel& model) : model_(model) {}
+
+  /// The summed loss of a micro-batch, fp32 []; see LanguageModel::forward for shapes. The same on all ranks that work on the same samples.
+  at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& labels);
+  at::Tensor logits(const at::Tensor& tokens);
+
+ private:
+  LanguageModel& model_;
+};
+
 /// Turns a rank's micro-batches into the gradient of the global batch, in the order of a schedule: it announces each action to what synchronizes gradients,
 /// and knows nothing of how those meet. The loop does not know which schedule that is.
 class Engine {
@@ -27,6 +40,8 @@ class Engine {
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding; never read on the
   /// host here. Throws InternalError for a schedule that leaves something out.
   at::Tensor forward_backward(const data::StepBatch& batch);
+
+  ForwardEngine forward_only() const { return ForwardEngine(*run_.model); }
 
  private:
   struct InFlight;

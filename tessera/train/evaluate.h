@@ -5,7 +5,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/data/corpus.h"
-#include "tessera/models/model.h"
+#include "tessera/train/engine.h"
 
 namespace tessera {
 
@@ -17,6 +17,6 @@ struct Evaluation {
 
 /// Loss of `model` on every window of `corpus`, dealt over `group`; equal on all ranks. Collective. The model is put into evaluation mode
 /// meanwhile (no dropout) and keeps no graph. Traffic: one all-reduce of a number.
-Evaluation evaluate(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
+Evaluation evaluate(ForwardEngine engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
 
 }  // namespace tessera

@@ -7,7 +7,6 @@
 #include <map>
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,7 +25,6 @@
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/train/compose.h"
-#include "tessera/train/evaluation_mode.h"
 
 namespace tessera {
 
@@ -105,22 +103,22 @@ bool within(double loss, double recorded, double bound) {
 Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options)
     : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh[mesh_roles(config).layers], options)) {}
 
-nlohmann::json Replay::record(LanguageModel& model, const data::Cursor& cursor) const {
+nlohmann::json Replay::record(ForwardEngine engine, const data::Cursor& cursor) const {
   const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
   const int ranks = mesh_.size(mesh_roles(config_).batch);
   const auto index_of = [&](int rank) { return chunk(micro_batches, ranks, rank).first; };
-  const auto losses = losses_of(model, cursor, config_.batch.micro_size, index_of(mesh_.rank(mesh_roles(config_).batch)));
+  const auto losses = losses_of(engine, cursor, config_.batch.micro_size, index_of(mesh_.rank(mesh_roles(config_).batch)));
   nlohmann::json entries = nlohmann::json::array();
   for (int rank = 0; rank < ranks; ++rank) entries.push_back({{"index", index_of(rank)}, {"bits", std::bit_cast<uint64_t>(losses[static_cast<size_t>(rank)])}});
   return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic()}};
 }
 
-Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
+Replay::Result Replay::check(ForwardEngine engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
   const auto found = progress.find("replay");
   if (found == progress.end() || found->is_null()) return {};
   const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
-  const auto losses = losses_of(model, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
+  const auto losses = losses_of(engine, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
 
   const auto here = arithmetic();
   const bool bits = here == recorded.arithmetic;
@@ -138,7 +136,7 @@ Replay::Result Replay::check(LanguageModel& model, const data::Cursor& cursor, c
   return {.micro_batches = std::min<int64_t>(static_cast<int64_t>(losses.size()), static_cast<int64_t>(recorded.losses.size())), .bits = bits};
 }
 
-std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
+std::vector<double> Replay::losses_of(ForwardEngine engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
   const comm::CallSite site("replay");
   // Dealt over as many ranks as there are micro-batches, each has one: the loader gives any of them without the rest.
   data::Loader loader(corpus_, {.seq_len = cursor.seq_len,
@@ -150,9 +148,7 @@ std::vector<double> Replay::losses_of(LanguageModel& model, const data::Cursor& 
                                 .ranks = static_cast<int>(cursor.global_size / micro_size)});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
-  const EvaluationMode mode(model);
-  const at::NoGradGuard no_grad;
-  const double loss = host_read(model.loss_sum(batch.micro_batches.at(0).tokens, batch.micro_batches.at(0).labels), 0.0);
+  const double loss = host_read(engine.loss_sum(batch.micro_batches.at(0).tokens, batch.micro_batches.at(0).labels), 0.0);
 
   const comm::Group group = mesh_[mesh_roles(config_).batch];
   const at::Tensor mine = at::full({1}, loss, at::dtype(at::kDouble)), all = at::empty({group.size()}, mine.options());

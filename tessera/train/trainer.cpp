@@ -302,7 +302,7 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
 
 void Trainer::validate_model(int64_t step) {
   mark_memory("validation");
-  const auto found = evaluate(*stepper_.run().model, inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
+  const auto found = evaluate(stepper_.forward_only(), inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 
@@ -313,7 +313,7 @@ void Trainer::replay(const ResumePoint& resume) const {
     return;
   }
   const auto& progress = resume.manifest.progress;
-  const auto result = replay_.check(*stepper_.run().model, cursor_of(progress, source), progress, source);
+  const auto result = replay_.check(stepper_.forward_only(), cursor_of(progress, source), progress, source);
   if (world_.rank() > 0) return;
   if (result.micro_batches == 0) {
     log().warn("{}: records no step to replay; only its hashes say that it is what was trained", source);
@@ -335,7 +335,7 @@ void Trainer::save(int64_t step) {
   const auto plans = bucket_plans(run.bucket_plan(), mesh_[roles.layers]);
   state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.batch));
   state.progress["loss_scale"] = run.loss_scale.state();
-  if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(*run.model, loader_.cursor());
+  if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
   state.run = identity_;
   saver_->save(state);

@@ -46,6 +46,27 @@ void expect_gradients_close(const std::map<std::string, at::Tensor>& a, const st
   }
 }
 
+TEST_P(EveryFamily, LinkByLinkIsTheWholeToTheBit) {
+  auto model = tiny_model(config);
+  model->loss_sum(tokens, labels).backward();
+  const auto whole = gradients(*model);
+  const TokenPlaces places;
+  // As stages of a pipeline have it: what one gives is the next one's input, and its gradient comes back.
+  const at::Tensor embedded = model->embed(tokens, places);
+  at::Tensor stream = embedded.detach().requires_grad_();
+  std::vector<std::pair<at::Tensor, at::Tensor>> cuts{{embedded, stream}};  // what a stage gave, and what the next one took
+  for (int64_t i = 0; i < model->num_blocks(); ++i) {
+    const at::Tensor given = model->run_blocks(stream, i, i + 1, tokens.size(1), places);
+    stream = given.detach().requires_grad_();
+    cuts.emplace_back(given, stream);
+  }
+  const at::Tensor loss = model->head()->loss_sum(model->normed(stream), labels);
+  loss.backward();
+  for (auto cut = cuts.rbegin(); cut != cuts.rend(); ++cut) cut->first.backward(cut->second.grad());
+  EXPECT_TRUE(at::equal(loss, model->loss_sum(tokens, labels)));
+  for (const auto& [name, gradient] : gradients(*model)) EXPECT_TRUE(at::equal(gradient, whole.at(name))) << name;
+}
+
 TEST_P(EveryFamily, LossAndGradientsEqualThePlainComposition) {
   for (const bool tied : {false, true}) {
     config.tie_embeddings = tied;

@@ -51,7 +51,7 @@ class Reading : public testing_support::TrainFixture {
       const auto loaded = load_model(model, world.group());
       const auto write = [&](const SampleOptions& options) { return generate(*loaded.model, {'t', 'h', 'e'}, 20, options); };
       all[static_cast<size_t>(world.rank())] = {write({.temperature = 0}), write({.temperature = 1.5, .top_k = 40, .top_p = 0.99, .seed = 5}),
-                                                evaluate(*loaded.model, text, model.config.data.seq_len, 7, comm::Group::self()).loss};
+                                                evaluate(ForwardEngine(*loaded.model), text, model.config.data.seq_len, 7, comm::Group::self()).loss};
     });
     for (const Read& other : all) {
       EXPECT_EQ(other.greedy, all[0].greedy);
