@@ -35,7 +35,7 @@ std::map<std::string, Sources> gather_sources(const std::vector<SlicedTensor>& t
   const auto answers = gather_json(group, mine);
   for (int rank = 0; rank < group.size(); ++rank) {
     for (const auto& json : answers[rank]) {
-      Slice slice{json.at(0), json.at(1), {}, {}};
+      Slice slice{json.at(0), json.at(1), {}};
       for (const auto& box : json.at(2)) slice.boxes.push_back({box.at(0), box.at(1)});
       Sources& sources = all[slice.name];
       if (const auto dtype = json.at(3).get<std::string>(); !dtype.empty()) sources.dtype = dtype_from_name(dtype);

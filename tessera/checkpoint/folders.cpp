@@ -100,7 +100,7 @@ std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vec
 
 void check_stored(const SafetensorsFile& file, const std::string& name, const StoredTensor& tensor, const StoredSlice& slice, bool hash) {
   const TensorEntry& entry = file.entry(slice.key);
-  const auto shape = Slice{name, tensor.shape, slice.boxes, {}}.local_shape();
+  const auto shape = Slice{name, tensor.shape, slice.boxes}.local_shape();
   require(dtype_name(entry.dtype) == tensor.dtype && entry.shape == shape, file.path().string(), ": tensor '", slice.key, "' at offset ", entry.offset,
           " is not of the dtype and shape that the manifest gives");
   if (!hash) return;

@@ -37,7 +37,7 @@ StoredTensor tensor_from(const nlohmann::json& json, const std::string& name, co
     StoredSlice slice{entry.at("file").get<std::string>(), entry.at("key").get<std::string>(), {}, entry.at("hash").get<std::string>()};
     require(files.contains(slice.file), "tensor '", name, "' lies in file '", slice.file, "', which is not listed");
     for (const auto& box : entry.at("boxes")) slice.boxes.push_back(box_from(box, tensor.shape, name));
-    Slice{name, tensor.shape, slice.boxes, {}}.check();
+    Slice{name, tensor.shape, slice.boxes}.check();
     tensor.slices.push_back(std::move(slice));
   }
   return tensor;

@@ -26,7 +26,7 @@ nlohmann::json to_json(const SlicedTensor& held) {
 }
 
 HeldSlice held_from(const nlohmann::json& json) {
-  HeldSlice held{{json.at(0), json.at(2), {}, {}}, json.at(1), 0};
+  HeldSlice held{{json.at(0), json.at(2), {}}, json.at(1), 0};
   for (const auto& box : json.at(3)) held.slice.boxes.push_back({box.at(0), box.at(1)});
   held.bytes = held.slice.numel() * static_cast<int64_t>(c10::elementSize(dtype_from_name(held.dtype)));
   return held;

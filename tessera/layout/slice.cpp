@@ -68,7 +68,7 @@ std::string to_string(const Box& box) {
 
 Slice Slice::whole(std::string name, std::vector<int64_t> shape) {
   Box box = Box::whole(shape);
-  return {std::move(name), std::move(shape), {std::move(box)}, {}};
+  return {std::move(name), std::move(shape), {std::move(box)}};
 }
 
 Slice Slice::along(std::string name, std::vector<int64_t> shape, int64_t dim, int64_t begin, int64_t size) {
@@ -147,7 +147,7 @@ void Slice::check() const {
 Slice elements(const Slice& held, int64_t begin, int64_t size) {
   invariant(held.concat_dim() <= 0, held.name, ": its boxes lie side by side, so a run of its elements is no union of few boxes");
   invariant(begin >= 0 && size >= 0 && begin + size <= held.numel(), held.name, ": elements ", begin, " .. ", begin + size, " of ", held.numel());
-  Slice part{held.name, held.shape, {}, held.replicated_over};
+  Slice part{held.name, held.shape, {}};
   int64_t at = 0;
   for (const Box& box : held.boxes) {
     const int64_t count = box.numel();

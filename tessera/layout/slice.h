@@ -34,7 +34,6 @@ struct Slice {
   std::string name;
   std::vector<int64_t> shape;
   std::vector<Box> boxes;
-  std::vector<std::string> replicated_over;  ///< mesh axes whose ranks all hold this same part
 
   static Slice whole(std::string name, std::vector<int64_t> shape);
   /// Rows (or, with `dim`, another dimension) `begin` .. `begin + size` of the whole.

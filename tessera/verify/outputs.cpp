@@ -56,7 +56,7 @@ uint64_t hash_of(const at::Tensor& tensor) {
 
 /// Which part of a module's logical output a rank gave out. Throws InternalError where an interceptor states one that cannot be.
 Slice part_of(const OutputKey& key, const RecordedOutputs::Output& output, const std::vector<int64_t>& shape) {
-  Slice part = output.boxes.empty() ? Slice::whole(key.module, shape) : Slice{key.module, shape, output.boxes, {}};
+  Slice part = output.boxes.empty() ? Slice::whole(key.module, shape) : Slice{key.module, shape, output.boxes};
   part.check();
   return part;
 }

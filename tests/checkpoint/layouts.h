@@ -36,7 +36,7 @@ enum class Layout { Replicated, Rows, Columns, ZigZag };
 inline Slice slice_in(Layout layout, const std::string& name, const std::vector<int64_t>& shape, int ranks, int rank) {
   if (layout == Layout::Replicated || shape.empty()) return Slice::whole(name, shape);
   if (layout == Layout::ZigZag) {  // the rank's chunk from the front and its mirror image from the back
-    Slice slice{name, shape, {}, {}};
+    Slice slice{name, shape, {}};
     for (const int part : {rank, 2 * ranks - 1 - rank}) {
       const auto [begin, size] = chunk(shape[0], 2 * ranks, part);
       if (size > 0) slice.boxes.push_back(Slice::along(name, shape, 0, begin, size).boxes.at(0));

@@ -82,12 +82,12 @@ TEST(UnitLayout, LargeCoprimeRowsTravelPadded) {
 
 TEST(UnitLayout, RowsOfASliceThatAnotherTechniqueCut) {
   const Slice columns = Slice::along("w", {6, 8}, 1, 4, 4);
-  EXPECT_EQ(cut_rows(columns, 2, 3), (Slice{"w", {6, 8}, {{{2, 4}, {3, 4}}}, {}}));
+  EXPECT_EQ(cut_rows(columns, 2, 3), (Slice{"w", {6, 8}, {{{2, 4}, {3, 4}}}}));
   const Slice rows = Slice::along("w", {6, 8}, 0, 3, 3);
-  EXPECT_EQ(cut_rows(rows, 1, 2), (Slice{"w", {6, 8}, {{{4, 0}, {2, 8}}}, {}}));
-  const Slice zigzag{"w", {8, 2}, {{{0, 0}, {2, 2}}, {{6, 0}, {2, 2}}}, {}};
-  EXPECT_EQ(cut_rows(zigzag, 1, 2), (Slice{"w", {8, 2}, {{{1, 0}, {1, 2}}, {{6, 0}, {1, 2}}}, {}}));
-  EXPECT_EQ(cut_rows(zigzag, 3, 1), (Slice{"w", {8, 2}, {{{7, 0}, {1, 2}}}, {}}));
+  EXPECT_EQ(cut_rows(rows, 1, 2), (Slice{"w", {6, 8}, {{{4, 0}, {2, 8}}}}));
+  const Slice zigzag{"w", {8, 2}, {{{0, 0}, {2, 2}}, {{6, 0}, {2, 2}}}};
+  EXPECT_EQ(cut_rows(zigzag, 1, 2), (Slice{"w", {8, 2}, {{{1, 0}, {1, 2}}, {{6, 0}, {1, 2}}}}));
+  EXPECT_EQ(cut_rows(zigzag, 3, 1), (Slice{"w", {8, 2}, {{{7, 0}, {1, 2}}}}));
   EXPECT_EQ(cut_rows(columns, 2, 0).local_shape(), (std::vector<int64_t>{0, 4}));  // as many columns as the others
   EXPECT_TRUE(cut_rows(Slice::whole("w", {6, 8}), 2, 0).boxes.empty());
   EXPECT_TRUE(cut_rows(Slice::whole("s", {}), 0, 0).boxes.empty());

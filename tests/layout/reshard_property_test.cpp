@@ -35,7 +35,7 @@ std::vector<Slice> zig_zag(Random& random, const std::vector<int64_t>& shape, in
   const int64_t dim = draw(random, 0, static_cast<int64_t>(shape.size()) - 1);
   std::vector<Slice> slices;
   for (int i = 0; i < parts; ++i) {
-    Slice slice{"w", shape, {}, {}};
+    Slice slice{"w", shape, {}};
     for (const int half : {i, 2 * parts - 1 - i}) {
       const auto [begin, size] = chunk(shape[dim], 2 * parts, half);
       slice.boxes.push_back(Slice::along("w", shape, dim, begin, size).boxes[0]);

@@ -173,10 +173,9 @@ TEST(Elements, OfASliceAreASliceOfTheWhole) {
   EXPECT_EQ(elements(rows, 3, 3).boxes, (std::vector<Box>{{{3, 0}, {1, 3}}}));
   EXPECT_EQ(elements(rows, 1, 4).boxes, (std::vector<Box>{{{2, 1}, {1, 2}}, {{3, 0}, {1, 2}}}));
   EXPECT_TRUE(elements(rows, 4, 0).boxes.empty());
-  const Slice zigzag{"w", {8, 2}, {{{0, 0}, {2, 2}}, {{6, 0}, {2, 2}}}, {"tp"}};
+  const Slice zigzag{"w", {8, 2}, {{{0, 0}, {2, 2}}, {{6, 0}, {2, 2}}}};
   EXPECT_EQ(elements(zigzag, 2, 4).boxes, (std::vector<Box>{{{1, 0}, {1, 2}}, {{6, 0}, {1, 2}}}));
-  EXPECT_EQ(elements(zigzag, 2, 4).replicated_over, zigzag.replicated_over);
-  const Slice side_by_side{"w", {2, 8}, {{{0, 0}, {2, 2}}, {{0, 6}, {2, 2}}}, {}};
+  const Slice side_by_side{"w", {2, 8}, {{{0, 0}, {2, 2}}, {{0, 6}, {2, 2}}}};
   EXPECT_THROW(elements(side_by_side, 0, 2), InternalError);
   EXPECT_THROW(elements(rows, 8, 2), InternalError);
   EXPECT_THROW(elements(rows, -1, 2), InternalError);
