@@ -23,7 +23,7 @@ constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kTemporary = ".tmp-step-";
 
 uint64_t stored_bytes(const StoredTensor& tensor, const StoredSlice& slice) {
-  return static_cast<uint64_t>(Slice{{}, tensor.shape, slice.boxes, {}}.numel()) * c10::elementSize(dtype_from_name(tensor.dtype));
+  return static_cast<uint64_t>(Slice{{}, tensor.shape, slice.boxes}.numel()) * c10::elementSize(dtype_from_name(tensor.dtype));
 }
 
 /// The slices of the share: those whose middle byte, all slices one after the other, lies in it.

@@ -61,7 +61,7 @@ std::vector<Slice> scattered_blocks(Random& random, const std::vector<int64_t>& 
     }
     boxes = std::move(cut);
   }
-  std::vector<Slice> slices(parts, Slice{"w", shape, {}, {}});
+  std::vector<Slice> slices(parts, Slice{"w", shape, {}});
   for (const auto& box : boxes) slices[draw(random, 0, parts - 1)].boxes.push_back(box);
   return slices;
 }

@@ -53,7 +53,7 @@ TEST(SliceTest, WholeAndAlong) {
 }
 
 TEST(SliceTest, ZigZagLiesAlongTheDimensionThatDiffers) {
-  const Slice slice{"x", {4, 8}, {{{0, 0}, {4, 2}}, {{0, 6}, {4, 2}}}, {}};
+  const Slice slice{"x", {4, 8}, {{{0, 0}, {4, 2}}, {{0, 6}, {4, 2}}}};
   slice.check();
   EXPECT_EQ(slice.concat_dim(), 1);
   EXPECT_EQ(slice.local_shape(), (std::vector<int64_t>{4, 4}));
@@ -63,7 +63,7 @@ TEST(SliceTest, ZigZagLiesAlongTheDimensionThatDiffers) {
 }
 
 TEST(SliceTest, BoxesThatDifferInTwoDimensionsAreFlattened) {
-  const Slice slice{"x", {4, 4}, {{{0, 0}, {2, 2}}, {{2, 2}, {2, 1}}}, {}};
+  const Slice slice{"x", {4, 4}, {{{0, 0}, {2, 2}}, {{2, 2}, {2, 1}}}};
   EXPECT_EQ(slice.concat_dim(), -1);
   EXPECT_EQ(slice.local_shape(), (std::vector<int64_t>{6}));
   EXPECT_EQ(slice.local_box(1), (Box{{4}, {2}}));
@@ -71,18 +71,18 @@ TEST(SliceTest, BoxesThatDifferInTwoDimensionsAreFlattened) {
 }
 
 TEST(SliceTest, NoBoxesIsNothing) {
-  const Slice none{"x", {4, 3}, {}, {}};
+  const Slice none{"x", {4, 3}, {}};
   EXPECT_EQ(none.numel(), 0);
   EXPECT_EQ(none.local_shape(), (std::vector<int64_t>{0, 3}));
   EXPECT_EQ(take(at::zeros({4, 3}), none).numel(), 0);
-  EXPECT_EQ((Slice{"s", {}, {}, {}}.local_shape()), (std::vector<int64_t>{0}));
+  EXPECT_EQ((Slice{"s", {}, {}}.local_shape()), (std::vector<int64_t>{0}));
 }
 
 TEST(SliceTest, CheckFindsOverlapsAndBoxesOutside) {
-  EXPECT_THROW((Slice{"x", {4}, {{{0}, {3}}, {{2}, {2}}}, {}}.check()), InternalError);
-  EXPECT_THROW((Slice{"x", {4}, {{{2}, {3}}}, {}}.check()), InternalError);
-  EXPECT_THROW((Slice{"x", {4}, {{{0, 0}, {1, 1}}}, {}}.check()), InternalError);
-  (Slice{"x", {4}, {{{0}, {2}}, {{2}, {2}}}, {}}.check());
+  EXPECT_THROW((Slice{"x", {4}, {{{0}, {3}}, {{2}, {2}}}}.check()), InternalError);
+  EXPECT_THROW((Slice{"x", {4}, {{{2}, {3}}}}.check()), InternalError);
+  EXPECT_THROW((Slice{"x", {4}, {{{0, 0}, {1, 1}}}}.check()), InternalError);
+  (Slice{"x", {4}, {{{0}, {2}}, {{2}, {2}}}}.check());
 }
 
 TEST(ForEachRun, VisitsTheBoxInRowMajorOrder) {
@@ -114,7 +114,7 @@ TEST(Reshard, NamesTensorAndMissingBox) {
   EXPECT_THROW(reshard({}, target), ConfigError);
   EXPECT_THROW(reshard({Slice::whole("layers.3.w1", {6, 3})}, target), ConfigError);
   EXPECT_THROW(reshard({Slice::whole("layers.3.w2", {6, 2})}, target), ConfigError);
-  EXPECT_TRUE(reshard({}, Slice{"empty", {6, 2}, {}, {}}).empty()) << "a rank that holds nothing needs nothing";
+  EXPECT_TRUE(reshard({}, Slice{"empty", {6, 2}, {}}).empty()) << "a rank that holds nothing needs nothing";
 }
 
 TEST(Reshard, PrefersTheFirstOfEqualSources) {
@@ -157,7 +157,7 @@ TEST(Elements, OfEveryRunAreTheRunItself) {
         EXPECT_LE(run.boxes.size(), std::max<size_t>(1, 2 * shape.size()));
         const at::Tensor local = values.reshape({n}).narrow(0, begin, size).view(run.local_shape());
         for (size_t box = 0; box < run.boxes.size(); ++box) {
-          const Slice target{"w", shape, {run.boxes[box]}, {}};
+          const Slice target{"w", shape, {run.boxes[box]}};
           at::Tensor part = at::empty(target.local_shape(), at::kLong);
           copy_slices({run}, {local}, target, part);
           EXPECT_TRUE(at::equal(part, take(values, target))) << to_string(run.boxes[box]) << " of " << begin << " + " << size;

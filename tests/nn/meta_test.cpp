@@ -365,7 +365,7 @@ TEST(Materialize, AnySliceHoldsWhatTheWholeHoldsThere) {
   const auto pick = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random); };
   for (int trial = 0; trial < 60; ++trial) {
     const std::vector<int64_t> shape{pick(1, 9), pick(1, 9), pick(1, 4)};
-    Slice slice{"layers.3.w", shape, {}, {}};
+    Slice slice{"layers.3.w", shape, {}};
     const int kind = trial % 4;
     if (kind == 0) {  // rows, possibly none
       const int64_t begin = pick(0, shape[0]);

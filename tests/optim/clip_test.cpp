@@ -98,7 +98,7 @@ TEST(GlobalNorm, MeetsOverRanksThatHoldSlices) {
       if (parts.size() != whole.size()) {
         auto nothing = at::empty({0}).set_requires_grad(true);
         nothing.mutable_grad() = at::empty({0});
-        nn::set_slice(nothing, Slice{"p2", {}, {}, {}});
+        nn::set_slice(nothing, Slice{"p2", {}, {}});
         parts.insert(parts.begin() + 2, {"p2", nothing, {}});
       }
       EXPECT_EQ(global_norm({NormGroup{parts, reduce}}, NormOrder::FixedTree).item<double>(), fixed) << ranks << " ranks must give the very bits of one";

@@ -186,7 +186,7 @@ TEST(Optimizer, SgdWithoutMomentumHasNoState) {
 
 TEST(Optimizer, DecaysMatricesOnlyWhereAsked) {
   const auto parameters = make_parameters({{4, 3}, {3}, {6}, {}});
-  nn::set_slice(parameters[2].tensor, Slice{"flat shard", {4, 3}, {Box{{0, 0}, {2, 3}}}, {}});
+  nn::set_slice(parameters[2].tensor, Slice{"flat shard", {4, 3}, {Box{{0, 0}, {2, 3}}}});
   const auto names = [](const ParameterGroup& group) {
     std::vector<std::string> list;
     for (const auto& parameter : group.parameters) list.push_back(parameter.name);
