@@ -5,16 +5,16 @@
 
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "cli/bench.h"
 #include "cli/common.h"
 #include "tessera/comm/algorithms/plan.h"
 #include "tessera/comm/algorithms/table.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/bench/measure.h"
 #include "tessera/comm/bench/plot.h"
 #include "tessera/comm/bench/row.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -163,7 +163,7 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
   world.guard([&] {
     const auto group = world.group();
     const double link = comm::bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
-    const auto name = group.backend()->getBackendName();
+    const auto name = group.engine()->name();
     for (const auto& op : plan.ops) {
       if (!serves(algorithm, op)) continue;
       for (const int64_t bytes : plan.bytes) {

@@ -52,12 +52,12 @@ TEST(Workload, RoundsToEqualPartsOnlyWhereThereAreParts) {
 }
 
 /// Adds one to an element of what rank 1 gets out of all_reduce.
-class Spoiler : public DecoratedBackend {
+class Spoiler : public DecoratedEngine {
  public:
-  using DecoratedBackend::DecoratedBackend;
-  Work call(const Call& call, const Forward& forward) override {
-    auto work = forward();
-    if (group().rank != 1 || call.op != "all_reduce" || call.outputs[0].numel() < 100) return work;
+  using DecoratedEngine::DecoratedEngine;
+  Work start(const Call& call) override {
+    auto work = inner()->start(call);
+    if (group().rank != 1 || call.op != Operation::AllReduce || call.outputs[0].numel() < 100) return work;
     work->wait();
     call.outputs[0].view(-1)[70].add_(1);
     return work;
@@ -65,7 +65,7 @@ class Spoiler : public DecoratedBackend {
 };
 
 TEST(Workload, FindsAWrongElementAndTellsEveryRank) {
-  const RunOptions options{.decorators = {[](auto inner, const GroupInfo& group) { return c10::make_intrusive<Spoiler>(group, inner); }}};
+  const RunOptions options{.decorators = {[](auto inner, const GroupInfo& group) { return std::make_shared<Spoiler>(group, inner); }}};
   run_ranks(
       3,
       [](World& world) {

@@ -43,19 +43,18 @@ MPI_Datatype moved_type(int64_t bytes) {
   }
 }
 
-MPI_Op op_of(const c10d::ReduceOp& op) {
+MPI_Op op_of(Op op) {
   switch (op) {
-    case c10d::ReduceOp::SUM:
+    case Op::Sum:
       return MPI_SUM;
-    case c10d::ReduceOp::PRODUCT:
+    case Op::Product:
       return MPI_PROD;
-    case c10d::ReduceOp::MIN:
+    case Op::Min:
       return MPI_MIN;
-    case c10d::ReduceOp::MAX:
+    case Op::Max:
       return MPI_MAX;
-    default:
-      throw std::runtime_error("MPI can sum, multiply and take the least and the most");
   }
+  return MPI_OP_NULL;
 }
 
 }  // namespace tessera::comm::mpi
