@@ -36,12 +36,10 @@ void enter_and_complete(benchmark::State& state) {
   const Folder folder;
   FlightRecord record(folder.path, kRank);
   const auto group = record.add_group(kWorld).value();
-  const std::vector<int64_t> shape{32, 768};
-  for (auto _ : state) {
-    const auto number =
-        record.enter(group, {.op = "all_reduce", .shape = shape, .dtype = at::kFloat, .reduction = "sum", .bytes = 98304, .site = "layers.17.mlp"});
-    record.mark(number, flight::State::Completed);
-  }
+  const auto tensor = at::zeros({32, 768});
+  const Call call{.op = Operation::AllReduce, .inputs = {tensor}, .outputs = {tensor}, .reduction = Op::Sum};
+  const CallSite site("layers.17.mlp");
+  for (auto _ : state) record.mark(record.enter(group, call), flight::State::Completed);
 }
 BENCHMARK(enter_and_complete)->Name("flight_record/enter_and_complete");
 

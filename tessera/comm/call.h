@@ -1,27 +1,14 @@
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/operation.h"
 
 namespace tessera::comm {
-
-/// What an engine does.
-enum class Operation { AllReduce, Reduce, AllGather, ReduceScatter, AllToAll, Broadcast, Gather, Scatter, Send, Recv, Barrier };
-
-/// Their names in messages, records, tables and knobs: all_reduce, reduce, all_gather, reduce_scatter, all_to_all, ...
-inline constexpr std::array<std::string_view, 11> kOperationNames{"all_reduce", "reduce",  "all_gather", "reduce_scatter", "all_to_all", "broadcast",
-                                                                  "gather",     "scatter", "send",       "recv",           "barrier"};
-constexpr std::string_view to_string(Operation op) { return kOperationNames[static_cast<size_t>(op)]; }
-
-/// sum, product, min, max.
-constexpr std::string_view to_string(Op reduction) { return std::array<std::string_view, 4>{"sum", "product", "min", "max"}[static_cast<size_t>(reduction)]; }
 
 /// One call of an engine: all that a collective or a message says of itself on its way down.
 struct Call {

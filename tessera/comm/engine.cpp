@@ -54,14 +54,14 @@ const at::Tensor& Call::tensor() const {
 }
 
 std::vector<int64_t> Call::whole(int ranks) const {
-  if (op == Operation::Barrier) return {0};
+  if (!tensor().defined()) return {0};
   if (op == Operation::Gather) return stacked(inputs[0], ranks);
   if (op == Operation::Scatter) return stacked(outputs[0], ranks);
   return (op == Operation::AllGather ? outputs[0] : tensor()).sizes().vec();
 }
 
 int64_t Call::bytes(int ranks) const {
-  if (op == Operation::Barrier) return 0;
+  if (!tensor().defined()) return 0;
   if (op == Operation::Gather) return static_cast<int64_t>(inputs[0].nbytes()) * ranks;
   return static_cast<int64_t>(op == Operation::AllGather || op == Operation::Scatter ? outputs[0].nbytes() : tensor().nbytes()) *
          (op == Operation::Scatter ? ranks : 1);

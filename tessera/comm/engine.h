@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "tessera/comm/call.h"
+#include "tessera/comm/group.h"
 
 namespace tessera::comm {
 

@@ -14,7 +14,7 @@ struct Group::State {
 
 Group::Group() : Group(self()) {}
 
-Group Group::self(std::string name) { return Group(GroupInfo{.name = std::move(name)}); }
+Group Group::self(std::string name) { return {{.name = std::move(name)}, std::shared_ptr<Engine>()}; }
 
 Group::Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::function<std::string()> explain)
     : Group(std::move(info), backend ? std::make_shared<C10dEngine>(std::move(backend)) : nullptr, std::move(explain)) {}

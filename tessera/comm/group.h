@@ -9,6 +9,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "tessera/comm/operation.h"
 #include "tessera/core/attachment.h"
 
 namespace c10d {
@@ -18,9 +19,6 @@ class Backend;
 namespace tessera::comm {
 
 class Engine;
-
-/// How the elements of several ranks become one. Averaging is the caller's division: who divides, and by what, is part of a technique.
-enum class Op { Sum, Product, Min, Max };
 
 /// What makes a group: said once when it is created, and shown to every decorator of its engine.
 struct GroupInfo {
@@ -55,7 +53,7 @@ class Group {
   static Group self(std::string name = "self");
 
   /// Throws InternalError where a group of several has no engine. `explain` is asked, when a collective fails, what the world knows of the cause.
-  explicit Group(GroupInfo info, std::shared_ptr<Engine> engine = {}, std::function<std::string()> explain = {});
+  Group(GroupInfo info, std::shared_ptr<Engine> engine, std::function<std::string()> explain = {});
   /// On a backend of libtorch's, or one that is written for it.
   Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::function<std::string()> explain = {});
 

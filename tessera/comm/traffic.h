@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "tessera/comm/call.h"
+#include "tessera/comm/operation.h"
 
 namespace tessera::comm {
 

@@ -78,7 +78,7 @@ struct World::State {
   bool serves_store() const { return environment.rank == 0 && !environment.agent_store; }
 
   Group make_group(GroupInfo info) {
-    if (info.size == 1) return Group(std::move(info));
+    if (info.size == 1) return {std::move(info), std::shared_ptr<Engine>()};
     info.timeout = options.timeout;
     auto made = recorder ? make_dry_engine(recorder, info, dry_scratch) : connect(info);
     for (const auto& decorate : decorators) made = decorate(std::move(made), info);

@@ -1,22 +1,15 @@
 #include "tessera/comm/backends/c10d_engine.h"
 
+#include <array>
+
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
 
 c10d::ReduceOp reduce_op(const Call& call) {
-  switch (call.reduction.value()) {
-    case Op::Sum:
-      return c10d::ReduceOp::SUM;
-    case Op::Product:
-      return c10d::ReduceOp::PRODUCT;
-    case Op::Min:
-      return c10d::ReduceOp::MIN;
-    case Op::Max:
-      return c10d::ReduceOp::MAX;
-  }
-  throw InternalError("internal error: unknown reduction");
+  using enum c10d::ReduceOp::RedOpType;
+  return std::array{SUM, PRODUCT, MIN, MAX}[static_cast<size_t>(call.reduction.value())];
 }
 
 }  // namespace

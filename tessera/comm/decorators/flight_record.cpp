@@ -3,7 +3,6 @@
 #include <map>
 #include <memory>
 
-#include "tessera/comm/call_site.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/flight_record/flight_record.h"
@@ -87,7 +86,7 @@ class FlightRecordEngine : public DecoratedEngine {
       : DecoratedEngine(group, std::move(inner)), record_(std::move(record)), slot_(slot) {}
 
   Work start(const Call& call) override {
-    const RecordedCall entered(record_, enter(call));
+    const RecordedCall entered(record_, record_->enter(slot_, call, number_of_message(call)));
     try {
       auto work = inner()->start(call);
       if (!work || entered.ended(*work)) return work;
@@ -100,18 +99,6 @@ class FlightRecordEngine : public DecoratedEngine {
   }
 
  private:
-  uint64_t enter(const Call& call) {
-    return record_->enter(slot_, {.op = to_string(call.op),
-                                  .shape = call.whole(group().size),
-                                  .dtype = call.dtype(),
-                                  .reduction = call.reduction ? to_string(*call.reduction) : std::string_view{},
-                                  .bytes = call.bytes(group().size),
-                                  .peer = call.peer,
-                                  .tag = call.tag,
-                                  .site = CallSite::current(),
-                                  .message = number_of_message(call)});
-  }
-
   // Messages between two ranks are matched by direction and tag, in their order; they are no part of the order of the group's collectives.
   uint64_t number_of_message(const Call& call) { return call.is_message() ? ++messages_[{call.op, call.peer, call.tag}] : 0; }
 

@@ -16,7 +16,7 @@ struct Reduced {
   void* data;
   size_t count;
   shm::Type type;
-  shm::Reduction reduction;
+  Op reduction;
 };
 
 std::optional<shm::Type> type_of(at::ScalarType type) {
@@ -49,20 +49,6 @@ std::optional<shm::Type> type_of(at::ScalarType type) {
   }
 }
 
-shm::Reduction reduction_of(Op op) {
-  switch (op) {
-    case Op::Sum:
-      return shm::Reduction::Sum;
-    case Op::Product:
-      return shm::Reduction::Product;
-    case Op::Min:
-      return shm::Reduction::Min;
-    case Op::Max:
-      return shm::Reduction::Max;
-  }
-  throw InternalError("internal error: unknown reduction");
-}
-
 void check_host(const at::Tensor& tensor) {
   if (tensor.is_cpu()) [[likely]]
     return;
@@ -74,13 +60,12 @@ Reduced reduced(const at::Tensor& tensor, Op op) {
   const auto type = type_of(tensor.scalar_type());
   if (!type)
     throw Failure(detail::concat("shared memory moves ", c10::toString(tensor.scalar_type()), " but does not reduce it; reduce it as bfloat16 or float32"));
-  const auto reduction = reduction_of(op);
   auto count = static_cast<size_t>(tensor.numel());
   if (tensor.is_complex()) {
-    if (reduction != shm::Reduction::Sum) throw Failure("shared memory reduces complex numbers by sum alone");
+    if (op != Op::Sum) throw Failure("shared memory reduces complex numbers by sum alone");
     count *= 2;
   }
-  return {tensor.data_ptr(), count, *type, reduction};
+  return {tensor.data_ptr(), count, *type, op};
 }
 
 std::byte* bytes_of(const at::Tensor& tensor) {

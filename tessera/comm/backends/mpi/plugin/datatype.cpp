@@ -1,5 +1,6 @@
 #include "tessera/comm/backends/mpi/plugin/datatype.h"
 
+#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -43,18 +44,6 @@ MPI_Datatype moved_type(int64_t bytes) {
   }
 }
 
-MPI_Op op_of(Op op) {
-  switch (op) {
-    case Op::Sum:
-      return MPI_SUM;
-    case Op::Product:
-      return MPI_PROD;
-    case Op::Min:
-      return MPI_MIN;
-    case Op::Max:
-      return MPI_MAX;
-  }
-  return MPI_OP_NULL;
-}
+MPI_Op op_of(Op op) { return std::array{MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX}[static_cast<size_t>(op)]; }
 
 }  // namespace tessera::comm::mpi

@@ -3,7 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <mpi.h>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/operation.h"
 
 namespace tessera::comm::mpi {
 
