@@ -7,13 +7,13 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/bench.h"
+#include "cli/bench_plot.h"
+#include "cli/bench_rows.h"
 #include "cli/common.h"
 #include "tessera/comm/algorithms/plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/bench/measure.h"
-#include "tessera/comm/bench/plot.h"
-#include "tessera/comm/bench/row.h"
 #include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
@@ -25,7 +25,6 @@ namespace tessera::cli {
 namespace {
 
 using comm::bench::Buffers;
-using comm::bench::Row;
 using comm::bench::Workload;
 
 constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32", at::kFloat},
@@ -103,7 +102,7 @@ Plan read_plan(const BenchCommFlags& flags) {
   plan.dtype = read_dtype(flags.dtype);
   const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
   for (const auto& text : flags.bytes) {
-    plan.bytes.push_back(comm::bench::parse_bytes("--bytes", text));
+    plan.bytes.push_back(parse_bytes("--bytes", text));
     require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
             " bytes of an element; give one, or another --dtype than ", flags.dtype);
   }
@@ -150,10 +149,10 @@ void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> row
   if (flags.json) {
     write_lines(stdout, rows);
   } else {
-    std::fputs(comm::bench::format_table(rows).c_str(), stdout);
+    std::fputs(format_table(rows).c_str(), stdout);
   }
   if (!flags.table.empty()) write_table(flags.table, rows);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, comm::bench::plot(rows));
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, plot(rows));
 }
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.

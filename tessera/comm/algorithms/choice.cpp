@@ -31,16 +31,14 @@ AlgorithmChoice::AlgorithmChoice(const WorldOptions& options) {
   require(!text.empty(), "comm.algorithm is empty: expected auto, an algorithm, or op=algorithm,...");
   require(text == "auto" || text == kEngineAlgorithm || options.backend != "nccl", "comm.algorithm = ", text,
           ": comm.backend = nccl has algorithms of its own and runs no other; set comm.algorithm = auto");
-  if (text.find('=') == std::string::npos) {
-    if (text == "auto") {
-      rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
-    } else if (text != kEngineAlgorithm) {
-      check_algorithm("comm.algorithm", text);
-      everywhere_ = text;
-    }
-    return;
+  const bool for_each = text.find('=') != std::string::npos;
+  if (for_each || text == "auto") {
+    rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
+  } else if (text != kEngineAlgorithm) {
+    check_algorithm("comm.algorithm", text);
+    everywhere_ = text;
   }
-  rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
+  if (!for_each) return;
   for (size_t begin = 0; begin <= text.size();) {
     const auto end = std::min(text.find(',', begin), text.size());
     const auto item = text.substr(begin, end - begin);

@@ -42,30 +42,17 @@ Record record_of(const Call& call, const GroupInfo& group) {
           .site = std::string(CallSite::current())};
 }
 
+/// Without an inner engine it computes nothing.
 class RecordEngine : public DecoratedEngine {
  public:
-  RecordEngine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner)
-      : DecoratedEngine(group, std::move(inner)), recorder_(std::move(recorder)) {}
+  RecordEngine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner, ScratchBytes scratch_bytes = {})
+      : DecoratedEngine(group, std::move(inner)), recorder_(std::move(recorder)), scratch_bytes_(std::move(scratch_bytes)) {}
 
   Work start(const Call& call) override {
     recorder_->add(record_of(call, group()));
-    return inner()->start(call);
-  }
-
- private:
-  std::shared_ptr<Recorder> recorder_;
-};
-
-class DryEngine : public DecoratedEngine {
- public:
-  DryEngine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes)
-      : DecoratedEngine(group, nullptr), recorder_(std::move(recorder)), scratch_bytes_(std::move(scratch_bytes)) {}
-
-  Work start(const Call& call) override {
-    recorder_->add(record_of(call, group()));
+    if (inner()) return inner()->start(call);
     const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
-    if (bytes == 0) return completed_work();
-    return completed_work(at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
+    return completed_work(bytes == 0 ? at::Tensor() : at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
   }
 
  private:
@@ -112,7 +99,7 @@ std::shared_ptr<Engine> make_record_engine(std::shared_ptr<Recorder> recorder, c
 }
 
 std::shared_ptr<Engine> make_dry_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes) {
-  return std::make_shared<DryEngine>(std::move(recorder), group, std::move(scratch_bytes));
+  return std::make_shared<RecordEngine>(std::move(recorder), group, nullptr, std::move(scratch_bytes));
 }
 
 Decorator recording(std::shared_ptr<Recorder> recorder) {
