@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <array>
+
 #include <net/if.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -11,20 +14,8 @@ namespace {
 
 // Gloo knows a few dtypes; what it only moves it may take for another type of the same width.
 at::Tensor as_carried(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kBool:
-    case at::kInt:
-    case at::kLong:
-      return tensor;
-    default:
-      break;
-  }
+  constexpr std::array kKnown{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kBool, at::kInt, at::kLong};
+  if (std::ranges::find(kKnown, tensor.scalar_type()) != kKnown.end()) return tensor;
   switch (tensor.element_size()) {
     case 1:
       return tensor.view(at::kByte);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 
 #include "tessera/comm/flight_record/text.h"
 #include "tessera/comm/flight_record/verdict.h"
@@ -7,19 +8,9 @@
 namespace tessera::comm::flight {
 namespace {
 
+// In the order of State.
 const char* state_of(const RecordedCall& call) {
-  switch (call.state) {
-    case State::Entered:
-    case State::Waiting:
-      return "waits";
-    case State::InFlight:
-      return "in flight";
-    case State::Completed:
-      return "outside";
-    case State::Failed:
-      return "failed";
-  }
-  return "unknown";
+  return std::array{"waits", "in flight", "waits", "outside", "failed"}[static_cast<size_t>(call.state) - static_cast<size_t>(State::Entered)];
 }
 
 // What holds the rank up, by the earliest entry; or else its last call.
