@@ -5,16 +5,16 @@
 
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "cli/bench.h"
+#include "cli/bench_plot.h"
+#include "cli/bench_rows.h"
 #include "cli/common.h"
 #include "tessera/comm/algorithms/plan.h"
 #include "tessera/comm/algorithms/table.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/bench/measure.h"
-#include "tessera/comm/bench/plot.h"
-#include "tessera/comm/bench/row.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
@@ -25,7 +25,6 @@ namespace tessera::cli {
 namespace {
 
 using comm::bench::Buffers;
-using comm::bench::Row;
 using comm::bench::Workload;
 
 constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32", at::kFloat},
@@ -103,7 +102,7 @@ Plan read_plan(const BenchCommFlags& flags) {
   plan.dtype = read_dtype(flags.dtype);
   const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
   for (const auto& text : flags.bytes) {
-    plan.bytes.push_back(comm::bench::parse_bytes("--bytes", text));
+    plan.bytes.push_back(parse_bytes("--bytes", text));
     require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
             " bytes of an element; give one, or another --dtype than ", flags.dtype);
   }
@@ -150,10 +149,10 @@ void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> row
   if (flags.json) {
     write_lines(stdout, rows);
   } else {
-    std::fputs(comm::bench::format_table(rows).c_str(), stdout);
+    std::fputs(format_table(rows).c_str(), stdout);
   }
   if (!flags.table.empty()) write_table(flags.table, rows);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, comm::bench::plot(rows));
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, plot(rows));
 }
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
@@ -163,7 +162,7 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
   world.guard([&] {
     const auto group = world.group();
     const double link = comm::bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
-    const auto name = group.backend()->getBackendName();
+    const auto name = group.engine()->name();
     for (const auto& op : plan.ops) {
       if (!serves(algorithm, op)) continue;
       for (const int64_t bytes : plan.bytes) {

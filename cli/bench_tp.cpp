@@ -6,7 +6,7 @@
 
 #include "cli/bench.h"
 #include "cli/common.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"

@@ -23,12 +23,10 @@ struct Folder {
   std::string path;
 };
 
-class Idle : public DecoratedBackend {
+class Idle : public DecoratedEngine {
  public:
-  Idle() : DecoratedBackend(kWorld, {}) {}
-
- protected:
-  Work call(const Call&, const Forward&) override { return done_; }
+  Idle() : DecoratedEngine(kWorld, {}) {}
+  Work start(const Call&) override { return done_; }
 
  private:
   Work done_ = completed_work();
@@ -38,22 +36,21 @@ void enter_and_complete(benchmark::State& state) {
   const Folder folder;
   FlightRecord record(folder.path, kRank);
   const auto group = record.add_group(kWorld).value();
-  const std::vector<int64_t> shape{32, 768};
-  for (auto _ : state) {
-    const auto number =
-        record.enter(group, {.op = "all_reduce", .shape = shape, .dtype = at::kFloat, .reduction = "sum", .bytes = 98304, .site = "layers.17.mlp"});
-    record.mark(number, flight::State::Completed);
-  }
+  const auto tensor = at::zeros({32, 768});
+  const Call call{.op = Operation::AllReduce, .inputs = {tensor}, .outputs = {tensor}, .reduction = Op::Sum};
+  const CallSite site("layers.17.mlp");
+  for (auto _ : state) record.mark(record.enter(group, call), flight::State::Completed);
 }
 BENCHMARK(enter_and_complete)->Name("flight_record/enter_and_complete");
 
 void call_engine(benchmark::State& state, bool recorded) {
   const Folder folder;
-  c10::intrusive_ptr<c10d::Backend> engine = c10::make_intrusive<Idle>();
+  std::shared_ptr<Engine> engine = std::make_shared<Idle>();
   if (recorded) engine = flight_recording(folder.path, kRank)(engine, kWorld);
-  std::vector<at::Tensor> tensors{at::zeros({32, 768})};
+  const auto tensor = at::zeros({32, 768});
+  const Call call{.op = Operation::AllReduce, .inputs = {tensor}, .outputs = {tensor}, .reduction = Op::Sum};
   const CallSite site("layers.17.mlp");
-  for (auto _ : state) benchmark::DoNotOptimize(engine->allreduce(tensors));
+  for (auto _ : state) benchmark::DoNotOptimize(engine->start(call));
 }
 BENCHMARK_CAPTURE(call_engine, without, false)->Name("flight_record/all_reduce/without");
 BENCHMARK_CAPTURE(call_engine, with, true)->Name("flight_record/all_reduce/with");

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/call_site.h"
-#include "tessera/comm/caller_waits.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
@@ -17,50 +17,69 @@ namespace tessera::comm {
 
 using Clock = std::chrono::steady_clock;
 using Tensors = std::vector<at::Tensor>;
-using Work = c10::intrusive_ptr<c10d::Work>;
 
 struct Pending::State {
-  const char* op;
+  std::string_view name;  // of the collective, in errors
   Group group;
-  Clock::time_point start = Clock::now();
-  Tensors tensors;                 // alive until the engine is done with them
+  Call call;                       // its tensors live until the engine is done with them
   std::function<void()> finish{};  // unpacks outputs
+  Clock::time_point begin = Clock::now();
   Work work{};
 };
 
 namespace {
 
-[[noreturn]] void fail(const char* op, const Group& group, Clock::time_point start, const std::string& cause) {
-  const auto waited = seconds_since(start);
+[[noreturn]] void fail(std::string_view name, const Group& group, Clock::time_point begin, const std::string& cause) {
+  const auto waited = seconds_since(begin);
   std::string who = detail::concat("rank ", group.rank(), " of ", group.size());
   if (group.world_rank(group.rank()) != group.rank()) who += detail::concat(" (rank ", group.world_rank(group.rank()), " of the world)");
-  throw CommError(detail::concat(op, " of group ", group.name(), ", ", who, ": ", cause, "; waited ", waited, group.explain()));
+  throw CommError(detail::concat(name, " of group ", group.name(), ", ", who, ": ", cause, "; waited ", waited, group.explain()));
 }
 
-template <class Body>
-auto guarded(const char* op, const Group& group, Clock::time_point start, Body body) {
+// Throws what is being handled, in the words of the collective.
+[[noreturn]] void fail(std::string_view name, const Group& group, Clock::time_point begin) {
   try {
-    return body();
+    throw;
   } catch (const Error&) {
     throw;  // ours already: a decorator's verdict
   } catch (const c10::OutOfMemoryError&) {
     throw;  // of this rank alone, and no fault of the link
   } catch (...) {
-    fail(op, group, start, message_of(std::current_exception()));
+    fail(name, group, begin, message_of(std::current_exception()));
   }
 }
 
-// What c10d calls asyncOp: an engine may run the others on this thread.
-bool goes_on() { return !CallerWaits::now(); }
+// While alive on a thread: whoever starts a collective on it waits for it at once, so that an engine may run it there and wakes no thread to make progress
+// behind the caller's back.
+thread_local bool caller_waits = false;
 
-// Hands a collective to the engine. `start` gets the engine and returns its work.
-template <class Start>
-Pending launch(const char* op, const Group& group, Tensors tensors, Start start, std::function<void()> finish = {}) {
-  auto state = std::make_shared<Pending::State>(Pending::State{.op = op, .group = group, .tensors = std::move(tensors), .finish = std::move(finish)});
+class Now {
+ public:
+  Now() : before_(std::exchange(caller_waits, true)) {}
+  ~Now() { caller_waits = before_; }
+  Now(const Now&) = delete;
+  Now& operator=(const Now&) = delete;
+
+  void wait(Pending pending) const { pending.wait(); }
+
+ private:
+  Waiting waiting_;  // all of it, so that what is started and waited for inside reads no clock
+  bool before_;
+};
+
+// Hands a call to the engine.
+Pending start(const Group& group, Call call, std::string_view name = {}, std::function<void()> finish = {}) {
+  call.async = !caller_waits;
+  if (name.empty()) name = to_string(call.op);
+  auto state = std::make_shared<Pending::State>(Pending::State{.name = name, .group = group, .call = std::move(call), .finish = std::move(finish)});
   const Waiting waiting;
   const at::NoGradGuard no_grad;                    // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
-  state->work = guarded(op, group, state->start, [&] { return start(*group.backend()); });
+  try {
+    state->work = group.engine()->start(state->call);
+  } catch (...) {
+    fail(name, group, state->begin);
+  }
   return Pending(std::move(state));
 }
 
@@ -68,14 +87,6 @@ Pending launch(const char* op, const Group& group, Tensors tensors, Start start,
 at::Tensor packed(const at::Tensor& tensor) {
   const MemoryScope scratch(MemoryCategory::Comm);
   return tensor.detach().contiguous();
-}
-
-// A group of one: nothing to wait for.
-Pending at_once(const std::function<void()>& copy, const std::function<void()>& finish = {}) {
-  const at::NoGradGuard no_grad;
-  copy();
-  if (finish) finish();
-  return {};
 }
 
 std::string describe(const at::Tensor& tensor) {
@@ -108,23 +119,12 @@ void check_peer(const char* op, const Group& group, int peer) {
   invariant(peer >= 0 && peer < group.size(), op, " of group ", group.name(), ": rank ", peer, " is not one of its ", group.size());
 }
 
-void copy_unless_same(const at::Tensor& out, const at::Tensor& in) {
-  if (out.numel() == 0 || out.is_same(in)) return;
-  out.view(-1).copy_(in.reshape(-1));
-}
-
-c10d::ReduceOp engine_op(Op op) {
-  switch (op) {
-    case Op::Sum:
-      return c10d::ReduceOp::SUM;
-    case Op::Product:
-      return c10d::ReduceOp::PRODUCT;
-    case Op::Min:
-      return c10d::ReduceOp::MIN;
-    case Op::Max:
-      return c10d::ReduceOp::MAX;
-  }
-  throw InternalError("internal error: unknown reduction");
+// A group of one: a copy, and nothing to wait for.
+Pending at_once(const at::Tensor& out, const at::Tensor& in, const std::function<void()>& finish = {}) {
+  const at::NoGradGuard no_grad;
+  if (out.numel() > 0 && !out.is_same(in)) out.view(-1).copy_(in.reshape(-1));
+  if (finish) finish();
+  return {};
 }
 
 // Views of equal parts, as the engine's gather and scatter want them.
@@ -160,54 +160,50 @@ bool Pending::done() const { return !state_ || state_->work->isCompleted(); }
 
 void Pending::wait() {
   if (!state_) return;
-  const auto state = std::move(state_);
-  state_.reset();
+  const auto state = std::exchange(state_, nullptr);
   const Waiting waiting;
   const at::NoGradGuard no_grad;
-  const bool completed = guarded(state->op, state->group, state->start, [&] { return state->work->wait(); });
-  if (!completed) fail(state->op, state->group, state->start, "aborted");
+  bool completed = false;
+  try {
+    completed = state->work->wait();
+  } catch (...) {
+    fail(state->name, state->group, state->begin);
+  }
+  if (!completed) fail(state->name, state->group, state->begin, "aborted");
   if (state->finish) state->finish();
 }
 
 Pending all_reduce_async(const Group& group, const at::Tensor& tensor, Op op) {
   check_output("all_reduce", group, tensor);
   if (group.size() == 1) return {};
-  return launch("all_reduce", group, {tensor}, [&](c10d::Backend& engine) {
-    Tensors tensors{tensor.detach()};
-    return engine.allreduce(tensors, {.reduceOp = engine_op(op), .asyncOp = goes_on()});
-  });
+  const auto own = tensor.detach();
+  return start(group, {.op = Operation::AllReduce, .inputs = {own}, .outputs = {own}, .reduction = op});
 }
 
 Pending reduce_async(const Group& group, const at::Tensor& tensor, int root, Op op) {
   check_output("reduce", group, tensor);
   check_peer("reduce", group, root);
   if (group.size() == 1) return {};
-  return launch("reduce", group, {tensor}, [&](c10d::Backend& engine) {
-    Tensors tensors{tensor.detach()};
-    return engine.reduce(tensors, {.reduceOp = engine_op(op), .rootRank = root, .asyncOp = goes_on()});
-  });
+  const auto own = tensor.detach();
+  return start(group, {.op = Operation::Reduce, .inputs = {own}, .outputs = {own}, .peer = root, .reduction = op});
 }
 
 namespace {
 
-Pending start_all_gather(const char* op, const Group& group, const at::Tensor& out, const at::Tensor& in, std::function<void()> finish = {}) {
-  check_input(op, group, in);
-  check_output(op, group, out);
-  check_sizes(op, group, out, in, group.size());
-  if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); }, finish);
-  auto to = out.detach(), from = packed(in);
-  return launch(op, group, {to, from}, [&](c10d::Backend& engine) { return engine._allgather_base(to, from, {.asyncOp = goes_on()}); }, std::move(finish));
+Pending start_all_gather(const char* name, const Group& group, const at::Tensor& out, const at::Tensor& in, std::function<void()> finish = {}) {
+  check_input(name, group, in);
+  check_output(name, group, out);
+  check_sizes(name, group, out, in, group.size());
+  if (group.size() == 1) return at_once(out, in, finish);
+  return start(group, {.op = Operation::AllGather, .inputs = {packed(in)}, .outputs = {out.detach()}}, name, std::move(finish));
 }
 
 Pending start_reduce_scatter(const char* name, const Group& group, const at::Tensor& out, const at::Tensor& in, Op op, std::function<void()> finish = {}) {
   check_input(name, group, in);
   check_output(name, group, out);
   check_sizes(name, group, in, out, group.size());
-  if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); }, finish);
-  auto to = out.detach(), from = packed(in);
-  return launch(
-      name, group, {to, from}, [&](c10d::Backend& engine) { return engine._reduce_scatter_base(to, from, {.reduceOp = engine_op(op), .asyncOp = goes_on()}); },
-      std::move(finish));
+  if (group.size() == 1) return at_once(out, in, finish);
+  return start(group, {.op = Operation::ReduceScatter, .inputs = {packed(in)}, .outputs = {out.detach()}, .reduction = op}, name, std::move(finish));
 }
 
 }  // namespace
@@ -251,21 +247,16 @@ Pending all_to_all_async(const Group& group, const at::Tensor& out, const at::Te
   check_output("all_to_all", group, out);
   check_splits("all_to_all", group, out, out_splits);
   check_splits("all_to_all", group, in, in_splits);
-  if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); });
-  auto to = out.detach(), from = packed(in);
-  auto to_splits = out_splits, from_splits = in_splits;
-  return launch("all_to_all", group, {to, from},
-                [&](c10d::Backend& engine) { return engine.alltoall_base(to, from, to_splits, from_splits, {.asyncOp = goes_on()}); });
+  if (group.size() == 1) return at_once(out, in);
+  return start(group, {.op = Operation::AllToAll, .inputs = {packed(in)}, .outputs = {out.detach()}, .in_splits = in_splits, .out_splits = out_splits});
 }
 
 Pending broadcast_async(const Group& group, const at::Tensor& tensor, int root) {
   check_output("broadcast", group, tensor);
   check_peer("broadcast", group, root);
   if (group.size() == 1) return {};
-  return launch("broadcast", group, {tensor}, [&](c10d::Backend& engine) {
-    Tensors tensors{tensor.detach()};
-    return engine.broadcast(tensors, {.rootRank = root, .asyncOp = goes_on()});
-  });
+  const auto own = tensor.detach();
+  return start(group, {.op = Operation::Broadcast, .inputs = {own}, .outputs = {own}, .peer = root});
 }
 
 Pending gather_async(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
@@ -276,13 +267,9 @@ Pending gather_async(const Group& group, const at::Tensor& out, const at::Tensor
     check_output("gather", group, out);
     check_sizes("gather", group, out, in, group.size());
   }
-  if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); });
-  Tensors from{packed(in)};
-  return launch("gather", group, {out, from[0]}, [&](c10d::Backend& engine) {
-    std::vector<Tensors> to;
-    if (receives) to.push_back(equal_parts(out.detach(), in, group.size()));
-    return engine.gather(to, from, {.rootRank = root, .asyncOp = goes_on()});
-  });
+  if (group.size() == 1) return at_once(out, in);
+  auto to = receives ? equal_parts(out.detach(), in, group.size()) : Tensors();
+  return start(group, {.op = Operation::Gather, .inputs = {packed(in)}, .outputs = std::move(to), .peer = root});
 }
 
 Pending scatter_async(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
@@ -293,98 +280,56 @@ Pending scatter_async(const Group& group, const at::Tensor& out, const at::Tenso
     check_input("scatter", group, in);
     check_sizes("scatter", group, in, out, group.size());
   }
-  if (group.size() == 1) return at_once([&] { copy_unless_same(out, in); });
-  const auto whole = sends ? packed(in) : at::Tensor();
-  return launch("scatter", group, {out, whole}, [&](c10d::Backend& engine) {
-    std::vector<Tensors> from;
-    if (sends) from.push_back(equal_parts(whole, out, group.size()));
-    Tensors to{out.detach()};
-    return engine.scatter(to, from, {.rootRank = root, .asyncOp = goes_on()});
-  });
+  if (group.size() == 1) return at_once(out, in);
+  auto from = sends ? equal_parts(packed(in), out, group.size()) : Tensors();
+  return start(group, {.op = Operation::Scatter, .inputs = std::move(from), .outputs = {out.detach()}, .peer = root});
 }
 
 Pending send_async(const Group& group, const at::Tensor& tensor, int dst, int tag) {
   check_input("send", group, tensor);
   check_peer("send", group, dst);
   invariant(dst != group.rank(), "send of group ", group.name(), ": rank ", dst, " sends to itself");
-  const auto from = packed(tensor);
-  return launch("send", group, {from}, [&](c10d::Backend& engine) {
-    Tensors tensors{from};
-    return engine.send(tensors, dst, tag);
-  });
+  return start(group, {.op = Operation::Send, .inputs = {packed(tensor)}, .peer = dst, .tag = tag});
 }
 
 Pending recv_async(const Group& group, const at::Tensor& tensor, int src, int tag) {
   check_output("recv", group, tensor);
   check_peer("recv", group, src);
   invariant(src != group.rank(), "recv of group ", group.name(), ": rank ", src, " receives from itself");
-  return launch("recv", group, {tensor}, [&](c10d::Backend& engine) {
-    Tensors tensors{tensor.detach()};
-    return engine.recv(tensors, src, tag);
-  });
+  return start(group, {.op = Operation::Recv, .outputs = {tensor.detach()}, .peer = src, .tag = tag});
 }
 
-Pending barrier_async(const Group& group) {
-  if (group.size() == 1) return {};
-  return launch("barrier", group, {}, [](c10d::Backend& engine) { return engine.barrier({.asyncOp = goes_on()}); });
-}
+Pending barrier_async(const Group& group) { return group.size() == 1 ? Pending() : start(group, {.op = Operation::Barrier}); }
 
 at::Tensor empty(const Group& group, at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const auto engine = group.backend();
   const MemoryLabel label(MemoryLabel::current().empty() ? CallSite::current() : std::string_view());
-  if (!engine || !options.device().is_cpu() || !engine->supportsTensorAlloc(0)) return at::empty(sizes, options);
-  return guarded("empty", group, Clock::now(), [&] { return engine->allocateTensor(c10::multiply_integers(sizes), options); }).view(sizes);
+  at::Tensor flat;
+  const auto begin = Clock::now();
+  try {
+    if (group.engine() && options.device().is_cpu()) flat = group.engine()->empty(c10::multiply_integers(sizes), options);
+  } catch (...) {
+    fail("empty", group, begin);
+  }
+  return flat.defined() ? flat.view(sizes) : at::empty(sizes, options);
 }
 
-namespace {
-
-template <class Start>
-void now(const Start& start) {
-  const CallerWaits waits;
-  start().wait();
-}
-
-}  // namespace
-
-void all_reduce(const Group& group, const at::Tensor& tensor, Op op) {
-  now([&] { return all_reduce_async(group, tensor, op); });
-}
-void reduce(const Group& group, const at::Tensor& tensor, int root, Op op) {
-  now([&] { return reduce_async(group, tensor, root, op); });
-}
-void all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) {
-  now([&] { return all_gather_async(group, out, in); });
-}
-void all_gather_uneven(const Group& group, const Tensors& outs, const at::Tensor& in) {
-  now([&] { return all_gather_uneven_async(group, outs, in); });
-}
-void reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, Op op) {
-  now([&] { return reduce_scatter_async(group, out, in, op); });
-}
+void all_reduce(const Group& group, const at::Tensor& tensor, Op op) { Now().wait(all_reduce_async(group, tensor, op)); }
+void reduce(const Group& group, const at::Tensor& tensor, int root, Op op) { Now().wait(reduce_async(group, tensor, root, op)); }
+void all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) { Now().wait(all_gather_async(group, out, in)); }
+void all_gather_uneven(const Group& group, const Tensors& outs, const at::Tensor& in) { Now().wait(all_gather_uneven_async(group, outs, in)); }
+void reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, Op op) { Now().wait(reduce_scatter_async(group, out, in, op)); }
 void reduce_scatter_uneven(const Group& group, const at::Tensor& out, const Tensors& ins, Op op) {
-  now([&] { return reduce_scatter_uneven_async(group, out, ins, op); });
+  Now().wait(reduce_scatter_uneven_async(group, out, ins, op));
 }
 void all_to_all(const Group& group, const at::Tensor& out, const at::Tensor& in, const std::vector<int64_t>& out_splits,
                 const std::vector<int64_t>& in_splits) {
-  now([&] { return all_to_all_async(group, out, in, out_splits, in_splits); });
+  Now().wait(all_to_all_async(group, out, in, out_splits, in_splits));
 }
-void broadcast(const Group& group, const at::Tensor& tensor, int root) {
-  now([&] { return broadcast_async(group, tensor, root); });
-}
-void gather(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
-  now([&] { return gather_async(group, out, in, root); });
-}
-void scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) {
-  now([&] { return scatter_async(group, out, in, root); });
-}
-void send(const Group& group, const at::Tensor& tensor, int dst, int tag) {
-  now([&] { return send_async(group, tensor, dst, tag); });
-}
-void recv(const Group& group, const at::Tensor& tensor, int src, int tag) {
-  now([&] { return recv_async(group, tensor, src, tag); });
-}
-void barrier(const Group& group) {
-  now([&] { return barrier_async(group); });
-}
+void broadcast(const Group& group, const at::Tensor& tensor, int root) { Now().wait(broadcast_async(group, tensor, root)); }
+void gather(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) { Now().wait(gather_async(group, out, in, root)); }
+void scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, int root) { Now().wait(scatter_async(group, out, in, root)); }
+void send(const Group& group, const at::Tensor& tensor, int dst, int tag) { Now().wait(send_async(group, tensor, dst, tag)); }
+void recv(const Group& group, const at::Tensor& tensor, int src, int tag) { Now().wait(recv_async(group, tensor, src, tag)); }
+void barrier(const Group& group) { Now().wait(barrier_async(group)); }
 
 }  // namespace tessera::comm

@@ -1,40 +1,42 @@
 #include "tessera/comm/group.h"
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
+#include "tessera/comm/backends/c10d_engine.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 
 struct Group::State {
   GroupInfo info;
-  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<Engine> engine;
   std::function<std::string()> explain;
   std::shared_ptr<BackwardUsers> in_backward = std::make_shared<BackwardUsers>();
 };
 
 Group::Group() : Group(self()) {}
 
-Group Group::self(std::string name) { return Group({.name = std::move(name)}, {}); }
+Group Group::self(std::string name) { return {{.name = std::move(name)}, std::shared_ptr<Engine>()}; }
 
-Group::Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::function<std::string()> explain) {
+Group::Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::function<std::string()> explain)
+    : Group(std::move(info), backend ? std::make_shared<C10dEngine>(std::move(backend)) : nullptr, std::move(explain)) {}
+
+Group::Group(GroupInfo info, std::shared_ptr<Engine> engine, std::function<std::string()> explain) {
   invariant(info.size >= 1 && info.rank >= 0 && info.rank < info.size, "group ", info.name, ": rank ", info.rank, " of ", info.size);
   invariant(info.ranks.empty() || static_cast<int>(info.ranks.size()) == info.size, "group ", info.name, ": ", info.ranks.size(), " members for size ",
             info.size);
-  invariant(info.size == 1 || backend, "group ", info.name, " of ", info.size, " has no engine");
-  state_ = std::make_shared<const State>(State{.info = std::move(info), .backend = std::move(backend), .explain = std::move(explain)});
+  invariant(info.size == 1 || engine, "group ", info.name, " of ", info.size, " has no engine");
+  state_ = std::make_shared<const State>(State{.info = std::move(info), .engine = std::move(engine), .explain = std::move(explain)});
 }
 
 int Group::rank() const { return state_->info.rank; }
 int Group::size() const { return state_->info.size; }
 const std::string& Group::name() const { return state_->info.name; }
 std::chrono::milliseconds Group::timeout() const { return state_->info.timeout; }
-c10::intrusive_ptr<c10d::Backend> Group::backend() const { return state_->backend; }
+const std::shared_ptr<Engine>& Group::engine() const { return state_->engine; }
 
 int Group::world_rank(int member) const {
   const auto& info = state_->info;
   invariant(member >= 0 && member < info.size, "group ", info.name, " of ", info.size, " has no member ", member);
-  return info.ranks.empty() ? member : info.ranks[member];
+  return info.world_rank(member);
 }
 
 BackwardUsers& Group::in_backward() const { return *state_->in_backward; }

@@ -9,6 +9,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "tessera/comm/operation.h"
 #include "tessera/core/attachment.h"
 
 namespace c10d {
@@ -17,8 +18,7 @@ class Backend;
 
 namespace tessera::comm {
 
-/// How the elements of several ranks become one. Averaging is the caller's division: who divides, and by what, is part of a technique.
-enum class Op { Sum, Product, Min, Max };
+class Engine;
 
 /// What makes a group: said once when it is created, and shown to every decorator of its engine.
 struct GroupInfo {
@@ -27,6 +27,8 @@ struct GroupInfo {
   int size = 1;
   std::vector<int> ranks{};              ///< the members' ranks in the world, in group order; empty means 0 .. size - 1
   std::chrono::milliseconds timeout{0};  ///< of each collective; 0 where nothing can wait
+
+  int world_rank(int member) const { return ranks.empty() ? member : ranks[member]; }
 };
 
 /// Who makes collectives on an engine while a backward pass runs. An engine has one sequence of collectives, the same on every rank; two who start theirs as
@@ -51,6 +53,8 @@ class Group {
   static Group self(std::string name = "self");
 
   /// Throws InternalError where a group of several has no engine. `explain` is asked, when a collective fails, what the world knows of the cause.
+  Group(GroupInfo info, std::shared_ptr<Engine> engine, std::function<std::string()> explain = {});
+  /// On a backend of libtorch's, or one that is written for it.
   Group(GroupInfo info, c10::intrusive_ptr<c10d::Backend> backend, std::function<std::string()> explain = {});
 
   int rank() const;
@@ -60,7 +64,7 @@ class Group {
   int world_rank(int member) const;
   std::chrono::milliseconds timeout() const;
   /// The engine with its decorators; null in a group of one.
-  c10::intrusive_ptr<c10d::Backend> backend() const;
+  const std::shared_ptr<Engine>& engine() const;
   /// Shared by all copies of this group.
   BackwardUsers& in_backward() const;
   /// Counts a synchronizer in in_backward() until the attachment goes.

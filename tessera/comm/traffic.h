@@ -1,7 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+
+#include "tessera/comm/operation.h"
 
 namespace tessera::comm {
 
@@ -12,7 +13,7 @@ struct Traffic {
   bool operator==(const Traffic&) const = default;
 };
 
-/// `op` is a record's name of a collective; `bytes` is the size of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
+/// `bytes` is the size of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
 ///   all_reduce                        2(n-1) steps   2 bytes (n-1)/n
 ///   all_gather, reduce_scatter,
 ///   all_to_all (equal parts)          n-1 steps      bytes (n-1)/n
@@ -21,7 +22,7 @@ struct Traffic {
 ///   scatter                           n-1 steps      bytes (n-1)/n
 ///   send                              1 step         bytes
 ///   recv, barrier                     1 step         0
-/// Nothing where n = 1. Throws InternalError for another name.
-Traffic traffic(std::string_view op, int ranks, int64_t bytes);
+/// Nothing where n = 1.
+Traffic traffic(Operation op, int ranks, int64_t bytes);
 
 }  // namespace tessera::comm

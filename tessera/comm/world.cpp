@@ -8,15 +8,15 @@
 #include <thread>
 
 #include <fmt/ranges.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/algorithms/choice.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/decorators/standard.h"
 #include "tessera/comm/endpoint.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/network.h"
 #include "tessera/comm/rendezvous.h"
@@ -66,30 +66,30 @@ struct World::State {
   Store store;                         // null when alone or dry
   std::shared_ptr<Recorder> recorder;  // dry worlds only
   ScratchBytes dry_scratch;            // dry worlds only
-  std::unique_ptr<Engine> engine;
+  std::unique_ptr<EngineFactory> factory;
   std::vector<Decorator> decorators;  // of every group, the last is outermost
   Group everyone;
 
   std::mutex mutex;
-  std::map<std::string, int> formed;                       // groups so far, by name and members
-  std::vector<c10::intrusive_ptr<c10d::Backend>> engines;  // kept to the end: a group that closes early looks like a failure to its peers
+  std::map<std::string, int> formed;             // groups so far, by name and members
+  std::vector<std::shared_ptr<Engine>> engines;  // kept to the end: a group that closes early looks like a failure to its peers
   std::optional<bool> left;
 
   bool serves_store() const { return environment.rank == 0 && !environment.agent_store; }
 
   Group make_group(GroupInfo info) {
-    if (info.size == 1) return Group(std::move(info), {});
+    if (info.size == 1) return {std::move(info), std::shared_ptr<Engine>()};
     info.timeout = options.timeout;
-    auto backend = recorder ? make_dry_backend(recorder, info, dry_scratch) : connect(info);
-    for (const auto& decorate : decorators) backend = decorate(std::move(backend), info);
+    auto made = recorder ? make_dry_engine(recorder, info, dry_scratch) : connect(info);
+    for (const auto& decorate : decorators) made = decorate(std::move(made), info);
     {
       const std::lock_guard lock(mutex);
-      engines.push_back(backend);
+      engines.push_back(made);
     }
-    return Group(std::move(info), std::move(backend), [store = store] { return read_failure(store); });
+    return Group(std::move(info), std::move(made), [store = store] { return read_failure(store); });
   }
 
-  c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& info) {
+  std::shared_ptr<Engine> connect(const GroupInfo& info) {
     const auto start = Clock::now();
     const auto members = info.ranks.empty() ? "all" : fmt::format("{:016x}", hash_string(fmt::format("{}", fmt::join(info.ranks, ","))));
     auto key = fmt::format("group/{}/{}", info.name, members);
@@ -98,7 +98,7 @@ struct World::State {
       key += fmt::format("/{}", formed[key]++);
     }
     try {
-      return engine->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
+      return factory->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
     } catch (...) {
       const auto cause = message_of(std::current_exception());
       const auto failure = read_failure(store);
@@ -188,7 +188,7 @@ World World::join(const Environment& environment, Store store, const WorldOption
   if (environment.size > 1) {
     invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
-    state->engine = make_engine({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host});
+    state->factory = make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host});
     state->decorators = standard_decorators({.environment = environment, .options = state->options, .store = state->store});
   }
   return World(std::move(state));
@@ -240,7 +240,7 @@ std::string World::reported_failure() const noexcept { return state_ ? read_fail
 
 void World::abort() const noexcept {
   if (!state_) return;
-  std::vector<c10::intrusive_ptr<c10d::Backend>> engines;
+  std::vector<std::shared_ptr<Engine>> engines;
   {
     const std::lock_guard lock(state_->mutex);
     engines = state_->engines;

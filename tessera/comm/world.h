@@ -25,7 +25,7 @@ namespace tessera::comm {
 class Recorder;
 
 /// Wraps the engine of a new group: tracing, checking, fault injection and recording enter here, and callers never know.
-using Decorator = std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group)>;
+using Decorator = std::function<std::shared_ptr<Engine>(std::shared_ptr<Engine> inner, const GroupInfo& group)>;
 
 struct WorldOptions {
   std::string backend = "auto";                                 ///< comm.backend

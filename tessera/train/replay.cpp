@@ -9,7 +9,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>
 
 #include "tessera/checkpoint/gather_json.h"
@@ -17,6 +16,7 @@
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
@@ -86,7 +86,7 @@ nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, co
     numbers.push_back(known - hosts.begin());
     if (known == hosts.end()) hosts.push_back(host.get<std::string>());
   }
-  return {{"engine", tensor.backend()->getBackendName()},
+  return {{"engine", tensor.engine()->name()},
           {"algorithms", comm::recorded_choice(options)},
           {"hosts", std::move(numbers)},
           {"sequence_parallel", config.tensor.sequence_parallel},

@@ -47,7 +47,8 @@ std::string refusal_to_choose(Ask ask) {
 
 std::string choice_of(const AlgorithmChoice& choice, const std::string& op, int64_t elements, int ranks = 4, const std::string& backend = "gloo") {
   const auto tensor = at::empty({elements}, at::kMeta);
-  const Call call{.op = op, .inputs = {tensor}, .outputs = {tensor}, .whole = {elements}, .peer = 0, .reduction = Op::Sum};
+  const auto named = std::ranges::find(kOperationNames, op) - kOperationNames.begin();
+  const Call call{.op = static_cast<Operation>(named), .inputs = {tensor}, .outputs = {tensor}, .peer = 0, .reduction = Op::Sum};
   const auto plan = choice.plan_for(call, {.name = "test", .rank = 0, .size = ranks}, backend);
   return plan ? plan->algorithm : "engine";
 }

@@ -7,7 +7,7 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/algorithms/execute.h"
 #include "tessera/comm/algorithms/plan.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/algorithm.h"
@@ -48,7 +48,7 @@ Pair make_pair_of(World& world, const std::string& algorithm, std::vector<int> h
   options.algorithm = algorithm;
   auto info = GroupInfo{.name = "planned", .rank = world.rank(), .size = world.size(), .timeout = std::chrono::seconds(60)};
   auto choice = std::make_shared<const AlgorithmChoice>(options);
-  return {engine, Group(info, make_algorithm_backend(std::move(choice), std::move(hosts), info, engine.backend()))};
+  return {engine, Group(info, make_algorithm_engine(std::move(choice), std::move(hosts), info, engine.engine()))};
 }
 
 void compare(const Pair& groups, const std::function<at::Tensor(const Group&)>& collective, const std::string& what) {

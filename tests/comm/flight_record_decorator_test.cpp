@@ -26,7 +26,7 @@ using flight::State;
 // A decorator that makes each rank's record when its first group, the world, is made: ranks are threads here.
 Decorator recording_into(const std::filesystem::path& dir, int size, std::vector<Decorator>& of_rank) {
   of_rank.resize(size);
-  return [&, dir, size](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
+  return [&, dir, size](std::shared_ptr<Engine> inner, const GroupInfo& group) {
     auto& decorate = of_rank[group.ranks.empty() ? group.rank : group.ranks[group.rank]];
     if (!decorate) decorate = flight_recording(dir, rank_of(group.rank, size));
     return decorate(std::move(inner), group);
@@ -94,7 +94,7 @@ TEST_F(FlightRecords, NameTheRankThatHangs) {
 TEST_F(FlightRecords, ThatCannotBeMadeAreDoneWithout) {
   std::ofstream(dir / "file") << "in the way";
   const auto decorate = flight_recording(dir / "file", rank_of(0, 2));
-  const auto inner = c10::intrusive_ptr<c10d::Backend>();
+  const auto inner = std::shared_ptr<Engine>();
   EXPECT_EQ(decorate(inner, world_of(0, 2)), inner);
 }
 
@@ -117,34 +117,33 @@ class ScriptedWork : public c10d::Work {
  public:
   void end(std::exception_ptr error = nullptr) { finish(std::move(error)); }
 };
-class ScriptedBackend : public DecoratedBackend {
+class ScriptedEngine : public DecoratedEngine {
  public:
-  explicit ScriptedBackend(const GroupInfo& group) : DecoratedBackend(group, {}) {}
+  explicit ScriptedEngine(const GroupInfo& group) : DecoratedEngine(group, {}) {}
   c10::intrusive_ptr<ScriptedWork> work;
 
- protected:
-  Work call(const Call&, const Forward&) override {
+  Work start(const Call&) override {
     if (!work) throw std::runtime_error("refused");
     return work;
   }
 };
 
 TEST_F(FlightRecords, FollowACallFromStateToState) {
-  const auto engine = c10::make_intrusive<ScriptedBackend>(world_of(0, 2));
-  const auto backend = flight_recording(dir, rank_of(0, 2))(engine, world_of(0, 2));
+  const auto engine = std::make_shared<ScriptedEngine>(world_of(0, 2));
+  const auto recorded = flight_recording(dir, rank_of(0, 2))(engine, world_of(0, 2));
   const auto last = [&] { return read(0).calls.back().state; };
   const auto failure = std::make_exception_ptr(std::runtime_error("cut"));
 
-  EXPECT_THROW(backend->barrier(), std::runtime_error);
+  EXPECT_THROW(recorded->start({.op = Operation::Barrier}), std::runtime_error);
   EXPECT_EQ(last(), State::Failed);
 
   engine->work = c10::make_intrusive<ScriptedWork>();
   engine->work->end();
-  EXPECT_EQ(backend->barrier().get(), engine->work.get()) << "work that is done needs no wrapper";
+  EXPECT_EQ(recorded->start({.op = Operation::Barrier}).get(), engine->work.get()) << "work that is done needs no wrapper";
   EXPECT_EQ(last(), State::Completed);
 
   engine->work = c10::make_intrusive<ScriptedWork>();
-  auto work = backend->barrier();
+  auto work = recorded->start({.op = Operation::Barrier});
   EXPECT_FALSE(work->isCompleted());
   EXPECT_EQ(last(), State::InFlight);
   std::thread waiter([&] { EXPECT_TRUE(work->wait()); });
@@ -155,19 +154,19 @@ TEST_F(FlightRecords, FollowACallFromStateToState) {
   EXPECT_EQ(last(), State::Completed);
 
   engine->work = c10::make_intrusive<ScriptedWork>();
-  work = backend->barrier();
+  work = recorded->start({.op = Operation::Barrier});
   engine->work->end(failure);
   EXPECT_THROW(work->wait(), std::runtime_error);
   EXPECT_EQ(last(), State::Failed);
 
   engine->work = c10::make_intrusive<ScriptedWork>();
-  work = backend->barrier();
+  work = recorded->start({.op = Operation::Barrier});
   engine->work->end();
   work.reset();  // nobody waited
   EXPECT_EQ(last(), State::Completed);
 
   engine->work = c10::make_intrusive<ScriptedWork>();
-  work = backend->barrier();
+  work = recorded->start({.op = Operation::Barrier});
   work.reset();
   EXPECT_EQ(last(), State::InFlight);
 }

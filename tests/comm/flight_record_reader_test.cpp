@@ -26,7 +26,7 @@ TEST_F(FlightRecords, ThatAreDamagedAreRefusedByOffset) {
   const auto damaged = [&](size_t offset, auto value) {
     {
       FlightRecord record(dir, rank_of(0, 2), 10);
-      record.enter(record.add_group(world_of(0, 2)).value(), {.op = "barrier"});
+      record.enter(record.add_group(world_of(0, 2)).value(), {.op = Operation::Barrier});
     }
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(static_cast<std::streamoff>(offset));

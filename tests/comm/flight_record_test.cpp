@@ -4,12 +4,14 @@
 #include <thread>
 #include <vector>
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "tessera/comm/call_site.h"
 #include "tests/comm/flight_record_files.h"
 
 namespace tessera::comm {
@@ -23,11 +25,13 @@ TEST_F(FlightRecords, GiveBackWhatWasEntered) {
     FlightRecord record(dir / "made" / "here", rank_of(2, 5));
     const auto world = record.add_group(world_of(2, 5)).value();
     const auto tp = record.add_group({.name = "tp", .rank = 1, .size = 2, .ranks = {4, 2}}).value();
-    const std::vector<int64_t> shape{32, 768};
-    EXPECT_EQ(record.enter(tp, {.op = "reduce_scatter", .shape = shape, .dtype = at::kBFloat16, .reduction = "sum", .bytes = 49152, .site = "layers.3.mlp"}),
-              0);
-    EXPECT_EQ(record.enter(world, {.op = "send", .peer = 4, .tag = 9, .message = 17}), 1);
-    EXPECT_EQ(record.enter(tp, {.op = "barrier"}), 2);
+    {
+      const CallSite site("layers.3.mlp");
+      const auto whole = at::empty({32, 768}, at::kBFloat16);
+      EXPECT_EQ(record.enter(tp, {.op = Operation::ReduceScatter, .inputs = {whole}, .outputs = {whole[0]}, .reduction = Op::Sum}), 0);
+    }
+    EXPECT_EQ(record.enter(world, {.op = Operation::Send, .peer = 4, .tag = 9}, 17), 1);
+    EXPECT_EQ(record.enter(tp, {.op = Operation::Barrier}), 2);
     record.mark(0, State::Completed);
     record.mark(1, State::Waiting);
     record.mark(2, State::Failed);
@@ -73,8 +77,9 @@ TEST_F(FlightRecords, KeepTheLastOnesAndTheEndOfALongSite) {
   FlightRecord record(dir, rank_of(0, 2), 4);
   const auto group = record.add_group(world_of(0, 2)).value();
   const std::string site = "first" + std::string(200, '.') + "layers.17.mlp";
-  const std::vector<int64_t> shape(9, 3);
-  for (int i = 0; i < 10; ++i) record.enter(group, {.op = "all_to_all_of_a_long_name", .shape = shape, .site = site});
+  const CallSite here(site);
+  const auto tensor = at::empty(std::vector<int64_t>(9, 3), at::kMeta);
+  for (int i = 0; i < 10; ++i) record.enter(group, {.op = Operation::AllToAll, .inputs = {tensor}, .outputs = {tensor}});
   record.mark(1, State::Failed);  // its slot belongs to a later call now
   record.mark(9, State::Completed);
   const auto calls = read(0).calls;
@@ -83,7 +88,7 @@ TEST_F(FlightRecords, KeepTheLastOnesAndTheEndOfALongSite) {
     EXPECT_EQ(calls[i].number, 6 + i);
     EXPECT_EQ(calls[i].sequence, 7 + i);
     EXPECT_EQ(calls[i].state, i == 3 ? State::Completed : State::Entered);
-    EXPECT_EQ(calls[i].op, "all_to_all_of_a");
+    EXPECT_EQ(calls[i].op, "all_to_all");
     EXPECT_EQ(calls[i].site.size(), 87);
     EXPECT_TRUE(calls[i].site.starts_with("..") && calls[i].site.ends_with("layers.17.mlp")) << calls[i].site;
     EXPECT_EQ(calls[i].shape.size(), 8);
@@ -101,7 +106,7 @@ TEST_F(FlightRecords, OfSeveralThreadsHaveAllCalls) {
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([&, i] {
       const auto group = record.add_group({.name = "group" + std::to_string(i), .rank = 0, .size = 2}).value();
-      for (int k = 0; k < 1000; ++k) record.mark(record.enter(group, {.op = "barrier", .tag = k}), State::Completed);
+      for (int k = 0; k < 1000; ++k) record.mark(record.enter(group, {.op = Operation::Barrier, .tag = k}), State::Completed);
     });
   }
   for (auto& thread : threads) thread.join();
@@ -139,8 +144,8 @@ TEST_F(FlightRecords, OutliveAKilledProcess) {
   if (child == 0) {
     FlightRecord record(dir, rank_of(1, 2));
     const auto group = record.add_group(world_of(1, 2)).value();
-    record.mark(record.enter(group, {.op = "all_reduce"}), State::Completed);
-    record.enter(group, {.op = "barrier"});
+    record.mark(record.enter(group, {.op = Operation::AllReduce}), State::Completed);
+    record.enter(group, {.op = Operation::Barrier});
     kill(getpid(), SIGKILL);
   }
   int status = 0;

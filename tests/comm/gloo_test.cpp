@@ -2,9 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <net/if.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
@@ -62,9 +61,10 @@ TEST(Gloo, TimeoutsOfOneCallAreHonored) {
   run_ranks(2,
             [](World& world) {
               if (world.rank() == 1) return;  // and leaves, so that rank 0's wait is ended by time alone
-              std::vector<at::Tensor> tensors{at::ones({4})};
+              const auto tensor = at::ones({4});
+              const Call call{.op = Operation::AllReduce, .inputs = {tensor}, .outputs = {tensor}, .reduction = Op::Sum, .timeout = 300ms};
               const auto start = std::chrono::steady_clock::now();
-              EXPECT_ANY_THROW(world.group().backend()->allreduce(tensors, {.timeout = 300ms})->wait());
+              EXPECT_ANY_THROW(world.group().engine()->start(call)->wait());
               const auto waited = std::chrono::steady_clock::now() - start;
               EXPECT_GE(waited, 250ms);
               EXPECT_LT(waited, 5s);
@@ -88,12 +88,12 @@ TEST(Engines, ThatAreMissingAreRefusedWithTheWayOut) {
 
 TEST(Engines, SayWhatTheyAllocateForADryRun) {
   const auto half = at::empty({6}, at::kHalf), whole = at::empty({6});
-  EXPECT_EQ(scratch_bytes("auto", {.op = "all_gather", .inputs = {whole}, .outputs = {whole}}), 0);
-  EXPECT_EQ(scratch_bytes("gloo", {.op = "all_gather", .inputs = {whole}, .outputs = {whole}}), 24);
-  EXPECT_EQ(scratch_bytes("mpi", {.op = "all_reduce", .inputs = {half}, .outputs = {half}}), 24);
-  EXPECT_EQ(scratch_bytes("mpi", {.op = "all_reduce", .inputs = {whole}, .outputs = {whole}}), 0);
-  EXPECT_EQ(scratch_bytes("nccl", {.op = "all_reduce", .inputs = {whole}, .outputs = {whole}}), 0);  // also where this machine lacks it
-  EXPECT_THROW(scratch_bytes("carrier pigeon", {.op = "barrier"}), ConfigError);
+  EXPECT_EQ(scratch_bytes("auto", {.op = Operation::AllGather, .inputs = {whole}, .outputs = {whole}}), 0);
+  EXPECT_EQ(scratch_bytes("gloo", {.op = Operation::AllGather, .inputs = {whole}, .outputs = {whole}}), 24);
+  EXPECT_EQ(scratch_bytes("mpi", {.op = Operation::AllReduce, .inputs = {half}, .outputs = {half}}), 24);
+  EXPECT_EQ(scratch_bytes("mpi", {.op = Operation::AllReduce, .inputs = {whole}, .outputs = {whole}}), 0);
+  EXPECT_EQ(scratch_bytes("nccl", {.op = Operation::AllReduce, .inputs = {whole}, .outputs = {whole}}), 0);  // also where this machine lacks it
+  EXPECT_THROW(scratch_bytes("carrier pigeon", {.op = Operation::Barrier}), ConfigError);
 }
 
 TEST(Rendezvous, FormatsRanks) {

@@ -81,7 +81,7 @@ void run_injected(int n, const std::string& faults, const std::function<void(Wor
   // A decorator of each rank: calls are counted per rank.
   std::vector<std::shared_ptr<Decorator>> of_rank;
   for (int rank = 0; rank < n; ++rank) of_rank.push_back(std::make_shared<Decorator>(fault_injection(parse_faults(faults), rank, 0)));
-  inner.push_back([of_rank](c10::intrusive_ptr<c10d::Backend> backend, const GroupInfo& group) {
+  inner.push_back([of_rank](std::shared_ptr<Engine> backend, const GroupInfo& group) {
     return (*of_rank[group.ranks.empty() ? group.rank : group.ranks[group.rank]])(std::move(backend), group);
   });
   run_ranks(n, body, {.timeout = timeout, .decorators = inner});
@@ -216,10 +216,10 @@ TEST(Inject, AHangLastsUntilTheWorldIsAborted) {
 TEST(Inject, OnlyInItsAttempt) {
   for (const int attempt : {0, 1, 2}) {
     const auto decorate = fault_injection(parse_faults("rank=0,attempt=1,do=error"), 0, attempt);
-    const c10::intrusive_ptr<c10d::Backend> none;
-    EXPECT_EQ(decorate(none, {.size = 2}).defined(), attempt == 1) << "a rank without faults gets no decorator";
-    EXPECT_FALSE(fault_injection(parse_faults("rank=0,do=error,attempt=any"), 1, attempt)(none, {.size = 2}).defined());
-    EXPECT_TRUE(fault_injection(parse_faults("rank=0,do=error,attempt=any"), 0, attempt)(none, {.size = 2}).defined());
+    const std::shared_ptr<Engine> none;
+    EXPECT_EQ(decorate(none, {.size = 2}) != nullptr, attempt == 1) << "a rank without faults gets no decorator";
+    EXPECT_FALSE(fault_injection(parse_faults("rank=0,do=error,attempt=any"), 1, attempt)(none, {.size = 2}) != nullptr);
+    EXPECT_TRUE(fault_injection(parse_faults("rank=0,do=error,attempt=any"), 0, attempt)(none, {.size = 2}) != nullptr);
   }
 }
 
@@ -228,7 +228,7 @@ int status_under(const std::string& fault) {
   const pid_t child = ::fork();
   if (child == 0) {
     const auto backend = fault_injection(parse_faults("rank=0,do=" + fault), 0, 0)({}, {.size = 2});
-    backend->barrier({});
+    backend->start({.op = Operation::Barrier});
     ::_exit(0);
   }
   int status = 0;

@@ -4,10 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tests/comm/values.h"
@@ -188,10 +188,11 @@ TEST(Mpi, ATimeoutIsAnErrorAndTheEndIsNotWaitedFor) {
   if (is_copy()) {
     auto world = World::from_environment({.backend = "mpi", .timeout = 20s});
     if (world.rank() == 1) return;
-    std::vector<at::Tensor> tensors{at::ones({4})};
+    const auto tensor = at::ones({4});
+    const Call call{.op = Operation::AllReduce, .inputs = {tensor}, .outputs = {tensor}, .reduction = Op::Sum, .timeout = 300ms};
     const auto start = std::chrono::steady_clock::now();
     try {
-      world.group().backend()->allreduce(tensors, {.timeout = 300ms})->wait();
+      world.group().engine()->start(call)->wait();
     } catch (const std::exception& error) {
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
       std::fprintf(stderr, "%s %s\n", waited < 5s ? "SOON" : "LATE", error.what());

@@ -76,10 +76,9 @@ TEST(Record, LogsTheDocumentedTrafficOnMetaAndCpuTensors) {
 TEST(Record, OfARealRunIsThatOfTheDryOne) {
   std::vector<std::shared_ptr<Recorder>> real(4);
   for (auto& recorder : real) recorder = std::make_shared<Recorder>();
-  run_ranks(4, [](World& world) { call_everything(world.group(), at::kCPU); },
-            {.decorators = {[&](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
-               return make_record_backend(real[group.rank], group, std::move(inner));
-             }}});
+  run_ranks(
+      4, [](World& world) { call_everything(world.group(), at::kCPU); },
+      {.decorators = {[&](std::shared_ptr<Engine> inner, const GroupInfo& group) { return make_record_engine(real[group.rank], group, std::move(inner)); }}});
   for (int rank = 0; rank < 4; ++rank) {
     const auto dry = std::make_shared<Recorder>();
     call_everything(World::dry(4, rank, dry).group(), at::kMeta);
@@ -159,20 +158,19 @@ TEST(Record, OfAGroupOfOneIsEmpty) {
 }
 
 TEST(Traffic, FollowsTheFormulas) {
-  EXPECT_EQ(traffic("all_reduce", 4, 4096), (Traffic{6, 6144}));
-  EXPECT_EQ(traffic("all_reduce", 3, 10), (Traffic{4, 13}));  // odd lengths: rounded down
-  EXPECT_EQ(traffic("all_gather", 5, 50), (Traffic{4, 40}));
-  EXPECT_EQ(traffic("reduce_scatter", 2, 50), (Traffic{1, 25}));
-  EXPECT_EQ(traffic("all_to_all", 8, 64), (Traffic{7, 56}));
-  EXPECT_EQ(traffic("broadcast", 8, 64), (Traffic{7, 64}));
-  EXPECT_EQ(traffic("reduce", 2, 64), (Traffic{1, 64}));
-  EXPECT_EQ(traffic("gather", 4, 64), (Traffic{1, 16}));
-  EXPECT_EQ(traffic("scatter", 4, 64), (Traffic{3, 48}));
-  EXPECT_EQ(traffic("send", 4, 64), (Traffic{1, 64}));
-  EXPECT_EQ(traffic("recv", 4, 64), (Traffic{1, 0}));
-  EXPECT_EQ(traffic("barrier", 4, 0), (Traffic{1, 0}));
-  EXPECT_EQ(traffic("all_reduce", 1, 64), Traffic{});
-  EXPECT_THROW(traffic("telepathy", 2, 1), InternalError);
+  EXPECT_EQ(traffic(Operation::AllReduce, 4, 4096), (Traffic{6, 6144}));
+  EXPECT_EQ(traffic(Operation::AllReduce, 3, 10), (Traffic{4, 13}));  // odd lengths: rounded down
+  EXPECT_EQ(traffic(Operation::AllGather, 5, 50), (Traffic{4, 40}));
+  EXPECT_EQ(traffic(Operation::ReduceScatter, 2, 50), (Traffic{1, 25}));
+  EXPECT_EQ(traffic(Operation::AllToAll, 8, 64), (Traffic{7, 56}));
+  EXPECT_EQ(traffic(Operation::Broadcast, 8, 64), (Traffic{7, 64}));
+  EXPECT_EQ(traffic(Operation::Reduce, 2, 64), (Traffic{1, 64}));
+  EXPECT_EQ(traffic(Operation::Gather, 4, 64), (Traffic{1, 16}));
+  EXPECT_EQ(traffic(Operation::Scatter, 4, 64), (Traffic{3, 48}));
+  EXPECT_EQ(traffic(Operation::Send, 4, 64), (Traffic{1, 64}));
+  EXPECT_EQ(traffic(Operation::Recv, 4, 64), (Traffic{1, 0}));
+  EXPECT_EQ(traffic(Operation::Barrier, 4, 0), (Traffic{1, 0}));
+  EXPECT_EQ(traffic(Operation::AllReduce, 1, 64), Traffic{});
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
@@ -287,7 +287,7 @@ TEST(ShmEmpty, IsSharedAmongProcessesAndCounted) {
         {
           const MemoryScope scope(MemoryCategory::Gradients);
           const auto buffer = empty(group, {500, 1001});
-          ASSERT_TRUE(group.backend()->supportsTensorAlloc(0));
+          ASSERT_TRUE(group.engine()->empty(1, at::TensorOptions()).defined());
           EXPECT_EQ(tracker.current(MemoryCategory::Gradients), 500 * 1001 * 4);
           tracker.retag(buffer, MemoryCategory::Comm);
           EXPECT_EQ(tracker.current(MemoryCategory::Comm), 500 * 1001 * 4);

@@ -6,14 +6,13 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/backends/by_device.h"
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/record.h"
-#include "tessera/comm/backends/two_level/collectives.h"
 #include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/comm/values.h"
@@ -108,7 +107,7 @@ TEST_P(TwoLevel, UsesWhatTheHostsAllow) {
   }());
   const auto expected = hosts.count() == 1 ? "shm" : hosts.count() == size() ? "gloo" : "two_level";
   run([&](World& world) {
-    const auto undecorated = world.group().backend()->getBackendName();
+    const auto undecorated = world.group().engine()->name();
     EXPECT_EQ(undecorated, expected);
   });
 }
@@ -284,7 +283,7 @@ TEST(TwoLevelFailure, ATimeoutIsThatOfTheGroup) {
 TEST(ByDevice, SendsEachTensorToItsEngine) {
   const auto cpu = std::make_shared<Recorder>(), meta = std::make_shared<Recorder>();
   const GroupInfo info{.name = "both", .rank = 0, .size = 2};
-  const Group group(info, make_by_device_backend(info, make_dry_backend(cpu, info), at::kMeta, make_dry_backend(meta, info)));
+  const Group group(info, make_by_device_engine(make_dry_engine(cpu, info), at::kMeta, make_dry_engine(meta, info)));
   const auto on_meta = at::TensorOptions(at::kMeta);
   for (const auto& options : {at::TensorOptions(), on_meta}) {
     const auto one = at::zeros({2}, options), two = at::zeros({4}, options);

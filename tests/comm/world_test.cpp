@@ -124,7 +124,7 @@ TEST(Environment, RefusesByNameAndValue) {
 TEST(World, AloneIsTheIdentity) {
   const auto world = World::alone();
   EXPECT_EQ(world.size(), 1);
-  EXPECT_EQ(world.group().backend(), nullptr);
+  EXPECT_EQ(world.group().engine(), nullptr);
   EXPECT_EQ(world.subgroup({0}, "tp").name(), "tp");
   EXPECT_FALSE(world.is_dry());
 }
@@ -277,7 +277,7 @@ TEST(World, GroupsOutliveIt) {
 TEST(World, DecoratorsSeeEveryGroupOfSeveral) {
   std::mutex mutex;
   std::multiset<std::string> seen;
-  const Decorator watch = [&](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
+  const Decorator watch = [&](std::shared_ptr<Engine> inner, const GroupInfo& group) {
     const std::lock_guard lock(mutex);
     seen.insert(group.name);
     return inner;

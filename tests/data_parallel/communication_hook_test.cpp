@@ -123,7 +123,7 @@ TEST(CommunicationHook, SixteenBitGradientsTravelAsTheyAre) {
 
 TEST(CommunicationHook, HalfTheBytesCross) {
   const auto recorder = std::make_shared<comm::Recorder>();
-  const auto decorator = [&](auto inner, const comm::GroupInfo& group) { return group.rank == 0 ? comm::make_record_backend(recorder, group, inner) : inner; };
+  const auto decorator = [&](auto inner, const comm::GroupInfo& group) { return group.rank == 0 ? comm::make_record_engine(recorder, group, inner) : inner; };
   run_ranks(2,
             [&](World& world) {
               Net net;

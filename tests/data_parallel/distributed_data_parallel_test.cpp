@@ -143,7 +143,7 @@ TEST(Ddp, WithThePlanOfACheckpointTheBitsRepeat) {
 
 TEST(Ddp, CommunicatesOncePerStepAndBucketWhateverTheAccumulation) {
   std::vector<std::shared_ptr<comm::Recorder>> recorders{std::make_shared<comm::Recorder>(), std::make_shared<comm::Recorder>()};
-  const auto decorator = [&](auto inner, const comm::GroupInfo& group) { return comm::make_record_backend(recorders[group.rank], group, inner); };
+  const auto decorator = [&](auto inner, const comm::GroupInfo& group) { return comm::make_record_engine(recorders[group.rank], group, inner); };
   run_ranks(2,
             [&](World& world) {
               Net net;
@@ -215,7 +215,7 @@ TEST(Ddp, ADryRunMakesTheSameCalls) {
   run_ranks(3, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
-    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
     Net net;
     net.register_buffer("table", at::ones({6}));
     step_twice(net, group, at::kCPU);

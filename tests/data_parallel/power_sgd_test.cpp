@@ -282,7 +282,7 @@ TEST(PowerSgd, ADryRunMakesTheSameCalls) {
   run_ranks(3, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
-    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
     Net net;
     steps(net, group, at::kCPU);
     if (world.rank() == 1) real = recorder->records();

@@ -118,7 +118,7 @@ TEST(Tree, SendsWhatTheHeaderSays) {
               EXPECT_EQ(tree.statistics().num_collectives, 3);
               EXPECT_EQ(tree.statistics().num_early, 0);
             },
-            {.decorators = {[&](auto inner, const comm::GroupInfo& group) { return comm::make_record_backend(recorders[group.rank], group, inner); }}});
+            {.decorators = {[&](auto inner, const comm::GroupInfo& group) { return comm::make_record_engine(recorders[group.rank], group, inner); }}});
 }
 
 TEST(Tree, AParameterOfHalfPrecisionIsSummedInFull) {
@@ -187,7 +187,7 @@ TEST(Tree, ADryRunMakesTheSameCalls) {
   run_ranks(3, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
-    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
     Net net;
     TreeReduction tree(net, group, {.num_micro_batches = count});
     take_step(net, tree, count, group);

@@ -33,7 +33,7 @@ TEST(FullyShard, TrafficIsThreeTimesTheParametersPerMicroBatch) {
     run_ranks(ranks, [&](World& world) {
       const auto mine = std::make_shared<comm::Recorder>();
       const comm::Group group({.name = "recorded", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
-                              comm::make_record_backend(mine, {.name = "recorded", .rank = world.rank(), .size = ranks}, world.group().backend()));
+                              comm::make_record_engine(mine, {.name = "recorded", .rank = world.rank(), .size = ranks}, world.group().engine()));
       DeepNet net;
       for (auto& parameter : net->parameters()) parameter.set_requires_grad(true);
       auto sharded = fully_shard(net, group, {.wrap = "block*", .reshard_after_forward = reshard});
@@ -109,7 +109,7 @@ TEST(FullyShard, PrefetchStopsAtItsLimits) {
     run_ranks(2, [&](World& world) {
       const auto mine = std::make_shared<comm::Recorder>();
       const comm::Group group({.name = "recorded", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)},
-                              comm::make_record_backend(mine, {.name = "recorded", .rank = world.rank(), .size = 2}, world.group().backend()));
+                              comm::make_record_engine(mine, {.name = "recorded", .rank = world.rank(), .size = 2}, world.group().engine()));
       WideNet net;
       fill_parameters(*net);
       const auto count = std::make_shared<GatherCount>(mine);

@@ -230,7 +230,7 @@ TEST_F(Local, ARankThatFailsBeforeItRecordsIsNotExplainedByAnEarlierRun) {
     for (int rank = ranks - 1; rank >= 0; --rank) {
       comm::FlightRecord record(records, {.rank = rank, .size = ranks, .local_rank = rank, .local_size = ranks}, 8);
       const auto group = record.add_group({.name = "world", .rank = rank, .size = ranks});
-      if (rank != 1) record.enter(*group, {.op = "all_reduce"});
+      if (rank != 1) record.enter(*group, {.op = comm::Operation::AllReduce});
     }
   };
   const auto fails = [&] { return launch(2, {"sh", "-c", "echo 'other disk is full' > $TESSERA_ERROR_FILE; exit 1"}, {}, {{"TESSERA_RECORD_DIR", records}}); };

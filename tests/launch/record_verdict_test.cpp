@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/comm/call_site.h"
 #include "tessera/comm/flight_record/flight_record.h"
 
 namespace tessera::launch {
@@ -30,8 +31,11 @@ class RecordVerdicts : public testing::Test {
     for (const int rank : {0, 1}) {
       FlightRecord record(dir, {.rank = rank, .size = 2});
       const auto group = record.add_group({.name = "world", .rank = rank, .size = 2}).value();
-      record.mark(record.enter(group, {.op = "all_reduce", .site = "start"}), comm::flight::State::Completed);
-      if (rank == 0) record.enter(group, {.op = "barrier"});
+      {
+        const comm::CallSite site("start");
+        record.mark(record.enter(group, {.op = comm::Operation::AllReduce}), comm::flight::State::Completed);
+      }
+      if (rank == 0) record.enter(group, {.op = comm::Operation::Barrier});
     }
   }
 

@@ -72,14 +72,14 @@ TEST(Mesh, GroupsOfOneOrSeveralAxesCommunicate) {
     EXPECT_EQ(sum_over(mesh["tp"]), bits_of({"tp"}));
     EXPECT_EQ(sum_over(mesh[{"dp_shard", "cp"}]), bits_of({"dp_shard", "cp"}));
     EXPECT_EQ(sum_over(mesh[{"cp", "tp", "dp_shard"}]), 255);
-    EXPECT_EQ(mesh[(std::vector<std::string>{"cp", "dp_shard"})].backend(), (mesh[{"dp_shard", "cp"}].backend()));  // made once
-    EXPECT_EQ((mesh[{"dp_replicate", "cp"}].backend()), mesh["cp"].backend());                                      // size 1 is left out
+    EXPECT_EQ(mesh[(std::vector<std::string>{"cp", "dp_shard"})].engine(), (mesh[{"dp_shard", "cp"}].engine()));  // made once
+    EXPECT_EQ((mesh[{"dp_replicate", "cp"}].engine()), mesh["cp"].engine());                                      // size 1 is left out
     EXPECT_EQ((mesh[{"dp_shard", "cp"}].name()), "dp_shard+cp");
     EXPECT_EQ((mesh[{"dp_shard", "cp"}].rank()), (mesh.rank({"dp_shard", "cp"})));
     const auto alone = mesh["dp_replicate"];
     EXPECT_EQ(alone.size(), 1);
     EXPECT_EQ(alone.name(), "dp_replicate");
-    EXPECT_EQ(alone.backend(), nullptr);
+    EXPECT_EQ(alone.engine(), nullptr);
   });
 }
 

@@ -94,16 +94,15 @@ ParallelPlan plan_of(bool sequence, bool keep_gathered) {
 }
 
 /// Messages of this rank leave late, as over a slow link, and whoever does not wait for one may have written over it by then.
-class LateSends : public comm::DecoratedBackend {
+class LateSends : public comm::DecoratedEngine {
  public:
-  using DecoratedBackend::DecoratedBackend;
+  using DecoratedEngine::DecoratedEngine;
 
- protected:
-  Work call(const comm::Call& call, const Forward& forward) override {
-    if (call.op != "send") return forward();
-    return c10::make_intrusive<Late>(std::async(std::launch::async, [inner = inner(), tensors = call.inputs, peer = call.peer, tag = call.tag]() mutable {
+  comm::Work start(const comm::Call& call) override {
+    if (call.op != comm::Operation::Send) return inner()->start(call);
+    return c10::make_intrusive<Late>(std::async(std::launch::async, [inner = inner(), call] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      inner->send(tensors, peer, tag)->wait();
+      inner->start(call)->wait();
     }));
   }
 
@@ -123,9 +122,9 @@ class LateSends : public comm::DecoratedBackend {
 };
 
 TEST(Ring, MemoryThatIsStillOnItsWayIsNotWrittenOver) {
-  const comm::Decorator late = [](c10::intrusive_ptr<c10d::Backend> inner, const comm::GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
+  const comm::Decorator late = [](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) -> std::shared_ptr<comm::Engine> {
     if (group.rank != 0) return inner;
-    return c10::make_intrusive<LateSends>(group, std::move(inner));
+    return std::make_shared<LateSends>(group, std::move(inner));
   };
   run_ranks(5,
             [](World& world) {
@@ -296,7 +295,7 @@ TEST(Overlap, WhatAProductHidesIsOnItsWayWhenItBegins) {
     Layers layers(world, at::kFloat, 9);
     const auto records = std::make_shared<comm::Recorder>();
     layers.context.group = comm::Group({.name = "tp", .rank = world.rank(), .size = 3, .timeout = std::chrono::seconds(60)},
-                                       comm::make_record_backend(records, {.name = "tp", .rank = world.rank(), .size = 3}, world.group().backend()));
+                                       comm::make_record_engine(records, {.name = "tp", .rank = world.rank(), .size = 3}, world.group().engine()));
     const auto moments = std::make_shared<Moments>(records);
     const auto begun = [&] { return std::exchange(moments->begun, {}); };
     const nn::OperatorScope scope(moments);

@@ -23,7 +23,7 @@ std::map<std::string, int64_t> sent(int ranks, bool sequence, const kernels::Cro
   run_ranks(ranks, [&](World& world) {
     const auto records = std::make_shared<comm::Recorder>();
     const comm::Group group({.name = "tp", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
-                            comm::make_record_backend(records, {.name = "tp", .rank = world.rank(), .size = ranks}, world.group().backend()));
+                            comm::make_record_engine(records, {.name = "tp", .rank = world.rank(), .size = ranks}, world.group().engine()));
     TokenNet net = on_meta([] { return TokenNet(TokenNetSizes{.dim = kDim, .hidden = 16, .vocabulary = 32}); });
     const auto tensor = parallelize_module(net, group, token_net_plan(sequence), options);
     materialize(net, 7);

@@ -86,7 +86,7 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
   run_ranks(2, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "tp", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)};
-    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
     const auto net = std::make_shared<VocabularyNet>(vocabulary);
     net->head->weight.data().copy_(weight);
     const auto tensor = parallelize_module(*net, group, {{"head", VocabParallelHead{}}});

@@ -91,7 +91,7 @@ TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
   comm::run_ranks(kRanks, [&](comm::World& world) {
     const auto records = std::make_shared<comm::Recorder>();
     const comm::Group group({.name = "tp", .rank = world.rank(), .size = kRanks, .timeout = std::chrono::seconds(60)},
-                            comm::make_record_backend(records, {.name = "tp", .rank = world.rank(), .size = kRanks}, world.group().backend()));
+                            comm::make_record_engine(records, {.name = "tp", .rank = world.rank(), .size = kRanks}, world.group().engine()));
     auto model = on_meta([&] { return make_model(settings.model); });
     const auto tensor = parallelize_module(*model, group, parallel_plan(*model, /*sequence_parallel=*/false));
     materialize(*model, 1);

@@ -100,7 +100,7 @@ Timeline run_step(comm::World& world, int stage) {
   const TrackMemory tracked(memory);
   const auto recorder = std::make_shared<comm::Recorder>();
   const comm::Group group({.name = "dp_shard", .rank = world.rank(), .size = kRanks, .timeout = std::chrono::seconds(60)},
-                          comm::make_record_backend(recorder, {.name = "dp_shard", .rank = world.rank(), .size = kRanks}, world.group().backend()));
+                          comm::make_record_engine(recorder, {.name = "dp_shard", .rank = world.rank(), .size = kRanks}, world.group().engine()));
   std::optional<MemoryScope> whole(MemoryCategory::Parameters);
   Stack model;
   whole.reset();

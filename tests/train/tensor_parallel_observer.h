@@ -11,7 +11,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/ones.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
@@ -168,7 +167,7 @@ inline Scene one_linear(const ParallelStyle& style, bool takes_part) {
 inline Log observe(const Scene& scene, comm::World& world, int ranks) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const comm::GroupInfo info{.name = "tp", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)};
-  const comm::Group group = ranks == 1 ? comm::Group::self() : comm::Group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+  const comm::Group group = ranks == 1 ? comm::Group::self() : comm::Group(info, comm::make_record_engine(recorder, info, world.group().engine()));
   const auto module = on_meta(scene.make);
   const auto observer = std::make_shared<Observer>(recorder);
   std::vector<Attachment> probes;

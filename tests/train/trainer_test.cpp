@@ -39,7 +39,7 @@ class TrainerTest : public testing_support::TrainFixture {
     Heard heard;
     std::vector<std::shared_ptr<comm::Decorator>> injected;
     for (int rank = 0; rank < world; ++rank) injected.push_back(std::make_shared<comm::Decorator>(comm::fault_injection(comm::parse_faults(faults), rank, 0)));
-    const comm::Decorator inject = [injected](c10::intrusive_ptr<c10d::Backend> inner, const comm::GroupInfo& group) {
+    const comm::Decorator inject = [injected](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) {
       return (*injected[static_cast<size_t>(group.ranks.empty() ? group.rank : group.ranks[static_cast<size_t>(group.rank)])])(std::move(inner), group);
     };
     comm::run_ranks(world,

@@ -158,16 +158,17 @@ TEST_F(Planted, AnotherStartAndAnotherUpdateAreFound) {
 }
 
 /// A network that does something wrong in the calls of one op that come from one place.
-class WrongNetwork final : public comm::DecoratedBackend {
+class WrongNetwork final : public comm::DecoratedEngine {
  public:
-  using Wrong = std::function<Work(int rank, const comm::Call& call, const Forward& forward)>;
+  using Forward = std::function<comm::Work()>;
+  using Wrong = std::function<comm::Work(int rank, const comm::Call& call, const Forward& forward)>;
 
-  WrongNetwork(const comm::GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner, std::string op, std::string site, Wrong wrong)
-      : DecoratedBackend(group, std::move(inner)), op_(std::move(op)), site_(std::move(site)), wrong_(std::move(wrong)) {}
+  WrongNetwork(const comm::GroupInfo& group, std::shared_ptr<comm::Engine> inner, std::string op, std::string site, Wrong wrong)
+      : DecoratedEngine(group, std::move(inner)), op_(std::move(op)), site_(std::move(site)), wrong_(std::move(wrong)) {}
 
- protected:
-  Work call(const comm::Call& call, const Forward& forward) override {
-    return call.op == op_ && comm::CallSite::current() == site_ ? wrong_(getRank(), call, forward) : forward();
+  comm::Work start(const comm::Call& call) override {
+    const bool meant = to_string(call.op) == op_ && comm::CallSite::current() == site_;
+    return meant ? wrong_(group().rank, call, [&] { return inner()->start(call); }) : inner()->start(call);
   }
 
  private:
@@ -176,8 +177,8 @@ class WrongNetwork final : public comm::DecoratedBackend {
 };
 
 comm::Decorator wrong_network(const std::string& op, const std::string& site, WrongNetwork::Wrong wrong) {
-  return [=](c10::intrusive_ptr<c10d::Backend> inner, const comm::GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<WrongNetwork>(group, std::move(inner), op, site, wrong);
+  return [=](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) {
+    return std::make_shared<WrongNetwork>(group, std::move(inner), op, site, wrong);
   };
 }
 

@@ -410,7 +410,7 @@ TEST(ZeroPlainLoop, WhatIsFrozenFromTheStartIsNeitherReducedNorGathered) {
   run_ranks(2, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 2, .ranks = {}};
-    const comm::Group group(info, comm::make_record_backend(recorder, info, world.group().backend()));
+    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
     Net net;
     for (const at::Tensor& parameter : net.middle->parameters()) at::Tensor(parameter).requires_grad_(false);
     ShardedDataParallel zero(net, {.shard = group}, {.stage = 2, .sizes = small_buckets, .buffers = BufferBroadcast::Never});

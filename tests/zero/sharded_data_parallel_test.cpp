@@ -261,7 +261,7 @@ TEST(Zero, ADryRunMakesTheSameCalls) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
     Net net;
-    step_twice(net, comm::Group(info, comm::make_record_backend(recorder, info, world.group().backend())), at::kCPU);
+    step_twice(net, comm::Group(info, comm::make_record_engine(recorder, info, world.group().engine())), at::kCPU);
     if (world.rank() == 1) real = recorder->records();
   });
   const auto recorder = std::make_shared<comm::Recorder>();

@@ -93,7 +93,7 @@ inline std::vector<comm::Record> records_of_a_step(int ranks, int replicas, cons
     const auto recorded = [&](const comm::Group& group) {
       if (group.size() == 1) return group;
       const comm::GroupInfo info{.name = group.name(), .rank = group.rank(), .size = group.size(), .ranks = {}};
-      return comm::Group(info, comm::make_record_backend(recorders[world.rank()], info, group.backend()));
+      return comm::Group(info, comm::make_record_engine(recorders[world.rank()], info, group.engine()));
     };
     ShardGroups groups = groups_of(world, replicas);
     groups = {.shard = recorded(groups.shard), .replicate = recorded(groups.replicate)};

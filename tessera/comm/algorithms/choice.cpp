@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/comm/algorithms/program.h"
-#include "tessera/comm/backends/engine.h"
-#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/backends/factory.h"
+#include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -16,11 +16,6 @@ constexpr int64_t kSegmentBytes = 128 << 10;
 constexpr int64_t kMostSegments = 32;
 
 bool is_two_level(const std::string& algorithm) { return algorithm.starts_with("two_level"); }
-
-// Bytes of the whole, as rows of a table count them.
-int64_t whole_bytes(const Call& call) {
-  return call.dtype() == c10::ScalarType::Undefined ? 0 : c10::multiply_integers(call.whole) * static_cast<int64_t>(c10::elementSize(call.dtype()));
-}
 
 bool on_host(const Call& call) {
   const auto is_host = [](const at::Tensor& tensor) { return tensor.is_cpu() || tensor.is_meta(); };  // meta stands for the CPU
@@ -36,16 +31,14 @@ AlgorithmChoice::AlgorithmChoice(const WorldOptions& options) {
   require(!text.empty(), "comm.algorithm is empty: expected auto, an algorithm, or op=algorithm,...");
   require(text == "auto" || text == kEngineAlgorithm || options.backend != "nccl", "comm.algorithm = ", text,
           ": comm.backend = nccl has algorithms of its own and runs no other; set comm.algorithm = auto");
-  if (text.find('=') == std::string::npos) {
-    if (text == "auto") {
-      rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
-    } else if (text != kEngineAlgorithm) {
-      check_algorithm("comm.algorithm", text);
-      everywhere_ = text;
-    }
-    return;
+  const bool for_each = text.find('=') != std::string::npos;
+  if (for_each || text == "auto") {
+    rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
+  } else if (text != kEngineAlgorithm) {
+    check_algorithm("comm.algorithm", text);
+    everywhere_ = text;
   }
-  rows_ = winners(!options.rows.empty() || options.table.empty() ? options.rows : read_table(options.table));
+  if (!for_each) return;
   for (size_t begin = 0; begin <= text.size();) {
     const auto end = std::min(text.find(',', begin), text.size());
     const auto item = text.substr(begin, end - begin);
@@ -72,7 +65,7 @@ bool AlgorithmChoice::needs_hosts() const {
 }
 
 std::string AlgorithmChoice::algorithm_for(const Call& call, const GroupInfo& group, const std::string& backend, int64_t bytes) const {
-  const std::string op(call.op), engine(kEngineAlgorithm);
+  const std::string op(to_string(call.op)), engine(kEngineAlgorithm);
   if (!everywhere_.empty()) return has_algorithm(op, everywhere_) ? everywhere_ : engine;
   if (const auto fixed = fixed_.find(op); fixed != fixed_.end()) return fixed->second;
   const auto* row = best(rows_, op, backend, group.size, bytes);
@@ -81,9 +74,10 @@ std::string AlgorithmChoice::algorithm_for(const Call& call, const GroupInfo& gr
 
 std::optional<PlanRequest> AlgorithmChoice::plan_for(const Call& call, const GroupInfo& group, const std::string& backend,
                                                      const std::vector<int>& hosts) const {
-  if (group.size == 1 || call.op == "send" || call.op == "recv" || !on_host(call)) return std::nullopt;
-  const int64_t bytes = whole_bytes(call);
-  PlanRequest request{.op = std::string(call.op), .algorithm = algorithm_for(call, group, backend, bytes), .ranks = group.size, .root = std::max(call.peer, 0)};
+  if (group.size == 1 || call.is_message() || !on_host(call)) return std::nullopt;
+  const int64_t bytes = call.bytes(group.size);  // as rows of a table count them
+  PlanRequest request{
+      .op = std::string(to_string(call.op)), .algorithm = algorithm_for(call, group, backend, bytes), .ranks = group.size, .root = std::max(call.peer, 0)};
   if (request.algorithm == kEngineAlgorithm) return std::nullopt;
   if (request.algorithm == "bruck" && !call.in_splits.empty()) return std::nullopt;  // what passes through a rank would be of a size it does not know
   if (request.op == "reduce" || request.op == "broadcast" || request.op == "all_reduce") request.segments = segments_for(bytes);

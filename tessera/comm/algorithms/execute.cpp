@@ -5,9 +5,8 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -66,18 +65,16 @@ void move(const Memory& memory, const Move& move, const Call& call) {
 
 }  // namespace
 
-void execute(const Program& program, const Call& call, const at::Tensor& scratch, c10d::Backend& engine) {
+void execute(const Program& program, const Call& call, const at::Tensor& scratch, Engine& engine) {
   const Memory memory(program, call, scratch);
   for (const auto& step : program.steps) {
     for (const auto& pack : step.pack) move(memory, pack, call);
-    std::vector<c10::intrusive_ptr<c10d::Work>> posted;
+    std::vector<Work> posted;
     for (const auto& [peer, region] : step.receives) {
-      std::vector<at::Tensor> tensors{memory.message(region, true)};
-      posted.push_back(engine.recv(tensors, peer, kPlanTag));
+      posted.push_back(engine.start({.op = Operation::Recv, .outputs = {memory.message(region, true)}, .peer = peer, .tag = kPlanTag, .async = false}));
     }
     for (const auto& [peer, region] : step.sends) {
-      std::vector<at::Tensor> tensors{memory.message(region, false)};
-      posted.push_back(engine.send(tensors, peer, kPlanTag));
+      posted.push_back(engine.start({.op = Operation::Send, .inputs = {memory.message(region, false)}, .peer = peer, .tag = kPlanTag, .async = false}));
     }
     for (const auto& work : posted) work->wait();
     for (const auto& unpack : step.unpack) move(memory, unpack, call);

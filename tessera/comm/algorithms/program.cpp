@@ -4,7 +4,7 @@
 #include <numeric>
 #include <optional>
 
-#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -91,7 +91,7 @@ struct Chunk {
 class Compiler {
  public:
   Compiler(const PlanRequest& request, int rank, const Call& call) : rank_(rank), rows_(make_rows(request, rank)), chunks_(num_chunks(request)) {
-    invariant(call.op == request.op, "a plan of ", request.op, " for ", call.op);
+    invariant(to_string(call.op) == request.op, "a plan of ", request.op, " for ", to_string(call.op));
     const int n = request.ranks;
     const bool is_root = rank == request.root;
     const auto& op = request.op;

@@ -2,34 +2,20 @@
 #include <functional>
 
 #include "tessera/comm/algorithms/families.h"
+#include "tessera/comm/hosts.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
 namespace tessera::comm::families::two_level {
 namespace {
 
-// Who lives where.
-struct Hosts {
-  explicit Hosts(const PlanRequest& request) {
-    for (int rank = 0; rank < request.ranks; ++rank) {
-      const int host = request.hosts.empty() ? 0 : request.hosts[rank];
-      if (host >= static_cast<int>(members.size())) members.resize(host + 1);
-      host_of.push_back(host);
-      index_of.push_back(static_cast<int>(members[host].size()));
-      members[host].push_back(rank);
-    }
-  }
+// backends/two_level does the same with whole collectives of the engine inside a host, which sums in shared memory; here all is messages, of any algorithms.
+// What both know of hosts is Hosts; the shares and their scratch differ.
 
-  int count() const { return static_cast<int>(members.size()); }
-  int largest() const { return static_cast<int>(std::max_element(members.begin(), members.end(), by_size)->size()); }
-  bool equal() const { return largest() == static_cast<int>(std::min_element(members.begin(), members.end(), by_size)->size()); }
-  // The root speaks for its host, the first rank for another.
-  int leader(int host, int root) const { return host_of[root] == host ? index_of[root] : 0; }
+Hosts hosts_of(const PlanRequest& request) { return Hosts(request.hosts.empty() ? std::vector<int>(request.ranks, 0) : request.hosts); }
 
-  static bool by_size(const std::vector<int>& a, const std::vector<int>& b) { return a.size() < b.size(); }
-  std::vector<std::vector<int>> members;
-  std::vector<int> host_of, index_of;
-};
+// Place in its host of who speaks for it: the root, or the first rank of another host.
+int leader(const Hosts& hosts, int host, int root) { return hosts.host(root) == host ? hosts.local_rank(root) : 0; }
 
 enum class Scope { Inside, Leaders, Peers };  // ranks of a host; each host's leader; ranks with the same place in their hosts
 
@@ -66,10 +52,10 @@ struct Composition {
 };
 
 Composition all_reduce(const Hosts& hosts, const std::string& inner, const std::string& outer) {
-  const int m = hosts.largest();
+  const int m = hosts.most_members();
   const auto between = or_default(outer, "all_reduce", "ring");
   const int fine = parts_of("all_reduce", between, hosts.count());
-  if (hosts.equal() && (inner.empty() || (has_algorithm("reduce_scatter", inner) && has_algorithm("all_gather", inner)))) {
+  if (hosts.even() && (inner.empty() || (has_algorithm("reduce_scatter", inner) && has_algorithm("all_gather", inner)))) {
     const auto mine = [fine](int chunk, int index) { return std::vector<int>{index * fine + chunk}; };
     return {{{Scope::Inside, "reduce_scatter", or_default(inner, "reduce_scatter", "ring"), slow_index(fine), fine},
              {Scope::Peers, "all_reduce", between, mine},
@@ -86,7 +72,7 @@ Composition all_reduce(const Hosts& hosts, const std::string& inner, const std::
 
 Composition rooted(const std::string& op, const Hosts& hosts, const std::string& inner, const std::string& outer) {
   const auto inside = or_default(inner, op.c_str(), "binomial_tree"), between = or_default(outer, op.c_str(), "binomial_tree");
-  const int coarse = parts_of(op.c_str(), inside, hosts.largest()), fine = parts_of(op.c_str(), between, hosts.count());
+  const int coarse = parts_of(op.c_str(), inside, hosts.most_members()), fine = parts_of(op.c_str(), between, hosts.count());
   Composition made{{{Scope::Inside, op, inside, slow_index(fine), fine}, {Scope::Leaders, op, between, fast_index(coarse, fine), coarse}}, coarse * fine};
   if (op == "broadcast") std::reverse(made.phases.begin(), made.phases.end());
   return made;
@@ -94,18 +80,17 @@ Composition rooted(const std::string& op, const Hosts& hosts, const std::string&
 
 // Chunks are ranks. A leader's broadcast or reduction carries all of them, in as many parts as its algorithm has.
 Composition of_parts(const std::string& op, const Hosts& hosts, const std::string& inner, const std::string& outer) {
-  const int n = static_cast<int>(hosts.host_of.size());
+  const int n = hosts.size();
   const bool gathers = op == "all_gather";
   const char *leaf = gathers ? "gather" : "scatter", *whole = gathers ? "broadcast" : "reduce";
   const auto all_by = or_default(inner, whole, "binomial_tree");
-  const int parts = parts_of(whole, all_by, hosts.largest());
+  const int parts = parts_of(whole, all_by, hosts.most_members());
   const auto all_ranks = [n, parts](int part, int) {
     const auto [begin, size] = chunk(n, parts, part);
     return range(static_cast<int>(begin), static_cast<int>(begin + size));
   };
-  const auto members = hosts.members;
   const Phase leaves{Scope::Inside, leaf, or_default(inner, leaf, "binomial_tree"), nullptr};  // a chunk is a member of the rank's own host
-  const Phase middle{Scope::Leaders, op, or_default(outer, op.c_str(), "ring"), [members](int host, int) { return members[host]; }, hosts.largest()};
+  const Phase middle{Scope::Leaders, op, or_default(outer, op.c_str(), "ring"), [hosts](int host, int) { return hosts.members(host); }, hosts.most_members()};
   const Phase everything{Scope::Inside, whole, all_by, all_ranks, (n + parts - 1) / parts};
   return gathers ? Composition{{leaves, middle, everything}, n} : Composition{{everything, middle, leaves}, n};
 }
@@ -120,8 +105,8 @@ Composition compose(const PlanRequest& request, const Hosts& hosts) {
 PlanCost phase_cost(const Phase& phase, const Hosts& hosts) {
   if (phase.scope != Scope::Inside) return formula(request_of(phase, hosts.count()));
   PlanCost most;
-  for (const auto& members : hosts.members) {
-    const auto cost = formula(request_of(phase, static_cast<int>(members.size())));
+  for (int host = 0; host < hosts.count(); ++host) {
+    const auto cost = formula(request_of(phase, static_cast<int>(hosts.members(host).size())));
     most = {std::max(most.steps, cost.steps), std::max(most.chunks_sent, cost.chunks_sent)};
   }
   return most;
@@ -129,12 +114,12 @@ PlanCost phase_cost(const Phase& phase, const Hosts& hosts) {
 
 // The ranks that a rank meets in a phase; empty where it takes no part.
 std::vector<int> company(const Phase& phase, const Hosts& hosts, int rank, int root) {
-  const int host = hosts.host_of[rank], index = hosts.index_of[rank];
-  if (phase.scope == Scope::Inside) return hosts.members[host];
-  if (phase.scope == Scope::Leaders && index != hosts.leader(host, root)) return {};
+  const int host = hosts.host(rank), index = hosts.local_rank(rank);
+  if (phase.scope == Scope::Inside) return hosts.members(host);
+  if (phase.scope == Scope::Leaders && index != leader(hosts, host, root)) return {};
   std::vector<int> ranks;
   for (int other = 0; other < hosts.count(); ++other) {
-    ranks.push_back(hosts.members[other][phase.scope == Scope::Leaders ? hosts.leader(other, root) : index]);
+    ranks.push_back(hosts.members(other)[phase.scope == Scope::Leaders ? leader(hosts, other, root) : index]);
   }
   return ranks;
 }
@@ -142,13 +127,13 @@ std::vector<int> company(const Phase& phase, const Hosts& hosts, int rank, int r
 Rows phase_rows(const Phase& phase, const Hosts& hosts, int rank, int root) {
   const auto ranks = company(phase, hosts, rank, root);
   if (ranks.empty()) return {};
-  const int host = hosts.host_of[rank], place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-  const int local_root = phase.scope == Scope::Inside ? hosts.leader(host, root) : hosts.host_of[root];
+  const int host = hosts.host(rank), place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  const int local_root = phase.scope == Scope::Inside ? leader(hosts, host, root) : hosts.host(root);
   auto rows = make_rows(request_of(phase, static_cast<int>(ranks.size()), local_root), place);
   const auto expanded = [&](const std::vector<int>& chunks) {
     std::vector<int> all;
     for (const int chunk : chunks) {
-      const auto these = phase.chunks ? phase.chunks(chunk, hosts.index_of[rank]) : std::vector<int>{ranks[chunk]};
+      const auto these = phase.chunks ? phase.chunks(chunk, hosts.local_rank(rank)) : std::vector<int>{ranks[chunk]};
       all.insert(all.end(), these.begin(), these.end());
     }
     return all;
@@ -184,10 +169,10 @@ bool serves(std::string_view op, const std::string& algorithm) {
   return has_algorithm(op, inner);
 }
 
-int chunks(const PlanRequest& request) { return compose(request, Hosts(request)).chunks; }
+int chunks(const PlanRequest& request) { return compose(request, hosts_of(request)).chunks; }
 
 Rows rows(const PlanRequest& request, int rank) {
-  const Hosts hosts(request);
+  const auto hosts = hosts_of(request);
   Rows all;
   int steps = 0;
   for (const auto& phase : compose(request, hosts).phases) {
@@ -198,7 +183,7 @@ Rows rows(const PlanRequest& request, int rank) {
 }
 
 PlanCost cost(const PlanRequest& request) {
-  const Hosts hosts(request);
+  const auto hosts = hosts_of(request);
   PlanCost sum;
   for (const auto& phase : compose(request, hosts).phases) {
     const auto cost = phase_cost(phase, hosts);

@@ -1,47 +1,43 @@
 #include <map>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/backends/by_device.h"
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/two_level/two_level.h"
 
 namespace tessera::comm {
 namespace {
 
-using Backend = c10::intrusive_ptr<c10d::Backend>;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
 Store under(const std::string& prefix, const Store& store) { return c10::make_intrusive<c10d::PrefixStore>(prefix, store); }
-
-int world_rank(const GroupInfo& group, int member) { return group.ranks.empty() ? member : group.ranks[member]; }
 
 // Some members of a group as a group; `members` are group ranks, `self` among them.
 GroupInfo part_of(const GroupInfo& group, const std::string& where, const std::vector<int>& members) {
   GroupInfo part{.name = group.name + " " + where, .size = static_cast<int>(members.size()), .timeout = group.timeout};
   for (const int member : members) {
     if (member == group.rank) part.rank = static_cast<int>(part.ranks.size());
-    part.ranks.push_back(world_rank(group, member));
+    part.ranks.push_back(group.world_rank(member));
   }
   return part;
 }
 
-class AutoEngine : public Engine {
+class AutoFactory : public EngineFactory {
  public:
-  explicit AutoEngine(const EngineOptions& options) : options_(options), host_(options.host.empty() ? host_identity() : options.host), shm_(make("shm")) {
+  explicit AutoFactory(const EngineOptions& options) : options_(options), host_(options.host.empty() ? host_identity() : options.host), shm_(make("shm")) {
     if (has_engine("nccl")) nccl_ = make("nccl");
   }
 
-  Backend connect(const GroupInfo& group, const Store& store) override {
+  std::shared_ptr<Engine> connect(const GroupInfo& group, const Store& store) override {
     auto cpu = connect_cpu(group, store);
     if (!nccl_) return cpu;
-    return make_by_device_backend(group, std::move(cpu), at::kCUDA, nccl_->connect(group, under("nccl", store)));
+    return make_by_device_engine(std::move(cpu), at::kCUDA, nccl_->connect(group, under("nccl", store)));
   }
 
  private:
-  Backend connect_cpu(const GroupInfo& group, const Store& store) {
+  std::shared_ptr<Engine> connect_cpu(const GroupInfo& group, const Store& store) {
     const Hosts hosts(hosts_of(group, *store));
     if (hosts.count() == 1) return shm_->connect(group, under("shm", store));
     if (hosts.count() == hosts.size()) return gloo().connect(group, under("gloo", store));
@@ -53,13 +49,15 @@ class AutoEngine : public Engine {
     const auto across = part_of(group, "between hosts", crosses ? hosts.across(column) : std::vector{group.rank});
     auto all = group;
     all.name += " over the network";
-    return make_two_level_backend(group, {.hosts = hosts,
-                                          .local = form(*shm_, local, under("local/" + std::to_string(host), store)),
-                                          .across = form(gloo(), across, under("across/" + std::to_string(column), store)),
-                                          .flat = form(gloo(), all, under("flat", store))});
+    return make_two_level_engine(group, {.hosts = hosts,
+                                         .local = form(*shm_, local, under("local/" + std::to_string(host), store)),
+                                         .across = form(gloo(), across, under("across/" + std::to_string(column), store)),
+                                         .flat = form(gloo(), all, under("flat", store))});
   }
 
-  static Group form(Engine& engine, const GroupInfo& info, const Store& store) { return Group(info, info.size == 1 ? Backend() : engine.connect(info, store)); }
+  static Group form(EngineFactory& factory, const GroupInfo& info, const Store& store) {
+    return Group(info, info.size == 1 ? nullptr : factory.connect(info, store));
+  }
 
   // Every member says where it is in every group, for it cannot know who has not heard it yet.
   std::vector<std::string> hosts_of(const GroupInfo& group, c10d::Store& store) {
@@ -67,34 +65,34 @@ class AutoEngine : public Engine {
     store.set(key(group.rank), host_);
     std::vector<std::string> hosts;
     for (int member = 0; member < group.size; ++member) {
-      auto& known = host_of_[world_rank(group, member)];
+      auto& known = host_of_[group.world_rank(member)];
       if (known.empty()) known = store.get_to_str(key(member));
       hosts.push_back(known);
     }
     return hosts;
   }
 
-  std::unique_ptr<Engine> make(const std::string& backend) const {
+  std::unique_ptr<EngineFactory> make(const std::string& backend) const {
     auto options = options_;
     options.backend = backend;
-    return make_engine(options);
+    return make_factory(options);
   }
 
-  Engine& gloo() {
+  EngineFactory& gloo() {
     if (!gloo_) gloo_ = make("gloo");
     return *gloo_;
   }
 
   EngineOptions options_;
   std::string host_;
-  std::unique_ptr<Engine> shm_;
-  std::unique_ptr<Engine> gloo_;  // a device and its thread: made where there is a second host
-  std::unique_ptr<Engine> nccl_;  // where this build has CUDA
+  std::unique_ptr<EngineFactory> shm_;
+  std::unique_ptr<EngineFactory> gloo_;  // a device and its thread: made where there is a second host
+  std::unique_ptr<EngineFactory> nccl_;  // where this build has CUDA
   std::map<int, std::string> host_of_;
 };
 
 }  // namespace
 
-std::unique_ptr<Engine> make_auto_engine(const EngineOptions& options) { return std::make_unique<AutoEngine>(options); }
+std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options) { return std::make_unique<AutoFactory>(options); }
 
 }  // namespace tessera::comm

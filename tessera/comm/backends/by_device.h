@@ -1,18 +1,14 @@
 #pragma once
 
+#include <memory>
+
 #include <c10/core/DeviceType.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include "tessera/comm/group.h"
-
-namespace c10d {
-class Backend;
-}
 
 namespace tessera::comm {
 
 /// Hands collectives on tensors of `device` to `special`, all others (barriers, too) to `general`. Calls of one are not ordered against calls of the other.
-c10::intrusive_ptr<c10d::Backend> make_by_device_backend(const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> general, c10::DeviceType device,
-                                                         c10::intrusive_ptr<c10d::Backend> special);
+std::shared_ptr<Engine> make_by_device_engine(std::shared_ptr<Engine> general, c10::DeviceType device, std::shared_ptr<Engine> special);
 
 }  // namespace tessera::comm

@@ -15,9 +15,9 @@ namespace {
 
 // Root-only duties fall to one rank; uneven rows are known one by one.
 int64_t bytes_sent(const Call& call, const GroupInfo& group, int64_t bytes) {
-  if (call.op == "gather" && call.peer == group.rank) return 0;
-  if (call.op == "scatter" && call.peer != group.rank) return 0;
-  if (call.op == "all_to_all" && !call.in_splits.empty()) {
+  if (call.op == Operation::Gather && call.peer == group.rank) return 0;
+  if (call.op == Operation::Scatter && call.peer != group.rank) return 0;
+  if (call.op == Operation::AllToAll && !call.in_splits.empty()) {
     const auto& in = call.inputs[0];
     const auto rows = std::accumulate(call.in_splits.begin(), call.in_splits.end(), int64_t{0});
     return rows == 0 ? 0 : (rows - call.in_splits[group.rank]) * static_cast<int64_t>(in.nbytes() / rows);
@@ -25,49 +25,38 @@ int64_t bytes_sent(const Call& call, const GroupInfo& group, int64_t bytes) {
   return traffic(call.op, group.size, bytes).sent_bytes;
 }
 
-class RecordBackend : public DecoratedBackend {
+Record record_of(const Call& call, const GroupInfo& group) {
+  const auto bytes = call.bytes(group.size);
+  auto shape = call.whole(group.size);
+  return {.op = std::string(to_string(call.op)),
+          .group = group.name,
+          .group_size = group.size,
+          .group_rank = group.rank,
+          .peer = call.peer,
+          .tag = call.tag,
+          .shape = shape,
+          .elements = c10::multiply_integers(shape),
+          .bytes = bytes,
+          .sent_bytes = bytes_sent(call, group, bytes),
+          .dtype = call.dtype(),
+          .site = std::string(CallSite::current())};
+}
+
+/// Without an inner engine it computes nothing.
+class RecordEngine : public DecoratedEngine {
  public:
-  RecordBackend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner)
-      : DecoratedBackend(group, std::move(inner)), recorder_(std::move(recorder)) {}
+  RecordEngine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner, ScratchBytes scratch_bytes = {})
+      : DecoratedEngine(group, std::move(inner)), recorder_(std::move(recorder)), scratch_bytes_(std::move(scratch_bytes)) {}
 
- protected:
-  Work call(const Call& call, const Forward& forward) override {
-    Record record;
-    record.op = call.op;
-    record.group = group().name;
-    record.group_size = group().size;
-    record.group_rank = group().rank;
-    record.peer = call.peer;
-    record.tag = call.tag;
-    record.shape = call.whole;
-    record.elements = c10::multiply_integers(call.whole);
-    record.dtype = call.dtype();
-    record.bytes = record.dtype == c10::ScalarType::Undefined ? 0 : record.elements * static_cast<int64_t>(c10::elementSize(record.dtype));
-    record.sent_bytes = bytes_sent(call, group(), record.bytes);
-    record.site = CallSite::current();
-    recorder_->add(std::move(record));
-    return carry_out(call, forward);
+  Work start(const Call& call) override {
+    recorder_->add(record_of(call, group()));
+    if (inner()) return inner()->start(call);
+    const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
+    return completed_work(bytes == 0 ? at::Tensor() : at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
   }
-
-  virtual Work carry_out(const Call&, const Forward& forward) { return forward(); }
 
  private:
   std::shared_ptr<Recorder> recorder_;
-};
-
-class DryBackend : public RecordBackend {
- public:
-  DryBackend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes)
-      : RecordBackend(std::move(recorder), group, {}), scratch_bytes_(std::move(scratch_bytes)) {}
-
- protected:
-  Work carry_out(const Call& call, const Forward&) override {
-    const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
-    if (bytes == 0) return completed_work();
-    return completed_work(at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
-  }
-
- private:
   ScratchBytes scratch_bytes_;
 };
 
@@ -105,16 +94,16 @@ void Recorder::clear() {
   records_.clear();
 }
 
-c10::intrusive_ptr<c10d::Backend> make_record_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner) {
-  return c10::make_intrusive<RecordBackend>(std::move(recorder), group, std::move(inner));
+std::shared_ptr<Engine> make_record_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner) {
+  return std::make_shared<RecordEngine>(std::move(recorder), group, std::move(inner));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes) {
-  return c10::make_intrusive<DryBackend>(std::move(recorder), group, std::move(scratch_bytes));
+std::shared_ptr<Engine> make_dry_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes) {
+  return std::make_shared<RecordEngine>(std::move(recorder), group, nullptr, std::move(scratch_bytes));
 }
 
 Decorator recording(std::shared_ptr<Recorder> recorder) {
-  return [recorder](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) { return make_record_backend(recorder, group, std::move(inner)); };
+  return [recorder](std::shared_ptr<Engine> inner, const GroupInfo& group) { return make_record_engine(recorder, group, std::move(inner)); };
 }
 
 }  // namespace tessera::comm

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include <c10/core/ScalarType.h>
-#include <c10/util/intrusive_ptr.h>
 #include <nlohmann/json_fwd.hpp>
 
 #include "tessera/comm/world.h"
@@ -20,7 +19,7 @@ struct Call;
 /// One collective of one rank. Shape, elements and bytes are of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
 struct Record {
   int64_t sequence = 0;  ///< of this rank, over all groups, from 0
-  std::string op;        ///< all_reduce, reduce, all_gather, reduce_scatter, all_to_all, broadcast, gather, scatter, send, recv, barrier
+  std::string op;        ///< an Operation's name
   std::string group;     ///< the group's name
   int group_size = 1;
   int group_rank = 0;
@@ -52,12 +51,12 @@ class Recorder {
 };
 
 /// Logs each call and hands it on to `inner`.
-c10::intrusive_ptr<c10d::Backend> make_record_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner);
+std::shared_ptr<Engine> make_record_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner);
 
 /// Logs each call and computes nothing: outputs keep their bits, and all is done at once, on meta and CPU tensors alike. While a call lasts it holds as
 /// much memory as `scratch_bytes` says that a real world would; without it, none.
 using ScratchBytes = std::function<int64_t(const Call& call, const GroupInfo& group)>;
-c10::intrusive_ptr<c10d::Backend> make_dry_backend(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes = {});
+std::shared_ptr<Engine> make_dry_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes = {});
 
 /// A decorator that records every group of a world.
 Decorator recording(std::shared_ptr<Recorder> recorder);

@@ -64,7 +64,7 @@ void send_from_0_to_1(const Group& group, const at::Tensor& out, const at::Tenso
 }  // namespace
 
 /// How an operation is called, and what it must give.
-struct Operation {
+struct Measured {
   std::string_view name;
   double (*bus_factor)(int ranks);
   bool in_place, has_parts;
@@ -81,40 +81,40 @@ const auto& operations() {
   using Out = const at::Tensor&;
   using In = const at::Tensor&;
   static constexpr std::array table{
-      Operation{"all_reduce", others_parts_twice, true, false, Whole, Whole, Who::All, Who::All,  //
-                [](const Group& group, Out out, In) { all_reduce(group, out); },                  //
-                [](const View& v) { return sum_of_patterns(v.ranks, 0, v.whole, v.dtype); }},
-      Operation{"reduce", all_of_it, true, false, Whole, Whole, Who::All, Who::Root,  //
-                [](const Group& group, Out, In in) { reduce(group, in, 0); },         //
-                [](const View& v) { return sum_of_patterns(v.ranks, 0, v.whole, v.dtype); }},
-      Operation{"all_gather", others_parts, false, true, Part, Whole, Who::All, Who::All,  //
-                [](const Group& group, Out out, In in) { all_gather(group, out, in); },    //
-                [](const View& v) { return v.from_every_rank(0); }},
-      Operation{"reduce_scatter", others_parts, false, true, Whole, Part, Who::All, Who::All,  //
-                [](const Group& group, Out out, In in) { reduce_scatter(group, out, in); },    //
-                [](const View& v) { return sum_of_patterns(v.ranks, v.rank * v.part, v.part, v.dtype); }},
-      Operation{"all_to_all", others_parts, false, true, Whole, Whole, Who::All, Who::All,  //
-                [](const Group& group, Out out, In in) { all_to_all(group, out, in); },     //
-                [](const View& v) { return v.from_every_rank(v.rank * v.part); }},
-      Operation{"broadcast", all_of_it, true, false, Whole, Whole, Who::All, Who::All,  //
-                [](const Group& group, Out out, In) { broadcast(group, out, 0); },      //
-                [](const View& v) { return pattern(0, 0, v.whole, v.dtype); }},
-      Operation{"gather", others_parts, false, true, Part, Whole, Who::All, Who::Root,  //
-                [](const Group& group, Out out, In in) { gather(group, out, in, 0); },  //
-                [](const View& v) { return v.from_every_rank(0); }},
-      Operation{"scatter", others_parts, false, true, Whole, Part, Who::Root, Who::All,  //
-                [](const Group& group, Out out, In in) { scatter(group, out, in, 0); },  //
-                [](const View& v) { return pattern(0, v.rank * v.part, v.part, v.dtype); }},
-      Operation{"send", all_of_it, false, false, Whole, Whole, Who::Root, Who::RankOne, send_from_0_to_1,  //
-                [](const View& v) { return pattern(0, 0, v.whole, v.dtype); }},
-      Operation{"send_recv", all_of_it, false, false, Whole, Whole, Who::All, Who::All, send_to_the_next,  //
-                [](const View& v) { return pattern((v.rank + v.ranks - 1) % v.ranks, 0, v.whole, v.dtype); }},
+      Measured{"all_reduce", others_parts_twice, true, false, Whole, Whole, Who::All, Who::All,  //
+               [](const Group& group, Out out, In) { all_reduce(group, out); },                  //
+               [](const View& v) { return sum_of_patterns(v.ranks, 0, v.whole, v.dtype); }},
+      Measured{"reduce", all_of_it, true, false, Whole, Whole, Who::All, Who::Root,  //
+               [](const Group& group, Out, In in) { reduce(group, in, 0); },         //
+               [](const View& v) { return sum_of_patterns(v.ranks, 0, v.whole, v.dtype); }},
+      Measured{"all_gather", others_parts, false, true, Part, Whole, Who::All, Who::All,  //
+               [](const Group& group, Out out, In in) { all_gather(group, out, in); },    //
+               [](const View& v) { return v.from_every_rank(0); }},
+      Measured{"reduce_scatter", others_parts, false, true, Whole, Part, Who::All, Who::All,  //
+               [](const Group& group, Out out, In in) { reduce_scatter(group, out, in); },    //
+               [](const View& v) { return sum_of_patterns(v.ranks, v.rank * v.part, v.part, v.dtype); }},
+      Measured{"all_to_all", others_parts, false, true, Whole, Whole, Who::All, Who::All,  //
+               [](const Group& group, Out out, In in) { all_to_all(group, out, in); },     //
+               [](const View& v) { return v.from_every_rank(v.rank * v.part); }},
+      Measured{"broadcast", all_of_it, true, false, Whole, Whole, Who::All, Who::All,  //
+               [](const Group& group, Out out, In) { broadcast(group, out, 0); },      //
+               [](const View& v) { return pattern(0, 0, v.whole, v.dtype); }},
+      Measured{"gather", others_parts, false, true, Part, Whole, Who::All, Who::Root,  //
+               [](const Group& group, Out out, In in) { gather(group, out, in, 0); },  //
+               [](const View& v) { return v.from_every_rank(0); }},
+      Measured{"scatter", others_parts, false, true, Whole, Part, Who::Root, Who::All,  //
+               [](const Group& group, Out out, In in) { scatter(group, out, in, 0); },  //
+               [](const View& v) { return pattern(0, v.rank * v.part, v.part, v.dtype); }},
+      Measured{"send", all_of_it, false, false, Whole, Whole, Who::Root, Who::RankOne, send_from_0_to_1,  //
+               [](const View& v) { return pattern(0, 0, v.whole, v.dtype); }},
+      Measured{"send_recv", all_of_it, false, false, Whole, Whole, Who::All, Who::All, send_to_the_next,  //
+               [](const View& v) { return pattern((v.rank + v.ranks - 1) % v.ranks, 0, v.whole, v.dtype); }},
   };
   return table;
 }
 
-const Operation& find(const std::string& op) {
-  const auto found = std::ranges::find(operations(), op, &Operation::name);
+const Measured& find(const std::string& op) {
+  const auto found = std::ranges::find(operations(), op, &Measured::name);
   invariant(found != operations().end(), "no operation to measure is called ", op);
   return *found;
 }

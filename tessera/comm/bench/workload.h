@@ -38,7 +38,7 @@ std::vector<std::string> operation_names();
 /// Throws InternalError for an unknown op.
 double bus_factor(const std::string& op, int ranks);
 
-struct Operation;
+struct Measured;
 
 /// One collective on tensors of its own, to be run again and again. All ranks of the group make the same workloads and the same calls on them.
 /// Memory: the whole once or twice, as the op needs; `check` needs the result once more.
@@ -60,7 +60,7 @@ class Workload {
 
  private:
   Group group_;
-  const Operation& operation_;
+  const Measured& operation_;
   int64_t element_bytes_;
   int64_t part_, whole_;  ///< elements
   at::Tensor in_, out_;   ///< the same tensor where the op works in place; undefined on ranks that have none

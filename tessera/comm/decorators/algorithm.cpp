@@ -10,6 +10,7 @@
 #include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/hosts.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 
@@ -18,26 +19,24 @@ namespace {
 
 constexpr size_t kMostPrograms = 256;
 
-class AlgorithmBackend : public DecoratedBackend {
+class AlgorithmEngine : public DecoratedEngine {
  public:
-  AlgorithmBackend(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner)
-      : DecoratedBackend(group, std::move(inner)), choice_(std::move(choice)), hosts_(std::move(hosts)) {
-    const auto name = this->inner()->getBackendName();
+  AlgorithmEngine(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group, std::shared_ptr<Engine> inner)
+      : DecoratedEngine(group, std::move(inner)), choice_(std::move(choice)), hosts_(std::move(hosts)) {
+    const auto name = this->name();
     backend_ = name.substr(0, name.find('+'));  // what serves CPU tensors stands first
   }
 
   void abort() override {
     queue_.abort();
-    DecoratedBackend::abort();
+    DecoratedEngine::abort();
   }
 
- protected:
-  Work call(const Call& call, const Forward& forward) override {
+  Work start(const Call& call) override {
     const auto plan = choice_->plan_for(call, group(), backend_, hosts_);
     if (plan) return run(*plan, call);
-    const bool between_two = call.op == "send" || call.op == "recv";  // their order against collectives is the callers' to choose
-    if (last_ && !between_two) last_->wait();
-    return forward();
+    if (last_ && !call.is_message()) last_->wait();  // the order of messages against collectives is the callers' to choose
+    return inner()->start(call);
   }
 
  private:
@@ -62,8 +61,8 @@ class AlgorithmBackend : public DecoratedBackend {
 
   std::shared_ptr<const Program> program_for(const PlanRequest& plan, const Call& call) {
     if (!call.in_splits.empty()) return std::make_shared<Program>(make_program(plan, group().rank, call));
-    const auto key =
-        fmt::format("{} {} {} {} {} {}", plan.op, plan.algorithm, plan.root, plan.segments, c10::multiply_integers(call.whole), call.outputs.size());
+    const auto key = fmt::format("{} {} {} {} {} {}", plan.op, plan.algorithm, plan.root, plan.segments, c10::multiply_integers(call.whole(group().size)),
+                                 call.outputs.size());
     auto& known = programs_[key];
     if (known) return known;
     auto made = std::make_shared<const Program>(make_program(plan, group().rank, call));
@@ -83,13 +82,9 @@ class AlgorithmBackend : public DecoratedBackend {
 
 // Numbers the members' hosts in order of appearance. Each rank says where it is once per world.
 std::vector<int> hosts_of(const GroupInfo& group, c10d::Store& store) {
-  std::vector<int> hosts;
-  std::map<std::string, int> numbers;
-  for (int member = 0; member < group.size; ++member) {
-    const auto host = store.get_to_str(fmt::format("host/{}", group.ranks.empty() ? member : group.ranks[member]));
-    hosts.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
-  }
-  return hosts;
+  std::vector<std::string> hosts;
+  for (int member = 0; member < group.size; ++member) hosts.push_back(store.get_to_str(fmt::format("host/{}", group.world_rank(member))));
+  return Hosts(hosts).host_of_members();
 }
 
 // Ranks that read different tables would send each other different messages.
@@ -102,9 +97,9 @@ void check_same_table(const AlgorithmChoice& choice, const Environment& environm
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_algorithm_backend(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
-                                                         c10::intrusive_ptr<c10d::Backend> inner) {
-  return c10::make_intrusive<AlgorithmBackend>(std::move(choice), std::move(hosts), group, std::move(inner));
+std::shared_ptr<Engine> make_algorithm_engine(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
+                                              std::shared_ptr<Engine> inner) {
+  return std::make_shared<AlgorithmEngine>(std::move(choice), std::move(hosts), group, std::move(inner));
 }
 
 Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const DecoratorContext& context) {
@@ -112,8 +107,8 @@ Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const 
   if (!choice->rows().empty()) check_same_table(*choice, context.environment, *store);
   const bool needs_hosts = choice->needs_hosts();
   if (needs_hosts) store->set(fmt::format("host/{}", context.environment.rank), context.options.host.empty() ? host_identity() : context.options.host);
-  return [choice, store, needs_hosts](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) {
-    return make_algorithm_backend(choice, needs_hosts ? hosts_of(group, *store) : std::vector<int>(), group, std::move(inner));
+  return [choice, store, needs_hosts](std::shared_ptr<Engine> inner, const GroupInfo& group) {
+    return make_algorithm_engine(choice, needs_hosts ? hosts_of(group, *store) : std::vector<int>(), group, std::move(inner));
   };
 }
 

@@ -12,8 +12,8 @@ namespace tessera::comm {
 /// another posts its own. A collective of the engine waits until the plans before it are done; send and recv do not.
 /// A plan's scratch is counted as MemoryCategory::Comm and lives as long as its work. Fails with what the engine says of the message that failed; all
 /// later plans of the group fail then, too, for ranks may have stopped in different steps.
-c10::intrusive_ptr<c10d::Backend> make_algorithm_backend(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
-                                                         c10::intrusive_ptr<c10d::Backend> inner);
+std::shared_ptr<Engine> make_algorithm_engine(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
+                                              std::shared_ptr<Engine> inner);
 
 /// The same for every group of a world: hosts and tables are told through its store. Throws ConfigError where ranks read different tables.
 Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const DecoratorContext& context);

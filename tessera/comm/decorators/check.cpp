@@ -24,21 +24,7 @@ struct Note {
 };
 static_assert(sizeof(Note) == 256);
 
-constexpr std::string_view reduction_name(Op op) {
-  switch (op) {
-    case Op::Sum:
-      return "";  // what one expects
-    case Op::Product:
-      return " by product";
-    case Op::Min:
-      return " by min";
-    case Op::Max:
-      return " by max";
-  }
-  return "";
-}
-
-std::string_view towards_root(std::string_view op) { return op == "reduce" || op == "gather" ? " to rank " : " from rank "; }
+std::string_view towards_root(Operation op) { return op == Operation::Reduce || op == Operation::Gather ? " to rank " : " from rank "; }
 
 Note make_note(const std::string& agreed) {
   const auto site = CallSite::current();
@@ -52,13 +38,14 @@ std::string tensor_text(c10::IntArrayRef shape, c10::ScalarType dtype) { return 
 
 // What must be the same on every rank, in words: all_reduce of [32] float32, broadcast from rank 2 of [4, 8] bfloat16.
 std::string agreed_of(const Call& call, const GroupInfo& group) {
-  if (call.op == "barrier") return "barrier";
-  std::string text(call.op);
-  if (call.reduction) text += reduction_name(*call.reduction);
-  if (call.peer >= 0) text += fmt::format("{}{}", towards_root(call.op), group.ranks.empty() ? call.peer : group.ranks[call.peer]);
-  const c10::IntArrayRef whole(call.whole);
+  std::string text(to_string(call.op));
+  if (call.op == Operation::Barrier) return text;
+  if (call.reduction && call.reduction != Op::Sum) text += fmt::format(" by {}", to_string(*call.reduction));  // a sum is what one expects
+  if (call.peer >= 0) text += fmt::format("{}{}", towards_root(call.op), group.world_rank(call.peer));
+  const auto shape = call.whole(group.size);
+  const c10::IntArrayRef whole(shape);
   // Ranks give different numbers of rows; the rows themselves are of one shape.
-  if (call.op == "all_to_all") return text + " of rows " + tensor_text(whole.empty() ? whole : whole.slice(1), call.dtype());
+  if (call.op == Operation::AllToAll) return text + " of rows " + tensor_text(whole.empty() ? whole : whole.slice(1), call.dtype());
   return text + " of " + tensor_text(whole, call.dtype());
 }
 
@@ -112,24 +99,21 @@ class Frames {
   std::vector<at::Tensor> frames_;
 };
 
-class CheckBackend : public DecoratedBackend {
+class CheckEngine : public DecoratedEngine {
  public:
-  CheckBackend(const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner)
-      : DecoratedBackend(group, std::move(inner)), device_(getBackendName() == "nccl" ? at::kCUDA : at::kCPU) {}
+  CheckEngine(const GroupInfo& group, std::shared_ptr<Engine> inner)
+      : DecoratedEngine(group, std::move(inner)), device_(name() == "nccl" ? at::kCUDA : at::kCPU) {}
 
- protected:
-  Work call(const Call& call, const Forward& forward) override {
-    if (call.op == "send") return send_message(call);
-    if (call.op == "recv") return receive_message(call);
+  Work start(const Call& call) override {
+    if (call.op == Operation::Send) return send_message(call);
+    if (call.op == Operation::Recv) return receive_message(call);
     ++calls_;
     compare_notes(call);
-    if (call.op == "all_to_all") compare_splits(call);
-    return forward();
+    if (call.op == Operation::AllToAll) compare_splits(call);
+    return inner()->start(call);
   }
 
  private:
-  int world_rank(int member) const { return group().ranks.empty() ? member : group().ranks[member]; }
-
   // `ours`, and everybody's.
   template <class T>
   std::vector<T> exchange(const std::vector<T>& ours) {
@@ -138,7 +122,8 @@ class CheckBackend : public DecoratedBackend {
     std::memcpy(in.mutable_data_ptr(), ours.data(), bytes);
     in = in.to(device_);
     auto out = at::empty({bytes * group().size}, in.options());
-    if (!inner()->_allgather_base(out, in, {.asyncOp = false})->wait()) throw std::runtime_error("aborted while comparing what the ranks ask for");
+    const bool done = inner()->start({.op = Operation::AllGather, .inputs = {in}, .outputs = {out}, .async = false})->wait();
+    if (!done) throw std::runtime_error("aborted while comparing what the ranks ask for");
     out = out.cpu();
     std::vector<T> all(ours.size() * group().size);
     std::memcpy(all.data(), out.const_data_ptr(), out.nbytes());
@@ -151,7 +136,7 @@ class CheckBackend : public DecoratedBackend {
     for (int member = 0; member < group().size; ++member) {
       auto side = std::find_if(sides.begin(), sides.end(), [&](const Side& s) { return s.hash == notes[member].hash; });
       if (side == sides.end()) side = sides.insert(side, {notes[member].hash, notes[member].text.data(), {}});
-      side->ranks.push_back(world_rank(member));
+      side->ranks.push_back(group().world_rank(member));
     }
     if (sides.size() > 1) throw CommError(fmt::format("collective #{} of {}: {}", calls_, group().name, disagreement(sides)));
   }
@@ -168,7 +153,7 @@ class CheckBackend : public DecoratedBackend {
         if (sent == expected) continue;
         const auto note = make_note(agreed_of(call, group()));
         throw CommError(fmt::format("collective #{} of {}: {}: rank {} gives rank {} {} rows, which expects {}", calls_, group().name, note.text.data(),
-                                    world_rank(source), world_rank(target), sent, expected));
+                                    group().world_rank(source), group().world_rank(target), sent, expected));
       }
     }
   }
@@ -182,25 +167,28 @@ class CheckBackend : public DecoratedBackend {
   Work send_message(const Call& call) {
     const Frames frames(call.inputs[0]);
     frames.pack();
-    std::vector<at::Tensor> parts{note_tensor(make_note(tensor_text(call.whole, call.dtype())))};
+    std::vector<at::Tensor> parts{note_tensor(make_note(tensor_text(call.tensor().sizes(), call.dtype())))};
     parts.insert(parts.end(), frames.all().begin(), frames.all().end());
     std::vector<WorkStage> stages;
     for (const auto& part : parts) {
-      std::vector<at::Tensor> message{part};
-      stages.push_back({.work = inner()->send(message, call.peer, call.tag), .after = [part] {}});  // alive until sent
+      auto message = call;
+      message.inputs = {part};
+      stages.push_back({.work = inner()->start(message), .after = [part] {}});  // alive until sent
     }
     return staged_work(std::move(stages));
   }
 
   Work receive_message(const Call& call) {
     const Frames frames(call.outputs[0]);
-    const auto mine = make_note(tensor_text(call.whole, call.dtype()));
+    const auto mine = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
     const auto theirs = note_tensor(Note{});
-    const auto receive = [&](at::Tensor into) {
-      std::vector<at::Tensor> message{std::move(into)};
-      return inner()->recv(message, call.peer, call.tag);
+    const auto receive = [&](const at::Tensor& into) {
+      auto message = call;
+      message.outputs = {into};
+      return inner()->start(message);
     };
-    const auto compare = [theirs, mine, source = world_rank(call.peer), target = world_rank(group().rank), name = group().name, tag = call.tag] {
+    const auto compare = [theirs, mine, source = group().world_rank(call.peer), target = group().world_rank(group().rank), name = group().name,
+                          tag = call.tag] {
       Note note;
       std::memcpy(&note, theirs.cpu().const_data_ptr(), sizeof(Note));
       if (note.hash == mine.hash) return;
@@ -220,9 +208,7 @@ class CheckBackend : public DecoratedBackend {
 }  // namespace
 
 Decorator checking() {
-  return [](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<CheckBackend>(group, std::move(inner));
-  };
+  return [](std::shared_ptr<Engine> inner, const GroupInfo& group) { return std::make_shared<CheckEngine>(group, std::move(inner)); };
 }
 
 }  // namespace tessera::comm

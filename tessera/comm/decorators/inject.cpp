@@ -23,9 +23,6 @@
 namespace tessera::comm {
 namespace {
 
-constexpr std::array<std::string_view, 12> kOps{"any",       "all_reduce", "reduce",  "all_gather", "reduce_scatter", "all_to_all",
-                                                "broadcast", "gather",     "scatter", "send",       "recv",           "barrier"};
-
 constexpr std::array<std::pair<std::string_view, FaultAction>, 7> kActions{{{"kill", FaultAction::Kill},
                                                                             {"stop", FaultAction::Stop},
                                                                             {"hang", FaultAction::Hang},
@@ -86,7 +83,8 @@ class FaultReader {
       check(rank && *rank >= 0, part, "expected a rank of the world, from 0");
       fault_.rank = *rank;
     } else if (field == "op") {
-      check(std::find(kOps.begin(), kOps.end(), value) != kOps.end(), part, fmt::format("no such operation; there are {}", fmt::join(kOps, ", ")));
+      const bool known = value == "any" || std::ranges::find(kOperationNames, value) != kOperationNames.end();
+      check(known, part, fmt::format("no such operation; there are any, {}", fmt::join(kOperationNames, ", ")));
       fault_.op = value;
     } else if (field == "count") {
       read_count(value, part);
@@ -146,10 +144,10 @@ class Faults {
   bool empty() const { return planned_.empty(); }
 
   /// What happens to this call, with its number: the first planned fault that it meets.
-  std::optional<std::pair<Fault, int64_t>> next(std::string_view op) {
+  std::optional<std::pair<Fault, int64_t>> next(Operation op) {
     std::optional<std::pair<Fault, int64_t>> met;
     for (auto& [fault, calls] : planned_) {
-      if (fault.op != "any" && fault.op != op) continue;
+      if (fault.op != "any" && fault.op != to_string(op)) continue;
       const int64_t call = ++calls;
       if (!met && call >= fault.first && call <= fault.last) met.emplace(fault, call);
     }
@@ -187,20 +185,19 @@ void invert_first_element(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-class InjectBackend : public DecoratedBackend {
+class InjectEngine : public DecoratedEngine {
  public:
-  InjectBackend(const GroupInfo& group, c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<Faults> faults)
-      : DecoratedBackend(group, std::move(inner)), faults_(std::move(faults)) {}
+  InjectEngine(const GroupInfo& group, std::shared_ptr<Engine> inner, std::shared_ptr<Faults> faults)
+      : DecoratedEngine(group, std::move(inner)), faults_(std::move(faults)) {}
 
   void abort() override {
     faults_->abort();
-    DecoratedBackend::abort();
+    DecoratedEngine::abort();
   }
 
- protected:
-  Work call(const Call& call, const Forward& forward) override {
+  Work start(const Call& call) override {
     const auto met = faults_->next(call.op);
-    if (!met) return forward();
+    if (!met) return inner()->start(call);
     const auto& [fault, number] = *met;
     switch (fault.action) {
       case FaultAction::Kill:
@@ -218,18 +215,18 @@ class InjectBackend : public DecoratedBackend {
         break;
       }
       case FaultAction::Corrupt:
-        return staged_work({{.work = forward(), .after = [outputs = call.outputs] { invert_first_element(outputs); }}});
+        return staged_work({{.work = inner()->start(call), .after = [outputs = call.outputs] { invert_first_element(outputs); }}});
       case FaultAction::Error:
         throw CommError(text("error", call, number, ""));
       case FaultAction::Skip:
         return completed_work();
     }
-    return forward();
+    return inner()->start(call);
   }
 
  private:
   std::string text(const char* what, const Call& call, int64_t number, const char* how) const {
-    return fmt::format("{} of group {}, rank {}: injected {} at call {}{}", call.op, group().name, getRank(), what, number, how);
+    return fmt::format("{} of group {}, rank {}: injected {} at call {}{}", to_string(call.op), group().name, group().rank, what, number, how);
   }
 
   std::shared_ptr<Faults> faults_;
@@ -254,9 +251,8 @@ std::vector<Fault> parse_faults(const std::string& text, int size, int attempt, 
 
 Decorator fault_injection(const std::vector<Fault>& faults, int rank, int attempt) {
   auto mine = std::make_shared<Faults>(faults, rank, attempt);
-  return [mine](c10::intrusive_ptr<c10d::Backend> inner, const GroupInfo& group) -> c10::intrusive_ptr<c10d::Backend> {
-    if (mine->empty()) return inner;
-    return c10::make_intrusive<InjectBackend>(group, std::move(inner), mine);
+  return [mine](std::shared_ptr<Engine> inner, const GroupInfo& group) {
+    return mine->empty() ? inner : std::make_shared<InjectEngine>(group, std::move(inner), mine);
   };
 }
 

@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
 
 namespace tessera::comm {
@@ -179,28 +180,29 @@ std::optional<FlightRecord::GroupSlot> FlightRecord::add_group(const GroupInfo& 
   if (!members.empty()) std::memcpy(at, members.data(), members.size() * sizeof(int32_t));
   std::memcpy(at + members.size() * sizeof(int32_t), group.name.data(), group.name.size());
   publish(header_->groups_used, header_->groups_used + bytes);
-  return GroupSlot{groups_++, &entry->collectives};
+  return GroupSlot{groups_++, &entry->collectives, group.size};
 }
 
-uint64_t FlightRecord::enter(const GroupSlot& group, const Entered& call) {
+uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t message) {
+  const auto shape = call.whole(group.size);
   const uint64_t number = std::atomic_ref(header_->next).fetch_add(1, std::memory_order_relaxed);
   Entry& entry = entries_[number % header_->capacity];
   publish(entry.published, uint64_t{0});
   std::atomic_thread_fence(std::memory_order_release);
-  entry.sequence = call.message != 0 ? call.message : std::atomic_ref(*group.collectives).fetch_add(1, std::memory_order_relaxed) + 1;
+  entry.sequence = message != 0 ? message : std::atomic_ref(*group.collectives).fetch_add(1, std::memory_order_relaxed) + 1;
   entry.entered_ns = now_ns();
   entry.left_ns = 0;
-  entry.bytes = call.bytes;
-  entry.dims = static_cast<uint32_t>(call.shape.size());
-  std::copy_n(call.shape.begin(), std::min(call.shape.size(), flight::kMostDims), entry.shape.begin());
+  entry.bytes = call.bytes(group.size);
+  entry.dims = static_cast<uint32_t>(shape.size());
+  std::copy_n(shape.begin(), std::min(shape.size(), flight::kMostDims), entry.shape.begin());
   entry.state = State::Entered;
   entry.group = group.number;
   entry.peer = call.peer;
   entry.tag = call.tag;
-  write_text(entry.op, call.op);
-  write_text(entry.dtype, dtype_name(call.dtype));
-  write_text(entry.reduction, call.reduction);
-  write_site(entry.site, call.site);
+  write_text(entry.op, to_string(call.op));
+  write_text(entry.dtype, dtype_name(call.dtype()));
+  write_text(entry.reduction, call.reduction ? to_string(*call.reduction) : std::string_view());
+  write_site(entry.site, CallSite::current());
   publish(entry.published, number + 1);
   return number;
 }

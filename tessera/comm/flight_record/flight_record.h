@@ -6,13 +6,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string_view>
 #include <thread>
 #include <vector>
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/ArrayRef.h>
-
+#include "tessera/comm/call.h"
 #include "tessera/comm/flight_record/format.h"
 #include "tessera/comm/world.h"
 
@@ -47,24 +44,14 @@ class FlightRecord {
   struct GroupSlot {
     uint32_t number = 0;
     uint64_t* collectives = nullptr;  ///< that this rank has entered in it
+    int size = 1;
   };
   /// Nothing where the table is full (64 KiB and 128 bytes per rank of the world).
   std::optional<GroupSlot> add_group(const GroupInfo& group);
 
-  /// What a rank enters.
-  struct Entered {
-    std::string_view op;
-    c10::IntArrayRef shape{};  ///< of the whole, as Call::whole
-    c10::ScalarType dtype = c10::ScalarType::Undefined;
-    std::string_view reduction{};
-    int64_t bytes = 0;
-    int peer = -1;
-    int tag = 0;
-    std::string_view site{};
-    uint64_t message = 0;  ///< for send and recv: its number among those of one direction to one peer under one tag, from 1; 0 for a collective
-  };
-  /// Writes it down and returns its number among all of the rank's calls, from 0.
-  uint64_t enter(const GroupSlot& group, const Entered& call);
+  /// Writes a call down, with the CallSite of this thread, and returns its number among all of the rank's calls, from 0. `message`: the number of a send or
+  /// recv among those of one direction to one peer under one tag, from 1.
+  uint64_t enter(const GroupSlot& group, const Call& call, uint64_t message = 0);
   /// Sets the state of call `number`, with the time where it is an end. Does nothing where its slot has been taken by a later call.
   void mark(uint64_t number, flight::State state);
 

@@ -1,27 +1,16 @@
 #include <algorithm>
 #include <array>
 
-#include <fmt/format.h>
-
 #include "tessera/comm/flight_record/text.h"
 #include "tessera/comm/flight_record/verdict.h"
+#include "tessera/core/columns.h"
 
 namespace tessera::comm::flight {
 namespace {
 
+// In the order of State.
 const char* state_of(const RecordedCall& call) {
-  switch (call.state) {
-    case State::Entered:
-    case State::Waiting:
-      return "waits";
-    case State::InFlight:
-      return "in flight";
-    case State::Completed:
-      return "outside";
-    case State::Failed:
-      return "failed";
-  }
-  return "unknown";
+  return std::array{"waits", "in flight", "waits", "outside", "failed"}[static_cast<size_t>(call.state) - static_cast<size_t>(State::Entered)];
 }
 
 // What holds the rank up, by the earliest entry; or else its last call.
@@ -66,8 +55,7 @@ std::vector<Standing> standings(const Merge& merge) {
 }
 
 std::string table(const std::vector<Standing>& standings) {
-  using Row = std::array<std::string, 6>;
-  std::vector<Row> rows{{"rank", "last entered", "state", "for", "last seen", "where"}};
+  std::vector<std::vector<std::string>> rows{{"rank", "last entered", "state", "for", "last seen", "where"}};
   for (const auto& standing : standings) {
     const bool known = standing.state != "no record";
     rows.push_back({std::to_string(standing.rank), standing.call.empty() ? "-" : standing.call, standing.state, known ? seconds_text(standing.for_s) : "-",
@@ -76,18 +64,7 @@ std::string table(const std::vector<Standing>& standings) {
                                             : seconds_text(standing.silent_s) + " before",
                     standing.site});
   }
-  std::array<size_t, 6> widths{};
-  for (const auto& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const auto& row : rows) {
-    auto line = fmt::format("{:>{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}  {}", row[0], widths[0], row[1], widths[1], row[2], widths[2], row[3], widths[3], row[4],
-                            widths[4], row[5]);
-    line.resize(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
-  return text;
+  return format_columns(rows, /*left=*/{1, 2, 5});
 }
 
 }  // namespace tessera::comm::flight

@@ -1,6 +1,7 @@
 #include "tessera/comm/flight_record/verdict.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <set>
 
@@ -241,21 +242,7 @@ Verdict explain(const Merge& merge) {
 }
 
 const char* name_of(Verdict::Kind kind) {
-  switch (kind) {
-    case Verdict::Kind::Mismatch:
-      return "mismatch";
-    case Verdict::Kind::NeverEntered:
-      return "never_entered";
-    case Verdict::Kind::Deadlock:
-      return "deadlock";
-    case Verdict::Kind::Stalled:
-      return "stalled";
-    case Verdict::Kind::Outside:
-      return "outside";
-    case Verdict::Kind::Nothing:
-      return "nothing";
-  }
-  return "unknown";
+  return std::array{"mismatch", "never_entered", "deadlock", "stalled", "outside", "nothing"}[static_cast<size_t>(kind)];
 }
 
 }  // namespace tessera::comm::flight

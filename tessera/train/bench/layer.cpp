@@ -6,11 +6,11 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/randn.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/bench/measure.h"
 #include "tessera/comm/bench/workload.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
@@ -104,7 +104,7 @@ class Replay {
 /// A group of the same size whose collectives return at once, and are recorded.
 comm::Group dry(const comm::Group& group, std::shared_ptr<comm::Recorder> recorder) {
   const comm::GroupInfo info{.name = "tp", .rank = group.rank(), .size = group.size(), .timeout = group.timeout()};
-  return {info, comm::make_dry_backend(std::move(recorder), info)};
+  return {info, comm::make_dry_engine(std::move(recorder), info)};
 }
 
 /// What a pass sends where nothing overlaps: whole collectives, as replayed alone.
@@ -138,7 +138,7 @@ void measure_compute(const comm::Group& group, LayerRow& row, const comm::bench:
 }  // namespace
 
 LayerRow measure_layer(const comm::Group& group, const LayerCase& what, const comm::bench::Limits& limits) {
-  const auto engine = group.backend()->getBackendName();
+  const auto engine = group.engine()->name();
   LayerRow row{.what = what,
                .ffn_dim = model_config(what, group.size()).ffn_dim.value(),
                .ranks = group.size(),

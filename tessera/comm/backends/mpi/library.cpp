@@ -3,10 +3,9 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include <ATen/core/Tensor.h>
 #include <dlfcn.h>
 
-#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -64,16 +63,16 @@ std::string mpi_missing(const Environment& environment) {
                         environment.size, " (or srun --mpi=pmix) and without --nproc, or set comm.backend = auto");
 }
 
-std::unique_ptr<Engine> make_mpi_engine(const EngineOptions& options) { return mpi_library().make_engine(options); }
+std::unique_ptr<EngineFactory> make_mpi_factory(const EngineOptions& options) { return mpi_library().make_factory(options); }
 
 // What is summed in fp32 is a copy; so is what would be scattered in place.
 int64_t mpi_scratch_bytes(const Call& call) {
   if (call.inputs.empty()) return 0;
   if (call.inputs[0].element_size() != 2) {
-    return call.op == "reduce_scatter" && call.outputs[0].is_alias_of(call.inputs[0]) ? static_cast<int64_t>(call.outputs[0].nbytes()) : 0;
+    return call.op == Operation::ReduceScatter && call.outputs[0].is_alias_of(call.inputs[0]) ? static_cast<int64_t>(call.outputs[0].nbytes()) : 0;
   }
-  if (call.op == "all_reduce" || call.op == "reduce") return 2 * static_cast<int64_t>(call.inputs[0].nbytes());
-  if (call.op == "reduce_scatter") return 2 * static_cast<int64_t>(call.inputs[0].nbytes() + call.outputs[0].nbytes());
+  if (call.op == Operation::AllReduce || call.op == Operation::Reduce) return 2 * static_cast<int64_t>(call.inputs[0].nbytes());
+  if (call.op == Operation::ReduceScatter) return 2 * static_cast<int64_t>(call.inputs[0].nbytes() + call.outputs[0].nbytes());
   return 0;
 }
 

@@ -6,7 +6,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 
 namespace tessera::comm {
 
@@ -21,7 +21,7 @@ class MpiLibrary {
   virtual std::string share(const Environment& environment, const std::string& text, bool stay) = 0;
 
   /// Starts MPI unless it runs. Throws as above.
-  virtual std::unique_ptr<Engine> make_engine(const EngineOptions& options) = 0;
+  virtual std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options) = 0;
 
   /// Where the worlds of this process meet, one after the other, once they have learned it.
   struct MeetingPlace {

@@ -2,7 +2,8 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/c10d_engine.h"
+#include "tessera/comm/backends/factory.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -10,18 +11,18 @@ namespace {
 
 // ProcessGroupNCCL runs each collective on a stream of the group, behind an event of the caller's stream, and its Work::wait puts an event in the caller's
 // stream: the host goes on. Which is what is wanted here, so that there is nothing to add but the options.
-class NcclEngine : public Engine {
+class NcclFactory : public EngineFactory {
  public:
-  explicit NcclEngine(const EngineOptions& options) {
+  explicit NcclFactory(const EngineOptions& options) {
     // Memory and kernels of this rank are on its own device; a communicator is made for the device that is current when the first collective runs.
     c10::cuda::set_device(static_cast<c10::DeviceIndex>(options.environment.local_rank % c10::cuda::device_count()));
   }
 
-  c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
+  std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = group.timeout;
     options->group_name = group.name;
-    return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, group.rank, group.size, std::move(options));
+    return std::make_shared<C10dEngine>(c10::make_intrusive<c10d::ProcessGroupNCCL>(store, group.rank, group.size, std::move(options)));
   }
 };
 
@@ -34,6 +35,6 @@ std::string nccl_missing(const Environment&) {
   return {};
 }
 
-std::unique_ptr<Engine> make_nccl_engine(const EngineOptions& options) { return std::make_unique<NcclEngine>(options); }
+std::unique_ptr<EngineFactory> make_nccl_factory(const EngineOptions& options) { return std::make_unique<NcclFactory>(options); }
 
 }  // namespace tessera::comm

@@ -1,122 +1,229 @@
 #include "tessera/comm/backends/two_level/two_level.h"
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
-#include "tessera/comm/backends/two_level/collectives.h"
 #include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-using Work = c10::intrusive_ptr<c10d::Work>;
+// Below this an all_reduce's three short messages inside a host cost more than sending every byte between hosts once per member.
+constexpr int64_t kSmallest = 16 << 10;
 
-Op supported(const c10d::ReduceOp& op) {
-  const auto ours = op_of(op);
-  if (!ours) throw std::runtime_error("a group of two levels can sum, multiply and take the least and the most");
-  return *ours;
+// blocks [n, ...] of a host's members -> rows [members, ...]: a view where they lie side by side, else new memory, not yet filled.
+at::Tensor rows_for(const Hosts& hosts, int host, const at::Tensor& blocks) {
+  const auto& members = hosts.members(host);
+  const auto count = static_cast<int64_t>(members.size());
+  return hosts.adjacent(host) ? blocks.narrow(0, members[0], count) : at::empty({count, blocks.size(1)}, blocks.options());
 }
 
-class TwoLevelBackend : public c10d::Backend {
+void copy_rows(const Hosts& hosts, int host, const at::Tensor& rows, const at::Tensor& blocks) {
+  for (size_t place = 0; place < hosts.members(host).size(); ++place) blocks[hosts.members(host)[place]].copy_(rows[place]);
+}
+
+at::Tensor packed_rows(const Hosts& hosts, int host, const at::Tensor& blocks) {
+  const auto rows = rows_for(hosts, host, blocks);
+  if (!hosts.adjacent(host)) {
+    for (size_t place = 0; place < hosts.members(host).size(); ++place) rows[place].copy_(blocks[hosts.members(host)[place]]);
+  }
+  return rows;
+}
+
+class TwoLevelEngine : public Engine {
  public:
-  TwoLevelBackend(const GroupInfo& group, Levels levels) : Backend(group.rank, group.size), levels_(std::move(levels)), collectives_(levels_, group.rank) {}
+  TwoLevelEngine(const GroupInfo& group, Levels levels) : levels_(std::move(levels)), rank_(group.rank) {}
 
-  const std::string getBackendName() const override { return "two_level"; }
+  std::string name() const override { return "two_level"; }
 
-  void setTimeout(std::chrono::milliseconds timeout) override {
-    for (const auto& engine : engines()) engine->setTimeout(timeout);
+  Work start(const Call& call) override {
+    switch (call.op) {
+      case Operation::Send:
+      case Operation::Recv:
+        return pass_on(call);
+      case Operation::AllToAll:
+      case Operation::Gather:
+      case Operation::Scatter:
+        return levels_.flat.engine()->start(call);
+      default:
+        return queue_.run([this, call] { carry_out(call); }, call.async);
+    }
   }
 
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    for (const auto& engine : engines()) engine->set_timeout(timeout);
+  }
   void abort() override {
     queue_.abort();
     for (const auto& engine : engines()) engine->abort();
   }
-
   void shutdown() override {
     for (const auto& engine : engines()) engine->shutdown();
   }
 
   // Memory in which a host's members reduce in place.
-  bool supportsTensorAlloc(c10::DeviceIndex device) override { return levels_.local.backend() && levels_.local.backend()->supportsTensorAlloc(device); }
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override { return levels_.local.backend()->allocateTensor(size, std::move(options)); }
-
-  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return queue_.run([this, tensor = tensors[0], op = supported(options.reduceOp)] { collectives_.all_reduce(tensor, op); }, options.asyncOp);
-  }
-
-  Work reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return queue_.run(
-        [this, tensor = tensors[0], root = static_cast<int>(options.rootRank), op = supported(options.reduceOp)] { collectives_.reduce(tensor, root, op); },
-        options.asyncOp);
-  }
-
-  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return queue_.run([this, tensor = tensors[0], root = static_cast<int>(options.rootRank)] { collectives_.broadcast(tensor, root); }, options.asyncOp);
-  }
-
-  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return queue_.run([this, output, input] { collectives_.all_gather(output, input); }, options.asyncOp);
-  }
-
-  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return queue_.run([this, output, input, op = supported(options.reduceOp)] { collectives_.reduce_scatter(output, input, op); }, options.asyncOp);
-  }
-
-  Work barrier(const c10d::BarrierOptions& options) override {
-    return queue_.run([this] { collectives_.barrier(); }, options.asyncOp);
-  }
-
-  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-                     const c10d::AllToAllOptions& options) override {
-    return flat().alltoall_base(output, input, output_splits, input_splits, options);
-  }
-
-  Work gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override { return flat().gather(outputs, inputs, options); }
-
-  Work scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    return flat().scatter(outputs, inputs, options);
-  }
-
-  // Engines take messages beside collectives, so they need not queue: two ranks that send to each other first must not wait for each other.
-  Work send(Tensors& tensors, int destination, int tag) override {
-    const auto [engine, peer] = way_to(destination);
-    return engine->send(tensors, peer, tag);
-  }
-
-  Work recv(Tensors& tensors, int source, int tag) override {
-    const auto [engine, peer] = way_to(source);
-    return engine->recv(tensors, peer, tag);
+  at::Tensor empty(int64_t elements, const at::TensorOptions& options) override {
+    return levels_.local.engine() ? levels_.local.engine()->empty(elements, options) : at::Tensor();
   }
 
  private:
-  c10d::Backend& flat() const { return *levels_.flat.backend(); }
-
-  std::vector<c10::intrusive_ptr<c10d::Backend>> engines() const {
-    std::vector<c10::intrusive_ptr<c10d::Backend>> engines;
+  std::vector<std::shared_ptr<Engine>> engines() const {
+    std::vector<std::shared_ptr<Engine>> engines;
     for (const auto* group : {&levels_.local, &levels_.across, &levels_.flat}) {
-      if (group->backend()) engines.push_back(group->backend());
+      if (group->engine()) engines.push_back(group->engine());
     }
     return engines;
   }
 
-  std::pair<c10::intrusive_ptr<c10d::Backend>, int> way_to(int member) const {
+  // Engines take messages beside collectives, so they need not queue: two ranks that send to each other first must not wait for each other.
+  Work pass_on(const Call& call) const {
     const auto& hosts = levels_.hosts;
-    if (hosts.host(member) != hosts.host(getRank())) return {levels_.flat.backend(), member};
-    return {levels_.local.backend(), hosts.local_rank(member)};
+    if (hosts.host(call.peer) != hosts.host(rank_)) return levels_.flat.engine()->start(call);
+    auto local = call;
+    local.peer = hosts.local_rank(call.peer);
+    return levels_.local.engine()->start(local);
   }
 
+  void carry_out(const Call& call) const {
+    switch (call.op) {
+      case Operation::AllReduce:
+        return all_reduce(call.outputs[0], *call.reduction);
+      case Operation::Reduce:
+        return reduce(call.outputs[0], call.peer, *call.reduction);
+      case Operation::Broadcast:
+        return broadcast(call.outputs[0], call.peer);
+      case Operation::AllGather:
+        return all_gather(call.outputs[0], call.inputs[0]);
+      case Operation::ReduceScatter:
+        return reduce_scatter(call.outputs[0], call.inputs[0], *call.reduction);
+      default:
+        return barrier();
+    }
+  }
+
+  void all_reduce(const at::Tensor& tensor, Op op) const;
+  void reduce(const at::Tensor& tensor, int root, Op op) const;
+  void broadcast(const at::Tensor& tensor, int root) const;
+  void all_gather(const at::Tensor& out, const at::Tensor& in) const;
+  void reduce_scatter(const at::Tensor& out, const at::Tensor& in, Op op) const;
+  void barrier() const;
+
+  bool even() const { return levels_.hosts.even(); }
+  bool leads() const { return levels_.hosts.local_rank(rank_) == 0; }
+
   const Levels levels_;
-  TwoLevelCollectives collectives_;
+  const int rank_;
   WorkQueue queue_;  // last: it ends first
 };
 
+// Scratch lives until the collective ends, and is made on whatever thread runs it.
+
+void TwoLevelEngine::all_reduce(const at::Tensor& tensor, Op op) const {
+  const auto& [hosts, local, across, flat] = levels_;
+  if (!even()) {
+    comm::reduce(local, tensor, 0, op);
+    if (leads()) comm::all_reduce(across, tensor, op);
+    comm::broadcast(local, tensor, 0);
+    return;
+  }
+  const auto elements = tensor.view(-1);
+  const int64_t share = static_cast<int64_t>(tensor.nbytes()) < kSmallest ? 0 : tensor.numel() / local.size();
+  const int64_t shared = share * local.size();
+  if (share > 0) {
+    const auto mine = at::empty({share}, tensor.options());
+    const auto whole = elements.narrow(0, 0, shared);
+    comm::reduce_scatter(local, mine, whole, op);
+    comm::all_reduce(across, mine, op);
+    comm::all_gather(local, whole, mine);
+  }
+  if (shared == tensor.numel()) return;
+  const auto rest = elements.narrow(0, shared, tensor.numel() - shared);
+  comm::all_reduce(local, rest, op);
+  comm::all_reduce(across, rest, op);
+}
+
+void TwoLevelEngine::reduce(const at::Tensor& tensor, int root, Op op) const {
+  const auto& [hosts, local, across, flat] = levels_;
+  const int host = hosts.host(root), place = hosts.local_rank(root);
+  comm::reduce(local, tensor, 0, op);
+  if (leads()) comm::reduce(across, tensor, host, op);
+  if (place == 0 || hosts.host(rank_) != host) return;
+  if (leads()) comm::send(local, tensor, place);
+  if (rank_ == root) comm::recv(local, tensor, 0);
+}
+
+void TwoLevelEngine::broadcast(const at::Tensor& tensor, int root) const {
+  const auto& [hosts, local, across, flat] = levels_;
+  const int host = hosts.host(root);
+  const bool roots_host = hosts.host(rank_) == host;
+  if (roots_host) comm::broadcast(local, tensor, hosts.local_rank(root));
+  if (leads()) comm::broadcast(across, tensor, host);
+  if (!roots_host) comm::broadcast(local, tensor, 0);
+}
+
+void TwoLevelEngine::all_gather(const at::Tensor& out, const at::Tensor& in) const {
+  const auto& [hosts, local, across, flat] = levels_;
+  const int64_t block = in.numel();
+  const auto blocks = out.view({hosts.size(), block});
+  if (even()) {
+    const auto mine = at::empty({hosts.count(), block}, in.options());
+    comm::all_gather(across, mine, in);
+    for (int host = 0; host < hosts.count(); ++host) {
+      const auto rows = rows_for(hosts, host, blocks);
+      comm::all_gather(local, rows, mine[host]);
+      if (!hosts.adjacent(host)) copy_rows(hosts, host, rows, blocks);
+    }
+    return;
+  }
+  if (leads()) {
+    const int width = hosts.most_members();
+    const auto mine = at::empty({width, block}, in.options()), gathered = at::empty({hosts.count(), width, block}, in.options());
+    comm::gather(local, mine.narrow(0, 0, local.size()), in, 0);
+    comm::all_gather(across, gathered, mine);
+    for (int host = 0; host < hosts.count(); ++host) copy_rows(hosts, host, gathered[host], blocks);
+  } else {
+    comm::gather(local, {}, in, 0);
+  }
+  comm::broadcast(local, out, 0);
+}
+
+void TwoLevelEngine::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Op op) const {
+  const auto& [hosts, local, across, flat] = levels_;
+  const int64_t block = out.numel();
+  const auto blocks = in.view({hosts.size(), block});
+  if (even()) {
+    const auto mine = at::empty({hosts.count(), block}, in.options());
+    for (int host = 0; host < hosts.count(); ++host) comm::reduce_scatter(local, mine[host], packed_rows(hosts, host, blocks), op);
+    comm::reduce_scatter(across, out, mine, op);
+    return;
+  }
+  // Padded to the largest host. Padding is summed too: garbage could be slow denormals.
+  const auto ordered = at::zeros({hosts.count(), hosts.most_members(), block}, in.options());
+  for (int host = 0; host < hosts.count(); ++host) {
+    const auto rows = packed_rows(hosts, host, blocks);
+    ordered[host].narrow(0, 0, rows.size(0)).copy_(rows);
+  }
+  comm::reduce(local, ordered, 0, op);
+  if (!leads()) {
+    comm::scatter(local, out, {}, 0);
+    return;
+  }
+  const auto mine = at::empty({hosts.most_members(), block}, in.options());
+  comm::reduce_scatter(across, mine, ordered, op);
+  comm::scatter(local, out, mine.narrow(0, 0, local.size()), 0);
+}
+
+void TwoLevelEngine::barrier() const {
+  comm::barrier(levels_.local);
+  if (leads()) comm::barrier(levels_.across);
+  comm::barrier(levels_.local);
+}
+
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_two_level_backend(const GroupInfo& group, Levels levels) {
-  return c10::make_intrusive<TwoLevelBackend>(group, std::move(levels));
-}
+std::shared_ptr<Engine> make_two_level_engine(const GroupInfo& group, Levels levels) { return std::make_shared<TwoLevelEngine>(group, std::move(levels)); }
 
 }  // namespace tessera::comm

@@ -1,13 +1,9 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
+#include <memory>
 
-#include "tessera/comm/backends/two_level/hosts.h"
 #include "tessera/comm/group.h"
-
-namespace c10d {
-class Backend;
-}
+#include "tessera/comm/hosts.h"
 
 namespace tessera::comm {
 
@@ -34,12 +30,12 @@ struct Levels {
 /// padded to the largest host's, and spread the result inside.
 ///
 /// Order of sums: first the members of each host, in the local engine's order (rank order), then the hosts, in the flat engine's. Every rank gets the same
-/// bits. A sum of bf16 or fp16 is rounded once per host, and then as the flat engine rounds. An all_reduce of less than kSmallest bytes skips the shares: each
+/// bits. A sum of bf16 or fp16 is rounded once per host, and then as the flat engine rounds. An all_reduce of less than 16 KiB skips the shares: each
 /// host's sum is made by all its members, and each goes between hosts whole.
 ///
 /// The flat group is always connected (n - 1 connections per rank), because sends cannot wait for others to come. Scratch: S/L; where the members of a host
 /// are not neighbors in the group, a copy of their blocks; S where hosts are uneven (all_gather, reduce_scatter). Collectives that are not flat run in order on
 /// a thread of the group, or on the caller's where it waits at once; abort, shutdown and timeouts are those of the groups inside.
-c10::intrusive_ptr<c10d::Backend> make_two_level_backend(const GroupInfo& group, Levels levels);
+std::shared_ptr<Engine> make_two_level_engine(const GroupInfo& group, Levels levels);
 
 }  // namespace tessera::comm

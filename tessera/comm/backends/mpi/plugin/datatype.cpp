@@ -1,5 +1,6 @@
 #include "tessera/comm/backends/mpi/plugin/datatype.h"
 
+#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -43,19 +44,6 @@ MPI_Datatype moved_type(int64_t bytes) {
   }
 }
 
-MPI_Op op_of(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-      return MPI_SUM;
-    case c10d::ReduceOp::PRODUCT:
-      return MPI_PROD;
-    case c10d::ReduceOp::MIN:
-      return MPI_MIN;
-    case c10d::ReduceOp::MAX:
-      return MPI_MAX;
-    default:
-      throw std::runtime_error("MPI can sum, multiply and take the least and the most");
-  }
-}
+MPI_Op op_of(Op op) { return std::array{MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX}[static_cast<size_t>(op)]; }
 
 }  // namespace tessera::comm::mpi

@@ -2,7 +2,8 @@
 
 #include <c10/core/ScalarType.h>
 #include <mpi.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "tessera/comm/operation.h"
 
 namespace tessera::comm::mpi {
 
@@ -12,7 +13,6 @@ MPI_Datatype reduced_type(c10::ScalarType dtype);
 /// A type of that many bytes, for what is only moved.
 MPI_Datatype moved_type(int64_t bytes);
 
-/// Throws std::runtime_error for what MPI has no operation for.
-MPI_Op op_of(const c10d::ReduceOp& op);
+MPI_Op op_of(Op op);
 
 }  // namespace tessera::comm::mpi

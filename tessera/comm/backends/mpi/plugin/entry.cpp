@@ -1,19 +1,19 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "tessera/comm/backends/mpi/library.h"
-#include "tessera/comm/backends/mpi/plugin/backend.h"
+#include "tessera/comm/backends/mpi/plugin/engine.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm::mpi {
 namespace {
 
-class MpiEngine : public Engine {
+class MpiFactory : public EngineFactory {
  public:
-  explicit MpiEngine(Runtime& runtime) : runtime_(runtime) {}
+  explicit MpiFactory(Runtime& runtime) : runtime_(runtime) {}
 
-  c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
+  std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
     gather_members(group, *store);
-    return c10::make_intrusive<MpiBackend>(runtime_, group, store);
+    return std::make_shared<MpiEngine>(runtime_, group, store);
   }
 
  private:
@@ -35,9 +35,9 @@ class Library : public MpiLibrary {
     return shared;
   }
 
-  std::unique_ptr<Engine> make_engine(const EngineOptions& options) override {
+  std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options) override {
     runtime_.start(options.environment);
-    return std::make_unique<MpiEngine>(runtime_);
+    return std::make_unique<MpiFactory>(runtime_);
   }
 
  private:

@@ -16,23 +16,22 @@ Communicator::Communicator(std::shared_ptr<Session> session, std::shared_ptr<Are
       sources_(static_cast<size_t>(n_)) {}
 
 // [op 8][type 8][reduction 4][root 12 bits][size 32 bits]. A size of 4 GiB and more is mixed into the low bits, and so not shown right.
-uint64_t Communicator::sign(Op op, size_t bytes, int root, Type type, Reduction reduction) {
+uint64_t Communicator::sign(Operation op, size_t bytes, int root, Type type, Reduction reduction) {
   const uint64_t size = (bytes ^ ((bytes >> 32) * 0x9e3779b1u)) & 0xffffffffu;
   return uint64_t{static_cast<uint8_t>(op)} << 56 | uint64_t{static_cast<uint8_t>(type)} << 48 | uint64_t{static_cast<uint8_t>(reduction)} << 44 |
          (static_cast<uint64_t>(root) & 0xfffu) << 32 | size;
 }
 
 std::string Communicator::describe(uint64_t signature) {
-  static constexpr std::string_view names[] = {"all_reduce", "reduce",  "reduce_scatter", "all_gather", "broadcast",
-                                               "gather",     "scatter", "all_to_all",     "barrier"};
-  const auto op = static_cast<Op>(signature >> 56);
-  std::string text(names[signature >> 56]);
-  if (op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter) {
-    text += " (" + std::string(name_of(static_cast<Reduction>((signature >> 44) & 0xfu))) + " of " +
+  const auto op = static_cast<Operation>(signature >> 56);
+  std::string text(to_string(op));
+  if (op == Operation::AllReduce || op == Operation::Reduce || op == Operation::ReduceScatter) {
+    text += " (" + std::string(to_string(static_cast<Reduction>((signature >> 44) & 0xfu))) + " of " +
             std::string(name_of(static_cast<Type>((signature >> 48) & 0xffu))) + ")";
   }
-  if (op != Op::Barrier && op != Op::AllToAll) text += " of " + std::to_string(signature & 0xffffffffu) + " bytes";
-  if (op == Op::Reduce || op == Op::Broadcast || op == Op::Gather || op == Op::Scatter) text += " with root " + std::to_string((signature >> 32) & 0xfffu);
+  if (op != Operation::Barrier && op != Operation::AllToAll) text += " of " + std::to_string(signature & 0xffffffffu) + " bytes";
+  if (op == Operation::Reduce || op == Operation::Broadcast || op == Operation::Gather || op == Operation::Scatter)
+    text += " with root " + std::to_string((signature >> 32) & 0xfffu);
   return text;
 }
 
@@ -123,7 +122,7 @@ bool Communicator::exchange(uint64_t signature, const void* data) {
 }
 
 void Communicator::barrier() {
-  const auto signature = sign(Op::Barrier, 0);
+  const auto signature = sign(Operation::Barrier, 0);
   enter_small(signature, nullptr, 0);
   for (int rank = 0; rank < n_; ++rank) await_small(rank, signature);
 }

@@ -45,7 +45,6 @@ class Communicator {
   void barrier();
 
  private:
-  enum class Op : uint8_t { AllReduce, Reduce, ReduceScatter, AllGather, Broadcast, Gather, Scatter, AllToAll, Barrier };
   enum class Place : uint32_t { Private, Address, Arena };
 
   /// First in each small slot of an operation's first round.
@@ -57,7 +56,7 @@ class Communicator {
   static constexpr size_t kHeader = 64;
   static constexpr size_t kSmall = Layout::kSmallSlot - kHeader;
 
-  static uint64_t sign(Op op, size_t bytes, int root = 0, Type type = {}, Reduction reduction = {});
+  static uint64_t sign(Operation op, size_t bytes, int root = 0, Type type = {}, Reduction reduction = {});
   static std::string describe(uint64_t signature);
 
   // A round: begin, write small() or large(), arrive, await, read.

@@ -16,7 +16,7 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
 
 void Communicator::all_gather(void* out, const void* in, size_t bytes) {
   if (bytes == 0) return;
-  const auto signature = sign(Op::AllGather, bytes);
+  const auto signature = sign(Operation::AllGather, bytes);
   const auto part = [&](int rank) { return static_cast<std::byte*>(out) + static_cast<size_t>(rank) * bytes; };
   if (bytes <= kSmall) {
     enter_small(signature, in, bytes);
@@ -52,7 +52,7 @@ void Communicator::all_gather(void* out, const void* in, size_t bytes) {
 
 void Communicator::broadcast(void* data, size_t bytes, int root) {
   if (bytes == 0) return;
-  const auto signature = sign(Op::Broadcast, bytes, root);
+  const auto signature = sign(Operation::Broadcast, bytes, root);
   const bool sends = rank_ == root;
   if (bytes <= kSmall) {
     enter_small(signature, data, sends ? bytes : 0);
@@ -78,7 +78,7 @@ void Communicator::broadcast(void* data, size_t bytes, int root) {
 
 void Communicator::gather(std::span<void* const> outs, const void* in, size_t bytes, int root) {
   if (bytes == 0) return;
-  const auto signature = sign(Op::Gather, bytes, root);
+  const auto signature = sign(Operation::Gather, bytes, root);
   const bool receives = rank_ == root;
   if (receives) copy_bytes(outs[static_cast<size_t>(rank_)], in, bytes);
   if (bytes <= kSmall) {
@@ -111,7 +111,7 @@ void Communicator::gather(std::span<void* const> outs, const void* in, size_t by
 
 void Communicator::scatter(void* out, std::span<const void* const> ins, size_t bytes, int root) {
   if (bytes == 0) return;
-  const auto signature = sign(Op::Scatter, bytes, root);
+  const auto signature = sign(Operation::Scatter, bytes, root);
   const bool sends = rank_ == root;
   const auto& own = static_cast<size_t>(rank_);
   if (sends) copy_bytes(out, ins[own], bytes);
@@ -140,7 +140,7 @@ void Communicator::scatter(void* out, std::span<const void* const> ins, size_t b
 // The first round says how many bytes go to whom, and where they lie. Whoever has little to send puts it behind that table.
 void Communicator::all_to_all(void* out, const void* in, std::span<const size_t> out_bytes, std::span<const size_t> in_bytes) {
   const auto n = static_cast<size_t>(n_), own = static_cast<size_t>(rank_);
-  const auto signature = sign(Op::AllToAll, 0);
+  const auto signature = sign(Operation::AllToAll, 0);
   const auto total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
   const auto table_bytes = n * sizeof(uint64_t), room = kSmall - table_bytes;
   const auto table = [&](int rank) { return reinterpret_cast<uint64_t*>(small(rank) + kHeader); };

@@ -28,11 +28,6 @@ std::string_view name_of(Type type) {
   return names[static_cast<size_t>(type)];
 }
 
-std::string_view name_of(Reduction reduction) {
-  static constexpr std::array<std::string_view, kReductions> names{"sum", "product", "min", "max"};
-  return names[static_cast<size_t>(reduction)];
-}
-
 ReduceLoop reduce_loop(Type type, Reduction reduction) {
   static const ReduceLoops& chosen = choose();
   return chosen.loops[static_cast<size_t>(type)][static_cast<size_t>(reduction)];

@@ -35,11 +35,11 @@ struct Chunks {
 }  // namespace
 
 void Communicator::all_reduce(void* data, size_t count, Type type, Reduction reduction) {
-  reduce_any(data, count, type, reduction, -1, sign(Op::AllReduce, count * size_of(type), 0, type, reduction));
+  reduce_any(data, count, type, reduction, -1, sign(Operation::AllReduce, count * size_of(type), 0, type, reduction));
 }
 
 void Communicator::reduce(void* data, size_t count, Type type, Reduction reduction, int root) {
-  reduce_any(data, count, type, reduction, root, sign(Op::Reduce, count * size_of(type), root, type, reduction));
+  reduce_any(data, count, type, reduction, root, sign(Operation::Reduce, count * size_of(type), root, type, reduction));
 }
 
 void Communicator::reduce_any(void* data, size_t count, Type type, Reduction reduction, int root, uint64_t signature) {
@@ -118,7 +118,7 @@ void Communicator::staged_reduce(std::byte* data, size_t count, Type type, Reduc
 void Communicator::reduce_scatter(void* out, const void* in, size_t count, Type type, Reduction reduction) {
   const auto bytes = count * size_of(type), whole = bytes * static_cast<size_t>(n_);
   if (bytes == 0) return;
-  const auto signature = sign(Op::ReduceScatter, whole, 0, type, reduction);
+  const auto signature = sign(Operation::ReduceScatter, whole, 0, type, reduction);
   const auto own = bytes * static_cast<size_t>(rank_);
   const auto* const values = static_cast<const std::byte*>(in);
   if (whole <= kSmall) {

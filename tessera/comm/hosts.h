@@ -11,6 +11,7 @@ class Hosts {
  public:
   /// The host of each member, by any name that is equal where the host is.
   explicit Hosts(const std::vector<std::string>& host_of_member);
+  explicit Hosts(const std::vector<int>& host_of_member);
 
   int count() const { return static_cast<int>(members_.size()); }
   int size() const { return static_cast<int>(host_.size()); }
@@ -18,6 +19,7 @@ class Hosts {
   const std::vector<int>& members(int host) const { return members_[host]; }
   int leader(int host) const { return members_[host][0]; }
   int host(int member) const { return host_[member]; }
+  const std::vector<int>& host_of_members() const { return host_; }
   /// Place of the member among those of its host.
   int local_rank(int member) const { return local_rank_[member]; }
   /// Whether the host's members follow each other in the group, as launchers deal ranks: then their blocks lie side by side.
@@ -29,6 +31,9 @@ class Hosts {
   std::vector<int> across(int local_rank) const;
 
  private:
+  template <class Name>
+  void number(const std::vector<Name>& host_of_member);
+
   std::vector<int> host_;
   std::vector<int> local_rank_;
   std::vector<std::vector<int>> members_;

@@ -1,4 +1,4 @@
-#include "tessera/comm/bench/row.h"
+#include "cli/bench_rows.h"
 
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
 
-namespace tessera::comm::bench {
+namespace tessera::cli {
 namespace {
 
 constexpr double giga = 1e9;
@@ -39,7 +39,7 @@ std::vector<std::string> cells(const Row& row) {
 }  // namespace
 
 double Row::algorithm_bandwidth() const { return timing.median_us > 0 ? static_cast<double>(whole_bytes) / (timing.median_us * 1e-6) : 0; }
-double Row::bus_bandwidth() const { return algorithm_bandwidth() * bus_factor(op, ranks); }
+double Row::bus_bandwidth() const { return algorithm_bandwidth() * comm::bench::bus_factor(op, ranks); }
 double Row::link_share() const { return link_bandwidth > 0 ? bus_bandwidth() / link_bandwidth : 0; }
 std::string Row::series() const { return backend + " " + algorithm + (buffers == "plain" ? "" : " (" + buffers + ")"); }
 
@@ -103,4 +103,4 @@ std::string format_table(const std::vector<Row>& rows) {
   return format_columns(lines, /*left=*/{0, 2, 3, 4});
 }
 
-}  // namespace tessera::comm::bench
+}  // namespace tessera::cli

@@ -9,7 +9,7 @@
 #include "tessera/comm/bench/sampling.h"
 #include "tessera/comm/bench/workload.h"
 
-namespace tessera::comm::bench {
+namespace tessera::cli {
 
 /// One line of `tessera bench comm`. Bandwidths are in bytes per second.
 struct Row {
@@ -19,7 +19,7 @@ struct Row {
   int64_t bytes = 0;        ///< as asked for
   int64_t whole_bytes = 0;  ///< as measured: the whole in equal parts
   int ranks = 0;
-  Timing timing{};
+  comm::bench::Timing timing{};
   double link_bandwidth = 0;  ///< the best between two ranks over this backend, in the same run
 
   double algorithm_bandwidth() const;  ///< whole_bytes over the median time
@@ -41,4 +41,4 @@ std::string format_size(int64_t bytes);
 /// The rows as a table whose columns line up, with a heading; an empty line between operations.
 std::string format_table(const std::vector<Row>& rows);
 
-}  // namespace tessera::comm::bench
+}  // namespace tessera::cli

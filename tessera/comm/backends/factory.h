@@ -9,23 +9,22 @@
 #include "tessera/comm/world.h"
 
 namespace c10d {
-class Backend;
 class Store;
-}  // namespace c10d
+}
 
 namespace tessera::comm {
 
 struct Call;
 
-/// Makes one kind of c10d backend for the groups of one rank, and owns what they share (a network device).
-class Engine {
+/// Makes the engines of one kind for the groups of one rank, and owns what they share (a network device).
+class EngineFactory {
  public:
-  virtual ~Engine() = default;
+  virtual ~EngineFactory() = default;
   /// Connects the group's members, who find each other in `store` under keys that only they use. Blocks until all have come.
-  virtual c10::intrusive_ptr<c10d::Backend> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) = 0;
+  virtual std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) = 0;
 };
 
-/// What an engine may know when it is made.
+/// What engines may know when they are made.
 struct EngineOptions {
   std::string backend = "auto";  ///< comm.backend
   std::string interface{};       ///< comm.interface, as in WorldOptions
@@ -48,32 +47,32 @@ void check_engine_name(const std::string& backend, const Environment& environmen
 int64_t scratch_bytes(const std::string& backend, const Call& call);
 
 /// Throws ConfigError as above, CommError where the interface cannot be bound to.
-std::unique_ptr<Engine> make_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options);
 
-// The engines. Each lives in a file or folder of its own; engine.cpp holds the table.
+// The kinds. Each lives in a file or folder of its own; factory.cpp holds the table.
 
 /// Gloo, from torch's own library: TCP, CPU tensors. Data that is moved and not summed may have any dtype. Sums of bf16 and fp16 are made in that dtype.
 /// `abort` closes the connections, which ends what waits on them here and at the peers.
-std::unique_ptr<Engine> make_gloo_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_gloo_factory(const EngineOptions& options);
 int64_t gloo_scratch_bytes(const Call& call);
 
 /// Shared memory: ranks on one host, CPU tensors, no tensors of its own. Sums in rank order; of bf16 and fp16 in fp32, rounded once. fp8 is moved and not
 /// reduced. The memory is a memfd, or a file in the folder TESSERA_SHM_DIR; nothing of it has a name once a group has formed.
-std::unique_ptr<Engine> make_shm_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_shm_factory(const EngineOptions& options);
 
 /// MPI, from libtessera_mpi (backends/mpi/library.h): CPU tensors, processes of mpirun. Sums of bf16 and fp16 are made in fp32, and rounded once.
-std::unique_ptr<Engine> make_mpi_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_mpi_factory(const EngineOptions& options);
 int64_t mpi_scratch_bytes(const Call& call);
 std::string mpi_missing(const Environment& environment);
 
 #ifdef TESSERA_CUDA
 /// NCCL, from torch's own library: CUDA tensors. A stream of high priority per group; waiting for work makes the caller's stream wait, never the host.
-std::unique_ptr<Engine> make_nccl_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_nccl_factory(const EngineOptions& options);
 std::string nccl_missing(const Environment& environment);
 #endif
 
 /// The best there is for where the members live: shared memory where all are on one host, Gloo where each is alone on its own, and a two-level group of both
 /// otherwise. CUDA tensors go to NCCL where this build has it. Members learn each other's hosts through the store, once per world.
-std::unique_ptr<Engine> make_auto_engine(const EngineOptions& options);
+std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options);
 
 }  // namespace tessera::comm

@@ -1,4 +1,4 @@
-#include "tessera/comm/backends/engine.h"
+#include "tessera/comm/backends/factory.h"
 
 #include <algorithm>
 #include <array>
@@ -21,19 +21,19 @@ std::string without_cuda(const Environment&) {
 
 struct Entry {
   std::string_view name;
-  std::unique_ptr<Engine> (*make)(const EngineOptions& options);
+  std::unique_ptr<EngineFactory> (*make)(const EngineOptions& options);
   int64_t (*scratch)(const Call& call);
   std::string (*missing)(const Environment& environment) = nothing_missing;  ///< why it cannot be had, with the way out; empty: it can
 };
 
 // Every backend.
 constexpr std::array kEngines{
-    Entry{"auto", make_auto_engine, no_scratch},  // that of one host
-    Entry{"gloo", make_gloo_engine, gloo_scratch_bytes},
-    Entry{"shm", make_shm_engine, no_scratch},
-    Entry{"mpi", make_mpi_engine, mpi_scratch_bytes, mpi_missing},
+    Entry{"auto", make_auto_factory, no_scratch},  // that of one host
+    Entry{"gloo", make_gloo_factory, gloo_scratch_bytes},
+    Entry{"shm", make_shm_factory, no_scratch},
+    Entry{"mpi", make_mpi_factory, mpi_scratch_bytes, mpi_missing},
 #ifdef TESSERA_CUDA
-    Entry{"nccl", make_nccl_engine, no_scratch, nccl_missing},
+    Entry{"nccl", make_nccl_factory, no_scratch, nccl_missing},
 #else
     Entry{"nccl", nullptr, no_scratch, without_cuda},
 #endif
@@ -70,6 +70,6 @@ bool has_engine(const std::string& backend) {
 
 void check_engine_name(const std::string& backend, const Environment& environment) { find_usable(backend, environment); }
 int64_t scratch_bytes(const std::string& backend, const Call& call) { return find(backend).scratch(call); }
-std::unique_ptr<Engine> make_engine(const EngineOptions& options) { return find_usable(options.backend, options.environment).make(options); }
+std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options) { return find_usable(options.backend, options.environment).make(options); }
 
 }  // namespace tessera::comm

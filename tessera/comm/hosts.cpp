@@ -1,11 +1,15 @@
-#include "tessera/comm/backends/two_level/hosts.h"
+#include "tessera/comm/hosts.h"
 
 #include <algorithm>
 
 namespace tessera::comm {
 
-Hosts::Hosts(const std::vector<std::string>& host_of_member) {
-  std::vector<std::string> seen;
+Hosts::Hosts(const std::vector<std::string>& host_of_member) { number(host_of_member); }
+Hosts::Hosts(const std::vector<int>& host_of_member) { number(host_of_member); }
+
+template <class Name>
+void Hosts::number(const std::vector<Name>& host_of_member) {
+  std::vector<Name> seen;
   for (const auto& name : host_of_member) {
     const int host = static_cast<int>(std::find(seen.begin(), seen.end(), name) - seen.begin());
     if (host == count()) {

@@ -1,4 +1,4 @@
-#include "tessera/comm/bench/plot.h"
+#include "cli/bench_plot.h"
 
 #include <algorithm>
 #include <functional>
@@ -10,7 +10,7 @@
 #include "tessera/core/log_plot.h"
 #include "tessera/core/svg.h"
 
-namespace tessera::comm::bench {
+namespace tessera::cli {
 namespace {
 
 constexpr double margin = 24, title_height = 34, gap = 28, legend_width = 210, legend_line = 18;
@@ -83,4 +83,4 @@ std::string plot(const std::vector<Row>& rows) {
   return svg.str();
 }
 
-}  // namespace tessera::comm::bench
+}  // namespace tessera::cli

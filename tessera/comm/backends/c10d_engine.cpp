@@ -1,0 +1,61 @@
+#include "tessera/comm/backends/c10d_engine.h"
+
+#include <array>
+
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+c10d::ReduceOp reduce_op(const Call& call) {
+  using enum c10d::ReduceOp::RedOpType;
+  return std::array{SUM, PRODUCT, MIN, MAX}[static_cast<size_t>(call.reduction.value())];
+}
+
+}  // namespace
+
+Work C10dEngine::start(const Call& call) {
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+  Tensors in = call.inputs, out = call.outputs;  // c10d may change what it is handed
+  const int64_t root = call.peer;
+  const auto timeout = call.timeout.value_or(c10d::kUnsetTimeout);
+  const bool async = call.async;
+  switch (call.op) {
+    case Operation::AllReduce:
+      return backend_->allreduce(out, {.reduceOp = reduce_op(call), .timeout = timeout, .asyncOp = async});
+    case Operation::Reduce:
+      return backend_->reduce(out, {.reduceOp = reduce_op(call), .rootRank = root, .timeout = timeout, .asyncOp = async});
+    case Operation::AllGather:
+      return backend_->_allgather_base(out[0], in[0], {.timeout = timeout, .asyncOp = async});
+    case Operation::ReduceScatter:
+      return backend_->_reduce_scatter_base(out[0], in[0], {.reduceOp = reduce_op(call), .timeout = timeout, .asyncOp = async});
+    case Operation::AllToAll: {
+      auto from = call.out_splits, to = call.in_splits;
+      return backend_->alltoall_base(out[0], in[0], from, to, {.timeout = timeout, .asyncOp = async});
+    }
+    case Operation::Broadcast:
+      return backend_->broadcast(out, {.rootRank = root, .timeout = timeout, .asyncOp = async});
+    case Operation::Gather: {
+      auto lists = out.empty() ? Lists() : Lists{out};
+      return backend_->gather(lists, in, {.rootRank = root, .timeout = timeout, .asyncOp = async});
+    }
+    case Operation::Scatter: {
+      auto lists = in.empty() ? Lists() : Lists{in};
+      return backend_->scatter(out, lists, {.rootRank = root, .timeout = timeout, .asyncOp = async});
+    }
+    case Operation::Send:
+      return backend_->send(in, call.peer, call.tag);
+    case Operation::Recv:
+      return backend_->recv(out, call.peer, call.tag);
+    case Operation::Barrier:
+      return backend_->barrier({.device_ids = {}, .timeout = timeout, .device = {}, .asyncOp = async});
+  }
+  throw InternalError("internal error: unknown operation");
+}
+
+at::Tensor C10dEngine::empty(int64_t elements, const at::TensorOptions& options) {
+  return backend_->supportsTensorAlloc(0) ? backend_->allocateTensor(elements, options) : at::Tensor();
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "tessera/comm/engine.h"
+
+namespace tessera::comm {
+
+/// A backend of libtorch's, or one that is written for it, as an engine: the one place that knows how c10d asks for each operation.
+class C10dEngine : public Engine {
+ public:
+  explicit C10dEngine(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  std::string name() const override { return backend_->getBackendName(); }
+  Work start(const Call& call) override;
+  void set_timeout(std::chrono::milliseconds timeout) override { backend_->setTimeout(timeout); }
+  void abort() override { backend_->abort(); }
+  void shutdown() override { backend_->shutdown(); }
+  at::Tensor empty(int64_t elements, const at::TensorOptions& options) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace tessera::comm

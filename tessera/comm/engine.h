@@ -1,0 +1,53 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "tessera/comm/call.h"
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+/// A call in flight. Used of it: wait, isCompleted and exception.
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+/// What carries out the calls of one group. Decorators are engines around an engine; libtorch's backends, and a user's, are engines by C10dEngine
+/// (backends/c10d_engine.h). Calls come from one thread at a time, except that send and recv may come from one thread while another posts its own.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  /// What "auto" took: shm, gloo, two_level, shm+nccl, ...
+  virtual std::string name() const = 0;
+
+  /// Starts a call, which is copied where it is needed for longer. Its tensors are contiguous; in_splits and out_splits fit them.
+  virtual Work start(const Call& call) = 0;
+
+  /// Of each call from now on.
+  virtual void set_timeout(std::chrono::milliseconds) {}
+  /// Ends with an error what waits here and at the peers, from any thread.
+  virtual void abort() {}
+  /// Leaves the group.
+  virtual void shutdown() {}
+
+  /// A tensor of so many elements in memory that the engine sums in place; undefined where it has no such memory.
+  virtual at::Tensor empty(int64_t /*elements*/, const at::TensorOptions& /*options*/) { return {}; }
+};
+
+/// Work that was done when it was made. Keeps `scratch` alive for as long as its caller keeps it.
+Work completed_work(at::Tensor scratch = {});
+
+/// A part of a call: what the engine does, and what follows once it is done.
+struct WorkStage {
+  Work work;
+  std::function<void()> after{};  ///< on the thread that waits; may throw
+};
+
+/// Stages as one work: `wait` waits for each in order and does what follows it, once. Done when all of the engine's parts are.
+Work staged_work(std::vector<WorkStage> stages);
+
+}  // namespace tessera::comm

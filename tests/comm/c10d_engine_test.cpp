@@ -1,0 +1,102 @@
+#include "tessera/comm/backends/c10d_engine.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Tensors = std::vector<at::Tensor>;
+
+/// A backend as somebody writes one for libtorch: it notes what it is asked for.
+class Notes : public c10d::Backend {
+ public:
+  Notes() : Backend(/*rank=*/0, /*size=*/2) {}
+
+  using Pointer = c10::intrusive_ptr<c10d::Work>;
+  const std::string getBackendName() const override { return "notes"; }
+  Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (options.reduceOp == c10d::ReduceOp::PRODUCT) throw std::runtime_error("the link is cut");
+    tensors[0].mul_(2);  // as if the other rank had the same
+    return note("allreduce", options, fmt::format("op {}", static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(options.reduceOp))));
+  }
+  Pointer reduce(Tensors&, const c10d::ReduceOptions& options) override { return note("reduce", options, fmt::format("root {}", options.rootRank)); }
+  Pointer broadcast(Tensors&, const c10d::BroadcastOptions& options) override { return note("broadcast", options, fmt::format("root {}", options.rootRank)); }
+  Pointer _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    return note("allgather", options, fmt::format("{} from {}", out.numel(), in.numel()));
+  }
+  Pointer _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    return note("reduce_scatter", options, fmt::format("{} from {}", out.numel(), in.numel()));
+  }
+  Pointer alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
+                        const c10d::AllToAllOptions& options) override {
+    return note("alltoall", options, fmt::format("{} in, {} out", in_splits.at(0), out_splits.at(0)));
+  }
+  Pointer gather(std::vector<Tensors>& outs, Tensors&, const c10d::GatherOptions& options) override {
+    return note("gather", options, fmt::format("{} lists to {}", outs.size(), options.rootRank));
+  }
+  Pointer scatter(Tensors&, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
+    return note("scatter", options, fmt::format("{} lists of {} from {}", ins.size(), ins.at(0).size(), options.rootRank));
+  }
+  Pointer send(Tensors&, int destination, int tag) override { return note("send", c10d::BarrierOptions(), fmt::format("{} to {}", tag, destination)); }
+  Pointer recv(Tensors&, int source, int tag) override { return note("recv", c10d::BarrierOptions(), fmt::format("{} from {}", tag, source)); }
+  Pointer barrier(const c10d::BarrierOptions& options) override { return note("barrier", options, ""); }
+
+  std::vector<std::string> all;
+
+ private:
+  template <class Options>
+  Pointer note(const char* name, const Options& options, const std::string& text) {
+    all.push_back(fmt::format("{} {}{}{}", name, text, options.asyncOp ? "" : ", waits",
+                              options.timeout == c10d::kUnsetTimeout ? "" : fmt::format(", {} ms", options.timeout.count())));
+    return completed_work();
+  }
+};
+
+TEST(C10dEngine, HandsEachCallToItsMethod) {
+  const auto notes = c10::make_intrusive<Notes>();
+  const Group group({.name = "theirs", .rank = 0, .size = 2}, notes);
+  auto two = at::ones({2});
+  const auto four = at::ones({4}), none = at::Tensor();
+  all_reduce(group, two, Op::Max);
+  EXPECT_EQ(two[0].item<float>(), 2);
+  reduce_async(group, two, 1).wait();
+  broadcast(group, two, 1);
+  all_gather(group, four, two);
+  reduce_scatter(group, two, four);
+  all_to_all(group, four, two, {3, 1}, {0, 2});
+  gather(group, four, two, 0);
+  gather(group, none, two, 1);
+  scatter(group, two, four, 0);
+  send(group, two, 1, 7);
+  recv(group, two, 1, 8);
+  barrier(group);
+  group.engine()->start({.op = Operation::Broadcast, .outputs = {two}, .peer = 0, .timeout = 300ms})->wait();
+  EXPECT_THAT(notes->all, ElementsAre(fmt::format("allreduce op {}, waits", static_cast<int>(c10d::ReduceOp::MAX)), "reduce root 1", "broadcast root 1, waits",
+                                      "allgather 4 from 2, waits", "reduce_scatter 2 from 4, waits", "alltoall 0 in, 3 out, waits",
+                                      "gather 1 lists to 0, waits", "gather 0 lists to 1, waits", "scatter 1 lists of 2 from 0, waits", "send 7 to 1",
+                                      "recv 8 from 1", "barrier , waits", "broadcast root 0, 300 ms"));
+  EXPECT_EQ(group.engine()->name(), "notes");
+  EXPECT_EQ(empty(group, {3}).numel(), 3);  // plain memory, as it offers none
+}
+
+TEST(C10dEngine, FailsInTheWordsOfTheGroup) {
+  const Group group({.name = "theirs", .rank = 0, .size = 2}, c10::make_intrusive<Notes>());
+  try {
+    all_reduce(group, at::ones({2}), Op::Product);
+    FAIL() << "no error";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("all_reduce of group theirs, rank 0 of 2: the link is cut; waited"));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::comm
