@@ -167,6 +167,8 @@ class FullyShardedDataParallel::Impl {
     if (active()) step_->finish();
   }
 
+  void after_update() const { explicit_calls_.after_update(); }
+
   void unshard() {
     if (!active() || unsharded_) return;
     check_sharded("unshard");
@@ -332,6 +334,7 @@ void FullyShardedDataParallel::begin_step() { impl_->begin_step(); }
 void FullyShardedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
 void FullyShardedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->after(action); }
 void FullyShardedDataParallel::finish() { impl_->finish(); }
+void FullyShardedDataParallel::after_update() { impl_->after_update(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }

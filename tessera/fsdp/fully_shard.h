@@ -149,6 +149,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void before(ActionKind action, const MicroBatchPosition& position) override;
   void after(ActionKind action, const MicroBatchPosition& position) override;
   void finish() override;
+  void after_update() override;
   const SynchronizationStatistics& statistics() const override;
   std::vector<nn::NamedParameter> updated() const override;
   comm::Group norm_group() const override;

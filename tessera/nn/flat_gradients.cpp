@@ -127,6 +127,8 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
 
 void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups) const {
   const at::Tensor& parameter = parameters_.front().tensor;
+  const auto several = std::ranges::find_if(groups, [](const comm::Group& group) { return group.size() > 1; });
+  const comm::Group& own = several == groups.end() ? groups.front() : *several;
   enum Word : int64_t { missing, first, rank, wanted, differs, words };
   Hasher hasher;
   for (size_t i = 0; i < used_.size(); ++i) {
@@ -136,7 +138,7 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
   std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), -1};
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
-    if (&group == &groups.front()) found[rank] = group.world_rank(group.rank());
+    if (&group == &own) found[rank] = group.world_rank(group.rank());
     const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter));
     at::Tensor all = at::zeros({words * group.size()}, mine.options());
     comm::all_gather(group, all, mine);
@@ -153,7 +155,7 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
       found[differs] < 0, "data parallelism: rank ", found[differs],
       " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps. A "
       "pass that adds to gradients leaves out the same ones on every rank, or set find_unused_parameters in the options of the wrapper");
-  refuse_unused(groups.front());
+  refuse_unused(own);
   require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));

@@ -52,8 +52,14 @@ void GradientMemory::clear() {
 }
 
 FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters,
-                       const comm::Group& group, GradientForm form, GradientMemory& memory)
-    : bucket_(bucket), numel_(layout.numel(bucket)), group_(group), form_(form), memory_(&memory) {
+                       const ShardGroups& groups, GradientForm form, GradientMemory& memory, SynchronizationStatistics& statistics)
+    : bucket_(bucket),
+      numel_(layout.numel(bucket)),
+      group_(groups.shard),
+      replicas_(groups.replicate),
+      form_(form),
+      memory_(&memory),
+      statistics_(&statistics) {
   if (form_.network && c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype)) form_.network.reset();
   for (const auto& slot : bucket_.slots) {
     tensors_.push_back(parameters[slot.parameter].tensor);
@@ -123,11 +129,9 @@ at::Tensor FlatBucket::place(size_t slot) {
   return views_[slot];
 }
 
-bool FlatBucket::awaits_gradient(size_t slot) const { return gradients_.defined() && is_place_awaited(tensors_[slot], views_[slot]); }
-
 bool FlatBucket::take_gradient(size_t slot) {
   hold_gradients();
-  const bool leaves = !form_.keeps_whole && awaits_gradient(slot);
+  const bool leaves = !form_.keeps_whole && is_place_awaited(tensors_[slot], views_[slot]);
   if (leaves) leave_places();
   recover_gradient(tensors_[slot], views_[slot]);
   return leaves;
@@ -152,33 +156,45 @@ void FlatBucket::leave_out(size_t slot) {
   views_[slot].zero_();
 }
 
-void FlatBucket::start_reduce(bool add) {
-  adding_ = add;
-  if (form_.network) {
-    narrow_.emplace(gradients_, *form_.network, group_.size());
-    if (!form_.keeps_whole) release_gradients();
-    reduction_ = comm::reduce_scatter_async(group_, part_of(narrow_->crossing()), narrow_->crossing());
-    return;
-  }
-  // Of a first sum the result goes straight into this rank's part; a later one is made where this rank's own gradients lie, and added.
-  reduction_ = comm::reduce_scatter_async(group_, add ? part_of(gradients_) : gradient_part_, gradients_);
+/// What `terms` are to be summed as, counted.
+const at::Tensor& FlatBucket::crossing(const at::Tensor& terms, const comm::Group& group) {
+  if (form_.network) narrow_.emplace(terms, *form_.network, group.size());
+  const at::Tensor& crossing = narrow_ ? narrow_->crossing() : terms;
+  statistics_->bytes += static_cast<int64_t>(crossing.nbytes());
+  ++statistics_->num_collectives;
+  return crossing;
 }
 
-void FlatBucket::finish_reduce() {
+void FlatBucket::start_reduce(bool add, bool last) {
+  adding_ = add;
+  last_ = last;
+  const at::Tensor whole = crossing(gradients_, group_);
+  if (narrow_ && !form_.keeps_whole) release_gradients();
+  // Of a first sum the result goes straight into this rank's part; a later one is made where this rank's own gradients lie, and added.
+  reduction_ = comm::reduce_scatter_async(group_, narrow_ || add ? part_of(whole) : gradient_part_, whole);
+}
+
+bool FlatBucket::advance_reduce() {
   const c10::NoGradGuard no_grad;
   std::exchange(reduction_, comm::Pending()).wait();
+  const bool was_across = std::exchange(across_, false);
   if (narrow_) {
-    narrow_->store(part_of(narrow_->crossing()), gradient_part_, adding_);
+    narrow_->store(was_across ? narrow_->crossing() : part_of(narrow_->crossing()), gradient_part_, adding_ && !was_across);
     narrow_->release();
     narrow_.reset();
-    return;
+  } else if (!was_across) {
+    if (adding_) gradient_part_.add_(part_of(gradients_));
+    if (!form_.keeps_whole) release_gradients();
   }
-  if (adding_) gradient_part_.add_(part_of(gradients_));
-  if (!form_.keeps_whole) release_gradients();
+  if (was_across || !last_ || replicas_.size() == 1) return true;
+  across_ = true;
+  reduction_ = comm::all_reduce_async(replicas_, crossing(gradient_part_, replicas_));
+  return false;
 }
 
 void FlatBucket::drop_reduce() {
   reduction_ = comm::Pending();
+  across_ = false;
   narrow_.reset();
   views_.clear();
   gradients_.reset();
@@ -191,7 +207,5 @@ void FlatBucket::release_gradients() {
   gradients_.reset();
   memory_->give_back(std::exchange(block_, {}));
 }
-
-int64_t FlatBucket::crossing_bytes() const { return numel_ * static_cast<int64_t>(c10::elementSize(form_.network.value_or(form_.dtype))); }
 
 }  // namespace tessera

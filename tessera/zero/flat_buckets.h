@@ -8,9 +8,11 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/narrow_sum.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/zero/shard_layout.h"
+#include "tessera/zero/sharded_data_parallel.h"
 
 /// The memory of ShardedDataParallel. Not part of the public surface.
 namespace tessera {
@@ -40,9 +42,10 @@ struct GradientForm {
 /// One bucket of a rank: parameters, of which all ranks hold all, and gradients, of which a rank keeps its part.
 class FlatBucket {
  public:
-  /// Moves the bucket's parameters into one flat tensor, row-major, and makes them views of it. Gradients lie in `memory`, which must outlive the bucket.
-  FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group,
-             GradientForm form, GradientMemory& memory);
+  /// Moves the bucket's parameters into one flat tensor, row-major, and makes them views of it. Gradients lie in `memory`, and what crosses is counted in
+  /// `statistics`: both must outlive the bucket.
+  FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& bucket, const std::vector<nn::NamedParameter>& parameters, const ShardGroups& groups,
+             GradientForm form, GradientMemory& memory, SynchronizationStatistics& statistics);
 
   /// Makes room for this rank's part of the gradients, where there is none; of buckets that are trained at once, the constructor does.
   void hold_part();
@@ -52,8 +55,6 @@ class FlatBucket {
 
   /// Where the gradient of a slot's parameter belongs; makes room.
   at::Tensor place(size_t slot);
-  /// Whether that place is taken, and what it was taken for has not come.
-  bool awaits_gradient(size_t slot) const;
   /// Brings the gradient of a slot's parameter to its place, and makes it a view of that: zeros where there is none. Whether those of other slots moved, too.
   bool take_gradient(size_t slot);
   /// Zeros in the place of a parameter that has no part in this step, and keeps its own.
@@ -66,10 +67,11 @@ class FlatBucket {
   /// Takes its values in, and makes it a view of the bucket again.
   void take_parameter(size_t slot);
 
-  /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced.
-  void start_reduce(bool add);
-  /// Waits for it; whole gradients go, where they do not stay.
-  void finish_reduce();
+  /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced. `last`: of the step.
+  void start_reduce(bool add, bool last);
+  /// Waits for what is under way; whole gradients go, where they do not stay. Of the last sum of a step the part then goes on to meet those of the other
+  /// replicas, if there are any: false, and it is to be called again.
+  bool advance_reduce();
   /// Lets go of it without waiting, and of the memory in which the engine may still write: hold_part before there is another.
   void drop_reduce();
 
@@ -78,7 +80,6 @@ class FlatBucket {
   at::Tensor parameter_part() const { return part_of(parameters_); }  ///< [part], a view
   const at::Tensor& gradient_part() const { return gradient_part_; }  ///< [part]; undefined before hold_part
   const at::TensorOptions& gradient_options() const { return gradient_options_; }
-  int64_t crossing_bytes() const;  ///< of the whole bucket's gradients on the network, padding included
 
  private:
   at::Tensor part_of(const at::Tensor& whole) const { return whole.narrow(0, group_.rank() * bucket_.part, bucket_.part); }
@@ -86,21 +87,24 @@ class FlatBucket {
   void move_parameters();
   void leave_places();
   void release_gradients();
+  const at::Tensor& crossing(const at::Tensor& terms, const comm::Group& group);
 
   ShardLayout::Bucket bucket_;
   int64_t numel_;
   std::vector<at::Tensor> tensors_;  ///< the parameters, by slot
   std::vector<std::vector<int64_t>> sizes_;
-  comm::Group group_;
+  comm::Group group_, replicas_;
   GradientForm form_;
   GradientMemory* memory_;
+  SynchronizationStatistics* statistics_;
   at::TensorOptions gradient_options_;
   at::Tensor parameters_, gradients_, gradient_part_;
   at::Tensor block_;                 ///< what gradients_ is the beginning of
   std::vector<at::Tensor> views_;    ///< of gradients_, by slot
   std::optional<NarrowSum> narrow_;  ///< of the reduction under way
   comm::Pending reduction_;
-  bool adding_ = false;
+  bool adding_ = false, last_ = false;  ///< it
+  bool across_ = false;                 ///< it is that of the replicas
 };
 
 }  // namespace tessera

@@ -17,71 +17,6 @@ using comm::World;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-class WorldSizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ddp, WorldSizes, ::testing::Values(1, 2, 3, 5, 8));
-
-TEST_P(WorldSizes, EqualsOneProcessAndAllRanksTheSameBits) {
-  const int ranks = GetParam();
-  constexpr int steps = 4;
-  const auto expected = one_process(steps);
-  std::vector<std::vector<std::vector<at::Tensor>>> seen(ranks);
-  run_ranks(ranks, [&](World& world) {
-    Net net;
-    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
-    for (int step = 0; step < steps; ++step) {
-      run_step(net, ddp, part_of(whole_batch(samples, step), ranks, world.rank()));
-      seen[world.rank()].push_back(gradients_of(net));
-      sgd(net, 0.05);
-    }
-  });
-  for (int step = 0; step < steps; ++step) {
-    EXPECT_LT(largest_difference(seen[0][step], expected[step]), parity) << "step " << step;
-    for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(same_bits(seen[rank][step], seen[0][step])) << "step " << step << " rank " << rank;
-  }
-}
-
-TEST_P(WorldSizes, AverageDividesByTheRanks) {
-  const int ranks = GetParam();
-  run_ranks(ranks, [&](World& world) {
-    Net net, reference;
-    DistributedDataParallel ddp(net, world.group(), {.average = true});
-    run_step(net, ddp, whole_batch(samples));
-    backward(reference, whole_batch(samples));
-    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
-  });
-}
-
-TEST_P(WorldSizes, AccumulationEqualsOneBackward) {
-  const int ranks = GetParam();
-  const auto expected = one_process(1);
-  run_ranks(ranks, [&](World& world) {
-    Net net;
-    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
-    ddp.begin_step();
-    const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
-    const int64_t passes = mine.x.size(0);
-    for (int64_t i = 0; i < passes; ++i) {
-      const Attachment local = i + 1 < passes ? ddp.no_sync() : Attachment();
-      backward(net, part_of(mine, static_cast<int>(passes), static_cast<int>(i)));
-    }
-    ddp.finish();
-    EXPECT_LT(largest_difference(gradients_of(net), expected[0]), parity);
-  });
-}
-
-TEST(Ddp, ParitySeesARankThatIsDropped) {
-  const auto expected = one_process(1);
-  run_ranks(3, [&](World& world) {
-    Net net;
-    DistributedDataParallel ddp(net, world.group(), {});
-    Batch mine = part_of(whole_batch(samples), 3, world.rank());
-    ddp.begin_step();
-    (loss_of(net.forward(mine.x), mine.y, samples) * (world.rank() == 1 ? 0.0 : 1.0)).backward();
-    ddp.finish();
-    EXPECT_GT(largest_difference(gradients_of(net), expected[0]), 100 * parity);
-  });
-}
-
 TEST(Ddp, GradientsAreViewsOfTheBucketsInEveryStep) {
   run_ranks(2, [&](World& world) {
     Net net;
@@ -201,40 +136,6 @@ TEST(Ddp, HoldsGradientsOnceAndCountsThem) {
     for (const at::Tensor& parameter : net.parameters()) bytes += static_cast<int64_t>(parameter.nbytes());
     EXPECT_EQ(ddp.plan().bytes(), bytes);
   });
-}
-
-TEST(Ddp, ADryRunMakesTheSameCalls) {
-  const auto step_twice = [](Net& net, const comm::Group& group, at::Device device) {
-    DistributedDataParallel ddp(net, group, {.sizes = small_buckets});
-    for (int step = 0; step < 2; ++step) {
-      Batch batch = whole_batch(samples);
-      run_step(net, ddp, {batch.x.to(device), batch.y.to(device)});
-    }
-  };
-  std::vector<comm::Record> real;
-  run_ranks(3, [&](World& world) {
-    const auto recorder = std::make_shared<comm::Recorder>();
-    comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
-    const comm::Group group(info, comm::make_record_engine(recorder, info, world.group().engine()));
-    Net net;
-    net.register_buffer("table", at::ones({6}));
-    step_twice(net, group, at::kCPU);
-    if (world.rank() == 1) real = recorder->records();
-  });
-
-  const auto recorder = std::make_shared<comm::Recorder>();
-  World world = World::dry(3, 1, recorder);
-  const auto net = on_meta([] { return std::make_shared<Net>(); });
-  net->register_buffer("table", at::ones({6}, at::kMeta));
-  step_twice(*net, world.group(), at::kMeta);
-  const std::vector<comm::Record> planned = recorder->records();
-  ASSERT_EQ(planned.size(), real.size());
-  for (size_t i = 0; i < real.size(); ++i) {
-    EXPECT_EQ(planned[i].op, real[i].op) << i;
-    EXPECT_EQ(planned[i].shape, real[i].shape) << i;
-    EXPECT_EQ(planned[i].dtype, real[i].dtype) << i;
-    EXPECT_EQ(planned[i].site, real[i].site) << i;
-  }
 }
 
 }  // namespace

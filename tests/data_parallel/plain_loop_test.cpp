@@ -113,46 +113,6 @@ TEST(DdpPlainLoop, ForwardMayComeBeforeZeroGrad) {
   }});
 }
 
-TEST(DdpPlainLoop, AccumulatesUnderNoSync) {
-  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      for (int pass = 0; pass < 3; ++pass) {
-        const Attachment local = ddp && pass < 2 ? ddp->no_sync() : Attachment();
-        backward(net, part_of(mine(step), 3, pass));
-      }
-      optimizer.step();
-    }
-  }});
-}
-
-TEST(DdpPlainLoop, ASecondPassAddsToTheFirst) {
-  expect_parity({.train = [](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      for (int pass = 0; pass < 3; ++pass) backward(net, mine(3 * step + pass));
-      {
-        const Attachment local = ddp ? ddp->no_sync() : Attachment();
-        backward(net, mine(20 + step));
-      }
-      backward(net, mine(30 + step));
-      if (step < 2) optimizer.step();
-    }
-  }});
-}
-
-TEST(DdpPlainLoop, AveragesAddUp) {
-  run_ranks(3, [&](World& world) {
-    Net net, reference;
-    DistributedDataParallel ddp(net, world.group(), {.average = true});
-    for (int pass = 0; pass < 3; ++pass) {
-      backward(net, whole_batch(samples, pass));
-      backward(reference, whole_batch(samples, pass));
-    }
-    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
-  });
-}
-
 TEST(DdpPlainLoop, ClearingWithinAnAccumulationClearsIt) {
   for (const bool set_to_none : {true, false}) {
     for (const bool by_module : {true, false}) {
@@ -513,39 +473,6 @@ TEST(DdpPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
   EXPECT_TRUE(at::equal(means[0], means[1]) && at::equal(means[0], means[2]));
 }
 
-TEST(DdpPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {
-  run_ranks(3, [&](World& world) {
-    Net net;
-    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
-    const auto without_last = [&] { net.middle(at::tanh(net.first(whole_batch(samples).x))).mul(net.scale).sum().backward(); };
-    const std::string text = refusal([&] { world.rank() == 1 ? without_last() : backward(net, whole_batch(samples)); });
-    EXPECT_THAT(text, HasSubstr("on rank 1 of world, 2 of 7 parameters got no gradient in this step: 'last.weight'"));
-    net.zero_grad();
-    backward(net, part_of(whole_batch(samples), 3, world.rank()));
-    EXPECT_LT(largest_difference(gradients_of(net), one_process(1)[0]), parity);
-  });
-}
-
-TEST(DdpPlainLoop, FindUnusedParameters) {
-  run_ranks(3, [&](World& world) {
-    Net net, reference;
-    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .find_unused_parameters = true});
-    const auto loss = [](Net& net, bool whole) {
-      const at::Tensor hidden = net.middle(net.first(whole_batch(samples).x)) * net.scale;
-      return whole ? net.last(hidden).sum() : hidden.sum();
-    };
-    for (int step = 0; step < 3; ++step) {
-      net.zero_grad(), reference.zero_grad();
-      loss(net, step > 0 && world.rank() == 1).backward();
-      for (int rank = 0; rank < 3; ++rank) loss(reference, step > 0 && rank == 1).backward();
-      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity) << "step " << step;
-    }
-    loss(net, false).backward();  // on top
-    for (int rank = 0; rank < 3; ++rank) loss(reference, false).backward();
-    EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
-  });
-}
-
 TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {
   const auto train = [](World& world) {
     Net net;
@@ -559,27 +486,6 @@ TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {
   } catch (const CommError& error) {
     EXPECT_THAT(error.what(), HasSubstr("a rank whose backward pass brings no gradient at all to the wrapped module"));
   }
-}
-
-TEST(DdpPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
-  run_ranks(2, [&](World& world) {
-    Net net;
-    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
-    const auto expected = one_process(2);
-    for (int step = 0; step < 2; ++step) {
-      const Batch mine = part_of(whole_batch(samples, step), 2, world.rank());
-      for (const bool cleared : {true, false}) {
-        at::Tensor hidden = net.first(mine.x);
-        hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
-        EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
-        if (cleared) net.zero_grad();
-      }
-      backward(net, mine);
-      EXPECT_LT(largest_difference(gradients_of(net), expected[step]), parity);
-      sgd(net, 0.05);
-      net.zero_grad();
-    }
-  });
 }
 
 TEST(DdpPlainLoop, RanksThatTrainOtherParametersAreToldApartByTheCheck) {

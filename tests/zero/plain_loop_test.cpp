@@ -263,22 +263,6 @@ TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
   });
 }
 
-TEST(ZeroPlainLoop, AveragesAddUp) {
-  SliceCollector gradients;
-  std::vector<at::Tensor> expected;
-  run_ranks(4, [&](World& world) {
-    Net net, reference;
-    ShardedDataParallel zero(net, groups_of(world, 2), {.stage = 2, .average = true});
-    for (int pass = 0; pass < 3; ++pass) {
-      backward(net, whole_batch(samples, pass));
-      backward(reference, whole_batch(samples, pass));
-    }
-    gradients.add_gradients(zero.shards());
-    if (world.rank() == 0) expected = gradients_of(reference);
-  });
-  EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), expected), parity);
-}
-
 /// The order of calls of PyTorch's DCGAN example.
 template <class D, class G>
 void gan_step(Net& d, Net& g, D& optimizer_d, G& optimizer_g, const Batch& real, const at::Tensor& noise) {
@@ -600,21 +584,6 @@ TEST(ZeroPlainLoop, BuffersThatAGraphHoldsDoNotChangeUnderIt) {
   });
 }
 
-TEST(ZeroPlainLoop, UnusedParametersAreRefusedOnAllRanksByName) {
-  for (const int replicas : {1, 2}) {
-    run_ranks(4, [&](World& world) {
-      Net net;
-      ShardedDataParallel zero(net, groups_of(world, replicas), {.stage = 2, .sizes = small_buckets});
-      const auto without_last = [&] { net.middle(at::tanh(net.first(whole_batch(samples).x))).mul(net.scale).sum().backward(); };
-      const std::string text = refusal([&] { world.rank() == 1 ? without_last() : backward(net, whole_batch(samples)); });
-      EXPECT_THAT(text, HasSubstr("2 of 7 parameters got no gradient in this step: 'last.weight'"));
-      EXPECT_THAT(text, HasSubstr("on rank 1 of "));
-      net.zero_grad();
-      backward(net, part_of(whole_batch(samples), 4, world.rank()));
-    });
-  }
-}
-
 TEST(ZeroPlainLoop, RanksThatTrainOtherParametersAreRefused) {
   for (const int replicas : {1, 2}) {
     run_ranks(4, [&](World& world) {
@@ -625,51 +594,6 @@ TEST(ZeroPlainLoop, RanksThatTrainOtherParametersAreRefused) {
       net.scale.requires_grad_(world.rank() != 2);
       EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr(" of world trains other parameters than the first of its group"));
     });
-  }
-}
-
-TEST(ZeroPlainLoop, FindUnusedParametersOfOneReplicaAlone) {
-  for (const Way& way : ways) {
-    SliceCollector gradients;
-    run_ranks(4, [&](World& world) {
-      Net net;
-      ZeroOptions options = options_of(way);
-      options.find_unused_parameters = true;
-      ShardedDataParallel zero(net, groups_of(world, 2), options);
-      for (int step = 0; step < 2; ++step) {
-        net.zero_grad();
-        const at::Tensor hidden = net.middle(net.first(whole_batch(samples).x)) * net.scale;
-        (world.rank() >= 2 ? net.last(hidden).sum() : hidden.sum()).backward();
-      }
-      gradients.add_gradients(zero.shards());
-    });
-    Net reference;
-    for (int rank = 0; rank < 4; ++rank) {
-      const at::Tensor hidden = reference.middle(reference.first(whole_batch(samples).x)) * reference.scale;
-      (rank >= 2 ? reference.last(hidden).sum() : hidden.sum()).backward();
-    }
-    EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), gradients_of(reference)), parity) << "stage " << way.stage;
-  }
-}
-
-TEST(ZeroPlainLoop, AfterAnExceptionInBackwardTheNextPassStartsClean) {
-  const auto expected = one_process(1);
-  for (const Way& way : ways) {
-    for (const bool cleared : {true, false}) {
-      SliceCollector gradients;
-      run_ranks(2, [&](World& world) {
-        Net net;
-        ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
-        const Batch mine = part_of(whole_batch(samples), 2, world.rank());
-        at::Tensor hidden = net.first(mine.x);
-        hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
-        EXPECT_THROW(net.last(at::tanh(net.middle(at::tanh(hidden)) * net.scale)).sum().backward(), std::runtime_error);
-        if (cleared) net.zero_grad();
-        backward(net, mine);
-        gradients.add_gradients(zero.shards());
-      });
-      EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), expected[0]), parity) << "stage " << way.stage;
-    }
   }
 }
 

@@ -15,55 +15,10 @@ using comm::World;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-class WorldSizes : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Zero, WorldSizes, ::testing::Values(1, 2, 3, 5, 8));
-
-TEST_P(WorldSizes, EqualsOneProcessAndAllRanksTheSameWeights) {
-  for (const Way& way : ways) EXPECT_LT(trained_difference(GetParam(), 1, way, 1), parity) << "stage " << way.stage;
-}
-
-TEST_P(WorldSizes, AccumulationEqualsOneBackward) {
-  for (const Way& way : ways) EXPECT_LT(trained_difference(GetParam(), 1, way, 3), parity) << "stage " << way.stage;
-}
-
 TEST(Zero, HybridEqualsOneProcess) {
   for (const auto& [ranks, replicas] : std::vector<std::pair<int, int>>{{4, 2}, {6, 3}, {6, 2}, {3, 3}}) {
     for (const Way& way : ways) EXPECT_LT(trained_difference(ranks, replicas, way, 2), parity) << ranks << " ranks, " << replicas << " replicas";
   }
-}
-
-TEST(Zero, ParityFindsPlantedBugs) {
-  for (const Way& way : ways) {
-    EXPECT_GT(trained_difference(3, 1, way, 1,
-                                 [](int rank, ShardedDataParallel& zero) {  // one rank's part comes back at half its scale
-                                   if (rank != 1) return;
-                                   for (const auto& shard : zero.shards()) shard.tensor.grad().mul_(0.5);
-                                 }),
-              100 * parity);
-  }
-  const auto expected = one_process(1);
-  SliceCollector gradients;
-  run_ranks(3, [&](World& world) {  // a shard's contribution is dropped
-    Net net;
-    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
-    zero.begin_step();
-    const Batch mine = part_of(whole_batch(samples), 3, world.rank());
-    (loss_of(net.forward(mine.x), mine.y, samples) * (world.rank() == 1 ? 0.0 : 1.0)).backward();
-    zero.finish();
-    gradients.add_gradients(zero.shards());
-  });
-  EXPECT_GT(largest_difference(in_order_of(Net(), gradients.whole()), expected[0]), 100 * parity);
-}
-
-TEST(Zero, AverageDividesByTheRanks) {
-  SliceCollector gradients;
-  run_ranks(4, [&](World& world) {
-    Net net;
-    ShardedDataParallel zero(net, groups_of(world, 2), {.stage = 2, .average = true});
-    run_step(net, zero, whole_batch(samples));
-    gradients.add_gradients(zero.shards());
-  });
-  EXPECT_LT(largest_difference(in_order_of(Net(), gradients.whole()), one_process(1)[0]), parity);
 }
 
 TEST(Zero, AGroupOfOneShardsNothing) {
@@ -245,36 +200,6 @@ TEST(Zero, ReplicasThatDifferAreRefusedAtTheFirstStep) {
     ShardedDataParallel zero(net, groups_of(world, 2));
     EXPECT_THAT(refusal([&] { zero.begin_step(); }), HasSubstr("parameter 'middle.weight' of rank 0 of dp_replicate is another one on rank 1;"));
   });
-}
-
-TEST(Zero, ADryRunMakesTheSameCalls) {
-  const auto step_twice = [](Net& net, const comm::Group& group, at::Device device) {
-    ShardedDataParallel zero(net, {.shard = group}, {.stage = 2, .sizes = small_buckets});
-    for (int step = 0; step < 2; ++step) {
-      const Batch batch = whole_batch(samples);
-      run_step(net, zero, {batch.x.to(device), batch.y.to(device)}, 2);
-      zero.after_update();
-    }
-  };
-  std::vector<comm::Record> real;
-  run_ranks(3, [&](World& world) {
-    const auto recorder = std::make_shared<comm::Recorder>();
-    const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
-    Net net;
-    step_twice(net, comm::Group(info, comm::make_record_engine(recorder, info, world.group().engine())), at::kCPU);
-    if (world.rank() == 1) real = recorder->records();
-  });
-  const auto recorder = std::make_shared<comm::Recorder>();
-  World world = World::dry(3, 1, recorder);
-  const auto net = on_meta([] { return std::make_shared<Net>(); });
-  step_twice(*net, world.group(), at::kMeta);
-  const std::vector<comm::Record> planned = recorder->records();
-  ASSERT_EQ(planned.size(), real.size());
-  for (size_t i = 0; i < real.size(); ++i) {
-    EXPECT_EQ(planned[i].op, real[i].op) << i;
-    EXPECT_EQ(planned[i].shape, real[i].shape) << i;
-    EXPECT_EQ(planned[i].site, real[i].site) << i;
-  }
 }
 
 }  // namespace

@@ -1,0 +1,372 @@
+#include "tessera/nn/bucketed_step.h"
+
+#include <algorithm>
+#include <chrono>
+#include <ranges>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+int place_among_ranks(const std::vector<comm::Group>& groups) {
+  int place = 0, stride = 1;
+  for (const comm::Group& group : groups) {
+    place += stride * group.rank();
+    stride *= group.size();
+  }
+  return place;
+}
+
+}  // namespace
+
+BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options)
+    : parameters_(floating_parameters(module)),
+      trained_(parameters_.size(), true),
+      bucket_site_(options.site + ".bucket"),
+      carried_(parameters_.size()),
+      arrived_(parameters_.size(), false),
+      gradient_writes_(parameters_.size()),
+      self_(self),
+      module_(module),
+      options_(std::move(options)),
+      bucket_of_(parameters_.size()),
+      used_(parameters_),
+      protocol_(options_.technique, std::move(holds),
+                {.open = [this](bool plain) { open(plain); },
+                 .begin_pass =
+                     [this](bool last) {
+                       if (active()) begin_pass(last);
+                     },
+                 .end_pass =
+                     [this](bool last, bool complete) {
+                       if (active()) end_pass(last, complete);
+                     },
+                 .complete =
+                     [this] {
+                       if (active()) complete();
+                     },
+                 .abandon =
+                     [this] {
+                       if (active()) abandon();
+                     },
+                 .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
+  require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble, options_.technique,
+          ": reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
+  nn::assign_paths(module_);
+  nn::drop_apart(module_, place_among_ranks(options_.groups));
+  std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
+  for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
+  if (active()) listen();
+}
+
+void BucketedStep::listen() {
+  for (const comm::Group& group : options_.groups) hooks_.add(group.synchronize_in_backward());
+  if (!options_.phase) options_.phase = own_phase_ = std::make_shared<nn::StepPhase>();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
+    hooks_.add(Attachment([tensor = parameters_[i].tensor, own = own_phase_] {
+      if (auto* const found = nn::GradientDispatcher::find(tensor); found && own) found->unfollow(own);
+    }));
+    const auto mine = [this, i](auto listener) {
+      return [this, i, listener](const at::Tensor&) {
+        if (synchronizes(i)) (this->*listener)(i);
+      };
+    };
+    hooks_.add(dispatcher.listen_arriving(mine(&BucketedStep::arriving)));
+    hooks_.add(dispatcher.listen(mine(&BucketedStep::accumulated)));
+    hooks_.add(dispatcher.listen_final(mine(&BucketedStep::final)));
+  }
+}
+
+bool BucketedStep::synchronizes(size_t i) const {
+  const auto* const dispatcher = nn::GradientDispatcher::find(parameters_[i].tensor);
+  return dispatcher != nullptr && dispatcher->owner() == &self_;
+}
+
+int BucketedStep::num_ranks() const {
+  int ranks = 1;
+  for (const comm::Group& group : options_.groups) ranks *= group.size();
+  return ranks;
+}
+
+void BucketedStep::set_slots(std::vector<std::vector<size_t>> slots) {
+  slots_ = std::move(slots);
+  for (size_t b = 0; b < slots_.size(); ++b) {
+    for (const size_t i : slots_[b]) bucket_of_[i] = b;
+  }
+}
+
+bool BucketedStep::is_trained(size_t bucket) const {
+  return std::ranges::any_of(slots_[bucket], [&](size_t i) { return trained_[i]; });
+}
+
+bool BucketedStep::is_last_round() const {
+  return !in_action_ || !options_.each_micro_batch || (protocol_.calls().is_last() && protocol_.calls().is_complete());
+}
+
+void BucketedStep::before(ActionKind action, const MicroBatchPosition& position) {
+  protocol_.before(action, position);
+  in_action_ = action != ActionKind::Forward;
+}
+
+void BucketedStep::after(ActionKind action) {
+  protocol_.after(action);
+  in_action_ = false;
+}
+
+void BucketedStep::follow_trained() {
+  trained_ = trained_parameters(parameters_, &self_);
+  used_.want(trained_);
+}
+
+void BucketedStep::open(bool plain) {
+  const at::NoGradGuard no_grad;
+  plain_ = plain;
+  if (!plain) clear_gradients();
+  if (!active()) return;
+  drop_reductions();
+  follow_trained();
+  starts_early_ = std::ranges::all_of(options_.groups, [&](const comm::Group& group) {
+    return group.in_backward().may_start_early(/*ordered=*/!plain, /*same_graph=*/!options_.find_unused_parameters);
+  });
+  used_.clear();
+  arrived_.assign(parameters_.size(), false);
+  carried_.assign(parameters_.size(), {});
+  statistics_ = {};
+  in_action_ = false;
+  prepare();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).follow(options_.phase);
+  }
+  round_ = 0;
+  begin_round();
+}
+
+/// A round ends with a reduction of every bucket: a micro-batch, or a step. To the dispatchers, which announce a gradient once a step, each is a step.
+void BucketedStep::begin_round() {
+  if (own_phase_) {
+    ++own_phase_->step;
+    own_phase_->last_micro_batch = true;
+  }
+  launched_ = 0;
+  finals_.clear();
+  overtaken_.assign(parameters_.size(), false);
+  missing_.clear();
+  for (const auto& slots : slots_) missing_.push_back(std::ranges::count_if(slots, [&](size_t i) { return trained_[i]; }));
+  if (!plain_) offer_places();  // in the plain loop only within a backward pass: a forward pass may be one whose gradients come in another step, or twice
+}
+
+void BucketedStep::begin_pass(bool last) {
+  if (own_phase_) own_phase_->last_micro_batch = last || (in_action_ && options_.each_micro_batch);
+  if (plain_) offer_places();
+}
+
+void BucketedStep::end_pass(bool last, bool complete) {
+  if (plain_) withdraw_places();
+  if (!in_action_ || !options_.each_micro_batch || (last && complete)) return;
+  launch_rest();
+  ++round_;
+  begin_round();
+}
+
+/// Lets gradients be computed where they are reduced.
+void BucketedStep::offer_places() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [name, tensor, aliases] = parameters_[i];
+    if (!trained_[i] || options_.reduce_dtype.value_or(tensor.scalar_type()) != tensor.scalar_type()) continue;
+    // Two users' gradients are summed elsewhere, and come to a bucket that the one with the place may still hold: one that gives way would be made twice.
+    if (options_.gives_way && !aliases.empty()) continue;
+    nn::GradientDispatcher::of(tensor).offer_place([this, i] {
+      complete_earlier_round();
+      return place(i);
+    });
+  }
+}
+
+void BucketedStep::withdraw_places() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (trained_[i]) nn::GradientDispatcher::of(parameters_[i].tensor).withdraw_place();
+  }
+}
+
+void BucketedStep::arriving(size_t i) {
+  const std::string& name = parameters_[i].name;
+  protocol_.arriving(name);
+  require(trained_[i], options_.technique, ": '", name, "' was unfrozen within a step; change requires_grad between steps");
+  require(launched_ <= bucket_of_[i] && !overtaken_[i], options_.technique, ": '", name,
+          "' got another gradient after its bucket was reduced; run each backward pass of a step but the last under no_sync(), or put before_micro_batch and "
+          "after_micro_batch around each micro-batch of a step, and begin_step before each step");
+  settle(i);
+  arrived_[i] = true;
+}
+
+bool BucketedStep::drop_cleared(size_t i) {
+  if (!carried_[i].defined() || !gradient_writes_.cleared(i, parameters_[i], options_.technique)) return false;
+  carried_[i].reset();
+  return true;
+}
+
+void BucketedStep::accumulated(size_t i) {
+  require_dense(parameters_[i]);
+  complete_earlier_round();
+  if (!is_awaited(i)) take(i);
+  if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());
+  used_.mark(i);
+}
+
+void BucketedStep::final(size_t i) {
+  overtaken_[i] = !options_.gives_way && is_awaited(i);
+  take(i);
+  if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());
+  finals_.push_back(static_cast<int64_t>(i));
+  --missing_[bucket_of_[i]];
+  while (starts_early_ && launched_ < missing_.size() && missing_[launched_] == 0) launch_next();
+}
+
+/// Starts the first bucket that has not been. On every rank in the same order, whatever order its gradients came in.
+void BucketedStep::launch_next() {
+  const size_t bucket = launched_;
+  if (is_trained(bucket)) {
+    const comm::CallSite site(bucket_site_);
+    const at::NoGradGuard no_grad;
+    if (options_.one_at_a_time) advance_newest();
+    for (const size_t i : slots_[bucket]) {
+      if (trained_[i]) collect(i);
+    }
+    if (start(bucket)) under_way_.push_back(bucket);
+  }
+  ++launched_;
+}
+
+/// Also of gradients that were not announced as final: they came in an earlier micro-batch, or not at all.
+void BucketedStep::collect(size_t i) {
+  if (missing_[bucket_of_[i]] > 0) {
+    if (arrived_[i] && is_first_round() && !parameters_[i].tensor.grad().defined()) used_.mark(i, false);  // cleared since
+    settle(i);
+  }
+  take(i);
+}
+
+void BucketedStep::launch_rest() {
+  while (launched_ < slots_.size()) launch_next();
+}
+
+void BucketedStep::advance_newest() {
+  if (under_way_.empty()) return;
+  const comm::CallSite site(bucket_site_);
+  const auto start = Clock::now();
+  if (advance(under_way_.back())) under_way_.pop_back();
+  statistics_.exposed_s += seconds_since(start);
+}
+
+/// Reductions of the round before went on under this one's forward.
+void BucketedStep::complete_earlier_round() {
+  if (launched_ == 0) advance_newest();
+}
+
+void BucketedStep::complete() {
+  withdraw_places();
+  const at::NoGradGuard no_grad;
+  const auto start = Clock::now();
+  const double exposed_before = statistics_.exposed_s;
+  statistics_.num_early = statistics_.num_collectives;
+  // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
+  launch_rest();
+  std::vector<bool> used = trained_;
+  if (options_.find_unused_parameters) learn_used(used = used_anywhere());
+  complete_reductions();
+  statistics_.exposed_s = exposed_before + seconds_since(start);
+  for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
+    if (is_trained(b)) sum(b).div_(num_ranks());
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i]) continue;
+    const at::Tensor before = std::exchange(carried_[i], {});
+    at::Tensor gradient = hand_over(i, used[i] || before.defined());
+    if (!before.defined()) continue;
+    gradient.add_(before);
+    used_.mark(i);
+  }
+  complete_step();
+  if (options_.buffers == BufferBroadcast::EachStep) share_buffers();
+  if (options_.find_unused_parameters) return;
+  const std::string name = site("unused");
+  const comm::CallSite scope(name);
+  plain_ ? used_.refuse_unused_anywhere(options_.groups) : used_.refuse_unused(options_.groups.front());
+}
+
+/// In rounds over the buckets, so that a bucket's next collective runs while the others' results are worked on.
+void BucketedStep::complete_reductions() {
+  const comm::CallSite site(bucket_site_);
+  while (!under_way_.empty()) {
+    std::vector<size_t> going_on;
+    for (const size_t bucket : under_way_) {
+      if (!advance(bucket)) going_on.push_back(bucket);
+    }
+    under_way_ = std::move(going_on);
+  }
+}
+
+std::vector<bool> BucketedStep::used_anywhere() {
+  const std::string name = site("unused");
+  const comm::CallSite scope(name);
+  std::vector<bool> used;
+  for (const comm::Group& group : options_.groups) {
+    used = used_.anywhere(group);
+    for (size_t i = 0; i < used.size(); ++i) {
+      if (used[i]) used_.mark(i);
+    }
+  }
+  return used;
+}
+
+void BucketedStep::drop_reductions() {
+  for (const size_t bucket : std::exchange(under_way_, {})) drop(bucket);
+}
+
+/// The other ranks have failed at the same place, or will not get there.
+void BucketedStep::abandon() {
+  drop_reductions();
+  withdraw_places();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (trained_[i]) restore(i);
+  }
+}
+
+void BucketedStep::let_go() {
+  drop_reductions();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (synchronizes(i)) nn::GradientDispatcher::of(parameters_[i].tensor).withdraw_place();
+  }
+}
+
+void BucketedStep::clear_gradients() {
+  for (const nn::NamedParameter& parameter : parameters_) set_gradient(parameter.tensor, {});
+}
+
+void BucketedStep::equalize(ReplicaStart start) {
+  const std::string name = site("start");
+  const comm::CallSite scope(name);
+  for (const comm::Group& group : options_.groups | std::views::reverse) equalize_replicas(module_, group, start);
+}
+
+/// From the first rank of all: first to its peers in the last group, then by each of those within the group before.
+void BucketedStep::share_buffers() {
+  if (options_.buffers == BufferBroadcast::Never) return;
+  const std::string name = site("buffers");
+  const comm::CallSite scope(name);
+  for (const comm::Group& group : options_.groups | std::views::reverse) broadcast_buffers(module_, group);
+}
+
+}  // namespace tessera

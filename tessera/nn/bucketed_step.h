@@ -1,0 +1,168 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/attachment.h"
+#include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/replicas.h"
+#include "tessera/nn/step_protocol.h"
+#include "tessera/nn/write_watch.h"
+
+/// What data-parallel techniques share. Not part of the public surface.
+namespace tessera {
+
+struct BucketedStepOptions {
+  std::string technique;                             ///< as errors name it
+  std::string site;                                  ///< the beginning of its collectives' call sites: "ddp"
+  std::vector<comm::Group> groups;                   ///< over which gradients are summed, one after the other; those of one rank are left out
+  bool average = false;                              ///< divide the sums by the number of ranks
+  bool find_unused_parameters = false;               ///< those without a gradient contribute zeros; otherwise they are refused
+  BufferBroadcast buffers = BufferBroadcast::Never;  ///< from rank 0
+  std::optional<at::ScalarType> reduce_dtype = {};   ///< in which buckets hold gradients; unset: in each parameter's own
+  std::shared_ptr<const nn::StepPhase> phase = {};   ///< of an engine; unset: kept here
+  bool each_micro_batch = false;                     ///< all buckets are reduced after each of an engine's actions that brings gradients, not once a step
+  bool one_at_a_time = false;                        ///< a bucket's reduction begins when that of the one before is done, or goes on elsewhere
+  bool gives_way = false;                            ///< a bucket leaves memory in which a gradient is still computed; otherwise that must not come any more
+};
+
+/// The life of gradients in a step of a technique that reduces them by buckets, from arrival to the parameters' new gradients.
+///
+/// A gradient that arrives is brought into its bucket, or was computed there (nn/gradient_dispatcher.h); the last of a bucket starts its reduction, while
+/// backward goes on. Buckets start in one order on every rank, whatever order gradients come in. When the last pass is done the rest of them start, and those
+/// that are under way are completed in rounds, so that one's next collective runs while the results of others are worked on. What a parameter has from before
+/// the step is set aside, and added to the sum. A pass that ended by an exception takes its step with it: nothing is waited for, what was there before is
+/// there again.
+///
+/// How buckets lie in memory and are reduced, and what becomes of the sums, is the technique's own.
+class BucketedStep {
+ public:
+  BucketedStep(const BucketedStep&) = delete;
+  BucketedStep& operator=(const BucketedStep&) = delete;
+
+  void begin_step() { protocol_.begin_step(); }
+  void before(ActionKind action, const MicroBatchPosition& position);
+  void after(ActionKind action);
+  void finish() { protocol_.finish(); }
+  void after_update() const { protocol_.after_update(); }
+  const SynchronizationStatistics& statistics() const { return statistics_; }
+  const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
+
+ protected:
+  using Options = BucketedStepOptions;
+
+  /// Claims the parameters of `module` for `self`, and listens to their gradients where more than one rank has them.
+  BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options);
+  virtual ~BucketedStep() = default;
+
+  /// A step opens: trained_ says what it is of. Buckets have memory when this returns, and carried_ what the step adds to of gradients that were reduced
+  /// before.
+  virtual void prepare() = 0;
+  /// Where the gradient of parameter `i` belongs. It may have no memory before.
+  virtual at::Tensor place(size_t i) = 0;
+  /// Brings it there: zeros where there is none.
+  virtual void take(size_t i) = 0;
+  /// What the parameter shows before its first gradient of the step is set aside (carried_); what was and has been cleared since goes.
+  virtual void settle(size_t i) = 0;
+  /// Starts to reduce a bucket whose gradients are all in place. Whether something is under way.
+  virtual bool start(size_t bucket) = 0;
+  /// Which parameters any rank used, where that is found out: before the last `advance` of each bucket.
+  virtual void learn_used(const std::vector<bool>& /*used*/) {}
+  /// Waits for what is under way, and says whether that was all; otherwise the next has started, and it will be called again.
+  virtual bool advance(size_t bucket) = 0;
+  /// Lets go of it without waiting.
+  virtual void drop(size_t bucket) = 0;
+  /// Where a bucket's sum lies, or this rank's part of it.
+  virtual at::Tensor sum(size_t bucket) const = 0;
+  /// Makes the sum of parameter `i` its gradient, and says where that is; none where it is to have none.
+  virtual at::Tensor hand_over(size_t i, bool has_gradient) = 0;
+  /// Gradients are there.
+  virtual void complete_step() {}
+  /// Undoes what a step that failed has left of parameter `i`. Must not throw.
+  virtual void restore(size_t i) = 0;
+  virtual void begin_pass(bool last);
+  virtual void end_pass(bool last, bool complete);
+  /// Of the parameters and of what stands for them.
+  virtual void clear_gradients();
+
+  /// Parameters of each bucket, in the order of reduction. Between steps, or in `prepare`.
+  void set_slots(std::vector<std::vector<size_t>> slots);
+
+  bool active() const { return !options_.groups.empty(); }
+  int num_ranks() const;  ///< that share a batch
+  bool is_trained(size_t bucket) const;
+  /// Whether what starts now is the last reduction of its bucket in this step.
+  bool is_last_round() const;
+  bool is_first_round() const { return round_ == 0; }
+  /// Drops what is carried of a parameter whose gradient the program has cleared since, and says whether it did.
+  bool drop_cleared(size_t i);
+
+  /// Says anew which parameters are trained.
+  void follow_trained();
+  void equalize(ReplicaStart start);
+  void share_buffers();  ///< from the first rank of all, unless they never are
+  void let_go();         ///< of what is under way, and on offer
+  std::string site(const char* name) const { return options_.site + "." + name; }
+
+  const std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
+  std::vector<bool> trained_;                         ///< which of them want a gradient in this step
+  std::vector<std::vector<size_t>> slots_;            ///< by bucket, in the order of reduction: the parameters in it
+  std::string bucket_site_;
+
+  bool plain_ = false;               ///< the step is one of the plain loop
+  std::vector<at::Tensor> carried_;  ///< by parameter: what this step adds to, set aside
+  std::vector<bool> arrived_;        ///< parameters that got a gradient in this step
+  std::vector<int64_t> finals_;      ///< parameters in the order in which their gradients became final
+  nn::GradientWrites gradient_writes_;
+  SynchronizationStatistics statistics_;
+
+ private:
+  bool synchronizes(size_t i) const;
+  void listen();
+  void open(bool plain);
+  void begin_round();
+  void offer_places();
+  void withdraw_places();
+  bool is_awaited(size_t i) { return is_place_awaited(parameters_[i].tensor, place(i)); }
+
+  void arriving(size_t i);
+  void accumulated(size_t i);
+  void final(size_t i);
+  void launch_next();
+  void launch_rest();
+  void collect(size_t i);
+  void advance_newest();
+  void complete_earlier_round();
+  void complete();
+  void complete_reductions();
+  std::vector<bool> used_anywhere();
+  void drop_reductions();
+  void abandon();
+
+  GradientSynchronizer& self_;
+  torch::nn::Module& module_;
+  Options options_;
+  std::vector<size_t> bucket_of_;             ///< by parameter
+  std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed
+  UsedParameters used_;
+  bool starts_early_ = false;      ///< buckets, while backward runs; else when it is done, for another wrapper's start on the same engine
+  bool in_action_ = false;         ///< an engine's, which brings gradients
+  int64_t round_ = 0;              ///< of reductions of every bucket, in this step
+  std::vector<size_t> missing_;    ///< per bucket: gradients that are not final in this round
+  std::vector<bool> overtaken_;    ///< gradients that went without the one that was to be computed in place, which must not come any more
+  size_t launched_ = 0;            ///< buckets of this round
+  std::vector<size_t> under_way_;  ///< buckets, as they were launched
+  StepProtocol protocol_;
+  Attachment hooks_;
+};
+
+}  // namespace tessera
