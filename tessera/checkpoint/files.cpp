@@ -103,6 +103,16 @@ void rename_to(const std::filesystem::path& from, const std::filesystem::path& t
   if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "rename to", errno);
 }
 
+bool rename_to_new(const std::filesystem::path& from, const std::filesystem::path& to) {
+  fault_point("rename", to);
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return true;
+  if (errno == EEXIST) return false;
+  if (errno != EINVAL && errno != ENOSYS) fail(to, "rename to", errno);
+  if (is_there(to)) return false;  // of a file system that cannot ask and rename in one step
+  rename_to(from, to);
+  return true;
+}
+
 void write_file(const std::filesystem::path& path, const std::string& text) {
   OutputFile file(path);
   file.write(std::as_bytes(std::span(text)));
