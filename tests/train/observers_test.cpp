@@ -179,22 +179,25 @@ TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
   EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none")));
 }
 
-/// What a bar prints over a run of `last` steps.
+/// Tells a bar of a run of `last` steps.
+void run_bar(const ProgressBar::Options& options, int64_t last, double seconds_a_step) {
+  ProgressBar bar(options);
+  bar.on_start({.name = "demo", .last_step = last, .ranks = 2, .parameters = 1234567});
+  for (int64_t k = 1; k <= last; ++k) {
+    StepResult result = step(k);
+    result.step_s = seconds_a_step;
+    bar.after_step(result);
+    if (k == last / 2) bar.after_validation({.step = k, .loss = 2, .bits_per_byte = 1.5});
+  }
+  bar.on_end({.step = last, .finished = true, .seconds = 61});
+}
+
+/// What it prints.
 std::string printed(ProgressBar::Options options, int64_t last, double seconds_a_step) {
   Folder folder;
   options.out = std::fopen((folder / "out").c_str(), "w");
   EXPECT_FALSE(ProgressBar::is_terminal(options.out));
-  {
-    ProgressBar bar(options);
-    bar.on_start({.name = "demo", .last_step = last, .ranks = 2, .parameters = 1234567});
-    for (int64_t k = 1; k <= last; ++k) {
-      StepResult result = step(k);
-      result.step_s = seconds_a_step;
-      bar.after_step(result);
-      if (k == last / 2) bar.after_validation({.step = k, .loss = 2, .bits_per_byte = 1.5});
-    }
-    bar.on_end({.step = last, .finished = true, .seconds = 61});
-  }
+  run_bar(options, last, seconds_a_step);
   std::fclose(options.out);
   return slurp(folder / "out");
 }
@@ -227,6 +230,15 @@ TEST(ProgressBar, RedrawsInPlaceAndNeverWraps) {
     }
   }
   EXPECT_THAT(printed({.terminal = true, .width = 80}, 50, 1e-3), ContainsRegex("\\[#+\\] loss 0.0200"));
+}
+
+TEST(ProgressBar, AFullDiskEndsNoRun) {
+  for (const bool terminal : {false, true}) {
+    std::FILE* out = std::fopen("/dev/full", "w");
+    ASSERT_NE(out, nullptr);
+    EXPECT_NO_THROW(run_bar({.out = out, .terminal = terminal, .width = 40}, 3, 0.5));
+    std::fclose(out);
+  }
 }
 
 TEST(ProgressBar, ARunThatHasNothingLeftSaysSo) {
