@@ -151,6 +151,23 @@ TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
   EXPECT_EQ(kept[1]["step"], 4);
 }
 
+TEST(MetricsFile, KeepsWhatItCannotRead) {
+  const Folder folder;
+  const auto file = folder / "metrics.jsonl";
+  const std::string text = "{\"step\": 1}\n{\"step\": \"2\"}\nmine\n{\"step\": 3";
+  std::ofstream(file) << text;
+  for (const int64_t first : {2, 1}) {
+    MetricsFile metrics;
+    testing::internal::CaptureStderr();
+    metrics.on_start({.log_dir = folder.path(), .first_step = first});
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(lines(file).size(), first == 2 ? 1u : 0u);
+    if (first == 2) EXPECT_THAT(said, AllOf(HasSubstr("metrics.jsonl: 2 of its lines are no records"), HasSubstr("metrics.jsonl.unreadable-1")));
+    if (first == 1) EXPECT_THAT(said, Not(HasSubstr("unreadable"))) << "a fresh start takes the place of records, as ever";
+  }
+  EXPECT_EQ(slurp(folder / "metrics.jsonl.unreadable-1"), text);
+}
+
 TEST(MetricsFile, AStrictLogEndsTheRun) {
   const Folder folder;
   MetricsFile metrics(/*strict=*/true);
