@@ -19,7 +19,9 @@ namespace tessera::checkpoint {
 namespace {
 
 [[noreturn]] void fail(const std::filesystem::path& path, const char* action, int code) {
-  throw Error(detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code)));
+  const bool full = code == ENOSPC || code == EDQUOT || code == EFBIG;
+  throw Error(
+      detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code), full ? "; make room there, or name another place" : ""));
 }
 
 /// A descriptor that closes itself; -1 holds none.
