@@ -91,21 +91,24 @@ std::vector<std::string> inputs_of(const TrainFlags& flags, const Config& config
   return inputs;
 }
 
-// A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own.
-void check_log_dir(const TrainFlags& flags, const Config& config) {
-  std::error_code neither;
-  const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
-  require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
-          "); name another log.dir, or rename the file");
-}
-
-// Links that lead nowhere and names that are too long, before anything in it is asked for.
+// Links in a loop and names that are too long, before anything in it is asked for.
 void check_reached(const char* knob, const std::string& path) {
   try {
     is_there(path);
   } catch (const ConfigError& error) {
     throw ConfigError(detail::concat(knob, " = ", error.what()));
   }
+}
+
+// A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own.
+void check_log_dir(const TrainFlags& flags, const Config& config) {
+  std::error_code neither;
+  const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
+  check_reached("log.dir", config.log.dir);
+  require(is_there(config.log.dir) || !std::filesystem::is_symlink(config.log.dir, neither), "log.dir = ", config.log.dir,
+          ": is a link to a folder that does not exist; make that, or name another log.dir");
+  require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
+          "); name another log.dir, or rename the file");
 }
 
 // Once for all ranks, by whoever comes first.

@@ -55,6 +55,9 @@ class BadInput(SystemTest):
         first, second = self.folder / "first", self.folder / "second"
         first.symlink_to(second)
         second.symlink_to(first)
+        dangling = self.folder / "dangling"
+        dangling.symlink_to("nowhere")
+        self.assertIn(f"log.dir = {dangling}: is a link to a folder", self.refusal(run("train", self.recipe, "--set", f"log.dir={dangling}")))
         loop = ["Too many levels of symbolic links", str(first)]
         self.refused(f"checkpoint.dir={first}", expect=["checkpoint.dir = ", *loop])
         self.refused(f"model.from_hf={first}", expect=loop)
