@@ -1,8 +1,13 @@
 #include "cli/common.h"
 
+#include <cerrno>
 #include <csignal>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <initializer_list>
+
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -19,11 +24,34 @@ int world_size(int nproc) {
   return environment.size;
 }
 
-void check_output_file(const char* knob, const std::string& file) {
+void check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs) {
   if (file.empty()) return;
   const auto folder = std::filesystem::absolute(file).parent_path();
   require(is_folder(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
   require(!is_folder(file), knob, " = ", file, ": is a folder; name a file in it");
+  if (!is_there(file)) {
+    const std::string problem = problem_of_writing_in(folder);
+    require(problem.empty(), knob, " = ", file, ": nothing can be written in ", folder.string(), ": ", problem,
+            "; name a file in a folder that can be written");
+    return;
+  }
+  for (const auto& input : inputs) {
+    std::error_code neither;
+    const bool is_input = std::filesystem::equivalent(file, input, neither) || std::filesystem::equivalent(folder, input, neither);
+    require(!is_input, knob, " = ", file, ": is what this command reads (", input, "), and would be overwritten; name another file");
+  }
+}
+
+std::string problem_of_writing_in(const std::filesystem::path& folder) {
+  const auto probe = folder / detail::concat(".tessera_", getpid());
+  errno = 0;
+  std::ofstream file(probe);
+  file << "written to see whether it can be\n" << std::flush;
+  const std::string problem = file.good() ? "" : std::strerror(errno);
+  file.close();
+  std::error_code ignored;
+  std::filesystem::remove(probe, ignored);
+  return problem;
 }
 
 void leave_signals_to_the_launcher() {

@@ -45,13 +45,14 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 int eval(const EvalFlags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
   require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
-  check_output_file("--dump-logits", flags.dump_logits);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
+  check_output_file("--dump-logits", flags.dump_logits,
+                    {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
-  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
+  const auto tokenizer = flags.tokenizer.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flags.tokenizer, "--tokenizer");
   data::check_vocabulary(*tokenizer, model.vocab_size);
   const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file");
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");

@@ -1,5 +1,6 @@
 #include "tessera/models/generate.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -9,6 +10,7 @@
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
@@ -74,6 +76,15 @@ void check_sampling(const SampleOptions& sample) {
   require(sample.top_p > 0 && sample.top_p <= 1, "--top-p = ", sample.top_p, ": it must be above 0, and at most 1 for all tokens");
 }
 
+/// As the model cannot see more tokens at once than it was made for.
+void say_what_is_forgotten(int64_t tokens, const ModelConfig& model) {
+  const int64_t most = model.max_seq_len.value_or(0);
+  if (most == 0 || tokens < most) return;
+  log().warn(
+      "--prompt has {} tokens, and the model sees at most model.max_seq_len = {} at once, those that it makes included: it goes on from the last {} alone",
+      tokens, most, std::max<int64_t>(most / 2, 1));
+}
+
 /// One text is made by one copy of the model.
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
@@ -89,7 +100,7 @@ int generate_text(const GenerateFlags& flags) {
   sample.seed = static_cast<uint64_t>(flags.seed);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
-  const auto tokenizer = data::Tokenizer::load(flags.tokenizer.empty() ? config.data.tokenizer : flags.tokenizer);
+  const auto tokenizer = flags.tokenizer.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flags.tokenizer, "--tokenizer");
   data::check_vocabulary(*tokenizer, config.model.vocab_size);
   const auto ids = tokenizer->encode(flags.prompt);
   require(!ids.empty(), "--prompt is empty: give the text to continue");
@@ -99,6 +110,7 @@ int generate_text(const GenerateFlags& flags) {
   check_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
+  if (comm::read_environment().rank == 0) say_what_is_forgotten(static_cast<int64_t>(prompt.size()), config.model);
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   world.guard([&] {
     precision::settle_compute(source.config, at::kCPU, world.group());
@@ -124,12 +136,13 @@ void add_generate(CLI::App& app, int& exit_code) {
   command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
   command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
   command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
-  command->add_option("--prompt", flags->prompt, "Text to continue")->required();
+  command->add_option("--prompt", flags->prompt, "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said")
+      ->required();
   command->add_option("--max-tokens", flags->max_tokens, "Tokens to write at most")->capture_default_str();
   command->add_option("--temperature", flags->sample.temperature, "0: always the most likely token")->capture_default_str();
   command->add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all")->capture_default_str();
   command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
-  command->add_option("--seed", flags->seed, "The same text for the same seed")->capture_default_str();
+  command->add_option("--seed", flags->seed, "The same text for the same seed; 0 to 9223372036854775807")->capture_default_str();
   command->add_option("--nproc", flags->nproc, "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });

@@ -1,14 +1,19 @@
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <string>
 #include <string_view>
+#include <system_error>
+#include <vector>
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/local.h"
@@ -32,6 +37,32 @@ void finish_output() {
   if (std::fflush(stdout) == 0 && !lost_before) return;
   const std::string reason = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
   fail(tessera::launch::Failure::Other, "standard output cannot be written" + reason + "; what it holds is not whole: make room, and run this again");
+}
+
+// The first word names a command or is one of few flags; the parser would only say that a command is missing.
+void refuse_unknown_word(const CLI::App& app, const std::string& word) {
+  std::vector<std::string> known;
+  for (const auto* command : app.get_subcommands({})) known.push_back(command->get_name());
+  const bool is_flag = word.starts_with('-') && app.get_option_no_throw(word) != nullptr;
+  if (word.empty() || is_flag || std::ranges::find(known, word) != known.end()) return;
+  const std::string what = word.starts_with('-') ? ": no such flag before a command" : ": no such command; did you mean " + tessera::nearest(word, known) + "?";
+  fail(tessera::launch::Failure::Config, word + what + "; --help says what there is");
+}
+
+// What is beyond 64 bits the parser takes for the largest number there is.
+void refuse_clamped_numbers(CLI::App& app) {
+  const auto check = [](const std::string& text) -> std::string {
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool beyond = error == std::errc::result_out_of_range && end == text.data() + text.size();
+    return beyond ? text + " is beyond 64 bits: expected an integer of at most 9223372036854775807" : "";
+  };
+  for (auto* command : app.get_subcommands({})) {
+    for (auto* option : command->get_options()) {
+      if (option->get_type_name() == "INT") option->check(check);
+    }
+    refuse_clamped_numbers(*command);
+  }
 }
 
 }  // namespace
@@ -60,6 +91,8 @@ extern "C" int tessera_command(int argc, char** argv) {
   tessera::cli::add_run(app, exit_code);
   tessera::cli::add_bench(app, exit_code);
   // The flags of `run`, and its program's, are read by the launcher as torchrun reads them: "--" included, which CLI11 would take for its own.
+  refuse_unknown_word(app, argc > 1 ? argv[1] : "");
+  refuse_clamped_numbers(app);
   const bool runs = argc > 1 && std::string_view(argv[1]) == "run";
   try {
     app.parse(runs ? 2 : argc, argv);

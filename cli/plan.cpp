@@ -1,12 +1,17 @@
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <stop_token>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include "cli/commands.h"
@@ -45,27 +50,38 @@ Config planned(const PlanFlags& flags) {
 /// Above it, lists of ranks alone take longer than anybody waits; the largest machines have a tenth of it.
 constexpr int kMostRanks = 1 << 20;
 
-/// One line on standard error, written again and again on a terminal, and every ten seconds elsewhere; nothing of a plan that is done at once.
+/// One line on standard error, written again and again on a terminal, and every ten seconds elsewhere; nothing of a plan that is done at once. By a thread of
+/// its own: a large model takes its time before the dry run has anything to tell.
 class ProgressLine {
  public:
+  ProgressLine() : thread_([this](const std::stop_token& stop) { show(stop); }) {}
   ~ProgressLine() {
+    thread_.request_stop();
+    thread_.join();
     if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
   }
   void operator()(const plan::DryRunProgress& progress) {
-    const auto now = Clock::now();
-    if (now < next_) return;
-    next_ = now + (terminal_ ? std::chrono::milliseconds(500) : std::chrono::milliseconds(10000));
-    shown_ = true;
-    std::fprintf(stderr, "%splan: kind %d of %d of ranks, step %d of %d: %2.0f%%%s", terminal_ ? "\r" : "", progress.kind, progress.kinds, progress.step,
-                 progress.steps, 100 * progress.share, terminal_ ? "" : "\n");
-    std::fflush(stderr);
+    const std::lock_guard lock(mutex_);
+    text_ = fmt::format("kind {} of {} of ranks, step {} of {}: {:2.0f}%", progress.kind, progress.kinds, progress.step, progress.steps, 100 * progress.share);
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  void show(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    for (auto pause = std::chrono::milliseconds(2000); !ended_.wait_for(lock, stop, pause, [&] { return stop.stop_requested(); });) {
+      std::fprintf(stderr, "%splan: %s%s", terminal_ ? "\r" : "", text_.c_str(), terminal_ ? "\033[K" : "\n");
+      std::fflush(stderr);
+      shown_ = true;
+      pause = std::chrono::milliseconds(terminal_ ? 500 : 10000);
+    }
+  }
+
   bool terminal_ = isatty(STDERR_FILENO) != 0;
   bool shown_ = false;
-  Clock::time_point next_ = Clock::now() + std::chrono::seconds(2);
+  std::mutex mutex_;
+  std::condition_variable_any ended_;
+  std::string text_ = "laying out the model";
+  std::jthread thread_;  // last: it reads the others
 };
 
 nlohmann::json json_of(const plan::DryRun& run, const Config& config) {

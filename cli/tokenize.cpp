@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "tessera/core/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
 #include "tessera/data/tokenizer.h"
 
@@ -17,7 +19,7 @@ namespace {
 
 struct TokenizeFlags {
   bool train = false;
-  int64_t vocab_size = 0;
+  std::optional<int64_t> vocab_size;
   std::string output, tokenizer;
   std::vector<std::string> files;
   data::TokenizerTraining training;
@@ -28,25 +30,30 @@ std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) 
 /// Before any text is read. What is written must not take the place of what it is made from.
 std::string output_of(const TokenizeFlags& flags, const std::string& output) {
   std::error_code neither;
-  require(!std::filesystem::is_directory(output, neither), "--output = ", output, ": is a folder; name a file in it");
-  for (const auto& file : flags.files) {
-    require(!std::filesystem::equivalent(file, output, neither), "--output = ", output, ": is one of the texts, and would be overwritten; name another file");
+  const std::string named = std::filesystem::path(flags.output).filename().string();
+  require(!std::filesystem::is_directory(output, neither) && named != "." && named != ".." && !flags.output.ends_with('/'), "--output = ", flags.output,
+          ": is a folder; name a file in it");
+  std::vector<std::string> inputs = flags.files;
+  if (!flags.tokenizer.empty()) inputs.push_back(flags.tokenizer);
+  for (const auto& file : inputs) {
+    require(!std::filesystem::equivalent(file, output, neither), "--output = ", output,
+            ": is read by this command, and would be overwritten; name another file");
   }
   return output;
 }
 
 void train_tokenizer(const TokenizeFlags& flags) {
-  require(flags.vocab_size > 0, "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
+  require(flags.vocab_size.has_value(), "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
   require(flags.tokenizer.empty(), "--tokenizer and --train exclude each other: --train makes a new one");
   std::filesystem::path output = flags.output.empty() ? "tokenizer.model" : flags.output;
   if (output.extension() != ".model") output += ".model";
-  const auto model = data::train_tokenizer(paths(flags.files), flags.vocab_size, output_of(flags, output.string()), flags.training);
-  std::printf("%s: %lld ids\n", model.c_str(), static_cast<long long>(flags.vocab_size));
+  const auto model = data::train_tokenizer(paths(flags.files), *flags.vocab_size, output_of(flags, output.string()), flags.training);
+  std::printf("%s: %lld ids\n", model.c_str(), static_cast<long long>(*flags.vocab_size));
 }
 
 void pack(const TokenizeFlags& flags) {
   require(!flags.tokenizer.empty(), "--tokenizer is not given: byte or a .model packs FILES; --train makes a new tokenizer from them");
-  const auto tokenizer = data::Tokenizer::load(flags.tokenizer);
+  const auto tokenizer = data::Tokenizer::load(flags.tokenizer, "--tokenizer");
   Config defaults;
   resolve(defaults);
   const auto corpus = flags.output.empty() ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir, 0, "FILES")
@@ -61,13 +68,17 @@ void add_tokenize(CLI::App& app, int& exit_code) {
   auto flags = std::make_shared<TokenizeFlags>();
   auto* command = app.add_subcommand("tokenize", "Train a SentencePiece tokenizer, or pack text with one");
   command->add_flag("--train", flags->train, "Train a tokenizer on FILES");
-  command->add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
-  command->add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram")->capture_default_str();
-  command->add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it")->capture_default_str();
+  auto* size = command->add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
+  auto* type = command->add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram")->capture_default_str();
+  auto* sample =
+      command->add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it")->capture_default_str();
   command->add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
   command->add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
   command->add_option("files", flags->files, "Text: plain, .gz or .dz")->required();
-  command->callback([flags, &exit_code] {
+  command->callback([flags, size, type, sample, &exit_code] {
+    for (const auto* of_training : {size, type, sample}) {
+      if (!flags->train && of_training->count() > 0) log().warn("{}: has no effect without --train", of_training->get_name());
+    }
     flags->train ? train_tokenizer(*flags) : pack(*flags);
     exit_code = 0;
   });

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <ATen/Parallel.h>
@@ -20,6 +21,7 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_memory.h"
 #include "tessera/core/log.h"
@@ -48,8 +50,8 @@ struct TrainFlags {
   std::string file;
   std::vector<std::string> sets;
   int nproc = 1;
-  int64_t dump_step = 0;
-  std::string dump_dir;
+  std::optional<int64_t> dump_step;
+  std::optional<std::string> dump_dir;
   std::string inject;
   bool memory_report = false;
   bool strict_log = false;
@@ -59,15 +61,20 @@ struct TrainFlags {
 constexpr const char* kRecordDir = "TESSERA_RECORD_DIR";
 // The checkpoint whose hashes this process's launcher has checked, so that its ranks need not read it whole once more.
 constexpr const char* kHashed = "TESSERA_HASHED_CHECKPOINT";
+// The launcher of this process has said what settings have no effect.
+constexpr const char* kSettingsSaid = "TESSERA_SETTINGS_SAID";
 
 std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& config) {
-  require((flags.dump_step > 0) == !flags.dump_dir.empty(), "--dump-step and --dump-dir go together: give both or neither");
-  if (flags.dump_dir.empty()) return std::nullopt;
-  require(flags.dump_step <= config.run.steps, "--dump-step = ", flags.dump_step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
+  require(flags.dump_step.has_value() == flags.dump_dir.has_value(), "--dump-step and --dump-dir go together: give both or neither");
+  if (!flags.dump_step) return std::nullopt;
+  const auto& [step, folder] = std::tie(*flags.dump_step, *flags.dump_dir);
+  require(step >= 1, "--dump-step = ", step, ": steps are numbered from 1; name one of them");
+  require(!folder.empty(), "--dump-dir is empty: name a folder");
+  require(step <= config.run.steps, "--dump-step = ", step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
   std::error_code error;
-  std::filesystem::create_directories(flags.dump_dir, error);
-  require(!error, "--dump-dir = ", flags.dump_dir, ": cannot be made: ", error.message(), "; name a folder that can be written");
-  return DumpRequest{flags.dump_step, flags.dump_dir};
+  std::filesystem::create_directories(folder, error);
+  require(!error, "--dump-dir = ", folder, ": cannot be made: ", error.message(), "; name a folder that can be written");
+  return DumpRequest{step, folder};
 }
 
 // Faults are refused before any rank is started.
@@ -75,6 +82,39 @@ void check_faults(const std::string& flag, int size, int attempt) {
   const char* variable = std::getenv("TESSERA_INJECT");
   if (!flag.empty()) comm::parse_faults(flag, size, attempt, "--inject");
   if (flag.empty() && variable) comm::parse_faults(variable, size, attempt, "TESSERA_INJECT");
+}
+
+// What a run reads by name.
+std::vector<std::string> inputs_of(const TrainFlags& flags, const Config& config) {
+  std::vector<std::string> inputs{flags.file, config.data.tokenizer, config.model.from_hf, config.comm.table};
+  for (const auto* files : {&config.data.files, &config.data.validation_files}) inputs.insert(inputs.end(), files->begin(), files->end());
+  return inputs;
+}
+
+// Links in a loop and names that are too long, before anything in it is asked for.
+void check_reached(const char* knob, const std::string& path) {
+  try {
+    is_there(path);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat(knob, " = ", error.what()));
+  }
+}
+
+// A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own.
+void check_log_dir(const TrainFlags& flags, const Config& config) {
+  std::error_code neither;
+  const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
+  check_reached("log.dir", config.log.dir);
+  require(is_there(config.log.dir) || !std::filesystem::is_symlink(config.log.dir, neither), "log.dir = ", config.log.dir,
+          ": is a link to a folder that does not exist; make that, or name another log.dir");
+  require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
+          "); name another log.dir, or rename the file");
+}
+
+// Once for all ranks, by whoever comes first.
+void say_without_effect(const Config& config, int size, int attempt) {
+  if (std::getenv(kSettingsSaid) || comm::read_environment().rank != 0 || attempt > 0) return;
+  for (const auto& setting : settings_without_effect(config, size)) log().warn("{}", setting);
 }
 
 // Where flight records go: a launcher's choice comes before ours, so this is empty where there is one.
@@ -172,18 +212,9 @@ Inputs hold_checkpoint_dir(const Config& config) {
 // Tried before any rank is started, rather than at the first save.
 void try_checkpoint_dir(const Config& config) {
   if (config.checkpoint.dir.empty()) return;
-  const std::filesystem::path folder = config.checkpoint.dir;
   std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  std::string problem = error ? error.message() : "";
-  if (problem.empty()) {
-    const auto probe = folder / detail::concat(".tessera_", getpid());
-    std::ofstream file(probe);
-    file << "written to see whether it can be\n" << std::flush;
-    if (!file.good()) problem = std::strerror(errno);
-    file.close();
-    std::filesystem::remove(probe, error);
-  }
+  std::filesystem::create_directories(config.checkpoint.dir, error);
+  const std::string problem = error ? error.message() : problem_of_writing_in(config.checkpoint.dir);
   require(problem.empty(), "checkpoint.dir = ", config.checkpoint.dir, ": nothing can be written there: ", problem,
           "; set checkpoint.dir to a folder that can be, or to \"\" for no checkpoints");
 }
@@ -199,7 +230,10 @@ int train(const TrainFlags& flags) {
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   const auto dump = dump_request(flags, config);
-  check_output_file("--memory-report", flags.memory_report_file);
+  check_output_file("--memory-report", flags.memory_report_file, inputs_of(flags, config));
+  check_log_dir(flags, config);
+  check_reached("checkpoint.dir", config.checkpoint.dir);
+  say_without_effect(config, size, attempt);
   check_host_memory(here, size);
   const bool first = comm::read_environment().rank == 0;
   Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
@@ -212,7 +246,7 @@ int train(const TrainFlags& flags) {
     lock_checkpoint_dir(config, held);
     // Decided here once for all ranks, and said once.
     for (const auto& remark : inputs.remarks) log().warn("{}", remark);
-    std::vector<std::pair<std::string, std::string>> variables;
+    std::vector<std::pair<std::string, std::string>> variables{{kSettingsSaid, "1"}};
     if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
     const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
     if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);

@@ -120,13 +120,18 @@ struct PruneOptions {
   std::set<int64_t> known{};  ///< steps whose bytes need not be read back: they were hashed on their way to the disk, or when they were loaded
 };
 
-/// Takes the oldest checkpoints out of sight and leaves the newest `keep` (0: all) that are whole by their sizes. Before any is taken away, the newest is read
-/// back and its hashes are checked, unless they are known, so that the last good one stays whatever its successors turn out to be; so does anything newer. For
-/// one rank to call, while none saves into `dir`. Returns what is left to delete, under names that nothing reads: those, and what killed saves left behind.
-/// A matter of names alone where the newest is known: what takes as long as the bytes are many is remove_pruned's.
-std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options = {});
+struct Pruned {
+  std::vector<std::filesystem::path> gone;  ///< what is left to delete, under names that nothing reads: checkpoints, and what killed saves left behind
+  std::vector<std::string> kept;            ///< what would have gone, and stays for what somebody else has put there: to be said aloud
+};
 
-/// Deletes what prune() returned.
+/// Takes the oldest checkpoints out of sight and leaves the newest `keep` (0: all) that are whole by their sizes. Before any is taken away, the newest is read
+/// back and its hashes are checked, unless they are known, so that the last good one stays whatever its successors turn out to be; so does anything newer, and
+/// so does a folder that holds what no save writes. For one rank to call, while none saves into `dir`. A matter of names alone where the newest is known: what
+/// takes as long as the bytes are many is remove_pruned's.
+Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options = {});
+
+/// Deletes what prune() has taken out of sight.
 void remove_pruned(const std::vector<std::filesystem::path>& folders);
 
 }  // namespace tessera::checkpoint

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
+#include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/core/file_type.h"
 
 namespace tessera::checkpoint {
@@ -135,25 +137,16 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& mode
 
   const c10::NoGradGuard no_grad;
   StoredSlices stored(checkpoint, manifest, /*verify=*/true);
-  const fs::path whole = fs::absolute(out).lexically_normal();
-  const fs::path folder = whole.parent_path() / (".tmp-" + whole.filename().string());
+  std::optional<UnfinishedFolder> folder;
   try {
-    make_empty_directory(folder);
+    folder.emplace(out);
   } catch (const Error& error) {
     throw ConfigError(detail::concat("OUT = ", out.string(), ": cannot be written (", error.what(), "); name a folder that can be made"));
   }
-  try {
-    const Exported exported = write_files(folder, deal_files(plan, options.max_shard_bytes), stored);
-    write_file(folder / "config.json", config.dump(2) + "\n");
-    sync_directory(folder);
-    rename_to(folder, whole);
-    sync_directory(whole.parent_path());
-    return exported;
-  } catch (...) {
-    std::error_code ignored;  // what matters is what went wrong before
-    fs::remove_all(folder, ignored);
-    throw;
-  }
+  const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), stored);
+  write_file(folder->path() / "config.json", config.dump(2) + "\n");
+  require(folder->commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
+  return exported;
 }
 
 }  // namespace tessera::checkpoint

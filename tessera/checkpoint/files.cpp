@@ -19,7 +19,9 @@ namespace tessera::checkpoint {
 namespace {
 
 [[noreturn]] void fail(const std::filesystem::path& path, const char* action, int code) {
-  throw Error(detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code)));
+  const bool full = code == ENOSPC || code == EDQUOT || code == EFBIG;
+  throw Error(
+      detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code), full ? "; make room there, or name another place" : ""));
 }
 
 /// A descriptor that closes itself; -1 holds none.
@@ -101,6 +103,16 @@ void remove_tree(const std::filesystem::path& path) {
 void rename_to(const std::filesystem::path& from, const std::filesystem::path& to) {
   fault_point("rename", to);
   if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "rename to", errno);
+}
+
+bool rename_to_new(const std::filesystem::path& from, const std::filesystem::path& to) {
+  fault_point("rename", to);
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return true;
+  if (errno == EEXIST) return false;
+  if (errno != EINVAL && errno != ENOSYS) fail(to, "rename to", errno);
+  if (is_there(to)) return false;  // of a file system that cannot ask and rename in one step
+  rename_to(from, to);
+  return true;
 }
 
 void write_file(const std::filesystem::path& path, const std::string& text) {

@@ -48,7 +48,10 @@ void make_empty_directory(const std::filesystem::path& directory);
 /// Removes a file or a folder with all that it holds; none there is no error.
 void remove_tree(const std::filesystem::path& path);
 
-/// Gives a file or folder another name, which nothing has.
+/// Gives a file or folder another name, which nothing has. False, and nothing has changed, where something has it by now.
+[[nodiscard]] bool rename_to_new(const std::filesystem::path& from, const std::filesystem::path& to);
+
+/// Gives a file or folder another name; a file, or an empty folder, that has it goes.
 void rename_to(const std::filesystem::path& from, const std::filesystem::path& to);
 
 /// Writes a small file whole, synced.

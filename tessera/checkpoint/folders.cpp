@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <regex>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -49,6 +50,31 @@ constexpr std::string_view kGone = ".gone";  // what is being removed, beside an
 
 bool is_gone(const std::filesystem::path& path) { return path.extension() == kGone; }
 
+/// manifest.json, rank-00000-of-00002.safetensors, whole or not; and how NFS names a file that is gone and still open.
+bool is_name_of_a_save(const std::string& name) {
+  static const std::regex ours(R"(manifest\.json|rank-[0-9]+-of-[0-9]+\.safetensors(\.partial)?|\.nfs[0-9a-f]+)");
+  return std::regex_match(name, ours);
+}
+
+/// What saves that were killed left in `dir`, by their names.
+std::vector<std::filesystem::path> leftovers_in(const std::filesystem::path& dir) {
+  std::vector<std::filesystem::path> leftovers;
+  for (const auto& entry : entries_of(dir)) {
+    if (entry.path().filename().string().starts_with(kTemporary)) leftovers.push_back(entry.path());
+  }
+  std::ranges::sort(leftovers);
+  return leftovers;
+}
+
+/// "<path>: holds mine.txt, which no save writes", where it does.
+std::optional<std::string> foreign_text(const std::filesystem::path& folder) {
+  const auto foreign = foreign_entries(folder);
+  if (foreign.empty()) return std::nullopt;
+  if (foreign.front() == ".") return folder.string() + ": is no folder that a save has made";
+  return fmt::format("{}: holds {}{}, which no save writes", folder.string(), foreign.front(),
+                     foreign.size() > 1 ? fmt::format(" and {} more", foreign.size() - 1) : "");
+}
+
 /// Renames `from` to a name that nothing has, made of `name`; the next prune() removes what is left of it.
 std::filesystem::path out_of_sight(const std::filesystem::path& from, const std::filesystem::path& name) {
   auto gone = name;
@@ -86,6 +112,27 @@ std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& 
     }
   }
   return written;
+}
+
+std::vector<std::string> foreign_entries(const std::filesystem::path& folder) {
+  if (!is_there(folder)) return {};
+  if (!is_folder(folder)) return {"."};
+  std::vector<std::string> foreign;
+  for (const auto& entry : entries_of(folder)) {
+    std::error_code ignored;
+    const std::string name = entry.path().filename().string();
+    if (!is_name_of_a_save(name) || entry.is_directory(ignored)) foreign.push_back(name);
+  }
+  std::ranges::sort(foreign);
+  return foreign;
+}
+
+std::optional<std::string> foreign_leftover(const std::filesystem::path& dir) {
+  if (!is_folder(dir)) return std::nullopt;
+  for (const auto& path : leftovers_in(dir)) {
+    if (auto held = foreign_text(path)) return held;
+  }
+  return std::nullopt;
 }
 
 std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vector<std::filesystem::path>& folders) {
@@ -141,14 +188,18 @@ Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, 
   return latest;
 }
 
-std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options) {
-  std::vector<std::filesystem::path> gone;
-  if (!is_folder(dir)) return gone;
-  std::vector<std::filesystem::path> leftovers;
-  for (const auto& entry : entries_of(dir)) {
-    if (entry.path().filename().string().starts_with(kTemporary)) leftovers.push_back(entry.path());
+Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options) {
+  Pruned pruned;
+  if (!is_folder(dir)) return pruned;
+  // What somebody else put into a folder is not ours to delete, and the folder stays where it is looked for.
+  const auto keep_foreign = [&](const std::filesystem::path& path) {
+    const auto held = foreign_text(path);
+    if (held) pruned.kept.push_back(*held);
+    return held.has_value();
+  };
+  for (const auto& path : leftovers_in(dir)) {
+    if (!keep_foreign(path)) pruned.gone.push_back(is_gone(path) ? path : out_of_sight(path, path));
   }
-  for (const auto& path : leftovers) gone.push_back(is_gone(path) ? path : out_of_sight(path, path));
 
   const auto folders = written_checkpoints(dir);
   const auto counts = [&](const WrittenCheckpoint& written) { return written.writer && options.run.holds(*written.writer, written.step); };
@@ -162,10 +213,11 @@ std::vector<std::filesystem::path> prune(const std::filesystem::path& dir, int64
       valid += problem_with(written->folder, hash ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;
       continue;
     }
+    if (keep_foreign(written->folder)) continue;
     // Out of sight first: a removal that is killed half way must not leave half a checkpoint under its name.
-    gone.push_back(out_of_sight(written->folder, dir / temporary_name(written->step)));
+    pruned.gone.push_back(out_of_sight(written->folder, dir / temporary_name(written->step)));
   }
-  return gone;
+  return pruned;
 }
 
 void remove_pruned(const std::vector<std::filesystem::path>& folders) {

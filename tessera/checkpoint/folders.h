@@ -31,6 +31,13 @@ struct WrittenCheckpoint {
 /// The checkpoints in `dir`, oldest first.
 std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& dir);
 
+/// The entries of a checkpoint, or of one that is being written, that no save makes: what somebody else put there, by name. None of a folder that is not there;
+/// "." for what is no folder.
+std::vector<std::string> foreign_entries(const std::filesystem::path& folder);
+
+/// Why a folder that a save has left unfinished in `dir`, by its name, is none: "<path>: holds mine.txt, which no save writes". Nothing where all are.
+std::optional<std::string> foreign_leftover(const std::filesystem::path& dir);
+
 /// Moves folders of `dir` into a new one in it, where nothing looks for checkpoints: "set-aside-1", or the first number that is free. Returns it.
 std::filesystem::path set_aside(const std::filesystem::path& dir, const std::vector<std::filesystem::path>& folders);
 

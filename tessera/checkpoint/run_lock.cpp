@@ -76,7 +76,7 @@ RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds pat
 
 bool RunLock::try_lock() {
   const auto refuse = [&](int code) {
-    throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(), ": cannot be written: ", std::generic_category().message(code),
+    throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(), ": cannot be written: .lock in it: ", std::generic_category().message(code),
                                      "; name a folder that can, or leave checkpoint.dir out"));
   };
   for (;;) {

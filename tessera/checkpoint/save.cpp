@@ -36,6 +36,10 @@ HeldSlice held_from(const nlohmann::json& json) {
 std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std::vector<SlicedTensor>& tensors, const comm::Group& group) {
   const auto answers = together(group, [&] {
     if (group.rank() == 0) {
+      if (const auto foreign = foreign_entries(temporary); !foreign.empty()) {
+        throw Error(
+            detail::concat(temporary.string(), ": holds what no save writes (", foreign.front(), "), and this step is written there; move it elsewhere"));
+      }
       make_empty_directory(temporary);
     }
     nlohmann::json mine = nlohmann::json::array();
@@ -91,8 +95,9 @@ Manifest make_manifest(const SavePlan& plan, const std::vector<nlohmann::json>& 
   return manifest;
 }
 
-/// Whether a checkpoint that is about to be replaced was written by somebody else. One that cannot be read is nobody's.
-bool is_of_another_run(const fs::path& folder, const RunIdentity& run) {
+/// Whether a checkpoint that is about to be replaced was written by somebody else, or holds what somebody else put there. One that cannot be read is nobody's.
+bool is_of_another(const fs::path& folder, const RunIdentity& run) {
+  if (!foreign_entries(folder).empty()) return true;
   try {
     const Manifest there = read_manifest(folder);
     return !run.holds(there.run, there.step);
@@ -113,7 +118,7 @@ void commit(const fs::path& temporary, const fs::path& folder, const Manifest& m
   }
   write_file(temporary / "manifest.json", to_json(manifest));
   sync_directory(temporary);
-  if (is_of_another_run(folder, manifest.run)) set_aside(folder.parent_path(), {folder});
+  if (is_of_another(folder, manifest.run)) set_aside(folder.parent_path(), {folder});
   rename_or_exchange(temporary, folder);
   sync_directory(folder.parent_path());
   std::error_code ignored;  // the checkpoint exists; an older one of this step, now under the temporary name, is prune()'s if it cannot go now
@@ -123,7 +128,7 @@ void commit(const fs::path& temporary, const fs::path& folder, const Manifest& m
 /// What stays is never read, and the next save or prune() removes it.
 void clean_up(const fs::path& temporary, const comm::Group& group) {
   std::error_code ignored;
-  if (group.rank() == 0) fs::remove_all(temporary, ignored);
+  if (group.rank() == 0 && foreign_entries(temporary).empty()) fs::remove_all(temporary, ignored);
 }
 
 }  // namespace

@@ -89,9 +89,12 @@ void Saver::prune_after(SaveOutcome& outcome) {
   if (group_.rank() != 0 || options_.keep == 0) return;
   outcome.remark = finish_removing();
   try {
-    auto gone = prune(options_.dir, options_.keep, {.run = options_.run, .known = options_.known});
-    if (gone.empty()) return;
-    remover_ = std::thread([this, gone = std::move(gone)] {
+    auto pruned = prune(options_.dir, options_.keep, {.run = options_.run, .known = options_.known});
+    for (const auto& kept : pruned.kept) {
+      if (told_.insert(kept).second) outcome.remark += (outcome.remark.empty() ? "" : "; ") + kept + ", and stays as it is";
+    }
+    if (pruned.gone.empty()) return;
+    remover_ = std::thread([this, gone = std::move(pruned.gone)] {
       try {
         remove_pruned(gone);
       } catch (const std::exception& error) {

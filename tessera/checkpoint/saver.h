@@ -29,7 +29,7 @@ struct SaverOptions {
 struct SaveOutcome {
   int64_t step = 0;
   std::string error{};   ///< why it is not there; empty: it is
-  std::string remark{};  ///< of rank 0: older checkpoints that could not be removed, now or after the save before; else empty
+  std::string remark{};  ///< of rank 0: older checkpoints that were not removed, now or after the save before, and why; else empty
 };
 
 /// The checkpoints of a run, one after the other: saved, and pruned by rank 0. What was hashed on its way to the disk is not read back for that, and what goes
@@ -77,9 +77,10 @@ class Saver {
   SaverOptions options_;
   comm::Group group_;
   std::thread writer_, remover_;
-  std::string not_removed_;    ///< by the remover; read once it is joined
-  std::exception_ptr broken_;  ///< what the writer met that is no matter of files
-  std::mutex mutex_;           ///< over outcomes_ and last_
+  std::set<std::string> told_;  ///< what prune() kept, each said once
+  std::string not_removed_;     ///< by the remover; read once it is joined
+  std::exception_ptr broken_;   ///< what the writer met that is no matter of files
+  std::mutex mutex_;            ///< over outcomes_ and last_
   std::vector<SaveOutcome> outcomes_;
   SaveOutcome last_;
 };

@@ -90,6 +90,9 @@ Config parse_config(std::string_view text, const std::filesystem::path& base_dir
 /// Every field as TOML; parse_config() gives an equal Config back. A field that is not set is a comment.
 std::string to_toml(const Config& config);
 
+/// Whether a file is what a run saves: the text that to_toml() gives of what it says.
+bool is_saved_config(const std::filesystem::path& file);
+
 /// docs/configuration.md: every section, key, type, default and meaning.
 std::string configuration_markdown();
 
@@ -107,6 +110,10 @@ void validate(const Config& config, int world_size, Purpose purpose = Purpose::T
 
 /// The rules that hold where a model is only read (`eval`, `generate`): of its shape, and of the process that computes with it.
 void validate_reading(const Config& config);
+
+/// The settings that somebody gave ("optim.momentum = 0.9: has no effect with optim.name = adamw"), other than their defaults, and that say nothing beside the
+/// others, each with the reason: to be said aloud. Expects a validated configuration.
+std::vector<std::string> settings_without_effect(const Config& config, int world_size);
 
 /// Sizes of the axes in `mesh.order`, slowest first, with -1 and unset replaced: their product is `world_size`.
 /// Throws ConfigError naming the knob, or printing the whole product.

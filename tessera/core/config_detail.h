@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -22,6 +23,9 @@ template <class T>
 struct is_optional : std::false_type {};
 template <class T>
 struct is_optional<std::optional<T>> : std::true_type {};
+
+/// The value of "section.key" as to_toml() writes it; nothing where it is not set.
+std::optional<std::string> value_text(const Config& config, const std::string& key);
 
 /// The rules of precision.*, alone and beside other sections. Throws ConfigError.
 void validate_precision(const Config& config);

@@ -1,3 +1,4 @@
+#include <fstream>
 #include <sstream>
 
 #include "tessera/core/config.h"
@@ -40,6 +41,8 @@ std::string quoted(std::string_view text) {
 
 namespace {
 
+constexpr const char* kBecame = "  # became ";  // behind what was asked for
+
 std::string toml_value(bool value) { return value ? "true" : "false"; }
 std::string toml_value(int value) { return std::to_string(value); }
 std::string toml_value(int64_t value) { return std::to_string(value); }
@@ -79,6 +82,27 @@ std::string values_column(std::string_view type, const FieldRule& rule) {
 
 }  // namespace
 
+std::optional<std::string> detail::value_text(const Config& config, const std::string& key) {
+  std::optional<std::string> text;
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view) {
+      if (key == detail::concat(section, ".", name)) text = toml_of(field, rule);
+    });
+  });
+  return text;
+}
+
+bool is_saved_config(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::string text;
+  for (std::string line; std::getline(in, line);) text += line.substr(0, line.find(kBecame)) + "\n";
+  try {
+    return text == to_toml(load_config(file));
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
 std::string to_toml(const Config& config) {
   std::ostringstream out;
   Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
@@ -87,7 +111,7 @@ std::string to_toml(const Config& config) {
       const auto asked = config.asked.find(detail::concat(section, ".", name));
       const auto value = toml_of(field, rule);
       if (value && asked != config.asked.end() && toml_value(asked->second) != *value) {
-        out << name << " = " << toml_value(asked->second) << "  # became " << *value << "\n";
+        out << name << " = " << toml_value(asked->second) << kBecame << *value << "\n";
       } else if (value) {
         out << name << " = " << *value << "\n";
       } else {

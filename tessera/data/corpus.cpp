@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <fstream>
 #include <numbers>
 
 #include "tessera/core/error.h"
@@ -17,6 +18,9 @@ namespace tessera::data {
 namespace {
 
 using Files = std::vector<std::filesystem::path>;
+
+constexpr const char* kCacheKnob = "data.cache_dir";
+constexpr const char* kOutputKnob = "output";
 
 /// Hash of what the files hold (as stored, compressed or not), in order, and of what turns it into ids.
 std::string content_hash(const Files& files, const Tokenizer& tokenizer, const std::string& knob) {
@@ -68,14 +72,28 @@ int64_t pack_file(const std::filesystem::path& file, const Tokenizer& tokenizer,
   return done;
 }
 
-void pack(const Files& files, const Tokenizer& tokenizer, const std::string& content, const std::filesystem::path& out, int threads, const std::string& knob) {
-  CorpusWriter writer(out, tokenizer, content);
+void pack(const Files& files, const Tokenizer& tokenizer, CorpusWriter writer, int threads, const std::string& knob) {
   ParallelEncoder encoder(tokenizer, threads);
   for (size_t i = 0; i < files.size(); ++i) {
     if (i > 0 && tokenizer.eos()) writer.add(std::array{*tokenizer.eos()});
     writer.add_text_bytes(pack_file(files[i], tokenizer, encoder, writer, knob));
   }
   writer.finish();
+}
+
+/// Under the name of an unfinished file there may be one that a killed process left, which the next one takes; anything else is somebody's.
+void check_leftover(const std::filesystem::path& partial) {
+  if (!is_there(partial)) return;
+  std::error_code ignored;
+  const bool is_file = std::filesystem::is_regular_file(partial, ignored);
+  std::string begin(sizeof(CorpusHeader), '\0');
+  if (is_file) {
+    std::ifstream file(partial, std::ios::binary);
+    file.read(begin.data(), static_cast<std::streamsize>(begin.size()));
+    begin.resize(static_cast<size_t>(file.gcount()));
+  }
+  require(is_file && begins_corpus(begin), partial.string(),
+          ": is no packed text, and the output is written under that name until it is whole; move it elsewhere, or ", "choose another output");
 }
 
 /// The cached corpus; null where there is none, or it is damaged (which `damage` tells then).
@@ -124,13 +142,13 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
   for (;;) {
     std::string damage;
     if (auto corpus = open_cached(path, content, damage)) return corpus;
-    PartialFile file(path);
+    PartialFile file(path, kCacheKnob);
     if (!file.held()) continue;
     // Nobody writes now, so what is there is finished by now, or damaged for good.
     damage.clear();
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     if (!damage.empty()) log().warn("the cached corpus is rebuilt: {}", damage);
-    pack(files, tokenizer, content, file.partial(), threads, knob);
+    pack(files, tokenizer, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob), threads, knob);
     file.commit();
     return open(path);
   }
@@ -141,9 +159,10 @@ std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer&
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
   const std::string content = content_hash(files, tokenizer, knob);
   for (;;) {
-    PartialFile file(out);
+    check_leftover(out.string() + ".partial");
+    PartialFile file(out, kOutputKnob);
     if (!file.held()) continue;
-    pack(files, tokenizer, content, file.partial(), threads, knob);
+    pack(files, tokenizer, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob), threads, knob);
     file.commit();
     return open(out);
   }

@@ -63,9 +63,16 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
   return header;
 }
 
-CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content)
-    : path_(path), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
-  require(out_.good(), path.string(), ": cannot be written; choose another data.cache_dir");
+bool begins_corpus(std::string_view begin) {
+  const CorpusHeader fresh;
+  const std::string_view mark(fresh.magic, sizeof fresh.magic);
+  begin = begin.substr(0, mark.size());
+  return mark.starts_with(begin) || begin.find_first_not_of('\0') == std::string_view::npos;
+}
+
+CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob)
+    : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
+  require(out_.good(), path.string(), ": cannot be written; choose another ", knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
   header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
@@ -112,7 +119,7 @@ void CorpusWriter::finish() {
   out_.seekp(0);
   out_.write(reinterpret_cast<const char*>(&header_), sizeof header_);
   out_.close();
-  require(out_.good(), path_.string(), ": cannot be written: is the disk full? Free some space, or choose another data.cache_dir");
+  require(out_.good(), path_.string(), ": cannot be written: is the disk full? Free some space, or choose another ", knob_);
 }
 
 }  // namespace tessera::data

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/core/hash.h"
@@ -43,11 +44,14 @@ static_assert(sizeof(CorpusHeader) == 152 && std::is_trivially_copyable_v<Corpus
 /// Checks every byte of the packed file `file`, mapped at `data`. Throws ConfigError with the file and the offset of the damage.
 CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std::byte> data);
 
+/// Whether `begin`, the first bytes of a file, are those of a packed one, finished or not: its mark, or the room that is kept for it. So is an empty file.
+bool begins_corpus(std::string_view begin);
+
 /// Writes a packed file front to back; the header comes last, so an unfinished file never passes for a corpus.
 class CorpusWriter {
  public:
-  /// Starts the file `path` anew. Throws ConfigError where it cannot be written.
-  CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content);
+  /// Starts the file `path` anew. Throws ConfigError where it cannot be written, naming the `knob` that says where.
+  CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob);
 
   void add(std::span<const int32_t> ids);
   void add_text_bytes(int64_t bytes) { header_.text_bytes += static_cast<uint64_t>(bytes); }
@@ -58,6 +62,7 @@ class CorpusWriter {
   void write(const void* data, size_t bytes);
 
   std::filesystem::path path_;
+  std::string knob_;
   std::ofstream out_;
   CorpusHeader header_;
   std::span<const uint32_t> token_bytes_;

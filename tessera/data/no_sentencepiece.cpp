@@ -11,7 +11,9 @@ constexpr const char* way_out = "this build has no SentencePiece; install libsen
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file) { throw ConfigError("data.tokenizer = " + file.string() + ": " + way_out); }
+std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file, const std::string& knob) {
+  throw ConfigError(knob + " = " + file.string() + ": " + way_out);
+}
 
 std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>&, int64_t, const std::filesystem::path&, const TokenizerTraining&) {
   throw ConfigError(std::string("tokenize --train: ") + way_out);

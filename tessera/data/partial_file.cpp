@@ -12,12 +12,11 @@
 
 namespace tessera::data {
 
-PartialFile::PartialFile(const std::filesystem::path& path) : path_(path), partial_(path.string() + ".partial") {
+PartialFile::PartialFile(const std::filesystem::path& path, const std::string& knob) : path_(path), partial_(path.string() + ".partial") {
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   descriptor_ = ::open(partial_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  require(descriptor_ >= 0, partial_.string(), ": cannot be written: ", error ? error.message() : std::strerror(errno),
-          "; choose another data.cache_dir or output");
+  require(descriptor_ >= 0, partial_.string(), ": cannot be written: ", error ? error.message() : std::strerror(errno), "; choose another ", knob);
   while (::flock(descriptor_, LOCK_EX) != 0 && errno == EINTR) {
   }
   struct stat ours{}, theirs{};

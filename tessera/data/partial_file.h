@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 namespace tessera::data {
 
@@ -8,8 +9,8 @@ namespace tessera::data {
 /// path, one holds it and the others wait. A crashed holder lets go; whoever comes next starts the file anew.
 class PartialFile {
  public:
-  /// Waits for the lock. Throws ConfigError where the folder cannot be made or written.
-  explicit PartialFile(const std::filesystem::path& path);
+  /// Waits for the lock. Throws ConfigError where the folder cannot be made or written, naming the `knob` that says where.
+  PartialFile(const std::filesystem::path& path, const std::string& knob);
   /// Removes the partial file unless it was committed.
   ~PartialFile();
   PartialFile(const PartialFile&) = delete;

@@ -29,7 +29,7 @@ std::string replace_all(std::string text, std::string_view from, std::string_vie
 
 /// Facts of a model, found by asking it rather than by reading its settings.
 struct Model {
-  std::string file;  // for messages
+  std::string file, knob;  // for messages
   SentencePieceProcessor processor;
   std::vector<std::string> text;      // of each id
   std::vector<uint32_t> token_bytes;  // text[id].size()
@@ -45,7 +45,7 @@ struct Model {
   std::vector<int32_t> ids(std::string_view part) const {
     std::vector<int> out;
     const auto status = processor.Encode(part, &out);
-    require(status.ok(), "data.tokenizer = ", file, ": SentencePiece cannot encode the text with it: ", status.ToString());
+    require(status.ok(), knob, " = ", file, ": SentencePiece cannot encode the text with it: ", status.ToString());
     return {out.begin(), out.end()};
   }
 
@@ -197,16 +197,17 @@ class SentencePieceEncoder : public Encoder {
 
 class SentencePieceTokenizer : public Tokenizer {
  public:
-  explicit SentencePieceTokenizer(const std::filesystem::path& file) {
+  SentencePieceTokenizer(const std::filesystem::path& file, const std::string& knob) {
     std::error_code error;
     const bool special = std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error);
-    require(!special, "data.tokenizer = ", file.string(), ": is no regular file; give `byte` or a SentencePiece .model");
+    require(!special, knob, " = ", file.string(), ": is no regular file; give `byte` or a SentencePiece .model");
     std::ifstream in(file, std::ios::binary);
-    require(in.good(), "data.tokenizer = ", file.string(), ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
+    require(in.good(), knob, " = ", file.string(), ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
     const std::string bytes{std::istreambuf_iterator<char>(in), {}};
     model_.file = file.string();
+    model_.knob = knob;
     const auto refuse = [&](const std::string& why) {
-      throw ConfigError(detail::concat("data.tokenizer = ", file.string(), ": is no SentencePiece model (", bytes.size(), " bytes", why,
+      throw ConfigError(detail::concat(knob, " = ", file.string(), ": is no SentencePiece model (", bytes.size(), " bytes", why,
                                        "); give `byte` or a .model that SentencePiece wrote"));
     };
     if (const std::string problem = problem_of_rules(bytes); !problem.empty()) refuse("; " + problem);
@@ -255,7 +256,9 @@ class SentencePieceTokenizer : public Tokenizer {
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file) { return std::make_unique<SentencePieceTokenizer>(file); }
+std::unique_ptr<Tokenizer> load_sentencepiece(const std::filesystem::path& file, const std::string& knob) {
+  return std::make_unique<SentencePieceTokenizer>(file, knob);
+}
 
 }  // namespace tessera::data
 

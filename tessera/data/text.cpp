@@ -75,6 +75,7 @@ TextReader::TextReader(std::filesystem::path file) : state_(std::make_unique<Sta
   std::error_code error;
   require(is_there(s.file), s.file.string(), ": no such file");
   require(!std::filesystem::is_directory(s.file, error), s.file.string(), ": is a folder, not a text file");
+  require(std::filesystem::is_regular_file(s.file, error), s.file.string(), ": is not a regular file; name a text");  // or it might never end, or never begin
   s.in.reset(std::fopen(s.file.c_str(), "rb"));
   require(s.in != nullptr, s.file.string(), ": cannot be opened: ", std::strerror(errno));
   const std::string extension = s.file.extension().string();

@@ -11,9 +11,9 @@
 
 namespace tessera::data {
 
-std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& name) {
+std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& name, const std::string& knob) {
   if (name == "byte") return std::make_unique<ByteTokenizer>();
-  return load_sentencepiece(name);
+  return load_sentencepiece(name, knob);
 }
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text) const {

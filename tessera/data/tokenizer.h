@@ -27,8 +27,8 @@ class Tokenizer {
   virtual ~Tokenizer() = default;
 
   /// `byte` (a byte is its value, vocabulary 256, nothing added) or the path of a SentencePiece `.model`.
-  /// Throws ConfigError naming the file where it is missing, empty or no SentencePiece model.
-  static std::unique_ptr<Tokenizer> load(const std::string& name);
+  /// Throws ConfigError naming the `knob` that asked for it and the file where it is missing, empty or no SentencePiece model.
+  static std::unique_ptr<Tokenizer> load(const std::string& name, const std::string& knob = "data.tokenizer");
 
   /// How many ids there are; every id is in [0, vocab_size).
   virtual int64_t vocab_size() const = 0;

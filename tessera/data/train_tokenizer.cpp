@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <fstream>
+#include <random>
 #include <unordered_map>
 
 #include <sentencepiece_trainer.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/data/sample.h"
@@ -108,7 +110,8 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
       &lines, &model);
   require(status.ok(), explain(status.ToString(), vocab_size));
 
-  const std::filesystem::path partial = path.string() + ".partial";
+  // Nobody else's name: whoever trains another tokenizer to the same one writes beside this, and what is called .partial may be somebody's.
+  const std::filesystem::path partial = detail::concat(path.string(), ".", ::getpid(), ".", std::random_device()(), ".partial");
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   std::ofstream file(partial, std::ios::binary);

@@ -175,6 +175,10 @@ class Agent {
       return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : interrupted_alone()};
     }
     if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
+    constexpr double tell_after_s = 5;
+    if (options_.talkative && told_number_ == 0 && silence_.elapsed_s() > tell_after_s && !std::exchange(told_that_we_wait_, true)) {
+      log().info("no rendezvous at {} yet{}{}; it is tried for {:.0f} s", rules_.place, problem_.empty() ? "" : ": ", problem_, rules_.join_timeout_s);
+    }
     // The line may be stuck in a request that nobody will answer.
     if (stuck_.elapsed_s() > (connecting_ ? most_s_to_connect : rules_.dead_after_s)) connect();
     return {};
@@ -284,7 +288,7 @@ class Agent {
   std::unique_ptr<Link> link_{};
   std::optional<View> view_{};
   int64_t exchanges_ = 0, proposed_at_ = -1, told_number_ = 0;
-  bool told_that_we_serve_ = false;
+  bool told_that_we_serve_ = false, told_that_we_wait_ = false;
   bool told_ = false;  ///< the others can read our record
   int64_t tries_ = 0;
   bool connecting_ = true;

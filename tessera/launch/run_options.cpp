@@ -175,7 +175,10 @@ void read_output(const FlagValues& flags, AgentOptions& options) {
   for (std::string rank; std::getline(ranks, rank, ',');) {
     FlagValues one;
     one.values.emplace_back("local-ranks-filter", rank);
-    output.shown.insert(one.number("local-ranks-filter", 0, 0));
+    const int shown = one.number("local-ranks-filter", 0, 0), ranks = options.rendezvous.nproc;
+    require(shown < ranks, "--local-ranks-filter = ", rank, ": this node has ", ranks, ranks == 1 ? " rank, 0" : " ranks, numbered from 0",
+            "; name one of them");
+    output.shown.insert(shown);
   }
 }
 
@@ -215,7 +218,8 @@ AgentOptions parse_run(const std::vector<std::string>& arguments, const Lookup& 
   read_output(flags, options);
   options.job.command = command_of(flags, environment);
   if (const auto faults = flags.text("inject"); faults && !faults->empty()) {
-    comm::parse_faults(*faults);
+    // More nodes may have more ranks each, or come and go.
+    rendezvous.rules.max_nodes == 1 ? comm::parse_faults(*faults, rendezvous.nproc, 0) : comm::parse_faults(*faults);
     options.job.variables["TESSERA_INJECT"] = *faults;
   }
   return options;

@@ -193,7 +193,12 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
 
 void check_checkpoint_dir(const Config& config, const Inputs& inputs) {
   const std::string& dir = config.checkpoint.dir;
-  if (dir.empty() || config.checkpoint.replace || inputs.may_start_afresh) return;
+  if (dir.empty()) return;
+  if (const auto foreign = checkpoint::foreign_leftover(dir)) {
+    throw ConfigError(detail::concat("checkpoint.dir = ", dir, ": ", *foreign,
+                                     ", and that is where steps are written before they are whole; move it elsewhere, ", "or name another checkpoint.dir"));
+  }
+  if (config.checkpoint.replace || inputs.may_start_afresh) return;
   const std::string way_out = "name another checkpoint.dir, or set checkpoint.replace = true, which sets them aside within it";
   std::vector<std::filesystem::path> others;
   for (const auto& found : checkpoint::written_checkpoints(dir)) {

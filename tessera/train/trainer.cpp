@@ -356,7 +356,7 @@ void Trainer::report_saves() {
     last_save_ = std::move(outcome);
     if (world_.rank() > 0) continue;
     if (!last_save_.error.empty()) log().warn("step {} was not saved; checkpoints that were there before still are: {}", last_save_.step, last_save_.error);
-    if (!last_save_.remark.empty()) log().warn("step {} is saved, but no older checkpoint was removed: {}", last_save_.step, last_save_.remark);
+    if (!last_save_.remark.empty()) log().warn("step {} is saved, but not all that is older was removed: {}", last_save_.step, last_save_.remark);
   }
 }
 

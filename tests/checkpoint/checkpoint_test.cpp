@@ -8,6 +8,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/checkpoint/deal.h"
+#include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/comm/testing.h"
@@ -20,6 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
@@ -325,7 +327,7 @@ TEST(Prune, KeepsTheNewestAndNeverLosesTheLastGoodOne) {
   for (const int64_t step : {1, 2, 3, 4}) save_with(Layout::Rows, 1, folder.path(), step);
   fs::create_directory(folder / ".tmp-step-00000009");
   const auto pruned = [&](int64_t keep, const PruneOptions& options = {}) {
-    const auto gone = prune(folder.path(), keep, options);
+    const auto gone = prune(folder.path(), keep, options).gone;
     remove_pruned(gone);
     return gone;
   };
@@ -342,7 +344,35 @@ TEST(Prune, KeepsTheNewestAndNeverLosesTheLastGoodOne) {
   save_with(Layout::Rows, 1, folder.path(), 5);
   pruned(1);
   EXPECT_EQ(names(), (std::set<std::string>{"step-00000005"}));
-  EXPECT_THAT(prune(folder / "missing", 1), IsEmpty());
+  EXPECT_THAT(prune(folder / "missing", 1).gone, IsEmpty());
+}
+
+TEST(Prune, LeavesFoldersThatHoldWhatNoSaveWrote) {
+  const TemporaryFolder folder;
+  for (const int64_t step : {1, 2, 3}) save_with(Layout::Rows, 1, folder.path(), step);
+  write_all(folder / "step-00000002" / "mine.txt", "precious");
+  fs::create_directories(folder / ".tmp-step-00000008" / "mine");
+  const auto pruned = prune(folder.path(), 1);
+  remove_pruned(pruned.gone);
+  EXPECT_FALSE(fs::exists(folder / "step-00000001"));
+  EXPECT_EQ(read_all(folder / "step-00000002" / "mine.txt"), "precious");
+  EXPECT_TRUE(fs::exists(folder / ".tmp-step-00000008" / "mine"));
+  EXPECT_THAT(pruned.kept, ElementsAre(HasSubstr(".tmp-step-00000008: holds mine, which"), HasSubstr("step-00000002: holds mine.txt, which")));
+  EXPECT_THAT(foreign_leftover(folder.path()).value(), HasSubstr(".tmp-step-00000008: holds mine"));
+  expect_loads(folder / "step-00000002", Layout::Replicated, 1);
+}
+
+TEST(Save, LeavesWhatNoSaveWrote) {
+  const TemporaryFolder folder;
+  fs::create_directories(folder / ".tmp-step-00000008");
+  write_all(folder / ".tmp-step-00000008" / "mine.txt", "precious");
+  EXPECT_THAT([&] { save_with(Layout::Rows, 2, folder.path(), 8); },
+              ThrowsMessage<std::runtime_error>(HasSubstr(".tmp-step-00000008: holds what no save writes (mine.txt)")));
+  EXPECT_EQ(read_all(folder / ".tmp-step-00000008" / "mine.txt"), "precious");
+  fs::rename(folder / ".tmp-step-00000008", folder / "step-00000008");
+  save_with(Layout::Rows, 2, folder.path(), 8);
+  EXPECT_EQ(read_all(folder / "set-aside-1" / "step-00000008" / "mine.txt"), "precious") << "a step that takes its place sets it aside";
+  expect_loads(folder / "step-00000008", Layout::Replicated, 1);
 }
 
 TEST(Prune, CountsAndTakesOnlyWhatLiesOnTheRunsLine) {
@@ -358,7 +388,7 @@ TEST(Prune, CountsAndTakesOnlyWhatLiesOnTheRunsLine) {
   for (const int64_t step : {4, 5}) write(step, second);
   for (const int64_t step : {6, 7}) write(step, other);
   std::set<std::string> left;
-  remove_pruned(prune(folder.path(), 2, {.run = second, .known = {5}}));
+  remove_pruned(prune(folder.path(), 2, {.run = second, .known = {5}}).gone);
   for (const auto& entry : fs::directory_iterator(folder.path())) left.insert(entry.path().filename());
   EXPECT_EQ(left, (std::set<std::string>{"step-00000003", "step-00000004", "step-00000005", "step-00000006", "step-00000007"}));
 }

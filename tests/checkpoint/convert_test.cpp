@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/fault_point.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/checkpoint/files.h"
@@ -141,6 +143,39 @@ TEST(Convert, ADamagedSliceLeavesNothing) {
   flip_byte(path, file.entry("model.norm.weight").offset);
   EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("damaged")));
   for (const auto& entry : fs::directory_iterator(folder.path())) EXPECT_EQ(entry.path().filename(), "step-00000004");
+}
+
+/// Each writes into a place of its own, and one of them gets the name.
+TEST(Convert, OfTwoAtOnceOneIsWholeAndTheOtherIsRefused) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto weights = draw(model), others = draw(model);
+  const auto checkpoint = saved(folder / "one", weights, 1), another = saved(folder / "two", others, 1);
+  bool first = true;
+  const FaultPointScope meanwhile([&](std::string_view action, const fs::path& path) {  // the second runs from begin to end while the first writes
+    if (action == "write" && path.string().find("model-00002") != std::string::npos && std::exchange(first, false)) {
+      export_hugging_face(another, model, folder / "hf", {.max_shard_bytes = 1000});
+    }
+  });
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder / "hf", {.max_shard_bytes = 1000}); },
+              ThrowsMessage<ConfigError>(HasSubstr("hf: exists by now")));
+  expect_equal(folder / "hf", model, others);
+  for (const auto& entry : fs::directory_iterator(folder.path())) EXPECT_FALSE(entry.path().filename().string().starts_with(".tmp")) << entry.path();
+}
+
+TEST(Convert, RemovesWhatAKilledOneLeftAndNothingElse) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto checkpoint = saved(folder / "run", draw(model), 1);
+  const auto left = folder / ".tmp-hf.4242.0123456789abcdef", theirs = folder / ".tmp-hf", another = folder / ".tmp-hf.4242.mine";
+  for (const auto& path : {left, theirs, another}) {
+    fs::create_directory(path);
+    write_all(path / "model.safetensors", "something");
+  }
+  const UnfinishedFolder alive(folder / "hf");
+  export_hugging_face(checkpoint, model, folder / "hf");
+  EXPECT_FALSE(fs::exists(left));
+  for (const auto& path : {theirs / "model.safetensors", another / "model.safetensors", alive.path()}) EXPECT_TRUE(fs::exists(path)) << path;
 }
 
 }  // namespace

@@ -64,6 +64,8 @@ TEST(RunLock, AFolderThatCannotBeWrittenIsRefused) {
   write_all(folder / "file", "");
   EXPECT_THAT([&] { RunLock lock(folder / "file" / "dir"); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = "), HasSubstr("cannot be made"))));
   EXPECT_THAT([] { RunLock lock("/proc"); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.dir = /proc: cannot be written"))));
+  std::filesystem::create_directory(folder / ".lock");
+  EXPECT_THAT([&] { RunLock lock(folder.path()); }, ThrowsMessage<ConfigError>(HasSubstr(".lock in it: Is a directory")));
 }
 
 }  // namespace

@@ -300,7 +300,7 @@ TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
 /// What is listed works, and what is merely known by name is refused as what it is.
 TEST(Validate, ListedValuesAreThoseOfThisBuild) {
   const std::map<std::string, std::vector<std::string>> beside = {
-      {"precision.params=fp16", {"precision.loss_scale=dynamic"}},
+      {"precision.params=fp16", {"precision.compute=fp16", "precision.loss_scale=dynamic"}},
       {"precision.reduce=fp16", {"precision.loss_scale=dynamic"}},
       {"precision.master=bf16", {"precision.params=bf16"}},
       {"offload.params=host", {"offload.gradients=host", "offload.optimizer=host", "zero.stage=3"}},
@@ -349,6 +349,34 @@ TEST(Validate, AutomaticProductsKeepTheOtherRules) {
   EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "bf16"; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "fp16"; }),
               AllOf(StartsWith("precision.compute = auto: becomes bf16 or fp32"), HasSubstr("set precision.compute = fp16")));
+}
+
+TEST(Validate, WeightsInFp16NeedAKernelThatTakesThem) {
+  const auto fp16 = [](const std::string& compute, const std::string& kernels) {
+    return refusal([&](Config& c) { c.precision.params = "fp16", c.precision.compute = compute, c.run.kernels = kernels; });
+  };
+  EXPECT_THAT(fp16("fp32", "auto"), AllOf(StartsWith("precision.params = fp16: no fused kernel"), HasSubstr("set precision.compute = fp16")));
+  EXPECT_THAT(fp16("tf32", "auto"), StartsWith("precision.params = fp16: no fused kernel"));
+  EXPECT_EQ(fp16("fp16", "auto"), "(accepted)");
+  EXPECT_EQ(fp16("fp32", "reference"), "(accepted)");
+}
+
+TEST(Settings, WithoutEffectAreNamedWithTheReason) {
+  const auto said = [](const std::vector<std::string>& sets, int world_size = 1) {
+    Config config = parse_config("[optim]\nname = \"adamw\"\nmomentum = 0.9\n", "/", sets);
+    return settings_without_effect(config, world_size);
+  };
+  using ::testing::ElementsAre;
+  EXPECT_THAT(said({}), ElementsAre("optim.momentum = 0.9: has no effect with optim.name = adamw"));
+  EXPECT_THAT(said({"optim.name=sgd", "optim.betas=[0.8, 0.9]", "optim.eps=1e-8"}),
+              ElementsAre("optim.betas = [0.8, 0.9]: has no effect with optim.name = sgd"));
+  EXPECT_THAT(said({"optim.name=sgd", "checkpoint.keep=2", "checkpoint.async=true", "recompute.every=3", "zero.accumulate=whole", "zero.wrap=head"}),
+              ElementsAre("checkpoint.keep = 2: has no effect without checkpoint.dir", "checkpoint.async = true: has no effect without checkpoint.dir",
+                          "recompute.every = 3: has no effect with recompute.mode = none", "zero.wrap = \"head\": has no effect with zero.stage = 0",
+                          "zero.accumulate = \"whole\": has no effect with zero.stage = 0"));
+  EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring"}), ElementsAre("comm.algorithm = \"ring\": has no effect on one rank, which has no peers"));
+  EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring", "context.method=ulysses"}, 2), ElementsAre(HasSubstr("context.method")));
+  EXPECT_THAT(said({"optim.name=sgd", "checkpoint.dir=a", "checkpoint.keep=2", "zero.stage=3", "zero.wrap=head"}), ::testing::IsEmpty());
 }
 
 TEST(Validate, MissingTechniquesAreRefusedByName) {

@@ -5,6 +5,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tests/made_docs.h"
@@ -219,6 +220,28 @@ TEST(ConfigWrite, ASettledValueIsSavedAsAskedWithWhatItBecame) {
   EXPECT_EQ(parse(to_toml(config)).precision.compute, "auto") << "another machine settles it anew";
   config.asked["precision.compute"] = "bf16";
   EXPECT_THAT(to_toml(config), HasSubstr("\ncompute = \"bf16\"\n")) << "asked for by name";
+}
+
+TEST(Settings, OfTheRecipesAllHaveAnEffect) {
+  for (const auto& recipe : std::filesystem::directory_iterator(TESSERA_SOURCE_DIR "/recipes")) {
+    if (recipe.path().extension() == ".toml") EXPECT_THAT(settings_without_effect(load_config(recipe.path()), 1), ::testing::IsEmpty()) << recipe.path();
+  }
+}
+
+TEST(ConfigWrite, KnowsWhatARunHasSaved) {
+  const auto file = std::filesystem::temp_directory_path() / ("tessera_saved_" + std::to_string(getpid()) + ".toml");
+  const auto is_saved = [&](const std::string& text) {
+    std::ofstream(file) << text;
+    return is_saved_config(file);
+  };
+  Config config = parse_config("[optim]\nlr = 1e-3\n[precision]\ncompute = \"bf16\"\n", "/");
+  EXPECT_TRUE(is_saved(to_toml(config)));
+  config.asked["precision.compute"] = "auto";
+  EXPECT_TRUE(is_saved(to_toml(config)));
+  EXPECT_FALSE(is_saved("# mine\n" + to_toml(config)));
+  EXPECT_FALSE(is_saved("[optim]\nlr = 1e-3\n"));
+  EXPECT_FALSE(is_saved("no configuration"));
+  std::filesystem::remove(file);
 }
 
 TEST(ConfigDocs, CommittedFileIsUpToDate) { testing_support::expect_in_docs("configuration.md", configuration_markdown()); }

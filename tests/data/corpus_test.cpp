@@ -188,6 +188,31 @@ TEST(Corpus, IsBuiltOnceByManyThreadsAndProcesses) {
   EXPECT_EQ(files, 5);  // one corpus a round, no partial ones
 }
 
+TEST(Corpus, WritesOverNothingThatIsSomebodyElses) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto text = folder.write("a.txt", words(100));
+  const auto mine = folder.write("p.bin.partial", "precious");
+  const auto build = [&] { Corpus::build({text}, *byte, folder / "p.bin"); };
+  EXPECT_THAT(refusal(build), AllOf(HasSubstr("p.bin.partial: is no packed text"), HasSubstr("another output")));
+  EXPECT_EQ(slurp(mine), "precious");
+  folder.write("p.bin.partial", std::string(sizeof(CorpusHeader), '\0') + "half a corpus");  // as a builder that was killed leaves it
+  build();
+  EXPECT_FALSE(std::filesystem::exists(mine));
+}
+
+TEST(Corpus, AFullDiskNamesWhatSaysWhere) {
+  const auto byte = Tokenizer::load("byte");
+  const auto written = [&](const std::string& knob) {
+    return refusal([&] {
+      CorpusWriter writer("/dev/full", *byte, "content", knob);
+      writer.finish();
+    });
+  };
+  EXPECT_THAT(written("output"), AllOf(HasSubstr("is the disk full?"), HasSubstr("choose another output")));
+  EXPECT_THAT(written("data.cache_dir"), HasSubstr("choose another data.cache_dir"));
+}
+
 TEST(Corpus, RefusesTextThatGivesNone) {
   Folder folder;
   const auto byte = Tokenizer::load("byte");

@@ -1,6 +1,7 @@
 #include "tessera/data/text.h"
 
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 
 #include "tests/data/files.h"
 
@@ -33,6 +34,14 @@ TEST(Text, ReadsInBlocksOfAnySize) {
     }
     EXPECT_EQ(back, text);
     EXPECT_EQ(reader.read(back, 10), 0u);
+  }
+}
+
+TEST(Text, RefusesWhatMayNeverBeginOrEnd) {
+  Folder folder;
+  ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  for (const auto& path : {folder / "pipe", std::filesystem::path("/dev/zero")}) {
+    EXPECT_THAT(refusal([&] { read_text(path); }), HasSubstr("is not a regular file; name a text")) << path;
   }
 }
 

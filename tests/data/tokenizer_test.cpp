@@ -103,6 +103,11 @@ TEST(ByteTokenizer, IsTheBytes) {
   EXPECT_THAT(refusal([&] { tokenizer->decode(std::vector<int32_t>{-1}); }), HasSubstr("id -1"));
 }
 
+TEST(Tokenizer, IsBlamedUnderTheNameItWasGiven) {
+  EXPECT_THAT(refusal([] { Tokenizer::load("nowhere.model"); }), HasSubstr("data.tokenizer = nowhere.model"));
+  EXPECT_THAT(refusal([] { Tokenizer::load("nowhere.model", "--tokenizer"); }), testing::StartsWith("--tokenizer = nowhere.model"));
+}
+
 TEST(Tokenizer, VocabularyMustFitTheModel) {
   const auto tokenizer = Tokenizer::load("byte");
   check_vocabulary(*tokenizer, 256);

@@ -150,6 +150,8 @@ TEST(RunOptions, RefuseByName) {
       {{"--numa-binding=node"}, "torchrun has this flag, tessera run does not"},
       {{"--start-method=thread"}, "--start-method = thread"},
       {{"--inject=do=explode"}, "--inject"},
+      {{"--nproc-per-node=2", "--inject=rank=9,do=kill"}, "--inject"},
+      {{"--nproc-per-node=2", "--local-ranks-filter=0,7"}, "--local-ranks-filter = 7: this node has 2 ranks"},
   };
   for (const auto& [arguments, text] : cases) EXPECT_THAT(refusal(arguments), HasSubstr(text)) << arguments.front();
   EXPECT_THROW(parse_run({"--nnodes=1"}, [](const std::string&) { return std::nullopt; }, devices), ConfigError);

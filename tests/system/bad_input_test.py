@@ -55,8 +55,11 @@ class BadInput(SystemTest):
         first, second = self.folder / "first", self.folder / "second"
         first.symlink_to(second)
         second.symlink_to(first)
+        dangling = self.folder / "dangling"
+        dangling.symlink_to("nowhere")
+        self.assertIn(f"log.dir = {dangling}: is a link to a folder", self.refusal(run("train", self.recipe, "--set", f"log.dir={dangling}")))
         loop = ["Too many levels of symbolic links", str(first)]
-        self.refused(f"checkpoint.dir={first}", expect=loop)
+        self.refused(f"checkpoint.dir={first}", expect=["checkpoint.dir = ", *loop])
         self.refused(f"model.from_hf={first}", expect=loop)
         self.refused(f"data.files={first}", expect=loop)
         text = self.folder / "text.txt"
@@ -69,7 +72,7 @@ class BadInput(SystemTest):
                 line = self.refusal(done)
                 for word in loop:
                     self.assertIn(word, line)
-        self.refused("checkpoint.dir=" + 300 * "n", expect=["File name too long"])
+        self.refused("checkpoint.dir=" + 300 * "n", expect=["checkpoint.dir = ", "File name too long"])
 
     def test_missing_text(self):
         self.refused("data.files=[\"nowhere.txt\"]", expect=["nowhere.txt"])
@@ -150,6 +153,34 @@ class BadInput(SystemTest):
             (self.folder / "folder.model").mkdir(exist_ok=True)
             self.assertIn("--output", self.refusal(run("tokenize", *arguments, text, "-o", self.folder / "folder.model")))
         self.assertFalse(list(self.folder.glob("*.partial")))
+
+    def test_what_a_command_reads_is_not_overwritten(self):
+        own = self.folder / "config.toml"
+        own.write_text("# mine\n" + self.recipe.read_text())
+        before = own.read_bytes()
+        self.assertIn("log.dir = ", self.refusal(run("train", own, "--set", f"log.dir={self.folder}")))
+        self.assertIn("would be overwritten", self.refusal(run("train", own, f"--memory-report={own}")))
+        self.assertIn("would be overwritten", self.refusal(run("train", own, f"--memory-report={self.folder / 'text.txt'}")))
+        self.assertEqual(own.read_bytes(), before)
+
+    def test_flags_are_blamed_for_what_is_wrong_with_them(self):
+        step = self.refusal(run("train", self.recipe, "--dump-step", 0, "--dump-dir", self.folder / "d"))
+        self.assertIn("--dump-step = 0: steps are numbered from 1", step)
+        seed = self.refusal(run("generate", "--checkpoint", self.folder, "--prompt", "a", "--seed", 2**63))
+        self.assertIn("--seed: 9223372036854775808 is beyond 64 bits: expected an integer of at most 9223372036854775807", seed)
+        self.assertIn("trian: no such command; did you mean train?", self.refusal(run("trian", self.recipe)))
+        self.assertIn("--bogus: no such flag", self.refusal(run("--bogus")))
+        text = self.folder / "text.txt"
+        self.assertIn("vocab-size = -5", self.refusal(run("tokenize", text, "--train", "--vocab-size", -5)))
+        self.assertIn("--tokenizer = nope", self.refusal(run("tokenize", text, "--tokenizer", "nope")))
+        self.assertIn("--output = .: is a folder", self.refusal(run("tokenize", text, "--train", "--vocab-size", 300, "-o", ".")))
+        self.assertIn("is not a regular file", self.refusal(run("tokenize", "/dev/zero", "--train", "--vocab-size", 300, timeout=20)))
+
+    def test_settings_without_effect_are_said_once(self):
+        for nproc in (1, 2):
+            done, _ = self.train("idle", nproc=nproc, sets=["optim.momentum=0.9", "checkpoint.keep=2", "run.steps=3"])
+            self.assertEqual(done.stderr.count("optim.momentum = 0.9: has no effect with optim.name = adamw"), 1, done.stderr)
+            self.assertEqual(done.stderr.count("has no effect"), 2, done.stderr)
 
     def test_folders_and_numbers_that_cannot_be(self):
         done, _ = self.train("dump", "--dump-step", 1, "--dump-dir", self.folder / "text.txt" / "dump", expect=2)

@@ -1,11 +1,12 @@
 """A checkpoint of any layout is read in any other: the same text is written, and the same loss found."""
 
 import json
+import subprocess
 import unittest
 
 import numpy
 
-from support import SystemTest, run, safetensors
+from support import SystemTest, TESSERA, environment, run, safetensors
 
 LOSSES = 5e-6  # relative
 
@@ -86,7 +87,8 @@ class Generation(SystemTest):
         refused = [((*flags,), words) for flags, words in (
             (("--set", "model.rope_theta=-1"), "model.rope_theta = -1"), (("--set", "model.norm_eps=-1"), "model.norm_eps = -1"),
             (("--set", "run.threads=100000"), "run.threads = 100000"), (("--set", "run.threads=0"), "run.threads = 0"),
-            (("--set", "comm.timeout_s=-1"), "comm.timeout_s"), (("--dump-logits", self.folder / "none" / "x"), "--dump-logits"))]
+            (("--set", "comm.timeout_s=-1"), "comm.timeout_s"), (("--dump-logits", self.folder / "none" / "x"), "--dump-logits"), (("--dump-logits", held_out), "would be overwritten"),
+            (("--dump-logits", "/proc/x"), "nothing can be written in /proc"), (("--tokenizer", "nope"), "--tokenizer = nope"))]
         for flags, words in refused:
             self.assertIn(words, self.refusal(run("eval", "--checkpoint", saved, "--file", held_out, "--seq-len", 32, *flags)))
         (self.folder / "one.txt").write_text("a")
@@ -96,6 +98,14 @@ class Generation(SystemTest):
             done = run("generate", "--checkpoint", saved, "--prompt", "the", flag, value)
             self.assertIn(f"{flag} = {value}", self.refusal(done))
             self.assertEqual(done.stdout, "", "the prompt is not printed first")
+
+    def test_a_prompt_that_is_too_long_is_said_to_be(self):
+        saved = self.checkpoint("llama", 2, ["run.steps=3"], 1)
+        for length, said in ((31, 0), (40, 1)):
+            command = [TESSERA, "generate", "--checkpoint", saved, "--prompt", length * "a", "--max-tokens", "1", "--nproc", "2", "--set", "mesh.tp=2"]
+            done = subprocess.run(command, capture_output=True, env=environment(), timeout=60)  # bytes that a new model makes spell no text
+            sentence = f"--prompt has {length} tokens, and the model sees at most model.max_seq_len = 32"
+            self.assertEqual([done.returncode, done.stderr.decode().count(sentence)], [0, said], done.stderr)
 
     def test_more_windows_in_a_pass_than_there_are(self):
         saved = self.checkpoint("llama", 2, ["run.steps=4"], 1)

@@ -151,6 +151,23 @@ TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
   EXPECT_EQ(kept[1]["step"], 4);
 }
 
+TEST(MetricsFile, KeepsWhatItCannotRead) {
+  const Folder folder;
+  const auto file = folder / "metrics.jsonl";
+  const std::string text = "{\"step\": 1}\n{\"step\": \"2\"}\nmine\n{\"step\": 3";
+  std::ofstream(file) << text;
+  for (const int64_t first : {2, 1}) {
+    MetricsFile metrics;
+    testing::internal::CaptureStderr();
+    metrics.on_start({.log_dir = folder.path(), .first_step = first});
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(lines(file).size(), first == 2 ? 1u : 0u);
+    if (first == 2) EXPECT_THAT(said, AllOf(HasSubstr("metrics.jsonl: 2 of its lines are no records"), HasSubstr("metrics.jsonl.unreadable-1")));
+    if (first == 1) EXPECT_THAT(said, Not(HasSubstr("unreadable"))) << "a fresh start takes the place of records, as ever";
+  }
+  EXPECT_EQ(slurp(folder / "metrics.jsonl.unreadable-1"), text);
+}
+
 TEST(MetricsFile, AStrictLogEndsTheRun) {
   const Folder folder;
   MetricsFile metrics(/*strict=*/true);
@@ -179,22 +196,25 @@ TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
   EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none")));
 }
 
-/// What a bar prints over a run of `last` steps.
+/// Tells a bar of a run of `last` steps.
+void run_bar(const ProgressBar::Options& options, int64_t last, double seconds_a_step) {
+  ProgressBar bar(options);
+  bar.on_start({.name = "demo", .last_step = last, .ranks = 2, .parameters = 1234567});
+  for (int64_t k = 1; k <= last; ++k) {
+    StepResult result = step(k);
+    result.step_s = seconds_a_step;
+    bar.after_step(result);
+    if (k == last / 2) bar.after_validation({.step = k, .loss = 2, .bits_per_byte = 1.5});
+  }
+  bar.on_end({.step = last, .finished = true, .seconds = 61});
+}
+
+/// What it prints.
 std::string printed(ProgressBar::Options options, int64_t last, double seconds_a_step) {
   Folder folder;
   options.out = std::fopen((folder / "out").c_str(), "w");
   EXPECT_FALSE(ProgressBar::is_terminal(options.out));
-  {
-    ProgressBar bar(options);
-    bar.on_start({.name = "demo", .last_step = last, .ranks = 2, .parameters = 1234567});
-    for (int64_t k = 1; k <= last; ++k) {
-      StepResult result = step(k);
-      result.step_s = seconds_a_step;
-      bar.after_step(result);
-      if (k == last / 2) bar.after_validation({.step = k, .loss = 2, .bits_per_byte = 1.5});
-    }
-    bar.on_end({.step = last, .finished = true, .seconds = 61});
-  }
+  run_bar(options, last, seconds_a_step);
   std::fclose(options.out);
   return slurp(folder / "out");
 }
@@ -227,6 +247,15 @@ TEST(ProgressBar, RedrawsInPlaceAndNeverWraps) {
     }
   }
   EXPECT_THAT(printed({.terminal = true, .width = 80}, 50, 1e-3), ContainsRegex("\\[#+\\] loss 0.0200"));
+}
+
+TEST(ProgressBar, AFullDiskEndsNoRun) {
+  for (const bool terminal : {false, true}) {
+    std::FILE* out = std::fopen("/dev/full", "w");
+    ASSERT_NE(out, nullptr);
+    EXPECT_NO_THROW(run_bar({.out = out, .terminal = terminal, .width = 40}, 3, 0.5));
+    std::fclose(out);
+  }
 }
 
 TEST(ProgressBar, ARunThatHasNothingLeftSaysSo) {

@@ -60,6 +60,16 @@ TEST_F(Runs, AFreshStartInAUsedFolderIsRefusedUnlessItSetsTheOthersAside) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "a" / ".lock"));
 }
 
+TEST_F(Runs, WhatSomebodyElsePutThereIsLeftAndSaid) {
+  run_into("a", 4, {});
+  std::ofstream(at("a", 2) + "/mine.txt") << "precious";
+  EXPECT_THAT(run_into("a", 6, {"checkpoint.resume=latest", "checkpoint.keep=1"}), HasSubstr("step-00000002: holds mine.txt, which no save writes"));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 6));
+  std::filesystem::create_directories(folder_ / "a" / ".tmp-step-00000008" / "mine");
+  EXPECT_THAT(([&] { run_into("a", 8, {"checkpoint.resume=latest"}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr(".tmp-step-00000008: holds mine"), HasSubstr("move it elsewhere"))));
+}
+
 TEST_F(Runs, GoingOnFromElsewhereIntoAnotherRunsFolderIsRefused) {
   run_into("a", 4, {});
   run_into("b", 2, {});

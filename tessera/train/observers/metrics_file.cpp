@@ -13,16 +13,37 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// The lines of `file` that tell of steps before `first_step`; none of a file that is not there.
-std::string kept_lines(const std::filesystem::path& file, int64_t first_step) {
+/// What a file of records holds; nothing where there is none.
+struct Records {
+  std::string kept;     ///< the lines that tell of steps before the first
+  int64_t unknown = 0;  ///< lines that are no records, but for a last one that was cut
+};
+
+Records read_records(const std::filesystem::path& file, int64_t first_step) {
   std::ifstream in(file);
-  std::string kept;
-  for (std::string line; first_step > 1 && std::getline(in, line);) {
+  Records records;
+  for (std::string line; std::getline(in, line);) {
     const Json object = Json::parse(line, nullptr, false);
     const auto step = object.is_object() ? object.find("step") : object.end();
-    if (step != object.end() && step->is_number_integer() && step->get<int64_t>() < first_step) kept += line + '\n';
+    const bool known = object.is_object() && step != object.end() && step->is_number_integer();
+    const bool cut = in.eof() && line.starts_with('{');
+    if (!known && !cut) ++records.unknown;
+    if (known && step->get<int64_t>() < first_step) records.kept += line + '\n';
   }
-  return kept;
+  return records;
+}
+
+/// Nobody's records, or damaged ones: a copy stays beside what takes their place, under a name that nothing has.
+void keep_aside(const std::filesystem::path& file, int64_t unknown) {
+  std::filesystem::path aside;
+  std::error_code error;
+  int number = 1;
+  do aside = detail::concat(file.string(), ".unreadable-", number++);
+  while (std::filesystem::exists(aside, error));
+  std::filesystem::copy_file(file, aside, error);
+  require(!error, "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " holds ", unknown,
+          " lines that are no records of a run, and a copy ", "of it cannot be kept: ", error.message(), "; move it elsewhere, or choose another log.dir");
+  log().warn("{}: {} of its lines are no records of a run; as it was it is kept in {}", file.string(), unknown, aside.filename().string());
 }
 
 Json by_name(const MemoryByCategory& bytes) {
@@ -40,7 +61,8 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
     require(!std::filesystem::is_fifo(found) && !std::filesystem::is_socket(found), "log.dir = ", file.parent_path().string(), ": ", path.filename().string(),
             " is a named pipe or a socket, which keeps no records; remove it, or choose another log.dir");
   }
-  const std::string kept = kept_lines(file, first_step);
+  const auto [kept, unknown] = read_records(file, first_step);
+  if (unknown > 0) keep_aside(file, unknown);
   bool written = false;
   {
     std::ofstream out(partial, std::ios::trunc);

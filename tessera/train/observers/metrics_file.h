@@ -13,6 +13,7 @@ namespace tessera {
 /// bits_per_byte), so that metrics.jsonl keeps one line per step.
 ///
 /// A run from step 1 starts both files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
+/// Where a line is no record, a copy of the file stays in metrics.jsonl.unreadable-1 (or the next free number), which is said aloud.
 /// Throws ConfigError where log_dir cannot be written, or a named pipe stands in the files' place. A line that is lost later is
 /// said aloud (RecordFile), and ends a run whose log is strict.
 class MetricsFile : public Observer {

@@ -19,9 +19,8 @@ void ProgressBar::on_start(const RunInfo& run) {
   run_ = run;
   const std::string steps = run.first_step <= run.last_step ? fmt::format("steps {} to {}", run.first_step, run.last_step)
                                                             : fmt::format("step {} of {} is done already, and none is left", run.first_step - 1, run.last_step);
-  fmt::print(options_.out, "{}: {} parameters, {} rank{}, {}\n", run.name, format_count(static_cast<double>(run.parameters)), run.ranks,
-             run.ranks == 1 ? "" : "s", steps);
-  std::fflush(options_.out);
+  show(fmt::format("{}: {} parameters, {} rank{}, {}\n", run.name, format_count(static_cast<double>(run.parameters)), run.ranks, run.ranks == 1 ? "" : "s",
+                   steps));
 }
 
 double ProgressBar::eta_s(const StepResult& result) const { return smooth_step_s_ * static_cast<double>(std::max<int64_t>(0, run_.last_step - result.step)); }
@@ -58,31 +57,34 @@ void ProgressBar::after_step(const StepResult& result) {
   drawn_any_ = true;
   drawn_ = now;
   if (options_.terminal) {
-    fmt::print(options_.out, "\r{}\x1b[K", bar(result));  // ESC [ K: clear to the end of the line
+    show(fmt::format("\r{}\x1b[K", bar(result)));  // ESC [ K: clear to the end of the line
     bar_on_screen_ = true;
   } else {
-    fmt::print(options_.out, "step {}/{}  {}\n", result.step, run_.last_step, numbers(result));
+    show(fmt::format("step {}/{}  {}\n", result.step, run_.last_step, numbers(result)));
   }
+}
+
+// What cannot be written is lost, and the run goes on: fmt::print would throw on a full disk.
+void ProgressBar::show(const std::string& text) {
+  std::fputs(text.c_str(), options_.out);
   std::fflush(options_.out);
 }
 
 void ProgressBar::clear_bar() {
-  if (bar_on_screen_) fmt::print(options_.out, "\r\x1b[K");
+  if (bar_on_screen_) show("\r\x1b[K");
   bar_on_screen_ = false;
 }
 
 void ProgressBar::after_validation(const ValidationResult& result) {
   clear_bar();
-  fmt::print(options_.out, "step {}/{}  validation loss {:.4f}  {:.4f} bits per byte\n", result.step, run_.last_step, result.loss, result.bits_per_byte);
-  std::fflush(options_.out);
+  show(fmt::format("step {}/{}  validation loss {:.4f}  {:.4f} bits per byte\n", result.step, run_.last_step, result.loss, result.bits_per_byte));
 }
 
 void ProgressBar::on_end(const RunEnd& end) {
-  if (bar_on_screen_) fmt::print(options_.out, "\n");
+  if (bar_on_screen_) show("\n");
   bar_on_screen_ = false;
-  fmt::print(options_.out, "{} step {} in {}{}{}\n", end.finished ? "finished at" : "stopped after", end.step, format_duration(end.seconds),
-             end.reason.empty() ? "" : ": ", end.reason);
-  std::fflush(options_.out);
+  show(fmt::format("{} step {} in {}{}{}\n", end.finished ? "finished at" : "stopped after", end.step, format_duration(end.seconds),
+                   end.reason.empty() ? "" : ": ", end.reason));
 }
 
 }  // namespace tessera

@@ -9,7 +9,8 @@
 namespace tessera {
 
 /// Loss, tokens/s and time left. On a terminal one line, redrawn in place at most ten times a second; elsewhere plain lines, for the first step, the last, and
-/// every `line_every_s` seconds between. Validations are lines of their own on both.
+/// every `line_every_s` seconds between. Validations are lines of their own on both. What cannot be written
+/// there, as on a full disk, is lost, and no error: the run is worth more than what tells of it.
 class ProgressBar : public Observer {
  public:
   struct Options {
@@ -30,6 +31,7 @@ class ProgressBar : public Observer {
   using Clock = std::chrono::steady_clock;
   std::string numbers(const StepResult& result) const;
   std::string bar(const StepResult& result) const;
+  void show(const std::string& text);
   void clear_bar();
   double eta_s(const StepResult& result) const;
 
