@@ -86,9 +86,7 @@ bool BucketedStep::is_trained(size_t bucket) const {
   return std::ranges::any_of(slots_[bucket], [&](size_t i) { return trained_[i]; });
 }
 
-bool BucketedStep::is_last_round() const {
-  return !in_action_ || !options_.each_micro_batch || (protocol_.calls().is_last() && protocol_.calls().is_complete());
-}
+bool BucketedStep::is_last_round() const { return !options_.each_micro_batch || (protocol_.calls().is_last() && protocol_.calls().is_complete()); }
 
 void BucketedStep::before(ActionKind action, const MicroBatchPosition& position) {
   protocol_.before(action, position);
