@@ -226,9 +226,10 @@ int train(const TrainFlags& flags) {
   const int attempt = comm::read_environment().restart_count;
   Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
   precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
-  check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), "tp"));
+  check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).layers));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
+  if (!config.comm.interface.empty()) comm::check_interface(config.comm.interface);
   const auto dump = dump_request(flags, config);
   check_output_file("--memory-report", flags.memory_report_file, inputs_of(flags, config));
   check_log_dir(flags, config);

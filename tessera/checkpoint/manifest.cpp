@@ -67,7 +67,7 @@ Manifest manifest_from(const nlohmann::json& json) {
 std::vector<Slice> Manifest::slices(const std::string& name) const {
   const StoredTensor& tensor = tensors.at(name);
   std::vector<Slice> slices;
-  for (const auto& stored : tensor.slices) slices.push_back({name, tensor.shape, stored.boxes, {}});
+  for (const auto& stored : tensor.slices) slices.push_back({name, tensor.shape, stored.boxes});
   return slices;
 }
 

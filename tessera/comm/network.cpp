@@ -1,6 +1,7 @@
 #include "tessera/comm/network.h"
 
 #include <memory>
+#include <set>
 
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -37,13 +38,31 @@ std::vector<std::string> local_addresses() {
   return addresses;
 }
 
+namespace {
+
+/// Names of interfaces that have an address, each once.
+std::set<std::string> interfaces_with_addresses() {
+  ifaddrs* found = nullptr;
+  if (::getifaddrs(&found) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> interfaces(found, &::freeifaddrs);
+  std::set<std::string> names;
+  for (const auto* entry = interfaces.get(); entry; entry = entry->ifa_next) {
+    if (entry->ifa_addr && (entry->ifa_addr->sa_family == AF_INET || entry->ifa_addr->sa_family == AF_INET6)) names.insert(entry->ifa_name);
+  }
+  return names;
+}
+
+}  // namespace
+
 void check_interface(const std::string& interface) {
-  if (::if_nametoindex(interface.c_str()) != 0 || is_local(interface)) return;
+  const auto usable = interfaces_with_addresses();
+  if (usable.contains(interface) || is_local(interface)) return;
+  const bool exists = ::if_nametoindex(interface.c_str()) != 0;
   std::string names;
-  const std::unique_ptr<struct if_nameindex, decltype(&::if_freenameindex)> found(::if_nameindex(), &::if_freenameindex);
-  for (const auto* entry = found.get(); entry && entry->if_name; ++entry) names += detail::concat(names.empty() ? "" : ", ", entry->if_name);
+  for (const auto& name : usable) names += (names.empty() ? "" : ", ") + name;
   for (const auto& address : local_addresses()) names += ", " + address;
-  throw ConfigError(detail::concat("comm.interface = ", interface, ": this host has no such interface, name or address; it has ", names));
+  throw ConfigError(detail::concat("comm.interface = ", interface, exists ? ": this interface has no address to bind to" : ": this host has no such interface, name or address",
+                                   "; it has ", names));
 }
 
 }  // namespace tessera::comm

@@ -69,7 +69,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
 
   void end_pass(bool last, bool complete) override {
     BucketedStep::end_pass(last, complete);
-    if (plain_ && !last && options_.replicas != ReplicaStart::Trust) parameter_writes_.mark(parameters_, trained_);
+    if (active() && plain_ && !last && options_.replicas != ReplicaStart::Trust) parameter_writes_.mark(parameters_, trained_);
   }
 
   at::Tensor place(size_t i) override { return views_[i]; }

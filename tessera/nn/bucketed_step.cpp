@@ -19,15 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-int place_among_ranks(const std::vector<comm::Group>& groups) {
-  int place = 0, stride = 1;
-  for (const comm::Group& group : groups) {
-    place += stride * group.rank();
-    stride *= group.size();
-  }
-  return place;
-}
-
 }  // namespace
 
 BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options)
@@ -44,27 +35,17 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
       used_(parameters_),
       protocol_(options_.technique, std::move(holds),
                 {.open = [this](bool plain) { open(plain); },
-                 .begin_pass =
-                     [this](bool last) {
-                       if (active()) begin_pass(last);
-                     },
-                 .end_pass =
-                     [this](bool last, bool complete) {
-                       if (active()) end_pass(last, complete);
-                     },
-                 .complete =
-                     [this] {
-                       if (active()) complete();
-                     },
-                 .abandon =
-                     [this] {
-                       if (active()) abandon();
-                     },
+                 .begin_pass = [this](bool last) { begin_pass(last); },
+                 .end_pass = [this](bool last, bool complete) { end_pass(last, complete); },
+                 .complete = [this] { complete(); },
+                 .abandon = [this] { abandon(); },
                  .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
   require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble, options_.technique,
           ": reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
   nn::assign_paths(module_);
-  nn::drop_apart(module_, place_among_ranks(options_.groups));
+  int place = 0;  // among those that share a batch
+  for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
+  nn::drop_apart(module_, place);
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
   if (active()) listen();
@@ -94,12 +75,6 @@ bool BucketedStep::synchronizes(size_t i) const {
   return dispatcher != nullptr && dispatcher->owner() == &self_;
 }
 
-int BucketedStep::num_ranks() const {
-  int ranks = 1;
-  for (const comm::Group& group : options_.groups) ranks *= group.size();
-  return ranks;
-}
-
 void BucketedStep::set_slots(std::vector<std::vector<size_t>> slots) {
   slots_ = std::move(slots);
   for (size_t b = 0; b < slots_.size(); ++b) {
@@ -111,9 +86,7 @@ bool BucketedStep::is_trained(size_t bucket) const {
   return std::ranges::any_of(slots_[bucket], [&](size_t i) { return trained_[i]; });
 }
 
-bool BucketedStep::is_last_round() const {
-  return !in_action_ || !options_.each_micro_batch || (protocol_.calls().is_last() && protocol_.calls().is_complete());
-}
+bool BucketedStep::is_last_round() const { return !options_.each_micro_batch || (protocol_.calls().is_last() && protocol_.calls().is_complete()); }
 
 void BucketedStep::before(ActionKind action, const MicroBatchPosition& position) {
   protocol_.before(action, position);
@@ -173,6 +146,7 @@ void BucketedStep::begin_pass(bool last) {
 }
 
 void BucketedStep::end_pass(bool last, bool complete) {
+  if (!active()) return;
   if (plain_) withdraw_places();
   if (!in_action_ || !options_.each_micro_batch || (last && complete)) return;
   launch_rest();
@@ -276,6 +250,7 @@ void BucketedStep::complete_earlier_round() {
 }
 
 void BucketedStep::complete() {
+  if (!active()) return;
   withdraw_places();
   const at::NoGradGuard no_grad;
   const auto start = Clock::now();
@@ -288,7 +263,7 @@ void BucketedStep::complete() {
   complete_reductions();
   statistics_.exposed_s = exposed_before + seconds_since(start);
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
-    if (is_trained(b)) sum(b).div_(num_ranks());
+    if (is_trained(b)) sum(b).div_(num_ranks_);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
@@ -337,6 +312,7 @@ void BucketedStep::drop_reductions() {
 
 /// The other ranks have failed at the same place, or will not get there.
 void BucketedStep::abandon() {
+  if (!active()) return;
   drop_reductions();
   withdraw_places();
   for (size_t i = 0; i < parameters_.size(); ++i) {

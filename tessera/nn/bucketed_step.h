@@ -98,7 +98,6 @@ class BucketedStep {
   void set_slots(std::vector<std::vector<size_t>> slots);
 
   bool active() const { return !options_.groups.empty(); }
-  int num_ranks() const;  ///< that share a batch
   bool is_trained(size_t bucket) const;
   /// Whether what starts now is the last reduction of its bucket in this step.
   bool is_last_round() const;
@@ -151,6 +150,7 @@ class BucketedStep {
   GradientSynchronizer& self_;
   torch::nn::Module& module_;
   Options options_;
+  int num_ranks_ = 1;                         ///< that share a batch
   std::vector<size_t> bucket_of_;             ///< by parameter
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed
   UsedParameters used_;
