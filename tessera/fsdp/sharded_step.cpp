@@ -187,7 +187,7 @@ void ShardedStep::recover() {
 void ShardedStep::pause() {
   if (!running_ || driven() || in_backward_) return;
   units_.settle();
-  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
+  leave();
 }
 
 void ShardedStep::resume() {

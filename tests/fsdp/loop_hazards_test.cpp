@@ -84,6 +84,43 @@ TEST(FullyShardLoop, WeightsAreLoadedAfterWrapping) {
   }
 }
 
+/// Evaluates an average and puts the trained weights back: their values are in an alias of the slices alone.
+TEST(FullyShardLoop, AnAliasThatIsKeptKeepsItsValues) {
+  const auto swap = [](torch::nn::Module& net, bool whole, auto&& within) {
+    std::vector<at::Tensor> kept, others;
+    for (const at::Tensor& parameter : net.parameters()) {
+      kept.push_back(parameter.data());
+      others.push_back(at::full(whole ? at::IntArrayRef(nn::slice_of(parameter).shape) : parameter.sizes(), 0.25, parameter.scalar_type()));
+      parameter.set_data(others.back());
+    }
+    within();
+    for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+  };
+  for (const auto trigger : kBoth) {
+    for (const bool whole : {true, false}) {
+      for (const auto offload : {Offload::None, Offload::Host}) {
+        run_ranks(3, [&](World& world) {
+          DeepNet net, plain;
+          auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger, .offload = offload});
+          const Batch batch = whole_batch(samples);
+          at::Tensor expected, within;
+          swap(*plain, whole, [&] { expected = plain(batch.x).detach(); });
+          swap(*net, whole, [&] { within = net(batch.x).detach(); });
+          EXPECT_LT((within - expected).abs().max().item<double>(), 10 * parity * expected.abs().max().item<double>());
+          const at::NoGradGuard no_grad;
+          expected = plain(batch.x);
+          EXPECT_LT((net(batch.x) - expected).abs().max().item<double>(), 10 * parity * expected.abs().max().item<double>());
+          // Others' aliases go with their parameters all the while.
+          const at::Tensor alias = net->first->weight.data();
+          swap(*net->blocks[0], whole, [&] { net(batch.x); });
+          alias.zero_();
+          EXPECT_EQ(net->first->weight.detach().ne(0).sum().item<int64_t>(), 0);
+        });
+      }
+    }
+  }
+}
+
 TEST(FullyShardLoop, OneRanksFileIsNotEverybodysSlices) {
   run_ranks(2, [&](World& world) {
     auto net = std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(3, 4).bias(false));
