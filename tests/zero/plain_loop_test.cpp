@@ -232,6 +232,25 @@ TEST(ZeroPlainLoop, WeightsMayBeLoadedAfterWrapping) {
   });
 }
 
+/// Clipping, for one, asks for what is updated.
+TEST(ZeroPlainLoop, AnAliasThatIsKeptKeepsItsValues) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1));
+    const std::vector<at::Tensor> trained = weights_of(net);
+    std::vector<at::Tensor> kept;
+    for (const at::Tensor& parameter : net.parameters()) {
+      kept.push_back(parameter.data());
+      parameter.set_data(at::zeros_like(parameter));
+    }
+    (void)zero.updated();
+    for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+    (void)zero.updated();
+    EXPECT_TRUE(same_bits(weights_of(net), trained));
+    for (const auto& part : zero.updated()) EXPECT_TRUE(part.tensor.numel() == 0 || part.tensor.detach().abs().max().item<double>() > 0) << part.name;
+  });
+}
+
 TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
   expect_parity([](Net& net, const Loop& loop) {
     for (int step = 0; step < 3; ++step) {
