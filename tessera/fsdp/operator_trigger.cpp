@@ -289,7 +289,8 @@ std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tens
 }
 
 /// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one, as no forward does, beside what has the shape of its
-/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written.
+/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written. And it makes
+/// zeros like a parameter that has a gradient: the state that an optimizer begins with.
 bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
   std::vector<at::Tensor> others;
   std::vector<UnitPlace> parameters;
@@ -307,6 +308,12 @@ bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments 
     for (const at::Tensor& tensor : arguments[i].toTensorVector()) look(tensor, i);
   }
   if (written || is_forward(schema.name())) return written;
+  if (schema.name() == "aten::zeros_like" && parameters.size() == 1) {
+    const auto& [unit, flat, index] = parameters.front();
+    const FlatParameters& of = units_.flats(unit)[flat];
+    const at::Tensor& gradient = of.parameters()[index].tensor.grad();
+    return gradient.defined() && gradient.sizes() == of.slice_sizes(index);
+  }
   return std::ranges::any_of(parameters, [&](const UnitPlace& place) {
     const at::IntArrayRef sizes = units_.flats(place.unit)[place.flat].slice_sizes(place.index);
     const bool tells = writes(schema) || !units_.are_cut() || !has_all_rows(place);
