@@ -20,6 +20,7 @@
 #include "cli/common.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
+#include "tessera/comm/network.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"

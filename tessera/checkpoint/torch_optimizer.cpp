@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/ops/zeros_like.h>
@@ -16,6 +17,7 @@
 
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/memory.h"
 #include "tessera/nn/names.h"
@@ -88,13 +90,16 @@ struct Updated {
   torch::optim::OptimizerParamGroup* group;
 };
 
+/// Each once: a module's parameters() lists a tied one by each of its names, and libtorch's optimizers keep what they are given.
 std::vector<Updated> updated_by(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
   std::unordered_map<const void*, std::string> names;
   for (const auto& parameter : nn::unique_parameters(model)) names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
   std::vector<Updated> updated;
+  std::unordered_set<const void*> seen;
   // param_groups() of a const optimizer gives groups that cannot tell their learning rate.
   for (auto& group : const_cast<torch::optim::Optimizer&>(optimizer).param_groups()) {
     for (const at::Tensor& tensor : group.params()) {
+      if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
       const at::Tensor parameter = nn::updated_for(tensor);
       const auto known = parameter.defined() ? names.find(parameter.unsafeGetTensorImpl()) : names.end();
       require(
@@ -215,7 +220,9 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
       auto held = over(parameter, field.name, {});
       if (!count || !manifest.tensors.contains(held.slice.name)) continue;
       if (!state) state = kind.make();
-      field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor);
+      // Of the type that was saved: a momentum is a copy of the first gradient, which may be wider than its parameter.
+      const at::ScalarType dtype = dtype_from_name(manifest.tensors.at(held.slice.name).dtype);
+      field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor, parameter.tensor.options().dtype(dtype));
       stored.push_back(held.slice.name);
       restored.targets.push_back(std::move(held));
     }

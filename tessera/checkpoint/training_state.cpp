@@ -1,5 +1,6 @@
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -8,6 +9,8 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
@@ -21,6 +24,16 @@ Slice renamed(Slice slice, std::string name) {
 }
 
 constexpr std::string_view kModel = "model.";
+
+/// Wrappers hear that their parameters are read: a program may have put others in their place (set_data), which say nothing of slices.
+void settle_wrappers(const torch::nn::Module& model) {
+  std::set<const GradientSynchronizer*> asked;
+  for (const auto& parameter : model.parameters()) {
+    const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
+    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    if (owner != nullptr && asked.insert(owner).second) (void)owner->updated();
+  }
+}
 
 /// Whose state a tensor is: "optimizer.<state>.<parameter>", where a state's name has no dot.
 std::optional<std::string> parameter_of_state(const std::string& name) {
@@ -65,6 +78,7 @@ std::vector<std::string> parameters_among(const std::set<std::string>& tensors) 
 }  // namespace
 
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
+  settle_wrappers(model);
   nn::refuse_shared_names(model);
   std::vector<SlicedTensor> tensors;
   for (const auto& parameter : nn::unique_parameters(model)) tensors.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), parameter.name)});

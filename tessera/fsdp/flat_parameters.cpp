@@ -13,6 +13,7 @@
 #include "tessera/core/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/part_storage.h"
 
 namespace tessera {
 namespace {
@@ -89,7 +90,9 @@ void FlatParameters::cut() {
     before_.push_back(nn::slice_of(parameter));
     Slice slice = cut_rows(before_.back(), first, count);
     slice.name = parameters_[i].name;
-    slice_sizes_.push_back(local_rows(slices_, i).sizes().vec());
+    const at::Tensor rows = local_rows(slices_, i);
+    slice_sizes_.push_back(rows.sizes().vec());
+    slice_storages_.push_back(nn::part_storage(rows));
     if (!parameter.is_meta()) keep_rows(i, parameter.detach());
     nn::set_slice(parameter, cut_.emplace_back(std::move(slice)));
     nn::keep_memory(parameter);
@@ -105,19 +108,22 @@ void FlatParameters::keep_rows(size_t index, const at::Tensor& whole) const {
 }
 
 bool FlatParameters::is_replaced() const {
-  return std::ranges::any_of(parameters_, [this](const nn::NamedParameter& parameter) { return is_replaced(parameter.tensor); });
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_replaced(i)) return true;
+  }
+  return false;
 }
 
-bool FlatParameters::is_replaced(const at::Tensor& parameter) const {
-  const c10::StorageImpl* const storage = parameter.storage().unsafeGetStorageImpl();
-  return storage != whole_storage() && storage != slice_storage();
+bool FlatParameters::is_replaced(size_t index) const {
+  const c10::StorageImpl* const storage = parameters_[index].tensor.storage().unsafeGetStorageImpl();
+  return storage != whole_storage() && storage != slice_storage(index);
 }
 
 void FlatParameters::take_in(size_t limit) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, parameter, aliases] = parameters_[i];
-    if (!is_replaced(parameter)) continue;
+    if (!is_replaced(i)) continue;
     const at::IntArrayRef whole = layout_.parameters[i].shape, slice = slice_sizes_[i];
     const at::Tensor given = parameter.detach();
     require(given.scalar_type() == slices_.scalar_type() || given.scalar_type() == dtypes_.gathered, "fully_shard: '", name, "' was given a tensor of type ",
@@ -125,17 +131,20 @@ void FlatParameters::take_in(size_t limit) {
             "; convert the model before fully_shard, or what is loaded");
     require(given.sizes() == whole || given.sizes() == slice, "fully_shard: '", name, "' was given a tensor of shape ", given.sizes(),
             " after it was wrapped; load the whole, ", whole, ", or this rank's slice, ", slice);
+    require(given.sizes() == whole || given.storage().nbytes() <= limit, "fully_shard: '", name, "' was given a part of ", given.storage().nbytes(),
+            " bytes, while all slices of this rank have ", limit,
+            ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
     nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
     nn::keep_memory(parameter);
+    const at::Tensor rows = local_rows(slices_, i);
+    nn::leave_to_aliases(slice_storages_[i], rows);
+    slice_storages_[i] = nn::part_storage(rows);
     if (given.sizes() == whole) {
       keep_rows(i, given);
       continue;
     }
-    require(given.storage().nbytes() <= limit, "fully_shard: '", name, "' was given a part of ", given.storage().nbytes(),
-            " bytes, while all slices of this rank have ", limit,
-            ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
-    local_rows(slices_, i).copy_(given);
-    if (given.sizes() != whole) given_slices_.push_back(i);
+    rows.copy_(given);
+    given_slices_.push_back(i);
   }
 }
 
@@ -159,7 +168,7 @@ void FlatParameters::follow_requires_grad() {
 }
 
 at::Tensor FlatParameters::slice_view(size_t index) const {
-  return no_view([&] { return local_rows(slices_, index); });
+  return nn::shown_through(slice_storages_[index], no_view([&] { return local_rows(slices_, index); }));
 }
 
 std::optional<size_t> FlatParameters::find_whole(const at::Tensor& whole) const {
@@ -201,7 +210,7 @@ void FlatParameters::show_slices() {
   brought_.wait();  // whoever sees the slices may write them
   brought_ = {};
   cast_.reset();
-  for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, local_rows(slices_, i));
+  for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, slice_view(i));
 }
 
 void FlatParameters::show_whole() {

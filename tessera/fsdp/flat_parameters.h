@@ -40,9 +40,9 @@ class FlatParameters {
   /// Whether any of them had requires_grad set when follow_requires_grad was called last.
   bool trained() const { return trained_; }
   void follow_requires_grad();
-  /// What parameters, and views of them, lie in: while they are whole, and while they are slices.
+  /// What parameters, and views of them, lie in: while they are whole, and, each in one of its own, while they are slices. The latter is another after take_in.
   const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
-  const c10::StorageImpl* slice_storage() const { return slices_.storage().unsafeGetStorageImpl(); }
+  const c10::StorageImpl* slice_storage(size_t index) const { return slice_storages_[index].unsafeGetStorageImpl(); }
   /// Parameter `index` with its whole shape, whatever the parameter itself shows; with memory while the unit is gathered.
   const at::Tensor& whole_view(size_t index) const { return whole_views_[index]; }
   /// This rank's rows of it, whatever the parameter itself shows.
@@ -59,8 +59,9 @@ class FlatParameters {
 
   /// Whether a parameter lies in memory of neither: the program put another tensor in its place (torch::load, set_data).
   bool is_replaced() const;
-  /// Then takes in what was put there: of a whole one this rank's rows, of a slice all. Parameters have to be shown anew. Throws ConfigError, by name, for
-  /// another shape or dtype, and for a slice that is cut out of more than `limit` bytes, which are no slices'.
+  /// Then takes in what was put there: of a whole one this rank's rows, of a slice all. Parameters have to be shown anew. Aliases of a slice that the program
+  /// keeps (data(), to put it back later) keep its values, in memory of their own. Throws ConfigError, by name, for another shape or dtype, and for a slice
+  /// that is cut out of more than `limit` bytes, which are no slices'.
   void take_in(size_t limit);
 
   void show_slices();  ///< each parameter is this rank's rows
@@ -107,7 +108,7 @@ class FlatParameters {
  private:
   void cut();
   void keep_rows(size_t index, const at::Tensor& whole) const;
-  bool is_replaced(const at::Tensor& parameter) const;
+  bool is_replaced(size_t index) const;
   void refuse_one_ranks_slices();
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
@@ -132,7 +133,8 @@ class FlatParameters {
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;
-  at::Tensor slices_;  ///< [part], this rank's rows one behind the other
+  at::Tensor slices_;                        ///< [part], this rank's rows one behind the other
+  std::vector<at::Storage> slice_storages_;  ///< per parameter, over its part of slices_
   std::vector<at::Tensor> whole_views_;
   at::Tensor whole_;  ///< [size], without memory unless gathered
 

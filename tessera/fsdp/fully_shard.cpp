@@ -185,6 +185,13 @@ class FullyShardedDataParallel::Impl {
     explicit_calls_.leave();
   }
 
+  /// For whoever is about to read slices: what the program has put in the place of parameters is taken in, and a forward that no backward has followed is over.
+  void show_slices() {
+    if (!active() || unsharded_ || step_->driven() || step_->in_backward() || (depth_ && *depth_ > 0)) return;
+    if (step_->running()) step_->leave();
+    for (size_t unit = 0; unit < units_->size(); ++unit) units_->take_in(unit);
+  }
+
   torch::nn::Module& module() const { return module_; }
   void check_no_gradients_wait() const {
     require(!step_ || !step_->holds_gradients(),
@@ -257,7 +264,8 @@ class FullyShardedDataParallel::Impl {
       const auto trigger = std::make_shared<CallTrigger>(
           std::move(plan), *units_, *step_,
           CallTrigger::Options{.reshard_after_forward = options_.reshard_after_forward, .inputs = inputs, .unseen = [this] { watch_->wake(); }});
-      operators->follow_calls(trigger->depth());
+      depth_ = trigger->depth();
+      operators->follow_calls(depth_);
       attached_ = CallTrigger::attach(trigger);
     } else {
       step_->retire_when_complete();
@@ -287,8 +295,9 @@ class FullyShardedDataParallel::Impl {
   std::optional<ShardedStep> step_;
   Attachment attached_;
   std::optional<nn::OperatorWatch> watch_;
-  bool calls_ = false;      ///< trigger the gathers
-  bool unsharded_ = false;  ///< for good
+  std::shared_ptr<const int> depth_;  ///< of calls that trigger
+  bool calls_ = false;                ///< trigger the gathers
+  bool unsharded_ = false;            ///< for good
   SynchronizationStatistics none_;
   ExplicitCalls explicit_calls_{"fully_shard"};
 };
@@ -338,7 +347,10 @@ void FullyShardedDataParallel::after_update() { impl_->after_update(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
-std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const { return nn::unique_parameters(impl_->module()); }
+std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const {
+  impl_->show_slices();
+  return nn::unique_parameters(impl_->module());
+}
 comm::Group FullyShardedDataParallel::norm_group() const {
   impl_->check_no_gradients_wait();
   return impl_->is_whole() ? comm::Group::self() : impl_->group();

@@ -12,13 +12,26 @@ namespace tessera {
 
 OperatorTrigger::OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype)
     : module_(module), units_(units), step_(step), role_(role), one_dtype_(one_dtype), last_(units.size()) {
+  find_storages();
   for (size_t unit = 0; unit < units.size(); ++unit) {
     for (size_t flat = 0; flat < units.flats(unit).size(); ++flat) {
       const FlatParameters& parameters = units.flats(unit)[flat];
-      storages_.emplace(parameters.whole_storage(), Storage{unit, true});
-      storages_.emplace(parameters.slice_storage(), Storage{unit, false});
       for (size_t index = 0; index < parameters.parameters().size(); ++index) {
         parameters_.emplace(parameters.parameters()[index].tensor.unsafeGetTensorImpl(), UnitPlace{unit, flat, index});
+      }
+    }
+  }
+}
+
+void OperatorTrigger::find_storages() {
+  storages_.clear();
+  storages_of_ = units_.times_taken_in();
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (size_t flat = 0; flat < units_.flats(unit).size(); ++flat) {
+      const FlatParameters& parameters = units_.flats(unit)[flat];
+      storages_.emplace(parameters.whole_storage(), Storage{{unit, flat, 0}, true});
+      for (size_t index = 0; index < parameters.parameters().size(); ++index) {
+        storages_.emplace(parameters.slice_storage(index), Storage{{unit, flat, index}, false});
       }
     }
   }
@@ -35,7 +48,7 @@ void OperatorTrigger::meet(const at::Tensor& tensor, size_t argument) {
     replaced_ = replaced_ || parameters_.contains(tensor.unsafeGetTensorImpl());
     return;
   }
-  if (found->second.whole) return note(found->second.unit);
+  if (found->second.whole) return note(found->second.place.unit);
   const auto parameter = parameters_.find(tensor.unsafeGetTensorImpl());
   if (parameter == parameters_.end()) {
     touched_.push_back(tensor);
@@ -67,6 +80,7 @@ OperatorUse OperatorTrigger::use_of(const c10::FunctionSchema& schema, Arguments
 }
 
 void OperatorTrigger::scan(Arguments arguments) {
+  if (storages_of_ != units_.times_taken_in()) find_storages();
   met_.clear();
   seen_.clear();
   touched_.clear();
@@ -192,34 +206,20 @@ bool OperatorTrigger::stretches(Arguments arguments, const at::Tensor& handle) c
 void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
   for (const at::Tensor& handle : touched_) {
     if (!is_layer(schema.name()) && !stretches(arguments, handle)) continue;
-    const size_t unit = storages_.at(handle.storage().unsafeGetStorageImpl()).unit;
-    for (const FlatParameters& flat : units_.flats(unit)) {
-      for (size_t i = 0; flat.slice_storage() == handle.storage().unsafeGetStorageImpl() && i < flat.parameters().size(); ++i) {
-        const at::Tensor slice = flat.slice_view(i);
-        require(slice.storage_offset() != handle.storage_offset() || slice.sizes() != handle.sizes(), "fully_shard: ", schema.name(),
-                " was given a handle (detach(), data()) on '", flat.parameters()[i].name,
-                "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's "
-                "input");
-      }
-    }
+    const std::optional<UnitPlace> place = sliced_parameter(handle);
+    require(!place, "fully_shard: ", schema.name(), " was given a handle (detach(), data()) on '", place ? name_of(*place) : "",
+            "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's input");
   }
 }
 
-/// Which parameter's slice `tensor` is, or is a handle on; nothing for a handle without elements, which may be any.
+/// Which parameter's slice `tensor` is, or is a handle on.
 std::optional<UnitPlace> OperatorTrigger::sliced_parameter(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
   const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == storages_.end() || found->second.whole) return std::nullopt;
-  if (const auto parameter = parameters_.find(tensor.unsafeGetTensorImpl()); parameter != parameters_.end()) return parameter->second;
-  if (tensor.numel() == 0) return std::nullopt;
-  for (size_t flat = 0; flat < units_.flats(found->second.unit).size(); ++flat) {
-    const FlatParameters& parameters = units_.flats(found->second.unit)[flat];
-    for (size_t i = 0; parameters.slice_storage() == found->first && i < parameters.parameters().size(); ++i) {
-      const at::Tensor slice = parameters.slice_view(i);
-      if (slice.storage_offset() == tensor.storage_offset() && slice.sizes() == tensor.sizes()) return UnitPlace{found->second.unit, flat, i};
-    }
-  }
-  return std::nullopt;
+  const UnitPlace& place = found->second.place;
+  if (tensor.storage_offset() != 0 || tensor.sizes() != units_.flats(place.unit)[place.flat].slice_sizes(place.index)) return std::nullopt;
+  return place;
 }
 
 bool OperatorTrigger::same_rows(const UnitPlace& a, const UnitPlace& b) const {
@@ -283,15 +283,14 @@ std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tens
   if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
   const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == storages_.end() || !found->second.whole) return std::nullopt;
-  const size_t unit = found->second.unit;
-  for (size_t flat = 0; flat < units_.flats(unit).size(); ++flat) {
-    if (const auto index = units_.flats(unit)[flat].find_whole(tensor)) return UnitPlace{unit, flat, *index};
-  }
-  return std::nullopt;
+  const auto [unit, flat, first] = found->second.place;
+  const auto index = units_.flats(unit)[flat].find_whole(tensor);
+  return index ? std::optional(UnitPlace{unit, flat, *index}) : std::nullopt;
 }
 
 /// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one, as no forward does, beside what has the shape of its
-/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written.
+/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written. And it makes
+/// zeros like a parameter that has a gradient: the state that an optimizer begins with.
 bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
   std::vector<at::Tensor> others;
   std::vector<UnitPlace> parameters;
@@ -309,6 +308,12 @@ bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments 
     for (const at::Tensor& tensor : arguments[i].toTensorVector()) look(tensor, i);
   }
   if (written || is_forward(schema.name())) return written;
+  if (schema.name() == "aten::zeros_like" && parameters.size() == 1) {
+    const auto& [unit, flat, index] = parameters.front();
+    const FlatParameters& of = units_.flats(unit)[flat];
+    const at::Tensor& gradient = of.parameters()[index].tensor.grad();
+    return gradient.defined() && gradient.sizes() == of.slice_sizes(index);
+  }
   return std::ranges::any_of(parameters, [&](const UnitPlace& place) {
     const at::IntArrayRef sizes = units_.flats(place.unit)[place.flat].slice_sizes(place.index);
     const bool tells = writes(schema) || !units_.are_cut() || !has_all_rows(place);

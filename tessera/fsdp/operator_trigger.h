@@ -41,8 +41,9 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void follow_calls(std::shared_ptr<const int> depth) { depth_ = std::move(depth); }
 
  private:
+  /// Of a unit's wholes, or of one parameter's slice.
   struct Storage {
-    size_t unit;
+    UnitPlace place;
     bool whole;
   };
   /// A parameter that shows its slice, among the arguments.
@@ -53,6 +54,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   };
   using Arguments = at::ArrayRef<c10::IValue>;
 
+  void find_storages();
   void meet(const c10::IValue& value, size_t argument);
   void meet(const at::Tensor& tensor, size_t argument);
   void note(size_t unit);
@@ -93,6 +95,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::optional<at::ScalarType> one_dtype_;
   std::shared_ptr<const int> depth_;
   std::unordered_map<const c10::StorageImpl*, Storage> storages_;
+  int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
   std::unordered_map<const c10::TensorImpl*, UnitPlace> parameters_;
 
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand

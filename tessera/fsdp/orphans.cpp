@@ -16,8 +16,9 @@ class Orphans final : public nn::OperatorWatcher {
   explicit Orphans(const ShardedUnits& units) {
     for (size_t unit = 0; unit < units.size(); ++unit) {
       for (const FlatParameters& flat : units.flats(unit)) {
-        for (const auto& parameter : flat.parameters()) {
-          known_.emplace(parameter.tensor.unsafeGetTensorImpl(), Known{Weak(parameter.tensor.getIntrusivePtr()), flat.slice_storage(), parameter.name});
+        for (size_t i = 0; i < flat.parameters().size(); ++i) {
+          const auto& [name, tensor, aliases] = flat.parameters()[i];
+          known_.emplace(tensor.unsafeGetTensorImpl(), Known{Weak(tensor.getIntrusivePtr()), flat.slice_storage(i), name});
         }
       }
     }
@@ -43,7 +44,7 @@ class Orphans final : public nn::OperatorWatcher {
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Known {
     Weak alive;
-    const c10::StorageImpl* slices;
+    const c10::StorageImpl* slice;
     std::string name;
   };
   static constexpr int64_t kBetweenLooks = 256;
@@ -52,7 +53,7 @@ class Orphans final : public nn::OperatorWatcher {
     const auto found = known_.find(tensor.unsafeGetTensorImpl());
     if (found == known_.end() || found->second.alive.expired()) return;
     // Somebody else may have given it memory since, as whoever wraps it anew does.
-    if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != found->second.slices) return;
+    if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != found->second.slice) return;
     require(operator_use(schema, arguments, i, tensor) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
             "', of which this rank has a slice, and what gathered it is gone; keep what fully_shard returns for as long as the model is used, or call "
             "unshard(model) before it goes");

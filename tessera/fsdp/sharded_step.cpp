@@ -70,7 +70,8 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       retired_(units.size()),
       final_(units.size()),
       awaited_(units.size()),
-      aside_(parameters_.size()) {
+      aside_(parameters_.size()),
+      zeroed_(parameters_.size()) {
   listen(owner);
   follow_requires_grad();
 }
@@ -125,6 +126,7 @@ void ShardedStep::begin(Drive drive) {
   if (drive == Drive::Engine) {
     held_.clear();
     used_.clear();
+    zeroed_.assign(parameters_.size(), false);
     for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
   }
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
@@ -185,7 +187,7 @@ void ShardedStep::recover() {
 void ShardedStep::pause() {
   if (!running_ || driven() || in_backward_) return;
   units_.settle();
-  for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
+  leave();
 }
 
 void ShardedStep::resume() {
@@ -266,12 +268,13 @@ bool ShardedStep::accumulates() const {
   return false;
 }
 
-/// What the program has in grad() is a slice; what backward brings is whole.
+/// What the program has in grad() is a slice; what backward brings is whole. Passes before this one have used what it has not cleared since.
 void ShardedStep::put_aside() {
   give_back_held();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
     aside_[i] = parameters_[i].tensor.grad();
+    if (reduce_each_ && !aside_[i].defined()) used_.mark(i, false);
     set_gradient(parameters_[i].tensor, {});
   }
 }
@@ -291,7 +294,11 @@ void ShardedStep::give_back_held() {
     if (!held.guard.defined()) continue;
     const at::Tensor& tensor = parameters_[i].tensor;
     const bool shown = tensor.grad().is_same(held.guard), cleared = !shown || nn::is_cleared(held.guard);
-    if (cleared) flat_of(places_[i]).forget(places_[i].index);
+    if (cleared) {
+      flat_of(places_[i]).forget(places_[i].index);
+      used_.mark(i, false);
+      zeroed_[i] = shown;
+    }
     if (shown) set_gradient(tensor, cleared ? at::Tensor() : held.own);
   }
   held_.clear();
@@ -420,8 +427,10 @@ void ShardedStep::land() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor before = std::exchange(aside_[i], {});
     const at::Tensor& tensor = parameters_[i].tensor;
-    const at::Tensor came = trained_[i] && used[i] && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
-    if (before.defined()) used_.forgive(i);  // a pass that adds may leave a parameter out that an earlier one has used
+    const bool zeroed = zeroed_[i];
+    zeroed_[i] = false;
+    const at::Tensor came = trained_[i] && (used[i] || zeroed) && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
+    if (before.defined() || zeroed) used_.forgive(i);  // a pass that adds may leave a parameter out that an earlier one has used
     if (before.defined() && came.defined()) before.add_(came);
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
   }

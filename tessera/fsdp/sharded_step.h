@@ -152,6 +152,7 @@ class ShardedStep {
   std::vector<size_t> due_;        ///< units whose reduction has to wait for its turn
   size_t next_ = 0;                ///< with find_unused: units from this one on are reduced, the last first
   std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
+  std::vector<bool> zeroed_;       ///< per parameter: zero_grad has left zeros of what was held, so optimizers go on, though nobody uses it
 
   /// Under no_sync, where whole gradients wait.
   struct Held {

@@ -122,6 +122,7 @@ void ShardedUnits::take_in(size_t index) {
   if (std::ranges::none_of(unit.flats, [](const FlatParameters& flat) { return flat.is_replaced(); })) return;
   const nn::Unwatched quietly;
   release(index);  // slices on their way must not be written
+  ++times_taken_in_;
   size_t bytes = 0;
   for (const Unit& any : units_) {
     for (const FlatParameters& flat : any.flats) bytes += static_cast<size_t>(flat.local_bytes() + flat.tied_bytes());
@@ -134,6 +135,7 @@ void ShardedUnits::take_in(size_t index) {
 
 void ShardedUnits::show_whole(size_t unit) {
   if (units_[unit].whole) return;
+  const nn::Unwatched quietly;
   take_in(unit);
   units_[unit].whole = true;
   for (auto& flat : units_[unit].flats) flat.show_whole();
@@ -141,6 +143,7 @@ void ShardedUnits::show_whole(size_t unit) {
 
 void ShardedUnits::show_slices(size_t unit) {
   if (!units_[unit].whole) return;
+  const nn::Unwatched quietly;
   take_in(unit);
   units_[unit].whole = false;
   for (auto& flat : units_[unit].flats) flat.show_slices();

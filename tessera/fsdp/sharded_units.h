@@ -38,7 +38,8 @@ class ShardedUnits {
 
   /// Takes in what the program has put in the place of parameters (FlatParameters::take_in), and shows them as before. What was gathered is gone then.
   void take_in(size_t unit);
-  bool are_cut() const { return group_.size() > 1; }  ///< slices are less than the whole
+  int64_t times_taken_in() const { return times_taken_in_; }  ///< slices may lie in other storages since the last time
+  bool are_cut() const { return group_.size() > 1; }          ///< slices are less than the whole
 
   void show_whole(size_t unit);
   void show_slices(size_t unit);
@@ -88,6 +89,7 @@ class ShardedUnits {
   double scale_;
   bool together_;  ///< all units are gathered at once, in one order: ranks may use different ones
   std::vector<Unit> units_;
+  int64_t times_taken_in_ = 0;
   std::optional<size_t> reducing_;
   std::optional<size_t> returning_;  ///< its reduced slices are on their way to the host
   bool reducing_last_ = false;

@@ -266,6 +266,8 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
   struct Held {
     bool written = false;
     std::optional<InitRule> rule{};
+    std::optional<size_t> draw{};
+    std::optional<int> blank{};
   };
   std::map<int, Held> held;
   for (const size_t i : recipe.operators) {
@@ -287,6 +289,7 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
       if (op.name == "aten::scalar_tensor" && argument(0)) made.rule = InitRule::constant(*argument(0));
       if (one_of(op.name, {"aten::rand", "aten::rand_like"})) made.rule = InitRule::uniform(0, 1);
       if (one_of(op.name, {"aten::randn", "aten::randn_like"})) made.rule = InitRule::normal(0, 1);
+      if (made.rule && is_random(op.op)) made.draw = i;
       if (one_of(op.name, {"aten::clone", "aten::_to_copy", "aten::to", "aten::contiguous"})) {
         if (const Held* from = whole_input(0)) made = *from;
       }
@@ -296,11 +299,15 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
         if (op.name == "aten::div") made.rule = scaled(*from->rule, 1 / *argument(1));
         if (op.name == "aten::add" && argument(2) == 1) made.rule = shifted(*from->rule, *argument(1));
         if (op.name == "aten::sub" && argument(2) == 1) made.rule = shifted(*from->rule, -*argument(1));
+        if (made.rule) made.draw = from->draw;
       }
       for (const auto& result : op.results) {
         if (result && !result->covers) made.rule.reset();
       }
-      for (const int memory : op.creates) held[memory] = made;
+      for (const int memory : op.creates) {
+        held[memory] = made;
+        if (leaves_undefined(op.name)) held[memory].blank = memory;
+      }
     }
     for (const int memory : op.changes) {
       Held& now = held[memory];
@@ -312,6 +319,7 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
         if (op.name == "aten::fill_" && argument(1)) now.rule = InitRule::constant(*argument(1));
         if (op.name == "aten::uniform_" && argument(1) && argument(2)) now.rule = InitRule::uniform(*argument(1), *argument(2));
         if (op.name == "aten::normal_" && argument(1) && argument(2)) now.rule = InitRule::normal(*argument(1), *argument(2));
+        if (now.rule && is_random(op.op)) now.draw = i;
         if (op.name == "aten::copy_") {
           const Held* from = whole_input(1);
           if (from && op.tensor(1)->sizes == self->sizes) now = *from;
@@ -321,6 +329,7 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
           if (op.name == "aten::div_") now.rule = scaled(*before.rule, 1 / *argument(1));
           if (op.name == "aten::add_" && argument(2) == 1) now.rule = shifted(*before.rule, *argument(1));
           if (op.name == "aten::sub_" && argument(2) == 1) now.rule = shifted(*before.rule, -*argument(1));
+          if (one_of(op.name, {"aten::mul_", "aten::div_", "aten::add_", "aten::sub_"})) now.draw = before.draw;
         }
       } else if (before.rule && !before.rule->zero_row && target.memory == memory && target.covers && !target.sizes.empty() && target.sizes[0] > 0) {
         // One row set to zero: the padding of an embedding.
@@ -331,14 +340,18 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
         if (zeros && is_row) {
           now.rule = before.rule;
           now.rule->zero_row = self->offset / row;
+          now.draw = before.draw;
         }
       }
     }
     if (op.writes(target.memory)) recipe.last = i + 1;
   }
   if (const auto it = held.find(target.memory); it != held.end()) {
-    recipe.written = it->second.written;
-    if (target.covers) recipe.rule = it->second.rule;
+    const Held& last = it->second;
+    recipe.written = last.written;
+    if (target.covers) recipe.rule = last.rule;
+    if (recipe.rule) recipe.draw = last.draw;
+    if (target.covers && !last.written && last.blank != target.memory) recipe.blank = last.blank;
   }
   return recipe;
 }

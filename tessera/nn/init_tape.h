@@ -34,6 +34,8 @@ class InitTape {
     std::vector<size_t> operators, random;
     bool written = false;          ///< whether anything gives it values
     std::optional<InitRule> rule;  ///< where all of them amount to one
+    std::optional<size_t> draw;    ///< the random operator whose numbers that rule describes
+    std::optional<int> blank;      ///< it is a plain copy of this memory, to which the tape gives no values: set_init() may
     size_t last = 0;               ///< the last operator that writes it
   };
 
@@ -78,6 +80,11 @@ void set_origin(const at::Tensor& tensor, std::shared_ptr<const Origin> origin);
 bool written_since(const at::Tensor& tensor);
 /// The tensor has values: further writes are no loss.
 void forget_version(const at::Tensor& tensor);
+
+/// A copy of a parameter that is drawn by a rule is drawn with that parameter's name: the same numbers. Until set_init speaks of it again.
+void set_drawn_as(const at::Tensor& copy, const at::Tensor& parameter);
+/// Itself, where it is no such copy.
+at::Tensor drawn_as(const at::Tensor& tensor);
 
 /// How much of a tape had been recorded when set_init() spoke of the tensor: what writes it later has the last word.
 size_t init_position(const at::Tensor& tensor);

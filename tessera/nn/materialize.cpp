@@ -58,7 +58,7 @@ void draw(const at::Tensor& parameter, uint64_t seed) {
     local.fill_(rule->a);
   }
   const Slice& slice = slice_of(parameter);
-  const CounterRng rng(seed, slice.name);
+  const CounterRng rng(seed, slice_of(drawn_as(parameter)).name);
   for (size_t i = 0; i < slice.boxes.size(); ++i) {
     const Box& box = slice.boxes[i];
     if (box.empty()) continue;
@@ -110,17 +110,21 @@ class Recipes {
 
   bool contains(const at::Tensor& tensor) const { return recipes_.contains(tensor.unsafeGetTensorImpl()); }
 
-  /// A tensor that is drawn by a rule gets other numbers than the constructor's; what is computed from those would not fit it.
+  /// A tensor that is drawn by a rule gets other numbers than the constructor's; what is computed from those would not fit it. A plain copy gets the same.
   void drawn_by_rule(const at::Tensor& tensor, const std::string& name, const InitTape::Recipe& recipe) {
-    for (const size_t op : recipe.random) drawn_.emplace(std::pair(origin_of(tensor)->tape.get(), op), name);
+    const auto* const tape = origin_of(tensor)->tape.get();
+    for (const size_t op : recipe.random) drawn_.emplace(std::pair(tape, op), name);
+    if (!recipe.draw) return;
+    const auto [first, is_new] = draws_.try_emplace({tape, *recipe.draw}, Drawn{tensor, name, *recipe.rule});
+    if (is_new) return;
+    require(nearly_equal(*recipe.rule, first->second.rule), refusal(name, first->second.name));
+    set_drawn_as(tensor, drawn_as(first->second.tensor));  // which may be a copy itself
   }
 
   void check() const {
     for (const auto& [op, name] : owners_) {
       const auto drawn = drawn_.find(op);
-      require(
-          drawn == drawn_.end(), "materialize: '", name, "' is computed from the random numbers of '", drawn == drawn_.end() ? "" : drawn->second,
-          "', which every rank draws anew for its own part; give both a rule with tessera::nn::set_init, or compute the one from the other after materialize");
+      require(drawn == drawn_.end(), refusal(name, drawn == drawn_.end() ? "" : drawn->second));
     }
   }
 
@@ -134,9 +138,23 @@ class Recipes {
 
  private:
   using Drawing = std::pair<const InitTape*, size_t>;
+  struct Drawn {
+    at::Tensor tensor;
+    std::string name;
+    InitRule rule;
+  };
+
+  static std::string refusal(const std::string& name, const std::string& of) {
+    return tessera::detail::concat(
+        "materialize: '", name, "' is computed from the random numbers of '", of,
+        "', which every rank draws anew for its own part; give both a rule with tessera::nn::set_init, or compute the one from the other "
+        "after materialize");
+  }
+
   uint64_t seed_;
   std::unordered_map<const c10::TensorImpl*, InitTape::Recipe> recipes_;
   std::map<Drawing, std::string> owners_, drawn_;
+  std::map<Drawing, Drawn> draws_;
 };
 
 void refuse_late_write(const std::string& name, const at::Tensor& tensor) {
@@ -189,6 +207,14 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
   Recipes recipes(seed);
   std::set<const c10::TensorImpl*> seen;
   std::string missing;
+  using Memory = std::pair<const InitTape*, int>;
+  std::map<Memory, at::Tensor> ruled;  // what set_init() gives values to where the tape does not
+  struct Copy {
+    at::Tensor tensor;
+    Memory of;
+    std::string path;
+  };
+  std::vector<Copy> copies;  // of such memory
   root.apply([&](const std::string& path, torch::nn::Module& module) {
     // Attention sets the bias of the linear layer that it owns.
     if (auto* attention = dynamic_cast<torch::nn::MultiheadAttentionImpl*>(&module)) {
@@ -209,12 +235,14 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
             recipes.add(tensor, name, std::move(recipe));
             continue;
           }
-          if (given && nearly_equal(*given, *recipe.rule)) continue;
+          if (!given || !nearly_equal(*given, *recipe.rule)) set_init(tensor, usual && nearly_equal(*usual, *recipe.rule) ? *usual : *recipe.rule);
           recipes.drawn_by_rule(tensor, name, recipe);
-          set_init(tensor, usual && nearly_equal(*usual, *recipe.rule) ? *usual : *recipe.rule);
           continue;
         }
-        if (given) continue;
+        if (given && origin->view.covers) ruled.emplace(Memory{origin->tape.get(), origin->view.memory}, tensor);
+        const bool is_copy = recipe.blank && (!given || recipe.last > init_position(tensor));
+        if (is_copy) copies.push_back({tensor, {origin->tape.get(), *recipe.blank}, below(path, parameter.key())});
+        if (given || is_copy) continue;
         missing += (missing.empty() ? "'" : ", '") + below(path, parameter.key()) + "'";
         continue;
       }
@@ -226,6 +254,14 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
       }
     }
   });
+  for (const auto& [tensor, memory, path] : copies) {
+    if (const auto found = ruled.find(memory); found != ruled.end()) {
+      set_init(tensor, *init_of(found->second));
+      set_drawn_as(tensor, drawn_as(found->second));
+    } else if (!init_of(tensor)) {
+      missing += (missing.empty() ? "'" : ", '") + path + "'";
+    }
+  }
   require(missing.empty(), "materialize: nothing says how to initialize ", missing,
           "; fill it in its constructor or in the init of on_meta, or give it a rule with tessera::nn::set_init");
   recipes.check();

@@ -23,7 +23,7 @@ struct ParameterData : c10::BackendMeta {
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false;
   std::vector<Sharing> sharings;
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
 
 c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
@@ -43,6 +43,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->keeps_memory = before->keeps_memory;
     data->sharings = before->sharings;
     data->updated_for = before->updated_for;
+    data->drawn_as = before->drawn_as;
   }
   how(*data);
   tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(data));
@@ -54,12 +55,24 @@ void set_init(const at::Tensor& parameter, InitRule rule) {
   change(parameter, [&](ParameterData& data) {
     data.init = rule;
     data.init_position = tape_position();
+    data.drawn_as.reset();
   });
 }
 
 size_t init_position(const at::Tensor& tensor) {
   const auto data = data_of(tensor);
   return data ? data->init_position : 0;
+}
+
+void set_drawn_as(const at::Tensor& copy, const at::Tensor& parameter) {
+  change(copy, [&](ParameterData& data) { data.drawn_as.emplace(parameter.getIntrusivePtr()); });
+}
+
+at::Tensor drawn_as(const at::Tensor& tensor) {
+  const auto data = data_of(tensor);
+  if (!data || !data->drawn_as) return tensor;
+  auto parameter = data->drawn_as->lock();
+  return parameter ? at::Tensor(std::move(parameter)) : tensor;
 }
 
 void set_origin(const at::Tensor& tensor, std::shared_ptr<const Origin> origin) {

@@ -46,7 +46,9 @@ class Frame::Dropper final : public nn::SavedTensorHooks {
   explicit Dropper(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
     auto& entries = frame_->entries_;
-    entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device()});
+    const c10::VariableVersion& writes = tensor.unsafeGetTensorImpl()->version_counter();
+    entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device(), .writes = writes});
+    if (writes.enabled()) entries.back().version = writes.current_version();
     return std::make_unique<Slot>(frame_, entries.size() - 1);
   }
   bool computes_again() const override { return true; }
@@ -104,6 +106,10 @@ nn::Values Frame::call(nn::Module& module, nn::Values inputs, const nn::Next& ne
 }
 
 at::Tensor Frame::unpack(size_t index) {
+  const Entry& entry = entries_[index];
+  require(!entry.writes.enabled() || entry.writes.current_version() == entry.version, "recompute '", path_, "' (", module_->name(), "): a tensor of shape ",
+          at::IntArrayRef(entry.sizes), " that backward needs (saved tensor ", index + 1, " of ", entries_.size(),
+          ") was changed in place after it was saved; change a copy");
   if (!entries_[index].tensor.defined()) compute_again();
   return std::exchange(entries_[index].tensor, at::Tensor());
 }

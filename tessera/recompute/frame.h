@@ -37,8 +37,10 @@ class Frame : public std::enable_shared_from_this<Frame> {
     std::vector<int64_t> sizes;
     at::ScalarType dtype;
     at::Device device;
-    bool alive = true;    ///< its slot is
-    at::Tensor tensor{};  ///< computed again and not yet asked for
+    c10::VariableVersion writes;  ///< of the tensor that is gone: whoever still has its memory and writes it is refused, as where it is kept
+    uint32_t version = 0;         ///< when it was saved
+    bool alive = true;            ///< its slot is
+    at::Tensor tensor{};          ///< computed again and not yet asked for
   };
 
   at::Tensor unpack(size_t index);

@@ -8,6 +8,7 @@
 
 #include "tessera/core/memory.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/part_storage.h"
 
 namespace tessera {
 namespace {
@@ -86,6 +87,7 @@ void FlatBucket::move_parameters() {
   const MemoryScope scope(MemoryCategory::Parameters);
   parameters_ = comm::empty(group_, {numel_}, tensors_.front().options().requires_grad(false));
   clear_padding(parameters_, bucket_.slots);
+  storages_.resize(tensors_.size());
   for (size_t i = 0; i < tensors_.size(); ++i) {
     take_parameter(i);
   }
@@ -95,10 +97,7 @@ at::Tensor FlatBucket::parameter_view(size_t slot) const {
   return parameters_.narrow(0, bucket_.slots[slot].offset, bucket_.slots[slot].numel).view(sizes_[slot]);
 }
 
-bool FlatBucket::is_replaced(size_t slot) const {
-  const at::Tensor& tensor = tensors_[slot];
-  return !tensor.is_alias_of(parameters_) || tensor.storage_offset() != parameters_.storage_offset() + bucket_.slots[slot].offset;
-}
+bool FlatBucket::is_replaced(size_t slot) const { return tensors_[slot].storage().unsafeGetStorageImpl() != storages_[slot].unsafeGetStorageImpl(); }
 
 bool FlatBucket::fits(size_t slot) const {
   const at::Tensor& tensor = tensors_[slot];
@@ -108,8 +107,10 @@ bool FlatBucket::fits(size_t slot) const {
 void FlatBucket::take_parameter(size_t slot) {
   const c10::NoGradGuard no_grad;
   const at::Tensor view = parameter_view(slot);
+  if (storages_[slot]) nn::leave_to_aliases(storages_[slot], view);
+  storages_[slot] = nn::part_storage(view);
   view.copy_(tensors_[slot]);
-  move_into(tensors_[slot], view);
+  move_into(tensors_[slot], nn::shown_through(storages_[slot], view));
 }
 
 void FlatBucket::hold_gradients() {

@@ -64,7 +64,7 @@ class FlatBucket {
   bool is_replaced(size_t slot) const;
   /// Whether what it is now fits the slot: shape, dtype and device.
   bool fits(size_t slot) const;
-  /// Takes its values in, and makes it a view of the bucket again.
+  /// Takes its values in, and makes it a view of the bucket again. Aliases that the program keeps of what it was there keep its values.
   void take_parameter(size_t slot);
 
   /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced. `last`: of the step.
@@ -93,6 +93,7 @@ class FlatBucket {
   int64_t numel_;
   std::vector<at::Tensor> tensors_;  ///< the parameters, by slot
   std::vector<std::vector<int64_t>> sizes_;
+  std::vector<at::Storage> storages_;  ///< theirs, over the bucket
   comm::Group group_, replicas_;
   GradientForm form_;
   GradientMemory* memory_;

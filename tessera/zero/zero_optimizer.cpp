@@ -1,8 +1,27 @@
 #include "tessera/zero/zero_optimizer.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/optim/lbfgs.h>
 
+#include "tessera/nn/gradient_guard.h"
+
 namespace tessera::detail {
+namespace {
+
+std::string waiting_message(const std::string& name) {
+  return concat("zero_optimizer: the gradient of '", name,
+                "' waits whole on this rank, where no_sync() left it, and has met no other rank's; call backward once without no_sync() before the optimizer "
+                "steps, or give it up by zero_grad()");
+}
+
+/// What is updated in place of a parameter that has a gradient of this rank alone; undefined for everything else.
+at::Tensor waiting_parameter(const nn::NamedParameter& updated) {
+  const at::Tensor parameter = nn::updated_for(updated.tensor);
+  if (!parameter.defined() || parameter.is_same(updated.tensor) || !parameter.requires_grad()) return {};
+  return parameter.grad().defined() && !nn::is_gradient_guard(parameter.grad()) ? parameter : at::Tensor();
+}
+
+}  // namespace
 
 void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const GradientSynchronizer& synchronizer) {
   const int parts = synchronizer.norm_group().size();
@@ -12,6 +31,34 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Grad
       " parts of them, so ranks would go in directions and by steps of their own (and its closure, which it calls several times a step, would see parameters "
       "that were not brought together); use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel with "
       "a closure that returns the loss of all ranks");
+}
+
+void refuse_gradients_that_wait(const GradientSynchronizer& synchronizer) {
+  for (const auto& updated : synchronizer.updated()) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
+}
+
+ClearWatch::ClearWatch(GradientSynchronizer& synchronizer) {
+  for (const auto& updated : synchronizer.updated()) {
+    const at::Tensor parameter = waiting_parameter(updated);
+    if (!parameter.defined()) continue;
+    Watched& watched = watched_.emplace_back(
+        Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, waiting_message(updated.name)), updated.tensor.grad()});
+    watched.part.mutable_grad() = watched.guard;
+  }
+}
+
+ClearWatch::~ClearWatch() {
+  const c10::NoGradGuard no_grad;
+  for (const auto& [part, parameter, guard, before] : watched_) {
+    const bool shown = part.grad().is_same(guard), cleared = !shown || nn::is_cleared(guard);
+    if (shown) part.mutable_grad() = cleared ? at::Tensor() : before;
+    if (!cleared) continue;
+    if (shown) {
+      parameter.mutable_grad().zero_();  // zero_grad(set_to_none = false)
+    } else {
+      parameter.mutable_grad() = at::Tensor();
+    }
+  }
 }
 
 }  // namespace tessera::detail

@@ -20,6 +20,25 @@ namespace tessera {
 namespace detail {
 /// Refuses an optimizer that computes with whole vectors where `synchronizer` leaves it parts of them. Throws ConfigError.
 void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const GradientSynchronizer& synchronizer);
+
+/// Refuses an update where gradients wait whole on this rank, of passes under no_sync() that none without it has followed. Throws ConfigError.
+void refuse_gradients_that_wait(const GradientSynchronizer& synchronizer);
+
+/// While it lives a guard stands for the gradient of each part whose parameter's waits whole on this rank: so a zero_grad of what updates the parts is seen,
+/// and is one of the parameters, too, when this goes.
+class ClearWatch {
+ public:
+  explicit ClearWatch(GradientSynchronizer& synchronizer);
+  ~ClearWatch();
+  ClearWatch(const ClearWatch&) = delete;
+  ClearWatch& operator=(const ClearWatch&) = delete;
+
+ private:
+  struct Watched {
+    at::Tensor part, parameter, guard, before;
+  };
+  std::vector<Watched> watched_;
+};
 }  // namespace detail
 
 /// An optimizer over what this rank updates of a model, of our kind or any of torch::optim's: its step brings the updated parts of all ranks together. Made by
@@ -29,10 +48,12 @@ class ZeroOptimizer {
  public:
   ZeroOptimizer(GradientSynchronizer& synchronizer, std::unique_ptr<Inner> inner) : synchronizer_(&synchronizer), inner_(std::move(inner)) {}
 
-  /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective.
+  /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective. Throws ConfigError after
+  /// nothing but passes under no_sync(), whose gradients have met no other rank's.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
     (void)synchronizer_->updated();  // brings what was cleared or loaded since on the model's side to the parts
+    if constexpr (!(std::is_invocable_v<Arguments&> || ...)) detail::refuse_gradients_that_wait(*synchronizer_);  // a closure brings those that are missing
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);
       synchronizer_->after_update();
@@ -46,10 +67,22 @@ class ZeroOptimizer {
   /// Clears the gradients of the parameters and of this rank's parts of them.
   void zero_grad() { synchronizer_->clear_gradients(); }
 
-  /// The optimizer itself: for learning-rate schedulers, its options, its state in a checkpoint. Its own step leaves the parts apart.
+  /// The optimizer itself, while an expression such as `optimizer->zero_grad()` lasts.
+  class Access {
+   public:
+    Access(GradientSynchronizer& synchronizer, Inner* inner) : watch_(synchronizer), inner_(inner) {}
+    Inner* operator->() const { return inner_; }
+
+   private:
+    detail::ClearWatch watch_;
+    Inner* inner_;
+  };
+
+  /// The optimizer itself: for learning-rate schedulers, its options, its state in a checkpoint. Its own step leaves the parts apart. Its zero_grad clears what
+  /// passes under no_sync() have left only where it is called by `->`.
   Inner& inner() { return *inner_; }
   Inner& operator*() { return *inner_; }
-  Inner* operator->() { return inner_.get(); }
+  Access operator->() { return Access(*synchronizer_, inner_.get()); }
 
  private:
   GradientSynchronizer* synchronizer_;

@@ -6,11 +6,14 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/deal.h"
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
+#include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/checkpoint/files.h"
@@ -477,6 +480,38 @@ TEST(TrainingTensors, OptimizerComesBack) {
   EXPECT_THAT([&] { restore_optimizer(optimizer_json(*saved), *optim::make_optimizer(config, nn::unique_parameters(model))); },
               ThrowsMessage<ConfigError>(HasSubstr("optim.name = sgd: the checkpoint's optimizer is adamw")));
   EXPECT_THROW(restore_optimizer(nlohmann::json(3), *loaded), ConfigError);
+}
+
+/// libtorch's parameters() lists a tied one by each of its names.
+TEST(TorchOptimizer, TiedParametersAreSavedOnce) {
+  const TemporaryFolder folder;
+  const Model model;
+  ASSERT_EQ(model.parameters().size(), nn::unique_parameters(model).size() + 1);
+  torch::optim::Adam optimizer(model.parameters()), resumed(model.parameters());
+  for (const auto& parameter : model.parameters()) at::Tensor(parameter).mutable_grad() = at::ones_like(parameter);
+  optimizer.step();
+  const auto saved = save(folder.path(), 1, model, optimizer, comm::Group::self());
+  load(saved, model, resumed);
+  EXPECT_EQ(resumed.state().size(), nn::unique_parameters(model).size());
+}
+
+/// Gradients of reduce_dtype = kFloat.
+TEST(TorchOptimizer, AMomentumThatIsWiderThanItsParameterComesBack) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(3, 2);
+  model->to(at::kBFloat16);
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  torch::optim::SGD optimizer(model->parameters(), options), resumed(model->parameters(), options);
+  for (const auto& parameter : model->parameters()) {
+    auto state = std::make_unique<torch::optim::SGDParamState>();
+    state->momentum_buffer(at::full(parameter.sizes(), 1 + 1e-6, at::kFloat));
+    optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+  }
+  load(save(folder.path(), 1, *model, optimizer, comm::Group::self()), *model, resumed);
+  for (const auto& parameter : model->parameters()) {
+    const auto& state = static_cast<torch::optim::SGDParamState&>(*resumed.state().at(parameter.unsafeGetTensorImpl()));
+    EXPECT_TRUE(at::equal(state.momentum_buffer(), at::full(parameter.sizes(), 1 + 1e-6, at::kFloat)));
+  }
 }
 
 }  // namespace

@@ -7,6 +7,10 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/utils/convert_parameters.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
@@ -80,6 +84,43 @@ TEST(FullyShardLoop, WeightsAreLoadedAfterWrapping) {
         EXPECT_LT((mine - out).abs().max().item<double>(), 10 * parity * out.abs().max().item<double>());
         EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
       });
+    }
+  }
+}
+
+/// Evaluates an average and puts the trained weights back: their values are in an alias of the slices alone.
+TEST(FullyShardLoop, AnAliasThatIsKeptKeepsItsValues) {
+  const auto swap = [](torch::nn::Module& net, bool whole, auto&& within) {
+    std::vector<at::Tensor> kept, others;
+    for (const at::Tensor& parameter : net.parameters()) {
+      kept.push_back(parameter.data());
+      others.push_back(at::full(whole ? at::IntArrayRef(nn::slice_of(parameter).shape) : parameter.sizes(), 0.25, parameter.scalar_type()));
+      parameter.set_data(others.back());
+    }
+    within();
+    for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+  };
+  for (const auto trigger : kBoth) {
+    for (const bool whole : {true, false}) {
+      for (const auto offload : {Offload::None, Offload::Host}) {
+        run_ranks(3, [&](World& world) {
+          DeepNet net, plain;
+          auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger, .offload = offload});
+          const Batch batch = whole_batch(samples);
+          at::Tensor expected, within;
+          swap(*plain, whole, [&] { expected = plain(batch.x).detach(); });
+          swap(*net, whole, [&] { within = net(batch.x).detach(); });
+          EXPECT_LT((within - expected).abs().max().item<double>(), 10 * parity * expected.abs().max().item<double>());
+          const at::NoGradGuard no_grad;
+          expected = plain(batch.x);
+          EXPECT_LT((net(batch.x) - expected).abs().max().item<double>(), 10 * parity * expected.abs().max().item<double>());
+          // Others' aliases go with their parameters all the while.
+          const at::Tensor alias = net->first->weight.data();
+          swap(*net->blocks[0], whole, [&] { net(batch.x); });
+          alias.zero_();
+          EXPECT_EQ(net->first->weight.detach().ne(0).sum().item<int64_t>(), 0);
+        });
+      }
     }
   }
 }
@@ -392,6 +433,62 @@ TEST(FullyShardLoop, ALineForTheLogOnOneRankStartsNothing) {
               optimizer.step();
             },
             {.timeout = std::chrono::seconds(20)});
+}
+
+struct Scaled : torch::nn::Module {
+  Scaled() {
+    register_module("layer", layer);
+    scale = register_parameter("scale", at::full({}, 0.5));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return layer(x) * scale.exp(); }
+  torch::nn::Linear layer{5, 3};
+  at::Tensor scale;
+};
+
+/// With gradients recorded a learned scale that is printed is the first operator of a forward, as far as anybody knows, and parameters are whole from there on.
+TEST(FullyShardLoop, AForwardThatALineForTheLogBeganIsOverWhenAnOptimizerSteps) {
+  using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
+  const std::vector<Make> optimizers{
+      [](const auto& all) { return std::make_unique<torch::optim::Adam>(all, torch::optim::AdamOptions(0.05).amsgrad(true)); },
+      [](const auto& all) { return std::make_unique<torch::optim::AdamW>(all, 0.05); },
+      [](const auto& all) { return std::make_unique<torch::optim::RMSprop>(all, torch::optim::RMSpropOptions(0.05).momentum(0.5)); },
+      [](const auto& all) { return std::make_unique<torch::optim::Adagrad>(all, 0.05); },
+      [](const auto& all) { return std::make_unique<torch::optim::SGD>(all, torch::optim::SGDOptions(0.05).momentum(0.5)); }};
+  const at::Tensor x = random_tensor({4, 5}, "x");
+  for (const Make& make : optimizers) {
+    const auto loop = [&](Scaled& net, torch::optim::Optimizer& optimizer) {
+      std::vector<double> lines;
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        net.forward(x).square().sum().backward();
+        lines.push_back(net.scale.exp().item<double>());
+        optimizer.step();
+        {
+          const at::NoGradGuard no_grad;
+          net.eval();  // what tells a forward from an optimizer
+          lines.push_back(net.scale.exp().item<double>());
+          net.train();
+        }
+      }
+      return lines;
+    };
+    Scaled whole;
+    const auto optimizer = make(whole.parameters());
+    const std::vector<double> expected = loop(whole, *optimizer);
+    for (const int ranks : {2, 3}) {
+      run_ranks(ranks,
+                [&](World& world) {
+                  Scaled net;
+                  auto sharded = fully_shard(net, world.group(), {.average = true});
+                  const auto own = make(net.parameters());
+                  const std::vector<double> lines = loop(net, *own);
+                  for (size_t i = 0; i < lines.size(); ++i) EXPECT_NEAR(lines[i], expected[i], 1e-5);
+                  EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 10 * parity);
+                },
+                {.timeout = std::chrono::seconds(20)});
+    }
+  }
 }
 
 /// Layers, rows that are looked up, and parameters that one rank holds whole: `positions` and `scale`, behind the first layer or before it.

@@ -156,6 +156,44 @@ TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {
   }
 }
 
+TEST_P(PlainLoop, WhatWasClearedWasUsedByNobody) {
+  const auto clear_what_used_all = [](DeepNet& net, auto& optimizer, const auto& batch, FullyShardedDataParallel* sharded, bool to_none) {
+    net->skipped = nullptr;
+    {
+      const Attachment hold = sharded ? sharded->no_sync() : Attachment();
+      const Batch mine = batch(7);
+      loss_of(net(mine.x), mine.y, samples).backward();
+    }
+    optimizer.zero_grad(to_none);
+    net->skipped = &net->blocks[1];
+  };
+  for (const auto trigger : kBoth) {
+    for (const bool each : {true, false}) {
+      for (const bool to_none : {true, false}) {
+        const auto loop = [&](DeepNet& net, auto& optimizer, const auto& batch, FullyShardedDataParallel* sharded) {
+          for (int step = 0; step < 2; ++step) {
+            clear_what_used_all(net, optimizer, batch, sharded, to_none);
+            const Batch mine = batch(step);
+            loss_of(net(mine.x), mine.y, samples).backward();
+            optimizer.step();  // with weight decay, which moves what has a gradient of zeros
+          }
+        };
+        const FullyShardOptions options{.wrap = "block*", .reduce_each_micro_batch = each, .find_unused_parameters = true, .trigger = trigger};
+        expect_same_weights(GetParam(), options, loop);
+      }
+      if (GetParam() == 1) continue;
+      run_ranks(GetParam(), [&](World& world) {
+        DeepNet net;
+        const auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger});
+        auto optimizer = momentum(*net);
+        const auto batch = [&](int step) { return part_of(whole_batch(samples, step), GetParam(), world.rank()); };
+        clear_what_used_all(net, optimizer, batch, sharded.get(), /*to_none=*/true);
+        EXPECT_THAT(refusal([&] { backward_of(net, batch(0)); }), HasSubstr("got no gradient in this step: 'block1."));
+      });
+    }
+  }
+}
+
 TEST_P(PlainLoop, AGraphThatIsKeptIsPassedTwice) {
   for (const auto trigger : kBoth) {
     expect_same_weights(GetParam(), {.wrap = "block*", .trigger = trigger}, [](DeepNet& net, auto& optimizer, const auto& batch, auto*) {

@@ -185,7 +185,10 @@ TEST(OnMetaModules, OfLibtorchGetTheValuesOfTheirOwnConstructors) {
   EXPECT_TRUE(at::equal(parameters["layers.0.self_attn.in_proj_bias"], at::zeros({24})));
   EXPECT_TRUE(at::equal(parameters["layers.1.self_attn.out_proj.bias"], at::zeros({8})));
   EXPECT_TRUE(at::equal(parameters["layers.1.norm2.weight"], at::ones({8})));
-  EXPECT_FALSE(at::equal(parameters["layers.0.linear1.weight"], parameters["layers.1.linear1.weight"]));  // a copy is drawn under its own name
+  const torch::nn::TransformerEncoder plain(torch::nn::TransformerEncoderOptions(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16), 2));
+  for (const auto& of : {parameters, plain->named_parameters()}) {  // its layers are clones of one
+    EXPECT_TRUE(at::equal(of["layers.0.linear1.weight"], of["layers.1.linear1.weight"]));
+  }
 
   auto attention = on_meta([] { return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(8, 2).kdim(6).vdim(4).add_bias_kv(true)); });
   materialize(attention, 3);
@@ -307,6 +310,63 @@ TEST(OnMetaModules, AnInitFunctionHasTheLastWord) {
   set_init(ours->parameters()[0], InitRule::constant(3));  // later still
   materialize(ours, 1);
   EXPECT_TRUE(at::equal(ours->parameters()[0], at::full({4, 4}, 3.0)));
+}
+
+TEST(OnMetaModules, APlainCopyOfAParameterIsOne) {
+  struct Copies : torch::nn::Module {
+    Copies() {
+      register_module("a", a);
+      register_module("b", b);
+      register_module("ours", ours);
+      register_module("mine", mine);
+      const at::NoGradGuard no_grad;
+      b->weight.copy_(a->weight);
+      c = register_parameter("c", a->weight.detach().clone());
+      d = register_parameter("d", torch::randn({6, 8}));
+      d.set_data(a->weight.detach().clone());
+      mine->weight.copy_(ours->weight);
+      e = register_parameter("e", ours->weight.detach().clone());
+      ruled = register_parameter("ruled", at::empty({6}));
+      set_init(ruled, InitRule::normal(0, 1));
+      f = register_parameter("f", ruled.detach().clone());
+    }
+    torch::nn::Linear a{8, 6}, b{8, 6};
+    Linear ours{4, 4}, mine{4, 4};
+    at::Tensor c, d, e, ruled, f;
+  };
+  auto model = on_meta([] { return std::make_shared<Copies>(); });
+  for (int time = 0; time < 2; ++time) {
+    materialize(*model, 3);
+    for (const at::Tensor& copy : {model->b->weight, model->c, model->d}) EXPECT_TRUE(at::equal(copy, model->a->weight));
+    EXPECT_TRUE(at::equal(model->mine->weight, model->ours->weight));
+    EXPECT_TRUE(at::equal(model->e, model->ours->weight));
+    EXPECT_TRUE(at::equal(model->f, model->ruled));
+    EXPECT_FALSE(at::equal(model->a->bias, model->b->bias));
+  }
+  auto cut = on_meta([] { return std::make_shared<Copies>(); });
+  assign_paths(*cut);
+  Slice slice = slice_of(cut->c);
+  slice.boxes = {{.offset = {2, 0}, .size = {3, 8}}};
+  set_slice(cut->c, slice);
+  materialize(*cut, 3);
+  EXPECT_TRUE(at::equal(cut->c, model->a->weight.narrow(0, 2, 3)));
+
+  struct Scaled : torch::nn::Module {
+    Scaled() {
+      register_module("a", a);
+      register_module("b", b);
+      const at::NoGradGuard no_grad;
+      b->weight.copy_(a->weight * 2);
+    }
+    torch::nn::Linear a{8, 6}, b{8, 6};
+  };
+  auto scaled = on_meta([] { return std::make_shared<Scaled>(); });
+  try {
+    materialize(*scaled, 3);
+    ADD_FAILURE() << "accepted";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("'b.weight' is computed from the random numbers of 'a.weight'"));
+  }
 }
 
 TEST(OnMetaModules, WhatIsNeverFilledIsRefusedByName) {

@@ -238,6 +238,51 @@ TEST(Recompute, AnInputChangedInPlaceIsRefused) {
   EXPECT_THAT(refusal([&] { loss.backward(); }), HasSubstr("changed in place"));
 }
 
+/// Writes what an operator before has saved.
+struct OverwriterImpl : nn::Module {
+  using Between = std::function<at::Tensor(at::Tensor)>;
+  explicit OverwriterImpl(Between between) : w1(8, 8), w2(8, 8), between(std::move(between)) {
+    register_module("w1", w1);
+    register_module("w2", w2);
+  }
+  at::Tensor forward(const at::Tensor& x) { return w2(between(w1(x))); }
+  nn::Linear w1, w2;
+  Between between;
+};
+TESSERA_MODULE(Overwriter);
+
+TEST(Recompute, ATensorChangedInPlaceInsideIsRefusedAsWithoutRecomputation) {
+  const std::vector<std::pair<OverwriterImpl::Between, bool>> cases{
+      {[](const at::Tensor& h) { return at::sigmoid(h).mul_(2); }, false},
+      {[](const at::Tensor& h) {
+         const at::Tensor out = at::gelu(h);
+         h.add_(1);
+         return out;
+       },
+       false},
+      {[](const at::Tensor& h) { return at::softmax(h, -1).add_(1); }, false},
+      {[](const at::Tensor& h) { return at::add(h, 1).relu_(); }, true},
+      {[](const at::Tensor& h) { return at::gelu(h).add_(1); }, true},
+  };
+  for (const auto& [between, is_right] : cases) {
+    for (const bool recomputed : {false, true}) {
+      Overwriter module(between);
+      torch::nn::Module root("root");
+      root.register_module("inner", module);
+      nn::assign_paths(root);
+      const Attachment attached = recomputed ? recompute(root, {.modules = "inner"}) : Attachment();
+      const at::Tensor loss = module(input()).sum();
+      if (is_right) {
+        loss.backward();
+      } else if (recomputed) {
+        EXPECT_THAT(refusal([&] { loss.backward(); }), HasSubstr("was changed in place after it was saved"));
+      } else {
+        EXPECT_THROW(loss.backward(), c10::Error);
+      }
+    }
+  }
+}
+
 TEST(Recompute, InterceptorsFurtherInRunAgainAndThoseFurtherOutDoNot) {
   struct Counting : nn::Interceptor {
     nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {

@@ -289,6 +289,34 @@ TEST(LibraryModels, RanksOfEveryWrapperDropApartThoughTheyAreSeededAlike) {
   }
 }
 
+/// Values that a program puts in the place of slices are slices, for who saves and clips before the next forward, too.
+TEST(LibraryModels, WhatWasPutInThePlaceOfSlicesIsSavedAndClipped) {
+  const checkpoint::TemporaryFolder folder;
+  torch::nn::Linear whole(4, 5);
+  fill_parameters(*whole);
+  const at::Tensor x = at::ones({2, 4});
+  whole->forward(x).pow(2).sum().backward();
+  const double norm = clip_grad_norm(*whole, 1e9).item<double>();
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      torch::nn::Linear model(4, 5);
+      fill_parameters(*model);
+      const auto sharded = fully_shard(model, world.group(), {.average = true});
+      model->forward(x).pow(2).sum().backward();
+      model->weight.set_data(model->weight.detach() * 2);
+      EXPECT_NEAR(clip_grad_norm(*model, 1e9).item<double>(), norm, 1e-5 * norm);
+      model->bias.set_data(model->bias.detach() * 2);
+      model->forward(x);  // of a log: its parameters are whole, and in no memory
+      const auto saved = checkpoint::save(folder.path(), ranks, *model, world.group());
+      if (world.rank() != 0) return;
+      torch::nn::Linear back(4, 5);
+      checkpoint::load(saved, *back);
+      EXPECT_TRUE(at::equal(back->weight, whole->weight * 2));
+      EXPECT_TRUE(at::equal(back->bias, whole->bias * 2));
+    });
+  }
+}
+
 class AdversarialModels : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(PlainLoop, AdversarialModels, ::testing::Values("ddp", "zero1", "zero2", "fsdp"), [](const auto& info) { return info.param; });
 

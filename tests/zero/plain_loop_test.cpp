@@ -14,6 +14,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/zero/support.h"
 
@@ -232,6 +233,25 @@ TEST(ZeroPlainLoop, WeightsMayBeLoadedAfterWrapping) {
   });
 }
 
+/// Clipping, for one, asks for what is updated.
+TEST(ZeroPlainLoop, AnAliasThatIsKeptKeepsItsValues) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1));
+    const std::vector<at::Tensor> trained = weights_of(net);
+    std::vector<at::Tensor> kept;
+    for (const at::Tensor& parameter : net.parameters()) {
+      kept.push_back(parameter.data());
+      parameter.set_data(at::zeros_like(parameter));
+    }
+    (void)zero.updated();
+    for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+    (void)zero.updated();
+    EXPECT_TRUE(same_bits(weights_of(net), trained));
+    for (const auto& part : zero.updated()) EXPECT_TRUE(part.tensor.numel() == 0 || part.tensor.detach().abs().max().item<double>() > 0) << part.name;
+  });
+}
+
 TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
   expect_parity([](Net& net, const Loop& loop) {
     for (int step = 0; step < 3; ++step) {
@@ -261,6 +281,67 @@ TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
     backward(net, loop.mine(42));
     loop.step();
   });
+}
+
+/// optimizer->zero_grad() is the optimizer's over the parts; what passes under no_sync() left lies with the parameters.
+TEST(ZeroPlainLoop, TheInnerOptimizersZeroGradClearsWhatWaits) {
+  for (const bool to_none : {true, false}) {
+    const auto loop = [&](Net& net, const auto& zero_grad, const auto& step, const auto& no_sync, const auto& mine) {
+      backward(net, mine(0));  // which is carried
+      for (int64_t i = 1; i < 4; ++i) {
+        {
+          const Attachment local = no_sync();
+          backward(net, mine(10 * i));
+        }
+        zero_grad();
+        backward(net, mine(i));
+        step();
+      }
+    };
+    Net whole;
+    const auto optimizer = make_sgd(whole.parameters());
+    loop(
+        whole, [&] { optimizer->zero_grad(to_none); }, [&] { optimizer->step(); }, [] { return Attachment(); },
+        [](int64_t i) { return whole_batch(samples, i); });
+    for (const int stage : {1, 2}) {
+      run_ranks(2, [&](World& world) {
+        Net net;
+        ShardedDataParallel zero(net, groups_of(world, 1), {.stage = stage});
+        auto parts = zero_optimizer(zero, make_sgd);
+        loop(
+            net, [&] { parts->zero_grad(to_none); }, [&] { parts.step(); }, [&] { return zero.no_sync(); },
+            [&](int64_t i) { return part_of(whole_batch(samples, i), 2, world.rank()); });
+        EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage;
+      });
+    }
+  }
+}
+
+TEST(ZeroPlainLoop, GradientsThatWaitAreNotStepped) {
+  for (const int stage : {1, 2}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, 1), {.stage = stage});
+      auto optimizer = zero_optimizer(zero, make_sgd);
+      const auto pass = [&](int64_t i) { backward(net, part_of(whole_batch(samples, i), 2, world.rank())); };
+      {
+        const Attachment local = zero.no_sync();
+        pass(0);
+      }
+      const std::vector<at::Tensor> before = weights_of(net);
+      EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("waits whole on this rank, where no_sync() left it"));
+      EXPECT_THAT(refusal([&] { optimizer->step(); }), HasSubstr("waits whole on this rank, where no_sync() left it"));
+      EXPECT_TRUE(same_bits(weights_of(net), before));
+      optimizer.step([&] {  // which brings what is missing
+        pass(1);
+        return at::zeros({});
+      });
+      EXPECT_FALSE(same_bits(weights_of(net), before));
+      const at::Tensor first = weights_of(net)[0];
+      comm::broadcast(world.group(), first, 0);
+      EXPECT_TRUE(same_bits({first}, {weights_of(net)[0]}));
+    });
+  }
 }
 
 /// The order of calls of PyTorch's DCGAN example.
