@@ -61,8 +61,9 @@ void check_interface(const std::string& interface) {
   std::string names;
   for (const auto& name : usable) names += (names.empty() ? "" : ", ") + name;
   for (const auto& address : local_addresses()) names += ", " + address;
-  throw ConfigError(detail::concat("comm.interface = ", interface, exists ? ": this interface has no address to bind to" : ": this host has no such interface, name or address",
-                                   "; it has ", names));
+  throw ConfigError(detail::concat("comm.interface = ", interface,
+                                   exists ? ": this interface has no address to bind to" : ": this host has no such interface, name or address", "; it has ",
+                                   names));
 }
 
 }  // namespace tessera::comm
