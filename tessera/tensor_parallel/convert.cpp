@@ -91,12 +91,22 @@ at::Tensor moved(Context& context, const at::Tensor& x, TensorLayout from, Tenso
 
 }  // namespace
 
+Cut cut_of(const Context& context, const at::Tensor& tensor, TensorLayout layout, const std::vector<FeatureShare>& shares, const FeatureCut& by) {
+  if (layout == Sequence) return {.dim = sequence_dim(tensor), .shares = even_shares(context.sequence, context.group.size())};
+  if (layout != Features) return {};
+  Cut cut{.dim = tensor.dim() - 1, .shares = shares};
+  if (by.by == FeatureCut::By::QueryHead) cut.units = {cut.whole() / by.heads, by.heads / by.kv_heads};
+  if (by.by == FeatureCut::By::KeyValueHead) cut.units = {cut.whole() / by.kv_heads};
+  return cut;
+}
+
 at::Tensor convert(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
   if (!context.trace) return moved(context, x, from, to, features);
-  context.trace->takes(path, x, from);
+  context.trace->takes(path, x, from, from == Sequence ? cut_of(context, x, Sequence) : Cut());
+  if (from == to) return x;
   const LayoutTrace::Trusted own(context.trace);
-  const at::Tensor y = from == to ? x : moved(context, x, from, to, features).alias();
-  context.trace->gives(path, y, to);
+  const at::Tensor y = moved(context, x, from, to, features).alias();
+  context.trace->gives(path, y, to, cut_of(context, y, to, to == Features ? even_shares(x.size(-1), context.group.size()) : std::vector<FeatureShare>()));
   return y;
 }
 

@@ -38,14 +38,19 @@ int64_t sequence_dim(const at::Tensor& x);
 /// `path` names the module in refusals of a trace. Throws InternalError for a pair that has no meaning (see convertible).
 at::Tensor convert(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features = -1);
 
-/// What `run` returns, where it is a style's own computation, whose first result lives as `layout`: a trace takes its word for it.
+/// Where a tensor of the layout Sequence is cut, in the pass under way; of Features, with these shares of its last dimension, whose heads are those of `by`.
+/// Nowhere of any other.
+Cut cut_of(const Context& context, const at::Tensor& tensor, TensorLayout layout, const std::vector<FeatureShare>& shares = {}, const FeatureCut& by = {});
+
+/// What `run` returns, where it is a style's own computation, whose first result lives as `layout`: a trace takes its word for it. Features: its shares.
 template <class F>
-nn::Values own(Context& context, const std::string& path, TensorLayout layout, F&& run) {
+nn::Values own(Context& context, const std::string& path, TensorLayout layout, F&& run, const std::vector<FeatureShare>& shares = {},
+               const FeatureCut& by = {}) {
   if (!context.trace) return run();
   const LayoutTrace::Trusted trusted(context.trace);
   nn::Values outputs = run();
   outputs[0] = outputs[0].toTensor().alias();
-  context.trace->gives(path, outputs[0].toTensor(), layout);
+  context.trace->gives(path, outputs[0].toTensor(), layout, cut_of(context, outputs[0].toTensor(), layout, shares, by));
   return outputs;
 }
 

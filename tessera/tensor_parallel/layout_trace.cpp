@@ -1,101 +1,44 @@
 #include "tessera/tensor_parallel/layout_trace.h"
 
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
 #include "tessera/core/error.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/sharing.h"
+#include "tessera/tensor_parallel/layout_rules.h"
 
 namespace tessera::tensor_parallel {
 namespace {
 
 using enum TensorLayout;
-using Names = std::initializer_list<std::string_view>;
 
-constexpr const char* kNeedsFeatures = ": it needs all features; ask the column-wise layer for output = Replicated, or give the next one to RowParallel";
-constexpr const char* kNeedsSequence = ": it needs the whole sequence; put PrepareInput{.from = Sequence, .to = Copied} on the module around it";
+bool is_cut(TensorLayout layout) { return layout == Features || layout == Sequence; }
 
-bool is_one_of(const std::string& name, Names names) { return std::ranges::find(names, name) != names.end(); }
-
-/// The same elements, in another shape or dtype.
-bool moves_only(const std::string& name) {
-  return is_one_of(name, {"aten::view",   "aten::_unsafe_view", "aten::reshape",    "aten::_reshape_alias", "aten::alias",
-                          "aten::detach", "aten::clone",        "aten::contiguous", "aten::_to_copy",       "aten::to",
-                          "aten::t",      "aten::transpose",    "aten::permute",    "aten::unsqueeze",      "aten::squeeze",
-                          "aten::slice",  "aten::narrow",       "aten::select",     "aten::expand",         "aten::as_strided",
-                          "aten::copy_",  "aten::unflatten",    "aten::flatten",    "aten::split",          "aten::split_with_sizes",
-                          "aten::chunk",  "aten::unbind"});
+/// Whether it is made of other operators, which come one by one.
+bool comes_apart(const nn::OperatorCall& operation) {
+  const auto handle = c10::Dispatcher::singleton().findSchema(operation.schema().operator_name());
+  return handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-bool is_product(const std::string& name) {
-  return is_one_of(
-      name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "tessera::linear_cross_entropy", "aten::_scaled_mm"});
-}
-
-bool adds(const std::string& name) { return is_one_of(name, {"aten::add", "aten::add_", "aten::sub", "aten::sub_"}); }
-
-bool is_elementwise(const std::string& name) { return adds(name) || is_one_of(name, {"aten::mul", "aten::mul_", "aten::div", "aten::div_"}); }
-
-/// Whose operands meet element by element.
-bool meets_elementwise(const std::string& name) { return is_elementwise(name) || name == "tessera::swiglu"; }
-
-/// Of which f(a) + f(b) = f(a + b), where the other operands are the same on every rank.
-bool is_linear(const std::string& name) {
-  return moves_only(name) || is_product(name) || (is_elementwise(name) && !adds(name)) || is_one_of(name, {"aten::neg", "aten::sum", "aten::mean"});
-}
-
-bool over_features(const std::string& name) {
-  return is_product(name) || is_one_of(name, {"aten::native_layer_norm", "aten::layer_norm", "tessera::rms_norm", "aten::_fused_rms_norm", "aten::rms_norm",
-                                              "aten::_softmax", "aten::softmax", "aten::_log_softmax", "aten::log_softmax", "aten::mean", "aten::sum",
-                                              "aten::amax", "aten::var", "aten::var_mean", "aten::cumsum", "aten::logsumexp", "aten::embedding"});
-}
-
-bool over_positions(const std::string& name) {
-  return name.find("attention") != std::string::npos || is_one_of(name, {"aten::cumsum", "aten::roll", "aten::flip", "aten::convolution"});
-}
-
-/// Dimensions of the first argument that an operator goes along, as its schema names them: all where it reduces and names none. Nothing where it goes element
-/// by element, or moves elements without a look at their order.
-std::vector<int64_t> dims_gone_along(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
-  const std::string& name = schema.name();
-  const at::Tensor& tensor = arguments[0].toTensor();
-  const int64_t count = tensor.dim();
-  std::vector<int64_t> dims;
-  if (name == "aten::constant_pad_nd") {
-    const std::vector<int64_t> pad = arguments[1].toIntVector();
-    for (size_t i = 0; i < pad.size(); ++i) {
-      if (pad[i] != 0) dims.push_back(count - 1 - static_cast<int64_t>(i / 2));
-    }
-    return dims;
+/// Attention as libtorch writes it has no kernel there with a mask.
+void run_on_meta(nn::OperatorCall& operation) {
+  if (operation.name() != "aten::scaled_dot_product_attention" || !operation.arguments()[0].toTensor().is_meta()) {
+    return operation.run(/*watch_inside=*/false);
   }
-  const bool picks = is_one_of(name, {"aten::slice", "aten::narrow", "aten::select"});
-  if ((moves_only(name) && !picks) || is_product(name)) return dims;
-  bool named = false;
-  for (size_t i = 1; i < arguments.size(); ++i) {
-    if (schema.arguments()[i].name() != "dim" && schema.arguments()[i].name() != "dims") continue;
-    named = true;
-    if (arguments[i].isInt()) dims.push_back(arguments[i].toInt());
-    if (arguments[i].isIntList()) dims = arguments[i].toIntVector();
-  }
-  if (name == "aten::slice" && arguments.size() >= 5 && named) {
-    const int64_t size = tensor.size(dims.front()), begin = arguments[2].isInt() ? arguments[2].toInt() : 0,
-                  end = arguments[3].isInt() ? arguments[3].toInt() : size;
-    if (begin == 0 && end >= size && arguments[4].toInt() == 1) return {};
-  }
-  const bool reduces = named || is_one_of(name, {"aten::sum", "aten::mean", "aten::prod", "aten::max", "aten::min", "aten::norm", "aten::std", "aten::var",
-                                                 "aten::median", "aten::argmax", "aten::argmin", "aten::nansum", "aten::any", "aten::all"});
-  if (dims.empty() && reduces) {
-    for (int64_t dim = 0; dim < count; ++dim) dims.push_back(dim);
-  }
-  for (int64_t& dim : dims) dim += dim < 0 ? count : 0;
-  return dims;
+  const at::Tensor q = operation.arguments()[0].toTensor(), v = operation.arguments()[2].toTensor();
+  std::vector<int64_t> sizes = q.sizes().vec();
+  sizes.back() = v.size(-1);
+  torch::jit::drop(operation.stack(), operation.schema().arguments().size());
+  torch::jit::push(operation.stack(), at::empty(sizes, q.options()));
 }
 
-bool broadcast(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t dim = 1; dim <= std::min(a.dim(), b.dim()); ++dim) {
-    if (a.size(-dim) != b.size(-dim) && a.size(-dim) != 1 && b.size(-dim) != 1) return false;
-  }
-  return true;
+std::string dimension(const Cut& cut) {
+  return cut.defined() ? detail::concat(" (dimension ", cut.dim, cut.is_plain() ? "" : ", with others in it", ")") : std::string();
 }
 
 }  // namespace
@@ -107,26 +50,24 @@ LayoutTrace::Trusted::~Trusted() {
   if (trace_) --trace_->trusted_;
 }
 
-LayoutTrace::ByPosition::ByPosition(std::shared_ptr<LayoutTrace> trace) : trace_(std::move(trace)) {
-  if (trace_) ++trace_->by_position_;
-}
-LayoutTrace::ByPosition::~ByPosition() {
-  if (trace_) --trace_->by_position_;
-}
-
 LayoutTrace::LayoutTrace(const torch::nn::Module& module) {
-  for (const at::Tensor& parameter : module.parameters())
-    known_.emplace(parameter.unsafeGetTensorImpl(), Known{.alive = parameter, .layout = {}, .origin = {}});
+  for (const at::Tensor& parameter : module.parameters()) {
+    const Slice& slice = nn::slice_of(parameter);
+    const bool is_term = std::ranges::any_of(nn::sharings_of(parameter), &nn::Sharing::is_term);
+    remember(parameter, {.alive = parameter, .layout = is_term ? Copied : Replicated, .origin = slice.name, .parameter = true, .followed = slice.is_whole()});
+  }
 }
 
 const LayoutTrace::Known* LayoutTrace::find(const at::Tensor& tensor) const {
-  const auto found = known_.find(tensor.unsafeGetTensorImpl());
-  return found == known_.end() ? nullptr : &found->second;
+  if (!tensor.defined()) return nullptr;
+  if (const auto found = known_.find(tensor.unsafeGetTensorImpl()); found != known_.end()) return &found->second;
+  const auto found = tensor.has_storage() ? written_.find(tensor.storage().unsafeGetStorageImpl()) : written_.end();
+  return found == written_.end() ? nullptr : &found->second;
 }
 
 TensorLayout LayoutTrace::layout_of(const at::Tensor& tensor) const {
   const Known* known = find(tensor);
-  return known && known->layout ? *known->layout : Replicated;
+  return known ? known->layout : Replicated;
 }
 
 void LayoutTrace::remember(const at::Tensor& tensor, Known known) {
@@ -134,149 +75,238 @@ void LayoutTrace::remember(const at::Tensor& tensor, Known known) {
   known_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(known));
 }
 
-void LayoutTrace::takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const {
-  const TensorLayout held = layout_of(tensor);
-  if (held == layout) return;
+void LayoutTrace::takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout, const Cut& place) const {
   const Known* known = find(tensor);
-  require(false, "tensor parallelism: '", path, "' takes what is ", to_string(layout), ", and gets what is ", to_string(held),
-          known && !known->origin.empty() ? " from '" + known->origin + "'" : std::string(),
+  const TensorLayout held = layout_of(tensor);
+  require(!known || known->followed, "tensor parallelism: '", path, "' takes what an operator made of '", known ? known->origin : std::string(),
+          "', through which its layout could not be followed");
+  const std::string from = known && !known->origin.empty() ? " from '" + known->origin + "'" : std::string();
+  const Cut wanted = place.defined() ? place : Cut{.dim = tensor.dim() - 1};
+  require(held == layout && (!is_cut(layout) || (known->cut.dim == wanted.dim && known->cut.is_plain())), "tensor parallelism: '", path, "' takes what is ",
+          to_string(layout), is_cut(layout) ? detail::concat(" (dimension ", wanted.dim, ")") : "", ", and gets what is ", to_string(held),
+          held == layout && known ? dimension(known->cut) : "", from,
           "; change the input of the one or the output of the other in the plan, or put PrepareInput on the module around it");
+  if (!place.defined()) return;
+  require(alike(known->cut, place), "tensor parallelism: '", path, "' takes a part of ", place.whole(), " positions, and gets one of ", known->cut.whole(),
+          from, "; keep the length of what is cut, or gather it before it is changed");
 }
 
-void LayoutTrace::takes_features(const std::string& path, const at::Tensor& tensor, int64_t features) const {
-  if (tensor.size(-1) == features) return;
+void LayoutTrace::takes_features(const std::string& path, const at::Tensor& tensor, const std::vector<FeatureShare>& shares) const {
   const Known* known = find(tensor);
-  require(false, "tensor parallelism: '", path, "' takes ", features, " of its features on the first rank, and gets ", tensor.size(-1),
-          known ? " from '" + known->origin + "'" : std::string(), "; give both layers the same FeatureCut");
+  const std::string from = known ? " from '" + known->origin + "'" : std::string();
+  require(tensor.size(-1) == shares.front().size, "tensor parallelism: '", path, "' takes ", shares.front().size,
+          " of its features on the first rank, and gets ", tensor.size(-1), from, "; give both layers the same FeatureCut");
+  require(!known || !known->cut.defined() || alike(known->cut, {.shares = shares, .outer = known->cut.outer, .inner = known->cut.inner}),
+          "tensor parallelism: '", path, "' takes other features than it gets", from, " on some ranks; give both layers the same FeatureCut");
 }
 
-void LayoutTrace::agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const {
+void LayoutTrace::agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout, int64_t dim) const {
+  const Known* known = find(tensor);
   const TensorLayout held = layout_of(tensor);
-  require(held == layout, "tensor parallelism: the plan says that '", path, "' gives what is ", to_string(layout), ", and it gives what is ", to_string(held),
-          "; correct its Gives, or the styles of the layers inside");
+  const int64_t place = dim < 0 ? dim + tensor.dim() : dim;
+  require(held == layout && (!is_cut(layout) || known->cut.dim == place), "tensor parallelism: the plan says that '", path, "' gives what is ",
+          to_string(layout), is_cut(layout) ? detail::concat(" (dimension ", place, ")") : "", ", and it gives what is ", to_string(held),
+          held == layout && known ? dimension(known->cut) : "", "; correct its Gives, or the styles of the layers inside");
 }
 
-void LayoutTrace::gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout) {
-  remember(tensor, {.alive = tensor, .layout = layout, .origin = path});
-}
-
-LayoutTrace::Operands LayoutTrace::operands_of(at::ArrayRef<c10::IValue> arguments) const {
-  Operands operands;
-  at::Tensor cut, whole;
-  const auto visit = [&](const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    const Known* known = find(tensor);
-    if (known && known->layout == Replicated) {
-      operands.trained = known;
-      operands.replicated = true;
-      whole = tensor;
-    } else if (known && known->layout) {
-      operands.cut.push_back(known);
-      if (cut.defined()) operands.parts_fit &= broadcast(cut, tensor);
-      cut = tensor;
-    } else if (known) {
-      operands.parameter = true;
-    } else {
-      operands.replicated |= tensor.dim() > 0;
-      whole = tensor;
-    }
-  };
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isTensor()) visit(argument.toTensor());
-    if (!argument.isTensorList()) continue;
-    for (const at::Tensor& tensor : argument.toTensorVector()) visit(tensor);
+Cut LayoutTrace::takes_heads(const std::string& path, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+  const auto is_features = [&](const at::Tensor& tensor) { return layout_of(tensor) == Features; };
+  if (!is_features(q) && !is_features(k) && !is_features(v)) return {};
+  for (const at::Tensor& keys : {k, v}) {
+    require(is_features(q) && is_features(keys) && find(q)->cut.dim == 2 && find(keys)->cut.dim == 2 && grouped(find(q)->cut, find(keys)->cut),
+            "tensor parallelism: '", path, "' takes query heads and the key-value heads that belong to them, and gets some that do not go together; cut the ",
+            "layers before it by FeatureCut::query_heads and FeatureCut::key_value_heads of the same numbers");
   }
-  if (cut.defined() && whole.defined()) operands.fit = broadcast(cut, whole);
+  return find(q)->cut;
+}
+
+void LayoutTrace::gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout, Cut cut) {
+  invariant(is_cut(layout) == cut.defined(), "'", path, "' gives what is ", to_string(layout), " and ", cut.defined() ? "" : "not ", "where it is cut");
+  remember(tensor, {.alive = tensor, .layout = layout, .origin = path, .cut = std::move(cut)});
+}
+
+std::string LayoutTrace::where(const std::string& name, const Known& known) const {
+  return detail::concat("tensor parallelism: ", name, inside_.empty() ? "" : " (in " + inside_.back() + ")", " of what '", known.origin, "' gives, which is ",
+                        to_string(known.layout), dimension(known.cut));
+}
+
+LayoutTrace::Operands LayoutTrace::operands_of(const RuleCall& call) const {
+  Operands operands;
+  for (const at::Tensor& tensor : call.tensors()) {
+    const Known* known = find(tensor);
+    operands.parameters_alone &= tensor.dim() == 0 || (known && known->parameter);
+    if (known == nullptr) continue;
+    require(known->followed, "tensor parallelism: ", call.schema.name(), " of ", known->parameter ? "the parameter '" : "what an operator made of '",
+            known->origin, known->parameter ? "', of which this rank holds a part" : "', whose layout could not be followed",
+            "; use what its layer gives (ask it for output = Replicated where the whole is needed)");
+    if (known->layout == Replicated) {
+      if (operands.trained == nullptr || operands.trained->parameter) operands.trained = known;
+    } else {
+      (known->layout == Copied ? operands.copied : operands.split).push_back(known);
+    }
+  }
   return operands;
 }
 
-/// What the operator's results are, or a refusal. Nothing: replicated, and no parameter has a part in it.
-std::optional<LayoutTrace::Known> LayoutTrace::result_of(const std::string& name, const Operands& operands) const {
-  if (operands.cut.empty()) {
-    if (operands.trained != nullptr) return *operands.trained;
-    if (!operands.parameter) return std::nullopt;
-    if (!operands.replicated) return Known{.alive = {}, .layout = {}, .origin = {}};
-    return Known{.alive = {}, .layout = Replicated, .origin = {}};
+/// What lives in ways that do not go together, whatever the operator.
+void LayoutTrace::refuse_mixtures(const RuleCall& call, const Known& first, const Operands& operands) const {
+  for (const Known* other : operands.split) {
+    if (other->layout != first.layout) {
+      call.refuse(", with what '", other->origin, "' gives, which is ", to_string(other->layout), ": the two do not go together");
+    }
   }
-  const Known& first = *operands.cut.front();
-  const std::string where = detail::concat("tensor parallelism: ", name, " of what '", first.origin, "' gives, which is ", to_string(*first.layout));
-  for (const Known* other : operands.cut) {
-    require(other->layout == first.layout, where, ", with what '", other->origin, "' gives, which is ", to_string(*other->layout),
-            ": the two do not go together");
+  if (first.layout == Partial && !operands.copied.empty()) {
+    call.refuse(", with what '", operands.copied.front()->origin, "' gives, which is copied: the two do not go together; add the terms up before");
   }
-  require(operands.parts_fit || !meets_elementwise(name), where, ", with what '", operands.cut.back()->origin,
-          "' gives: the two are cut in different ways; give both layers the same FeatureCut");
-  require(operands.fit || !is_elementwise(name), where,
-          ", with a tensor that is whole: the two do not go together; ask for output = Replicated, or cut the other one as well");
-  require(operands.trained == nullptr || *first.layout == Partial || *first.layout == Copied, where, ", with what ",
-          operands.trained == nullptr || operands.trained->origin.empty() ? "is made of parameters" : "'" + operands.trained->origin + "' gives",
-          ", which is whole on every rank: its gradient would be one rank's term; let the two meet where both are whole");
-  switch (*first.layout) {
-    case Partial:
-      require(adds(name) || moves_only(name) || (is_linear(name) && operands.cut.size() == 1), where,
-              ": a function of the terms is not a term of the function (max(0, a) + max(0, b) is not max(0, a + b)); let the layer's output be Replicated or "
-              "Sequence, or add the terms "
-              "up with PrepareOutput before it");
-      require(!adds(name) || operands.cut.size() > 1, where, ": what is added is the same on every rank, and would be added once for each");
-      break;
-    case Features:
-      require(!first.features_last || !over_features(name), where, kNeedsFeatures);
-      require(!operands.parameter, where,
-              ": the gradient of its parameter would be that of a part of the features; use it before the column-wise layer or after the row-wise one, or ask "
-              "the column-wise layer for output = Replicated");
-      break;
-    case Sequence:
-      require(!operands.parameter || by_position_ > 0, where,
-              ": the gradient of its parameter would be that of a part of the sequence; give the module the style SequenceParallel");
-      require(!over_positions(name), where, kNeedsSequence);
-      break;
-    case Copied:
-      require(!operands.parameter, where,
-              ": the gradient of its weight would be one rank's term; give the layer a style, or hand it the tensor from before it was copied");
-      break;
-    case Replicated:
-      break;
-  }
-  return first;
 }
 
-/// What goes along the dimension that is cut meets a part of it: a mean, a softmax, an order, a neighbour, the first one.
-void LayoutTrace::refuse_along_the_cut(const nn::OperatorCall& operation) const {
-  const at::ArrayRef<c10::IValue> arguments = operation.arguments();
-  if (arguments.empty() || !arguments[0].isTensor() || !arguments[0].toTensor().defined()) return;
-  const Known* const known = find(arguments[0].toTensor());
-  if (known == nullptr || !known->layout) return;
-  const int64_t dims = arguments[0].toTensor().dim();
-  const bool features = known->layout == Features && known->features_last, sequence = known->layout == Sequence && dims == 3;
-  if (!features && !sequence) return;
-  const std::vector<int64_t> along = dims_gone_along(operation.schema(), arguments);
-  require(std::ranges::find(along, features ? dims - 1 : 1) == along.end(), "tensor parallelism: ", operation.name(), " of what '", known->origin,
-          "' gives, which is ", to_string(*known->layout), features ? kNeedsFeatures : kNeedsSequence);
+/// What needs the whole of its gradient, and would get a rank's.
+void LayoutTrace::refuse_trained(const RuleCall& call, const Known& first, const Known& trained) const {
+  if (!trained.parameter) {
+    call.refuse(", with what ", trained.origin.empty() ? "is made of parameters" : "'" + trained.origin + "' gives",
+                ", which is whole on every rank: its gradient would be one rank's term; let the two meet where both are whole");
+  }
+  switch (first.layout) {
+    case Features:
+      call.refuse(
+          ": the gradient of its parameter would be that of a part of the features; use it before the column-wise layer or after the row-wise one, or ask the "
+          "column-wise layer for output = Replicated");
+    case Sequence:
+      call.refuse(": the gradient of its parameter would be that of a part of the sequence; give the module the style SequenceParallel");
+    case Partial:
+      call.refuse(": the gradient of its parameter would be one rank's term; let the layer's output be Replicated or Sequence, or add the terms up before");
+    default:
+      call.refuse(": the gradient of its weight would be one rank's term; give the layer a style, or hand it the tensor from before it was copied");
+  }
+}
+
+/// What is written into keeps its layout: others may look at the same memory.
+void LayoutTrace::refuse_writes(const RuleCall& call, const Known* result) const {
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    if (!call.writes(i)) continue;
+    const Known* const before = find(call.tensor(i));
+    const bool same = result && before && before->layout == result->layout && before->cut.dim == result->cut.dim && alike(before->cut, result->cut);
+    if (!same) call.refuse(": it is written into a tensor that does not live this way; make a new one in place of writing");
+  }
+}
+
+std::optional<LayoutTrace::Known> LayoutTrace::result_of(const RuleCall& call, const Known& first) const {
+  Known known = first;
+  known.parameter = false;
+  if (first.layout == Partial) {
+    std::vector<bool> terms;
+    for (const at::Tensor& tensor : call.tensors()) terms.push_back(layout_of(tensor) == Partial);
+    const bool all = std::ranges::count(terms, true) > 1;
+    if (adds(call.schema.name()) && !all) {
+      call.refuse(": what is added is the same on every rank, and would be added once for each; let the layer's output be Replicated or Sequence");
+    }
+    if (!keeps_sums(call, terms)) {
+      call.refuse(
+          ": a function of the terms is not a term of the function (max(0, a) + max(0, b) is not max(0, a + b)), or not of one of which that is known; let the "
+          "layer's output be Replicated or Sequence, or add the terms up with PrepareOutput before it");
+    }
+    return known;
+  }
+  const Rule rule = rule_of(call.schema.name());
+  if (rule == nullptr) {
+    call.refuse(": its layout cannot be followed through this operator; gather it before (output = Replicated of the layer, or PrepareInput",
+                first.layout == Sequence ? "{.from = Sequence, .to = Copied}" : "", " on the module around it), or write it with operators that are followed");
+  }
+  const auto cut = rule(call);
+  if (!cut) return {};
+  known.cut = *cut;
+  return known;
+}
+
+void LayoutTrace::run(nn::OperatorCall& operation, const RuleCall& call, const std::optional<Known>& result) {
+  const bool split = result && is_cut(result->layout);
+  try {
+    run_on_meta(operation);
+  } catch (const c10::NotImplementedError& error) {
+    call.refuse(": it has no kernel on meta, so that no plan around it can be checked (", error.what_without_backtrace(), ")");
+  } catch (const c10::Error& error) {
+    if (!split) throw;
+    call.refuse(": it fails on a part (", error.what_without_backtrace(), "); ask for no sizes of the whole, but for -1 or those of the tensor");
+  }
+  bool first = true;
+  const auto keep = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (!result) {
+      known_.erase(tensor.unsafeGetTensorImpl());
+      return;
+    }
+    Known known = *result;
+    if (split && (tensor.dim() <= known.cut.dim || tensor.size(known.cut.dim) != known.cut.size())) {
+      if (first) call.refuse(": its layout cannot be followed to a result of shape ", tensor.sizes());
+      known.followed = false;
+    }
+    remember(tensor, std::move(known));
+  };
+  for (const c10::IValue& value : operation.results()) {
+    if (value.isTensor()) keep(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) keep(tensor);
+    }
+    first = false;
+  }
+  for (size_t i = 0; result && i < call.arguments.size(); ++i) {
+    if (!call.writes(i) || !call.tensor(i).has_storage()) continue;
+    Known known = *result;
+    known.alive = call.tensor(i);
+    if (known.layout == Replicated) written_.insert_or_assign(known.alive.storage().unsafeGetStorageImpl(), std::move(known));
+  }
 }
 
 void LayoutTrace::call(nn::OperatorCall& operation) {
   if (trusted_ > 0) return operation.run();
-  refuse_along_the_cut(operation);
-  const Operands operands = operands_of(operation.arguments());
-  const bool first_is_cut = !operation.arguments().empty() && operation.arguments()[0].isTensor() && find(operation.arguments()[0].toTensor());
-  const int64_t dims = first_is_cut ? operation.arguments()[0].toTensor().dim() : -1;
-  const auto result = result_of(operation.name(), operands);
-  operation.run(/*watch_inside=*/false);
-  for (const c10::IValue& value : operation.results()) {
-    if (!value.isTensor() || !value.toTensor().defined()) continue;
-    const at::Tensor& tensor = value.toTensor();
-    if (!result) {
-      known_.erase(tensor.unsafeGetTensorImpl());
-      continue;
-    }
-    Known known = *result;
-    // Heads that are taken apart leave the cut dimension in front of the last one; put together again, it is the last.
-    if (known.layout == Features && dims >= 0 && moves_only(operation.name())) {
-      if (tensor.dim() > dims) known.features_last = false;
-      if (tensor.dim() < dims) known.features_last = true;
-    }
-    remember(tensor, std::move(known));
+  const std::vector<c10::IValue> arguments = operation.arguments().vec();
+  RuleCall call{.schema = operation.schema(),
+                .arguments = arguments,
+                .cut_of =
+                    [this](const at::Tensor& tensor) {
+                      const Known* const known = find(tensor);
+                      return known && is_cut(known->layout) ? &known->cut : nullptr;
+                    },
+                .origin_of =
+                    [this](const at::Tensor& tensor) {
+                      const Known* const known = find(tensor);
+                      return known ? known->origin : std::string();
+                    },
+                .layout = Replicated,
+                .where = "tensor parallelism: " + operation.name()};
+  const Operands operands = operands_of(call);
+  if (operands.split.empty() && operands.copied.empty()) {
+    std::optional<Known> result;
+    if (operands.trained) result = *operands.trained;
+    if (result && !operands.parameters_alone && result->parameter) result = Known{.alive = {}, .layout = Replicated, .origin = {}};
+    return run(operation, call, result);
   }
+  const Known& first = *(operands.split.empty() ? operands.copied : operands.split).front();
+  call.layout = first.layout;
+  call.where = where(operation.name(), first);
+  refuse_mixtures(call, first, operands);
+  if (operands.trained && !is_cut(first.layout)) refuse_trained(call, first, *operands.trained);
+  if (first.layout == Copied) {
+    Known result = first;
+    result.parameter = operands.parameters_alone;
+    refuse_writes(call, &result);
+    return run(operation, call, result);
+  }
+  if (rule_of(operation.name()) == nullptr && comes_apart(operation)) {
+    inside_.push_back(operation.name());
+    try {
+      operation.run(/*watch_inside=*/true);
+    } catch (...) {
+      inside_.pop_back();
+      throw;
+    }
+    inside_.pop_back();
+    return;
+  }
+  const auto result = result_of(call, first);
+  if (operands.trained) refuse_trained(call, first, *operands.trained);
+  refuse_writes(call, result ? &*result : nullptr);
+  run(operation, call, result);
 }
 
 }  // namespace tessera::tensor_parallel

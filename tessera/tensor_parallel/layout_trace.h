@@ -1,34 +1,42 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "tessera/nn/operators.h"
 #include "tessera/nn/parallel_plan.h"
+#include "tessera/tensor_parallel/cut.h"
 
 namespace tessera::tensor_parallel {
 
-/// Follows the layouts of activations through one forward pass, operator by operator, and refuses what has no meaning: a layer that takes a layout that is not
-/// there, a norm over a part of the features, attention over a part of the sequence, a function of a term of a sum that is not linear.
+struct RuleCall;
+
+/// Follows the layouts of activations through one forward pass, operator by operator. What is whole goes through any of them; what is cut, or a term of a sum,
+/// through those of which it is known how they hand it on (layout_rules.h), and every other one is refused.
 ///
-/// Styles tell what they give (gives) and what they take (takes); between them, operators hand layouts on. Meant for a pass on meta before anything runs: each
-/// tensor that carries a layout is kept alive for as long as the trace.
+/// Styles tell what they give (gives) and what they take (takes); between them, operators hand layouts on. Meant for a pass on meta before anything runs, below
+/// autograd (so that operators come as they are written, before they are taken apart): each tensor that carries a layout is kept alive for as long as the
+/// trace.
 class LayoutTrace final : public nn::OperatorHooks {
  public:
   explicit LayoutTrace(const torch::nn::Module& module);
 
   void call(nn::OperatorCall& operation) override;
 
-  /// `path`'s style takes `tensor` as `layout`. Throws ConfigError where it is something else, naming where that came from.
-  void takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const;
-  void gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout);
-  /// `path`'s weight is that of `features` of the last dimension of `tensor`. Throws ConfigError where the layers before it cut them in another way.
-  void takes_features(const std::string& path, const at::Tensor& tensor, int64_t features) const;
-  /// The plan says that `path` gives `tensor` as `layout`. Throws ConfigError where it is something else.
-  void agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout) const;
+  /// `path`'s style takes `tensor` as `layout`, cut as `place` says; of Features nothing said is the last dimension. Throws ConfigError where it is something
+  /// else, naming where that came from.
+  void takes(const std::string& path, const at::Tensor& tensor, TensorLayout layout, const Cut& place = {}) const;
+  /// Of Features and Sequence: where it is cut.
+  void gives(const std::string& path, const at::Tensor& tensor, TensorLayout layout, Cut cut = {});
+  /// `path`'s weight is that of `shares` of the last dimension of `tensor`. Throws ConfigError where the layers before it cut them in another way.
+  void takes_features(const std::string& path, const at::Tensor& tensor, const std::vector<FeatureShare>& shares) const;
+  /// The plan says that `path` gives `tensor` as `layout`, cut in `dim`. Throws ConfigError where it is something else.
+  void agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout, int64_t dim) const;
+  /// The attention core `path` takes q, k and v [B, S, H, D]: where its result is cut. Undefined where they are whole. Throws ConfigError where they are not
+  /// cut by heads that belong together.
+  Cut takes_heads(const std::string& path, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
 
   /// While alive, operators are a style's own: they are not judged and hand nothing on. Null: nothing.
   class Trusted {
@@ -42,44 +50,39 @@ class LayoutTrace final : public nn::OperatorHooks {
     std::shared_ptr<LayoutTrace> trace_;
   };
 
-  /// While alive, a module runs whose parameters' gradients are summed over the parts of the sequence.
-  class ByPosition {
-   public:
-    explicit ByPosition(std::shared_ptr<LayoutTrace> trace);
-    ~ByPosition();
-    ByPosition(const ByPosition&) = delete;
-    ByPosition& operator=(const ByPosition&) = delete;
-
-   private:
-    std::shared_ptr<LayoutTrace> trace_;
-  };
-
  private:
-  /// What is known of a tensor. Parameters, and what is made of them alone, have no layout; Replicated is what else they have a part in, and nothing is known
-  /// of what takes no gradient to a parameter.
+  /// What is known of a tensor. Replicated is what takes a gradient to parameters and needs the whole of it, beginning with the parameters themselves; those
+  /// whose gradients are summed once a step are Copied. Of what takes no gradient to any nothing is known: it is the same on every rank.
   struct Known {
     at::Tensor alive;
-    std::optional<TensorLayout> layout;
-    std::string origin;         ///< path of the module that gave it
-    bool features_last = true;  ///< Features: whether the last dimension is still the one that is cut (heads, taken apart, are not)
+    TensorLayout layout = TensorLayout::Replicated;
+    std::string origin;      ///< path of the module that gave it
+    Cut cut{};               ///< of Features and Sequence
+    bool parameter = false;  ///< made of parameters alone
+    bool followed = true;    ///< whether it may be used: parts of parameters may not, outside their layers
   };
   struct Operands {
-    std::vector<const Known*> cut;   ///< those that are not simply replicated
-    const Known* trained = nullptr;  ///< one that is, and hands a gradient on to parameters
-    bool parameter = false, replicated = false;
-    bool fit = true;        ///< what is cut and what is whole have shapes that go together, dimension by dimension
-    bool parts_fit = true;  ///< so have the parts of what is cut
+    std::vector<const Known*> split;  ///< neither replicated nor copied
+    std::vector<const Known*> copied;
+    const Known* trained = nullptr;  ///< one that needs the whole of its gradient
+    bool parameters_alone = true;
   };
 
   const Known* find(const at::Tensor& tensor) const;
   TensorLayout layout_of(const at::Tensor& tensor) const;
-  Operands operands_of(at::ArrayRef<c10::IValue> arguments) const;
-  std::optional<Known> result_of(const std::string& name, const Operands& operands) const;
-  void refuse_along_the_cut(const nn::OperatorCall& operation) const;
+  std::string where(const std::string& name, const Known& known) const;
+  Operands operands_of(const RuleCall& call) const;
+  void refuse_mixtures(const RuleCall& call, const Known& first, const Operands& operands) const;
+  void refuse_trained(const RuleCall& call, const Known& first, const Known& trained) const;
+  void refuse_writes(const RuleCall& call, const Known* result) const;
+  std::optional<Known> result_of(const RuleCall& call, const Known& first) const;
+  void run(nn::OperatorCall& operation, const RuleCall& call, const std::optional<Known>& result);
   void remember(const at::Tensor& tensor, Known known);
 
   std::unordered_map<const c10::TensorImpl*, Known> known_;
-  int trusted_ = 0, by_position_ = 0;
+  std::unordered_map<const c10::StorageImpl*, Known> written_;  ///< memory that something known was written into, whoever looks at it
+  std::vector<std::string> inside_;                             ///< operators that are taken apart
+  int trusted_ = 0;
 };
 
 }  // namespace tessera::tensor_parallel

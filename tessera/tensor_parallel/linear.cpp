@@ -17,7 +17,7 @@ class Column : public nn::Interceptor {
     nn::Values outputs{overlapped(static_cast<nn::LinearImpl&>(module), inputs[0].toTensor())};
     if (!outputs[0].toTensor().defined()) {
       inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Copied);
-      outputs = own(*context_, module.path(), TensorLayout::Features, [&] { return next(std::move(inputs)); });
+      outputs = own(*context_, module.path(), TensorLayout::Features, [&] { return next(std::move(inputs)); }, shares_, style_.cut);
     }
     outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Features, style_.output, features());
     return outputs;
@@ -44,12 +44,13 @@ class Column : public nn::Interceptor {
 
 class Row : public nn::Interceptor {
  public:
-  Row(std::shared_ptr<Context> context, const RowParallel& style) : context_(std::move(context)), style_(style) {}
+  Row(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares)
+      : context_(std::move(context)), style_(style), shares_(std::move(shares)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     auto& linear = static_cast<nn::LinearImpl&>(module);
     if (context_->trace && style_.input == TensorLayout::Features) {
-      context_->trace->takes_features(module.path(), inputs[0].toTensor(), linear.weight.size(1));
+      context_->trace->takes_features(module.path(), inputs[0].toTensor(), shares_);
     }
     inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Features);
     const at::Tensor sum = summed(linear, std::move(inputs), next);
@@ -73,6 +74,7 @@ class Row : public nn::Interceptor {
 
   std::shared_ptr<Context> context_;
   RowParallel style_;
+  std::vector<FeatureShare> shares_;
 };
 
 }  // namespace
@@ -91,8 +93,8 @@ std::shared_ptr<nn::Interceptor> column_parallel(std::shared_ptr<Context> contex
   return std::make_shared<Column>(std::move(context), style, std::move(shares));
 }
 
-std::shared_ptr<nn::Interceptor> row_parallel(std::shared_ptr<Context> context, const RowParallel& style) {
-  return std::make_shared<Row>(std::move(context), style);
+std::shared_ptr<nn::Interceptor> row_parallel(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares) {
+  return std::make_shared<Row>(std::move(context), style, std::move(shares));
 }
 
 }  // namespace tessera::tensor_parallel

@@ -20,6 +20,6 @@ void cut_rows(nn::LinearImpl& linear, const FeatureShare& share);
 std::shared_ptr<nn::Interceptor> column_parallel(std::shared_ptr<Context> context, const ColumnParallel& style, std::vector<FeatureShare> shares);
 
 /// y [..., O] = sum over ranks of x [..., I/t] weight[:, part]^T, then the bias.
-std::shared_ptr<nn::Interceptor> row_parallel(std::shared_ptr<Context> context, const RowParallel& style);
+std::shared_ptr<nn::Interceptor> row_parallel(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares);
 
 }  // namespace tessera::tensor_parallel

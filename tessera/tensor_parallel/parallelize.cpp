@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/comm/backends/record.h"
@@ -168,11 +169,11 @@ class Builder {
           "an input that is cut by heads has to come that way from the layers before; leave input = Features");
     check(style.output != TensorLayout::Partial || !linear.bias.defined(),
           "output = Partial would have the bias added once a rank; ask for Replicated or Sequence, or build the layer without bias");
-    const FeatureShare share = cut_of(style.cut, linear.options.in_features())[rank()];
-    if (size() > 1) tensor_parallel::cut_rows(linear, share);
+    auto shares = cut_of(style.cut, linear.options.in_features());
+    if (size() > 1) tensor_parallel::cut_rows(linear, shares[rank()]);
     remember_cut(linear.weight);
     if (style.output == TensorLayout::Sequence) remember(linear.bias, everyone(/*is_term=*/true));
-    return tensor_parallel::row_parallel(context_, style);
+    return tensor_parallel::row_parallel(context_, style, std::move(shares));
   }
 
   std::shared_ptr<nn::Interceptor> make(nn::Module& module, const VocabParallelEmbedding& style) {
@@ -289,6 +290,7 @@ void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPla
   const auto parallel = carry_out(module, plan, context);
   context->trace = std::make_shared<tensor_parallel::LayoutTrace>(module);
   const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView as_written;
   const nn::OperatorScope traced(context->trace);
   forward();
 }

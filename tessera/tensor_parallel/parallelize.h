@@ -46,8 +46,8 @@ std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, co
                                                    const TensorParallelOptions& options = {});
 
 /// Runs `forward` once, on meta and without ranks, with `module` cut over `ranks` of them, and follows the layouts of what goes from layer to layer.
-/// ConfigError for a plan whose pieces do not meet: a layer that takes another layout than it gets, an operator between two of them that has no meaning there.
-/// `module` is on meta; it is cut afterwards, so hand over one that was built for this.
+/// ConfigError for a plan whose pieces do not meet: a layer that takes another layout than it gets, an operator on a part or a term of a sum that has no
+/// meaning there, or of which it is not known how it hands the layout on. `module` is on meta; it is cut afterwards, so hand over one that was built for this.
 ///   check_parallel_plan(*model, 4, plan, [&] { model(tokens); });
 void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPlan& plan, const std::function<void()>& forward);
 

@@ -7,6 +7,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/attention.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/tensor_parallel/regather.h"
@@ -23,7 +25,11 @@ class SequencePart : public nn::Interceptor {
     if (here.seq_len == 0) here.seq_len = context_->sequence;
     here.first_position += chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
     const nn::SampleScope scope(here);
-    const LayoutTrace::ByPosition whole_parameters(context_->trace);
+    // The mask of dropout is that of its positions, whichever operators draw it.
+    if (context_->trace && dynamic_cast<nn::DropoutImpl*>(&module)) {
+      context_->trace->takes(module.path(), inputs[0].toTensor(), TensorLayout::Sequence, cut_of(*context_, inputs[0].toTensor(), TensorLayout::Sequence));
+      return own(*context_, module.path(), TensorLayout::Sequence, [&] { return next(std::move(inputs)); });
+    }
     return next(std::move(inputs));
   }
 
@@ -86,8 +92,10 @@ class Stated : public nn::Interceptor {
   Stated(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& heads) : context_(std::move(context)), style_(style), heads_(heads) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
-    nn::Values outputs = next(std::move(inputs));
-    if (context_->trace) context_->trace->agrees(module.path(), outputs[0].toTensor(), style_.layout);
+    if (!context_->trace) return next(std::move(inputs));
+    nn::Values outputs = dynamic_cast<nn::AttentionCoreImpl*>(&module) ? attended(module, std::move(inputs), next) : next(std::move(inputs));
+    const at::Tensor& output = outputs[0].toTensor();
+    context_->trace->agrees(module.path(), output, style_.layout, style_.layout == TensorLayout::Sequence ? sequence_dim(output) : style_.dim);
     return outputs;
   }
 
@@ -98,6 +106,18 @@ class Stated : public nn::Interceptor {
   }
 
  private:
+  /// What attention of ours does with heads is known, whichever operators it is made of.
+  nn::Values attended(const nn::Module& module, nn::Values inputs, const nn::Next& next) const {
+    LayoutTrace& trace = *context_->trace;
+    Cut cut = trace.takes_heads(module.path(), inputs[0].toTensor(), inputs[1].toTensor(), inputs[2].toTensor());
+    if (!cut.defined()) return next(std::move(inputs));
+    const LayoutTrace::Trusted trusted(context_->trace);
+    nn::Values outputs = next(std::move(inputs));
+    outputs[0] = outputs[0].toTensor().alias();
+    trace.gives(module.path(), outputs[0].toTensor(), TensorLayout::Features, std::move(cut));
+    return outputs;
+  }
+
   std::shared_ptr<Context> context_;
   Gives style_;
   FeatureShare heads_;

@@ -55,7 +55,9 @@ class Head : public nn::Interceptor {
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const bool logits = inputs.size() == 1 || inputs[1].isNone();
     inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Copied);
-    nn::Values outputs = own(*context_, module.path(), logits ? TensorLayout::Features : TensorLayout::Replicated, [&] { return next(std::move(inputs)); });
+    nn::Values outputs = own(
+        *context_, module.path(), logits ? TensorLayout::Features : TensorLayout::Replicated, [&] { return next(std::move(inputs)); },
+        logits ? even_shares(rows_.total, context_->group.size()) : std::vector<FeatureShare>());
     if (logits) {
       outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Features, TensorLayout::Replicated, rows_.total);
     }
