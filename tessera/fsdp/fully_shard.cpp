@@ -185,10 +185,9 @@ class FullyShardedDataParallel::Impl {
     explicit_calls_.leave();
   }
 
-  /// For whoever is about to read slices: what the program has put in the place of parameters is taken in, and a forward that no backward has followed is over.
-  void show_slices() {
-    if (!active() || unsharded_ || step_->driven() || step_->in_backward() || (depth_ && *depth_ > 0)) return;
-    if (step_->running()) step_->leave();
+  /// For whoever is about to read slices: what the program has put in the place of parameters is taken in. Within a step they are whole, and refused by that.
+  void take_in() {
+    if (!active() || unsharded_ || step_->running() || (depth_ && *depth_ > 0)) return;
     for (size_t unit = 0; unit < units_->size(); ++unit) units_->take_in(unit);
   }
 
@@ -348,7 +347,7 @@ void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const {
-  impl_->show_slices();
+  impl_->take_in();
   return nn::unique_parameters(impl_->module());
 }
 comm::Group FullyShardedDataParallel::norm_group() const {
