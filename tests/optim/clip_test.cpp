@@ -124,7 +124,7 @@ TEST(GlobalNorm, SumsColumnsAndSeveralBoxes) {
   draw_gradients(whole, 5);
   const double expected = global_norm(whole).item<double>();
   const auto part = [&](std::vector<Box> boxes) {
-    Slice slice{"p0", {8, 6}, std::move(boxes), {}};
+    Slice slice{"p0", {8, 6}, std::move(boxes)};
     auto tensor = at::zeros(slice.local_shape()).set_requires_grad(true);
     tensor.mutable_grad() = take(whole[0].tensor.grad(), slice).clone();
     nn::set_slice(tensor, slice);
