@@ -47,8 +47,8 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 ///   result  []      fp32; divide by the global count of valid tokens, once, outside
 /// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - target), two
 /// products turn that into the gradients of hidden and weight. So the gradients are ready when the forward pass ends (as in Liger Kernel, arXiv:2410.10989),
-/// and backward hands them over: it can run once. (With in_backward all but the losses is made there.) Under no_grad, or where an input needs no gradient, its products are skipped. Memory at the peak, in bytes,
-/// for chunks of C tokens and a compute dtype of e bytes:
+/// and backward hands them over: it can run once. (With in_backward all but the losses is made there.) Under no_grad, or where an input needs no gradient, its
+/// products are skipped. Memory at the peak, in bytes, for chunks of C tokens and a compute dtype of e bytes:
 ///   C*V*e                                         logits, the only part that grows with the vocabulary and the tokens together
 ///   T*D*size(hidden) + V*D*size(weight)           the two gradients (the second only where it has no place of its own)
 ///   4*(T + 1)                                     losses

@@ -85,7 +85,7 @@ TEST_P(StochasticOptimizer, BitsDoNotDependOnTheCut) {
       parts.push_back(Slice::along("w", shape, dim, begin, size));
     }
   }
-  parts.push_back(elements(Slice::whole("w", shape), 17, 61));                                                                 // begins and ends within rows
+  parts.push_back(elements(Slice::whole("w", shape), 17, 61));                                          // begins and ends within rows
   parts.push_back({.name = "w", .shape = shape, .boxes = {Box{{0, 2}, {9, 3}}, Box{{0, 9}, {9, 2}}}});  // two runs of columns
   for (const Slice& part : parts) {
     const auto own = run(part, 5, at::kFloat);
