@@ -52,7 +52,7 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch) {
       const MemoryScope activations(MemoryCategory::Activations);
       const nn::SampleScope sample({.seed = seed_, .step = batch.step, .first_sample = micro.first_sample, .expected_gradient = scale});
       if (kind == ActionKind::Forward && weights_later) here.later = std::make_shared<nn::WeightGradients>();
-      const nn::LeaveWeightGradients leave(kind == ActionKind::Weights ? nullptr : here.later);
+      const nn::LeaveWeightGradients leave(kind == ActionKind::Forward ? here.later : nullptr);  // recomputation takes it along
       switch (kind) {
         case ActionKind::Forward:
           mark_memory("forward");

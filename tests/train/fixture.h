@@ -75,13 +75,7 @@ class TrainFixture : public ::testing::Test {
       Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
       Stepper stepper(config, mesh, at::kCPU, scope);
-      data::Loader loader(text, {.seq_len = config.data.seq_len,
-                                 .global_size = config.batch.global_size,
-                                 .micro_size = config.batch.micro_size,
-                                 .shuffle = true,
-                                 .seed = static_cast<uint64_t>(*config.data.seed),
-                                 .rank = mesh.rank(mesh_roles(config).batch),
-                                 .ranks = mesh.size(mesh_roles(config).batch)});
+      data::Loader loader(text, loader_options(config, mesh));
       const bool first = ranks.rank() == 0;
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {
