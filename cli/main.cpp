@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/local.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"

@@ -29,10 +29,10 @@ if(TESSERA_CUDA)
   target_compile_options(tessera_kernels_cuda PRIVATE --expt-relaxed-constexpr)
   set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_kernels_cuda)
 
-  # What tells the memory tracker of CUDA's allocator: the one file of core that sees CUDA's headers.
-  add_library(tessera_core_cuda OBJECT ${CMAKE_SOURCE_DIR}/tessera/core/cuda/memory.cpp)
-  target_link_libraries(tessera_core_cuda PRIVATE tessera_base)
-  target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  target_compile_definitions(tessera_core_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)
-  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_core_cuda)
+  # What tells the memory tracker of CUDA's allocator: the one file of that room that sees CUDA's headers.
+  add_library(tessera_memory_cuda OBJECT ${CMAKE_SOURCE_DIR}/tessera/core/cuda/memory.cpp)
+  target_link_libraries(tessera_memory_cuda PRIVATE tessera_base)
+  target_include_directories(tessera_memory_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  target_compile_definitions(tessera_memory_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)
+  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_memory_cuda)
 endif()

@@ -3,14 +3,14 @@
 /// The public surface of tessera. What is not included here may change without notice.
 
 // Errors, configuration, attachments, memory accounting.
+#include "tessera/config/config.h"
 #include "tessera/core/attachment.h"
-#include "tessera/core/config.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
-#include "tessera/core/memory_history.h"
 #include "tessera/core/rng.h"
 #include "tessera/core/version.h"
 #include "tessera/layout/slice.h"
+#include "tessera/memory/history.h"
+#include "tessera/memory/memory.h"
 
 // Fused operators.
 #include "tessera/kernels/attention.h"

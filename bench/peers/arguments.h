@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/bench/sampling.h"
+#include "cli/bench/sampling.h"
 
 /// What the peers written in C++ share: their flags, and the rows that they print as `tessera bench comm --json` does.
 namespace peer {
@@ -15,7 +15,7 @@ namespace peer {
 struct Arguments {
   std::vector<int64_t> bytes{4096};
   int threads = 2;
-  tessera::comm::bench::Limits limits{};
+  tessera::bench::Limits limits{};
 };
 
 /// --bytes 4096,1048576 --threads N --seconds S. Exits with 2 for anything else.
@@ -39,7 +39,7 @@ inline Arguments read_arguments(int argc, char** argv) {
   return arguments;
 }
 
-inline void print_row(const char* op, const char* backend, int64_t bytes, int ranks, const tessera::comm::bench::Timing& timing) {
+inline void print_row(const char* op, const char* backend, int64_t bytes, int ranks, const tessera::bench::Timing& timing) {
   std::printf(R"({"op": "%s", "backend": "%s", "algorithm": "engine", "bytes": %lld, "ranks": %d, "time_us": %.3f, "min_us": %.3f, "calls": %lld})"
               "\n",
               op, backend, static_cast<long long>(bytes), ranks, timing.median_us, timing.min_us, static_cast<long long>(timing.calls));

@@ -1,4 +1,4 @@
-"""torch.distributed.all_reduce over Gloo, in place on fp32, timed as tessera times its own (tessera/comm/bench/sampling.h): PyTorch's own communication on CPU.
+"""torch.distributed.all_reduce over Gloo, in place on fp32, timed as tessera times its own (cli/bench/sampling.h): PyTorch's own communication on CPU.
 
   tools/python bench/peers/gloo_all_reduce.py --ranks 2 --bytes 4096,1048576 --seconds 0.5
 """

@@ -30,7 +30,7 @@ class Team {
  public:
   explicit Team(size_t threads) : barrier_(static_cast<std::ptrdiff_t>(threads)), numbers_(threads) {}
 
-  tessera::comm::bench::Ranks ranks(size_t thread) {
+  tessera::bench::Ranks ranks(size_t thread) {
     return {.barrier = [this] { barrier_.arrive_and_wait(); },
             .slowest =
                 [this, thread](const std::vector<double>& mine) {

@@ -6,7 +6,7 @@
 
 namespace {
 
-using tessera::comm::bench::Ranks;
+using tessera::bench::Ranks;
 
 int64_t checked_sum(std::vector<float>& buffer, int rank, int ranks) {
   for (size_t i = 0; i < buffer.size(); ++i) buffer[i] = static_cast<float>(rank + i % 5);

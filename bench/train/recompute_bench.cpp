@@ -13,9 +13,9 @@
 #include <ATen/ops/randint.h>
 #include <benchmark/benchmark.h>
 
-#include "tessera/core/config.h"
-#include "tessera/core/host_cache.h"
-#include "tessera/core/memory.h"
+#include "tessera/config/config.h"
+#include "tessera/memory/host_cache.h"
+#include "tessera/memory/memory.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/operators.h"

@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
 

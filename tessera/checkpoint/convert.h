@@ -6,7 +6,7 @@
 
 #include <ATen/core/ScalarType.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
 

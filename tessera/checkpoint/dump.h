@@ -5,7 +5,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/group.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
 

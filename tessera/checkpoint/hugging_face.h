@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/checkpoint.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
 

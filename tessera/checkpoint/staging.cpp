@@ -5,7 +5,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::checkpoint {
 namespace {

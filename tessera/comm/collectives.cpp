@@ -11,7 +11,7 @@
 #include "tessera/comm/failure.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 

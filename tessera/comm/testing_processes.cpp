@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
-#include "tessera/comm/stores.h"
+#include "tessera/comm/meeting/stores.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 

@@ -17,7 +17,7 @@ class Store;
 }
 
 namespace tessera {
-struct CommConfig;  // tessera/core/config.h
+struct CommConfig;  // tessera/config/config.h
 }
 
 namespace tessera::comm {

@@ -9,8 +9,8 @@
 #include <ATen/Dispatch.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/core/rng.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 
 namespace tessera {

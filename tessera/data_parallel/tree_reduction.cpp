@@ -13,7 +13,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"

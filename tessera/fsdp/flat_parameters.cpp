@@ -10,7 +10,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/part_storage.h"

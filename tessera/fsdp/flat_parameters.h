@@ -10,9 +10,9 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
-#include "tessera/core/host_link.h"
-#include "tessera/core/memory.h"
 #include "tessera/fsdp/unit_layout.h"
+#include "tessera/memory/host_link.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {

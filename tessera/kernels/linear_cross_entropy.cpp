@@ -14,13 +14,13 @@
 #include <torch/library.h>
 
 #include "tessera/core/host_read.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::kernels {
 

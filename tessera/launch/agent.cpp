@@ -13,7 +13,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/flight_record/flight_record.h"
-#include "tessera/comm/stores.h"
+#include "tessera/comm/meeting/stores.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/link.h"

@@ -5,7 +5,7 @@
 #include <charconv>
 #include <utility>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera::launch {

@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
-#include "tessera/comm/stores.h"
+#include "tessera/comm/meeting/stores.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
 

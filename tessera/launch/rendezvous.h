@@ -7,7 +7,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "tessera/comm/endpoint.h"
+#include "tessera/comm/meeting/endpoint.h"
 #include "tessera/launch/board.h"
 #include "tessera/launch/round.h"
 

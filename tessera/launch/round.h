@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/endpoint.h"
+#include "tessera/comm/meeting/endpoint.h"
 #include "tessera/launch/verdict.h"
 
 /// How agents agree. All that they share is one value, the Round, that lives in a store and changes only by compare-and-set, and one Record per node, that

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "tessera/comm/decorators/inject.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera::launch {

@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera {

@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-struct MeshConfig;  // tessera/core/config.h
+struct MeshConfig;  // tessera/config/config.h
 
 /// Axes and their sizes, slowest-varying first: with {{"dp", 2}, {"tp", 4}} ranks 0-3 are one tp group and ranks 0, 4 one dp group.
 using MeshShape = std::vector<std::pair<std::string, int>>;

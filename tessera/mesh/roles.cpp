@@ -1,6 +1,6 @@
 #include "tessera/mesh/roles.h"
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-struct Config;  // tessera/core/config.h
+struct Config;  // tessera/config/config.h
 
 /// What the axes of a mesh are for, made once from the configuration: whoever needs a group or a size asks for a role, and an axis that is new takes its part
 /// in some of them here.

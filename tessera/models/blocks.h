@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/nn/attention.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/linear.h"

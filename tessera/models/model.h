@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/module.h"
 

@@ -7,7 +7,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"

@@ -7,9 +7,9 @@
 #include <torch/nn/init.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"

@@ -15,7 +15,7 @@
 #include <ATen/ops/isnan.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::nn {
 

@@ -11,8 +11,8 @@
 #include <torch/nn/modules/instancenorm.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/core/rng.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/meta.h"

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 
 namespace tessera {

@@ -7,7 +7,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::nn {
 

@@ -5,7 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {

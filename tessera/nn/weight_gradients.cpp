@@ -5,8 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "tessera/core/memory.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 // The layer's own node of the graph is told nothing of its weight: its backward hands on the input's gradient, and notes what the weight's is made of. Nothing

@@ -6,7 +6,7 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/zeros.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::optim {
 

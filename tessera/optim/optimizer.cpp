@@ -9,7 +9,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/sgd.h"
 

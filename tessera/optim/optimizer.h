@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
 

@@ -7,8 +7,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/core/config.h"
-#include "tessera/core/memory_history.h"
+#include "tessera/config/config.h"
+#include "tessera/memory/history.h"
 
 namespace tessera::plan {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/core/config.h"
-#include "tessera/core/memory_history.h"
+#include "tessera/config/config.h"
+#include "tessera/memory/history.h"
 
 namespace tessera::plan {
 

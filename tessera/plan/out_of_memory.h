@@ -3,8 +3,8 @@
 #include <optional>
 #include <string>
 
-#include "tessera/core/config.h"
-#include "tessera/core/memory_history.h"
+#include "tessera/config/config.h"
+#include "tessera/memory/history.h"
 #include "tessera/plan/fit.h"
 
 namespace tessera::plan {

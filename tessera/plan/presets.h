@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::plan {
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::plan {
 

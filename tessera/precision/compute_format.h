@@ -3,7 +3,7 @@
 #include <c10/core/Device.h>
 
 #include "tessera/comm/group.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera::precision {
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::precision {
 

@@ -7,7 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::precision {
 

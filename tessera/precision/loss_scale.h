@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::precision {

@@ -6,7 +6,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/precision/stochastic_rounding.h"
 
 namespace tessera::precision {

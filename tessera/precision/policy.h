@@ -7,7 +7,7 @@
 #include <c10/core/ScalarType.h>
 #include <torch/nn/module.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/kernels/fp8.h"
 #include "tessera/nn/parameter.h"
 

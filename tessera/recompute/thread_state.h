@@ -8,8 +8,8 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/values.h"
 #include "tessera/nn/weight_gradients.h"

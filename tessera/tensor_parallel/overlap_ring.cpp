@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/layout/slice.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::tensor_parallel {
 namespace {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/config/config.h"
 #include "tessera/core/attachment.h"
-#include "tessera/core/config.h"
 #include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/mesh/mesh.h"

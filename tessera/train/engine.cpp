@@ -6,7 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/stack.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/train/evaluation_mode.h"

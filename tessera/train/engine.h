@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/schedule.h"

@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/train/stepper.h"
 
 namespace tessera {

@@ -9,7 +9,7 @@
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera {
 

@@ -13,7 +13,7 @@
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
-#include "tessera/core/config_defaults.h"
+#include "tessera/config/defaults.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"

@@ -12,7 +12,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/run_lock.h"
 #include "tessera/comm/world.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/data/corpus.h"
 #include "tessera/data/tokenizer.h"
 

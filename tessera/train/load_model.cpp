@@ -4,7 +4,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
-#include "tessera/core/config_missing.h"
+#include "tessera/config/missing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/mesh/mesh.h"

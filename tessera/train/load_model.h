@@ -8,7 +8,7 @@
 
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/comm/group.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/models/model.h"
 #include "tessera/tensor_parallel/parallelize.h"
 

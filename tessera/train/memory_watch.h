@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "tessera/core/attachment.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/operators.h"
 #include "tessera/train/compose.h"
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "tessera/core/memory_history.h"
+#include "tessera/memory/history.h"
 
 namespace tessera {
 

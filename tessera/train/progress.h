@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/comm/world.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/nn/bucket_plan.h"
 

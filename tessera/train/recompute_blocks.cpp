@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "tessera/config/config.h"
 #include "tessera/core/attachment.h"
-#include "tessera/core/config.h"
 #include "tessera/models/model.h"
 
 namespace tessera {

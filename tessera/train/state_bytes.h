@@ -1,6 +1,6 @@
 #pragma once
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera {
 

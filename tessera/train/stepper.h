@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "tessera/core/attachment.h"
-#include "tessera/core/host_cache.h"
-#include "tessera/core/memory_history.h"
 #include "tessera/data/loader.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/memory/history.h"
+#include "tessera/memory/host_cache.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"

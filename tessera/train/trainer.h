@@ -11,7 +11,7 @@
 
 #include "tessera/checkpoint/saver.h"
 #include "tessera/comm/world.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/train/inputs.h"

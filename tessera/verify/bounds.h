@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 
 namespace tessera {
 

@@ -10,8 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/comm/world.h"
+#include "tessera/config/config.h"
 #include "tessera/core/attachment.h"
-#include "tessera/core/config.h"
 #include "tessera/train/compose.h"
 
 namespace tessera {

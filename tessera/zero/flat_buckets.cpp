@@ -6,7 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/TensorImpl.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/part_storage.h"
 

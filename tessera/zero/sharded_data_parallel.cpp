@@ -12,7 +12,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/names.h"

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "tessera/core/config_defaults.h"
+#include "tessera/config/defaults.h"
 #include "tessera/core/error.h"
 
 namespace tessera::checkpoint {

@@ -9,7 +9,7 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::checkpoint {
 namespace {

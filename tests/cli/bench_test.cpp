@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
-#include "cli/bench_plot.h"
-#include "cli/bench_rows.h"
+#include "cli/bench/plot.h"
+#include "cli/bench/rows.h"
 #include "tessera/core/error.h"
 
 namespace tessera::cli {

@@ -14,8 +14,8 @@
 #include "tessera/comm/decorators/standard.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/core/rng.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 namespace {

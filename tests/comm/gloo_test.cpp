@@ -7,8 +7,8 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
-#include "tessera/comm/network.h"
-#include "tessera/comm/rendezvous.h"
+#include "tessera/comm/meeting/network.h"
+#include "tessera/comm/meeting/rendezvous.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 

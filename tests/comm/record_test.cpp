@@ -9,7 +9,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/comm/traffic.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 namespace {

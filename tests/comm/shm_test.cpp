@@ -11,7 +11,7 @@
 #include "tessera/comm/engine.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 namespace {

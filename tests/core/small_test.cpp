@@ -11,7 +11,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/hash.h"
-#include "tessera/core/host_memory.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/core/svg.h"
@@ -23,11 +22,6 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-TEST(HostMemory, IsThatOfAMachine) {
-  EXPECT_GT(host_memory_bytes(), int64_t{1} << 28);
-  EXPECT_LT(host_memory_bytes(), int64_t{1} << 48);
-}
 
 TEST(Format, Bytes) {
   EXPECT_EQ(format_bytes(0), "0 B");

@@ -1,9 +1,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "tessera/core/memory.h"
-#include "tessera/core/memory_history.h"
 #include "tessera/data/tokenizer.h"
+#include "tessera/memory/history.h"
+#include "tessera/memory/memory.h"
 #include "tests/data/files.h"
 
 namespace tessera::data {

@@ -5,7 +5,7 @@
 #include "support.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
 
 namespace tessera {

@@ -6,8 +6,8 @@
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
-#include "tessera/core/memory.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/head.h"

@@ -4,7 +4,7 @@
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera {
 namespace {

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 
 #include "support.h"
-#include "tessera/core/memory.h"
-#include "tessera/core/memory_history.h"
+#include "tessera/memory/history.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera {
 namespace {

@@ -1,8 +1,8 @@
 #include "tessera/kernels/attention.h"
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/reference.h"
+#include "tessera/memory/memory.h"
 #include "tests/kernels/support.h"
 
 namespace tessera::kernels {

@@ -1,6 +1,6 @@
 // A dry run has to allocate what a real run allocates, to the byte: every operator of a training step is run on the CPU and on meta under a tracker each.
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/dropout.h"

@@ -2,9 +2,9 @@
 #include "tessera/kernels/products.h"
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/memory/memory.h"
 #include "tests/kernels/support.h"
 
 namespace tessera::kernels {

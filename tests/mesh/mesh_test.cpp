@@ -7,7 +7,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
 namespace tessera {

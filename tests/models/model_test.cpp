@@ -7,8 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/memory/memory.h"
 #include "tessera/models/flops.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/parameter.h"

@@ -7,8 +7,8 @@
 
 #include <ATen/ATen.h>
 
-#include "tessera/core/memory.h"
 #include "tessera/layout/slice.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera::testing_support {

@@ -7,7 +7,7 @@
 #include <torch/nn/modules/normalization.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/sample_scope.h"

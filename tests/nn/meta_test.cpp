@@ -14,7 +14,7 @@
 #include <torch/nn/modules/transformerlayer.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/gradient_dispatcher.h"

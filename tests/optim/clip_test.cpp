@@ -7,7 +7,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tests/optim/parameters.h"
 
 namespace tessera::optim {

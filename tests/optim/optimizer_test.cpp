@@ -6,7 +6,7 @@
 #include <torch/optim/sgd.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/sgd.h"
 #include "tests/optim/parameters.h"

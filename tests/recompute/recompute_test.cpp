@@ -9,7 +9,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/any.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tests/recompute/net.h"

@@ -3,8 +3,8 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
 #include "tessera/kernels/fp8.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
 #include "tessera/nn/layers.h"

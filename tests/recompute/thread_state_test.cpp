@@ -9,8 +9,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/functional/dropout.h>
 
-#include "tessera/core/memory.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/memory/memory.h"
 #include "tessera/recompute/recompute.h"
 #include "tests/recompute/net.h"
 

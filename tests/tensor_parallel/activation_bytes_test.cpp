@@ -2,7 +2,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/linear.h"

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "tessera/comm/testing.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/data/corpus.h"
 #include "tessera/data/loader.h"
 #include "tessera/data/tokenizer.h"

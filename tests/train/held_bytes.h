@@ -1,8 +1,8 @@
 #pragma once
 
 #include "tessera/comm/testing.h"
-#include "tessera/core/memory_history.h"
 #include "tessera/data/loader.h"
+#include "tessera/memory/history.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
 #include "tessera/train/state_bytes.h"

@@ -7,9 +7,9 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
-#include "tessera/core/memory.h"
 #include "tessera/core/svg.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/linear.h"
 #include "tessera/optim/adamw.h"

@@ -14,7 +14,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/layout/slice.h"
 #include "tessera/models/model.h"
 #include "tessera/models/parallel_plans.h"

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/meta.h"
 #include "tests/zero/support.h"

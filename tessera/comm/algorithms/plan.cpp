@@ -6,7 +6,7 @@
 #include <fmt/ranges.h>
 
 #include "tessera/comm/algorithms/families.h"
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 

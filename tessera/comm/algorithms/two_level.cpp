@@ -2,7 +2,7 @@
 #include <functional>
 
 #include "tessera/comm/algorithms/families.h"
-#include "tessera/comm/hosts.h"
+#include "tessera/comm/meeting/hosts.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 

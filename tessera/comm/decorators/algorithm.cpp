@@ -10,7 +10,7 @@
 #include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
-#include "tessera/comm/hosts.h"
+#include "tessera/comm/meeting/hosts.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 

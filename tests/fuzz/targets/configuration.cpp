@@ -1,4 +1,4 @@
-#include "tessera/core/config.h"
+#include "tessera/config/config.h"
 #include "tests/fuzz/target.h"
 
 /// A TOML file, and behind a zero byte what --set gives, one a line. What is read is written and read again as the same; every rule can be asked.

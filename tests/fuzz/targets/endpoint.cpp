@@ -1,4 +1,4 @@
-#include "tessera/comm/endpoint.h"
+#include "tessera/comm/meeting/endpoint.h"
 
 #include "tests/fuzz/target.h"
 

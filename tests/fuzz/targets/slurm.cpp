@@ -1,4 +1,4 @@
-#include "tessera/comm/slurm.h"
+#include "tessera/comm/meeting/slurm.h"
 
 #include "tests/fuzz/target.h"
 

@@ -4,7 +4,7 @@
 
 #include "tessera/comm/backends/shm/core/event.h"
 #include "tessera/core/error.h"
-#include "tessera/core/memory.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 namespace {

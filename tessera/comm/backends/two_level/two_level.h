@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "tessera/comm/group.h"
-#include "tessera/comm/hosts.h"
+#include "tessera/comm/meeting/hosts.h"
 
 namespace tessera::comm {
 

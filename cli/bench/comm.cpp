@@ -1,0 +1,234 @@
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "cli/bench/bench.h"
+#include "cli/bench/measure.h"
+#include "cli/bench/plot.h"
+#include "cli/bench/rows.h"
+#include "cli/common.h"
+#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/table.h"
+#include "tessera/comm/backends/factory.h"
+#include "tessera/comm/engine.h"
+#include "tessera/comm/world.h"
+#include "tessera/config/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/log.h"
+
+namespace tessera::cli {
+namespace {
+
+using bench::Buffers;
+using bench::Workload;
+
+constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32", at::kFloat},
+                                                                        {"fp64", at::kDouble},
+                                                                        {"bf16", at::kBFloat16},
+                                                                        {"fp16", at::kHalf},
+                                                                        {"int64", at::kLong},
+                                                                        {"int32", at::kInt},
+                                                                        {"int16", at::kShort},
+                                                                        {"int8", at::kChar},
+                                                                        {"uint8", at::kByte}}};
+
+/// What the flags come to, after every check that needs no process.
+struct Plan {
+  std::vector<std::string> ops, backends, algorithms;
+  std::vector<int64_t> bytes;
+  at::ScalarType dtype = at::kFloat;
+  Buffers buffers = Buffers::Plain;
+  bench::Limits limits{};
+  int nproc = 2;
+};
+
+std::string listed(const std::vector<std::string>& names) { return fmt::format("{}", fmt::join(names, ", ")); }
+
+const std::vector<std::string> everything{"all"};
+
+/// "all", or names out of `known`.
+std::vector<std::string> chosen(const char* knob, const std::vector<std::string>& asked, const std::vector<std::string>& known) {
+  if (asked == everything) return known;
+  for (const auto& name : asked) require_known(knob, name, known);
+  return asked;
+}
+
+std::vector<std::string> chosen_backends(const std::vector<std::string>& asked) {
+  auto chosen_ones = chosen("--backend", asked, comm::engine_names());
+  if (asked != chosen_ones) std::erase(chosen_ones, "auto");  // all: it is one of the others
+  return chosen_ones;
+}
+
+/// The engine's own algorithm serves every operation, another one those that have it.
+bool serves(const std::string& algorithm, const std::string& op) { return algorithm == comm::kEngineAlgorithm || comm::has_algorithm(op, algorithm); }
+
+/// "engine", and the algorithms that one of `ops` has.
+std::vector<std::string> algorithms_of(const std::vector<std::string>& ops) {
+  std::vector<std::string> names{std::string(comm::kEngineAlgorithm)};
+  for (const auto& name : comm::algorithm_names()) {
+    if (std::ranges::any_of(ops, [&](const auto& op) { return serves(name, op); })) names.push_back(name);
+  }
+  return names;
+}
+
+std::vector<std::string> chosen_algorithms(const std::vector<std::string>& asked, const std::vector<std::string>& ops) {
+  if (asked == everything) return algorithms_of(ops);
+  for (const auto& name : asked) {  // "two_level:ring:ring" is in no list, but may serve
+    if (std::ranges::none_of(ops, [&](const auto& op) { return serves(name, op); })) refuse_unknown("--algorithm", name, algorithms_of(ops));
+  }
+  return asked;
+}
+
+at::ScalarType read_dtype(const std::string& asked) {
+  std::vector<std::string> names;
+  for (const auto& [name, dtype] : dtypes) {
+    if (asked == name) return dtype;
+    names.emplace_back(name);
+  }
+  refuse_unknown("--dtype", asked, names);
+}
+
+/// Every check that needs no process.
+Plan read_plan(const BenchCommFlags& flags) {
+  Plan plan;
+  plan.ops = chosen("--op", flags.ops, bench::operation_names());
+  plan.backends = chosen_backends(flags.backends);
+  plan.algorithms = chosen_algorithms(flags.algorithms, plan.ops);
+  plan.dtype = read_dtype(flags.dtype);
+  const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
+  for (const auto& text : flags.bytes) {
+    plan.bytes.push_back(parse_bytes("--bytes", text));
+    require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
+            " bytes of an element; give one, or another --dtype than ", flags.dtype);
+  }
+  require_known("--buffer", flags.buffers, {"plain", "shared"});
+  plan.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
+  check_limits(flags.seconds, flags.iterations);
+  check_output_file("--table", flags.table);
+  check_output_file("--svg", flags.svg);
+  plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
+  plan.nproc = bench_ranks(flags.nproc);
+  if (comm::read_environment().launched) {
+    require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
+            ": ranks that a launcher started measure one of each; name one, or run without the launcher");
+  } else {
+    check_launchers(plan.backends);
+  }
+  return plan;
+}
+
+void write_lines(std::FILE* file, const std::vector<Row>& rows) {
+  for (const Row& row : rows) std::fprintf(file, "%s\n", nlohmann::json(row).dump().c_str());
+  std::fflush(file);
+}
+
+void write_table(const std::string& file, const std::vector<Row>& rows) {
+  std::vector<comm::TableRow> table;
+  for (const Row& row : rows) {
+    if (comm::algorithms_for(row.op).empty()) continue;  // messages between two ranks: nothing to choose
+    table.push_back(
+        {.op = row.op, .backend = row.backend, .algorithm = row.algorithm, .bytes = row.bytes, .ranks = row.ranks, .time_us = row.timing.median_us});
+  }
+  comm::write_table(file, table);
+}
+
+/// All rows, in the order of operations and sizes, and what is wanted of them.
+void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> rows) {
+  for (Row& row : rows) {  // the best link that any algorithm's run over the same backend saw
+    for (const Row& other : rows) {
+      if (other.backend == row.backend) row.link_bandwidth = std::max(row.link_bandwidth, other.link_bandwidth);
+    }
+  }
+  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(plan.ops, row.op) - plan.ops.begin(), row.bytes); };
+  std::ranges::stable_sort(rows, {}, place);
+  if (flags.json) {
+    write_lines(stdout, rows);
+  } else {
+    std::fputs(format_table(rows).c_str(), stdout);
+  }
+  if (!flags.table.empty()) write_table(flags.table, rows);
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, plot(rows));
+}
+
+/// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
+std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
+  std::vector<Row> rows;
+  world.guard([&] {
+    const auto group = world.group();
+    const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
+    const auto name = group.engine()->name();
+    for (const auto& op : plan.ops) {
+      if (!serves(algorithm, op)) continue;
+      for (const int64_t bytes : plan.bytes) {
+        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers});
+        workload.check();
+        const auto timing = bench::measure(group, [&] { workload.run(); }, plan.limits);
+        rows.push_back({.op = op,
+                        .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
+                        .algorithm = algorithm,
+                        .dtype = flags.dtype,
+                        .buffers = flags.buffers,
+                        .bytes = bytes,
+                        .whole_bytes = workload.whole_bytes(),
+                        .ranks = group.size(),
+                        .timing = timing,
+                        .link_bandwidth = link});
+      }
+    }
+  });
+  return rows;
+}
+
+/// The same in copies of this command on this host, behind those in `rows`. Returns the exit code.
+int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm, std::vector<Row>& rows) {
+  std::vector<std::string> command{"bench", "comm"};
+  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
+  add("--op", fmt::format("{}", fmt::join(flags.ops, ",")));
+  add("--backend", backend);
+  add("--algorithm", algorithm);
+  add("--bytes", fmt::format("{}", fmt::join(flags.bytes, ",")));
+  add("--dtype", flags.dtype);
+  add("--buffer", flags.buffers);
+  add("--seconds", format_float(flags.seconds));
+  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
+  if (!flags.interface.empty()) add("--interface", flags.interface);
+  std::vector<std::string> lines;
+  if (const int exit_code = rows_of_copies(plan.nproc, backend, std::move(command), lines); exit_code != 0) return exit_code;
+  for (const auto& line : lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
+  return 0;
+}
+
+}  // namespace
+
+int bench_comm(const BenchCommFlags& flags) {
+  const Plan plan = read_plan(flags);
+  if (comm::read_environment().launched) {
+    const auto rows = measure_here(flags, plan, plan.backends.front(), plan.algorithms.front());
+    if (comm::read_environment().rank != 0) return 0;
+    if (flags.rows.empty()) {
+      present(flags, plan, rows);
+    } else {
+      std::string lines;
+      for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
+      write_file("--rows", flags.rows, lines);
+    }
+    return 0;
+  }
+  std::vector<Row> rows;
+  for (const auto& backend : plan.backends) {
+    for (const auto& algorithm : plan.algorithms) {
+      log().info("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm);
+      if (const int exit_code = measure_in_copies(flags, plan, backend, algorithm, rows); exit_code != 0) return exit_code;
+    }
+  }
+  present(flags, plan, std::move(rows));
+  return 0;
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,38 @@
+#include "cli/bench/measure.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "cli/bench/workload.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+
+namespace tessera::bench {
+
+Timing measure(const comm::Group& group, const std::function<void()>& call, const Limits& limits) {
+  invariant(group.size() > 1, "a group of one has nothing to measure");
+  const Ranks ranks{.barrier = [&] { barrier(group); },
+                    .slowest =
+                        [&](const std::vector<double>& mine) {
+                          const auto numbers = at::tensor(mine, at::kDouble);
+                          all_reduce(group, numbers, comm::Op::Max);
+                          return std::vector<double>(numbers.data_ptr<double>(), numbers.data_ptr<double>() + numbers.numel());
+                        }};
+  return measure(ranks, call, limits);
+}
+
+double measure_link(const comm::Group& group, const Limits& limits) {
+  double best = 0;
+  for (const char* op : {"send", "send_recv"}) {
+    for (const int64_t bytes : {int64_t{256} << 10, int64_t{1} << 20, int64_t{4} << 20, int64_t{16} << 20}) {
+      Workload messages(group, {.op = op, .bytes = bytes});
+      const auto timing = measure(group, [&] { messages.run(); }, limits);
+      best = std::max(best, static_cast<double>(bytes) / (timing.median_us * 1e-6));
+    }
+  }
+  return best;
+}
+
+}  // namespace tessera::bench

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <functional>
+
+#include "cli/bench/sampling.h"
+#include "tessera/comm/group.h"
+
+namespace tessera::bench {
+
+/// Times `call` on all ranks of the group, as sampling.h says. Collective: every rank's `call` must run the same collectives. Throws InternalError for
+/// a group of one.
+Timing measure(const comm::Group& group, const std::function<void()>& call, const Limits& limits);
+
+/// The best bandwidth between two ranks, in bytes per second and direction: messages of 256 KiB to 16 MiB, from rank 0 to rank 1 alone and from each
+/// rank to the next at once; the best of all. Collective. What a collective's bus bandwidth is held against.
+double measure_link(const comm::Group& group, const Limits& limits);
+
+}  // namespace tessera::bench

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "tessera/config/config.h"
+
+/// Shared by the parser, the writer and the rules of the configuration.
+namespace tessera::detail {
+
+/// "a, b" -> {"a", "b"}
+std::vector<std::string> split_choices(std::string_view choices);
+
+/// A TOML basic string.
+std::string quoted(std::string_view text);
+
+bool is_utf8(const std::string& text);
+
+template <class T>
+struct is_optional : std::false_type {};
+template <class T>
+struct is_optional<std::optional<T>> : std::true_type {};
+
+/// The value of "section.key" as to_toml() writes it; nothing where it is not set.
+std::optional<std::string> value_text(const Config& config, const std::string& key);
+
+/// The rules of precision.*, alone and beside other sections. Throws ConfigError.
+void validate_precision(const Config& config);
+
+/// A field's type in messages and documentation.
+template <class T>
+constexpr std::string_view type_name() {
+  if constexpr (is_optional<T>::value) {
+    return type_name<typename T::value_type>();
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return "true or false";
+  } else if constexpr (std::is_integral_v<T>) {
+    return "an integer";
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return "a number";
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return "a string";
+  } else if constexpr (std::is_same_v<T, Betas>) {
+    return "a list of two numbers";
+  } else {
+    static_assert(std::is_same_v<T, std::vector<std::string>>);
+    return "a list of strings";
+  }
+}
+
+}  // namespace tessera::detail

@@ -1,0 +1,57 @@
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tessera/config/config.h"
+#include "tessera/config/detail.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+/// Settings that mean something only beside another.
+struct Dependence {
+  bool idle;  ///< they mean nothing
+  std::string reason;
+  std::vector<std::string> keys;
+};
+
+std::vector<Dependence> dependences(const Config& config, int world_size) {
+  const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
+  const auto& [optim, checkpoint, zero] = std::tie(config.optim, config.checkpoint, config.zero);
+  return {
+      {optim.name != "sgd", with("optim.name", optim.name), {"optim.momentum"}},
+      {optim.name == "sgd", with("optim.name", optim.name), {"optim.betas", "optim.eps"}},
+      {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
+      {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
+      {checkpoint.dir.empty() || !checkpoint.async, "without checkpoint.async", {"checkpoint.staging_bytes"}},
+      {checkpoint.resume.empty(), "without checkpoint.resume", {"checkpoint.partial"}},
+      {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules"}},
+      {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
+      {zero.stage < 2, with("zero.stage", zero.stage), {"zero.accumulate"}},
+      {config.mesh.pp == 1, "with mesh.pp = 1", {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages"}},
+      {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method"}},
+      {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
+      {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},
+      {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
+      {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
+  };
+}
+
+}  // namespace
+
+std::vector<std::string> settings_without_effect(const Config& config, int world_size) {
+  const Config defaults;
+  std::vector<std::string> idle;
+  for (const auto& dependence : dependences(config, world_size)) {
+    if (!dependence.idle) continue;
+    for (const auto& key : dependence.keys) {
+      const auto value = detail::value_text(config, key);
+      if (!config.given.contains(key) || value == detail::value_text(defaults, key)) continue;
+      idle.push_back(detail::concat(key, " = ", value.value_or(""), ": has no effect ", dependence.reason));
+    }
+  }
+  return idle;
+}
+
+}  // namespace tessera

@@ -1,0 +1,46 @@
+#include "tessera/config/missing.h"
+
+#include <algorithm>
+
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+/// A setting: refused unless it is not set, or its value is one of `present`.
+struct Setting {
+  std::string key;
+  std::string value;
+  std::vector<std::string> present;
+  std::string technique;
+};
+
+std::string text(int value) { return std::to_string(value); }
+
+}  // namespace
+
+void refuse_missing_techniques(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
+  const auto axis = [&](const std::string& name) {
+    return text(std::find_if(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == name; })->second);
+  };
+  const auto& offload = config.offload;
+  const std::vector<Setting> settings = {
+      {"mesh.pp", axis("pp"), {"1"}, "pipeline parallelism"},
+      {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
+      {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
+      {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},
+      {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},
+      {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
+      {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
+      {"offload.activations", offload.activations, {"device"}, "offloading activations"},
+      {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
+  };
+  for (const auto& [key, value, present, technique] : settings) {
+    if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;
+    std::string way_out;
+    for (const auto& choice : present) way_out += (way_out.empty() ? "" : " or ") + choice;
+    throw ConfigError(key + " = " + value + ": " + technique + " is not part of this build; set " + key + " = " + way_out);
+  }
+}
+
+}  // namespace tessera

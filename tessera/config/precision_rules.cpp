@@ -1,0 +1,83 @@
+#include <cmath>
+#include <set>
+#include <tuple>
+
+#include "tessera/config/detail.h"
+#include "tessera/core/error.h"
+
+namespace tessera::detail {
+namespace {
+
+void stored_as(const std::string& key, const std::string& dtype, const std::string& what) {
+  require(dtype != "tf32" && dtype != "fp8", key, " = ", dtype, ": ", dtype, " is a format of matrix products, and ", what, " one of fp32, bf16, fp16; set ",
+          key, " to one of them, and precision.compute = ", dtype);
+}
+
+/// Weights, and the copy that the optimizer updates.
+void validate_weights(const PrecisionConfig& precision) {
+  const auto& [params, compute, master] = std::tie(precision.params, precision.compute, precision.master);
+  stored_as("precision.params", params, "parameters are kept in");
+  stored_as("precision.master", master, "masters are kept in");
+  require(master == "fp32" || params != "fp32", "precision.master = ", master,
+          ": a copy narrower than the parameters (precision.params = fp32) would lose what they hold; set precision.master = fp32");
+  require(master == "fp32" || master == "bf16", "precision.master = ", master,
+          ": updates are rounded stochastically in bf16 only; set precision.master = fp32, or precision.params and precision.master = bf16");
+  require(master == "fp32" || params == master, "precision.master = ", master, ": precision.params = ", params,
+          "; without an fp32 copy both are the same tensor; set precision.master = fp32 or ", params);
+  require(params != "fp16" || compute != "auto", "precision.compute = auto: becomes bf16 or fp32 by the machine, and precision.params = fp16 would be rounded ",
+          "twice in bf16; set precision.compute = fp16, or precision.params = fp32 or bf16");
+  const bool other_half = (params == "bf16" && compute == "fp16") || (params == "fp16" && (compute == "bf16" || compute == "fp8"));
+  require(!other_half, "precision.compute = ", compute, ": precision.params = ", params,
+          " would be rounded twice, to formats that do not hold each other; set ", "precision.params = fp32, or one 16-bit format for both");
+}
+
+/// The head multiplies 16-bit weights by their own format, or widens them to fp32 where that is bf16.
+void validate_head(const Config& config) {
+  const auto& [params, compute] = std::tie(config.precision.params, config.precision.compute);
+  require(params != "fp16" || compute == "fp16" || config.run.kernels == "reference", "precision.params = fp16: no fused kernel multiplies such weights with ",
+          "precision.compute = ", compute, "; set precision.compute = fp16, precision.params = fp32 or bf16, or run.kernels = reference");
+}
+
+void validate_reduce(const Config& config) {
+  const auto& precision = config.precision;
+  const auto& reduce = precision.reduce;
+  stored_as("precision.reduce", reduce, "gradients cross the network in");
+  if (reduce == "fp32") return;
+  require(precision.params == "fp32" || precision.params == reduce, "precision.reduce = ", reduce, ": precision.params = ", precision.params,
+          " have gradients of another 16-bit format; set precision.reduce = fp32 or ", precision.params);
+  require(config.comm.compression == "none" || config.comm.compression == reduce, "comm.compression = ", config.comm.compression,
+          ": precision.reduce = ", reduce, " says otherwise how gradients cross the network; set one of them alone");
+  require(!config.run.deterministic, "precision.reduce = ", reduce,
+          ": run.deterministic adds whole gradients in a tree that is the same for every number of ranks; set precision.reduce = fp32, or run.deterministic = "
+          "false");
+}
+
+void validate_loss_scale(const Config& config) {
+  const auto& precision = config.precision;
+  const auto& scale = precision.loss_scale;
+  require(precision.growth_steps >= 1, "precision.growth_steps = ", precision.growth_steps, ": expected at least 1; set precision.growth_steps");
+  require(precision.max_skips >= 1, "precision.max_skips = ", precision.max_skips, ": expected at least 1; set precision.max_skips");
+  if (scale == "none") return;
+  if (scale != "dynamic") {
+    const double factor = std::stod(scale);
+    require(std::isfinite(factor) && factor > 0, "precision.loss_scale = ", scale, ": expected a positive number, dynamic or none");
+  }
+  const std::set<std::string> dtypes{precision.params, precision.compute, precision.reduce, config.comm.compression};
+  require(dtypes.contains("fp16"), "precision.loss_scale = ", scale,
+          ": gradients are scaled against the underflow of fp16, and neither precision.params = ", precision.params,
+          " nor precision.compute = ", precision.compute, " nor precision.reduce = ", precision.reduce,
+          " needs that: fp32, tf32 and bf16 have the range, fp8 products find their scales themselves; set precision.loss_scale = none");
+  require(config.comm.compression != "powersgd", "precision.loss_scale = ", scale,
+          ": comm.compression = powersgd carries what it did not send into later steps, and would never get rid of an overflow; set comm.compression = none");
+}
+
+}  // namespace
+
+void validate_precision(const Config& config) {
+  validate_weights(config.precision);
+  validate_head(config);
+  validate_reduce(config);
+  validate_loss_scale(config);
+}
+
+}  // namespace tessera::detail

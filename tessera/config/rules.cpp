@@ -1,0 +1,310 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+
+#include "tessera/config/config.h"
+#include "tessera/config/detail.h"
+#include "tessera/config/missing.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/temporary_place.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t byte_vocabulary = 256;
+
+bool is_rotary(const ModelConfig& model) { return model.family == "llama" || model.family == "mixtral"; }
+bool has_attention(const ModelConfig& model) { return model.family != "mlp"; }
+
+int64_t default_ffn_dim(const ModelConfig& model) {
+  if (!is_rotary(model)) return 4 * model.dim;
+  constexpr int64_t multiple = 64;
+  return (8 * model.dim / 3 + multiple - 1) / multiple * multiple;
+}
+
+std::string default_cache_dir() {
+  namespace fs = std::filesystem;
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  if (cache && *cache) return (fs::path(cache) / "tessera").string();
+  const char* home = std::getenv("HOME");
+  if (home && *home) return (fs::path(home) / ".cache" / "tessera").string();
+  const TemporaryPlace place = temporary_place();
+  std::error_code ignored;
+  if (!fs::is_directory(place.folder, ignored)) place.refuse("there is no such folder", "say with data.cache_dir where packed texts go");
+  return (place.folder / "tessera").string();
+}
+
+void at_least(const std::string& key, int64_t value, int64_t least) {
+  require(value >= least, key, " = ", value, ": expected at least ", least, "; set ", key);
+}
+
+/// Sizes are multiplied, two at a time and with the number of ranks: more than this each could leave 64 bits.
+void check_sizes(const Config& config) {
+  constexpr int64_t most = 1'000'000'000;
+  const auto check = [&](const std::string& key, int64_t size) {
+    require(size >= -most && size <= most, key, " = ", size, ": expected at most ", most, "; set ", key);
+  };
+  ModelConfig::for_each_field(config.model, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
+    using Field = std::decay_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, int64_t>) check(std::string("model.") + name, field);
+    if constexpr (std::is_same_v<Field, std::optional<int64_t>>) check(std::string("model.") + name, field.value_or(0));
+  });
+  check("data.seq_len", config.data.seq_len);
+  check("batch.global_size", config.batch.global_size);
+  check("batch.micro_size", config.batch.micro_size);
+}
+
+/// A path is absolute by now, so its folder may hold what nobody wrote. A checkpoint keeps the configuration as JSON, which is UTF-8: no step could be saved.
+void check_text(const Config& config) {
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
+      const auto check = [&](const std::string& text) {
+        require(detail::is_utf8(text), section, ".", name, " = ", text, ": is not UTF-8, and neither log.dir/config.toml nor a checkpoint could keep it; ",
+                "rename the file or folder that is not, or work in another folder");
+      };
+      using Field = std::decay_t<decltype(field)>;
+      if constexpr (std::is_same_v<Field, std::string>) check(field);
+      if constexpr (std::is_same_v<Field, std::vector<std::string>>) std::ranges::for_each(field, check);
+    });
+  });
+}
+
+void validate_model(const ModelConfig& model) {
+  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mlp, or give model.from_hf");
+  at_least("model.dim", model.dim, 1);
+  at_least("model.layers", model.layers, 1);
+  constexpr int64_t most_layers = 100'000;  // each is a module of its own, also where nothing but shapes is built
+  require(model.layers <= most_layers, "model.layers = ", model.layers, ": expected at most ", most_layers, "; set model.layers");
+  at_least("model.vocab_size", model.vocab_size, 1);
+  at_least("model.ffn_dim", model.ffn_dim.value_or(0), 1);
+  if (model.max_seq_len) at_least("model.max_seq_len", *model.max_seq_len, 1);  // unset: data.seq_len, which it follows, is to blame
+  require(model.dropout >= 0 && model.dropout < 1, "model.dropout = ", model.dropout, ": expected a probability from 0 to below 1");
+  require(model.norm_eps > 0, "model.norm_eps = ", model.norm_eps, ": expected a positive number, such as 1e-5");
+  require(model.rope_theta > 0, "model.rope_theta = ", model.rope_theta, ": expected a positive number, such as 10000");
+  if (has_attention(model)) {
+    at_least("model.heads", model.heads, 1);
+    const int64_t kv_heads = model.kv_heads.value_or(model.heads);
+    at_least("model.kv_heads", kv_heads, 1);
+    require(model.dim % model.heads == 0, "model.heads = ", model.heads, ": must divide model.dim = ", model.dim, "; set model.heads to a divisor");
+    require(model.heads % kv_heads == 0, "model.kv_heads = ", kv_heads, ": must divide model.heads = ", model.heads, "; set model.kv_heads to a divisor");
+    require(model.family != "gpt2" || kv_heads == model.heads, "model.kv_heads = ", kv_heads,
+            ": gpt2 has one key head per query head; leave model.kv_heads out");
+    require(!is_rotary(model) || model.dim / model.heads % 2 == 0, "model.heads = ", model.heads,
+            ": rotary embedding needs an even head size, and model.dim / model.heads is ", model.dim / model.heads, "; change model.dim or model.heads");
+  }
+  if (model.family == "mixtral") {
+    at_least("model.experts", model.experts, 1);
+    require(model.experts_per_token >= 1 && model.experts_per_token <= model.experts, "model.experts_per_token = ", model.experts_per_token,
+            ": expected 1 to model.experts = ", model.experts);
+  } else {
+    require(model.experts == 0 && model.experts_per_token == 0, "model.experts = ", model.experts, ", model.experts_per_token = ", model.experts_per_token,
+            ": model.family = ", model.family, " has no experts; leave both out");
+  }
+}
+
+void validate_data(const Config& config, Purpose purpose) {
+  const auto& data = config.data;
+  at_least("data.seq_len", data.seq_len, 1);
+  at_least("model.max_seq_len", config.model.max_seq_len.value_or(0), 1);
+  require(data.seq_len <= *config.model.max_seq_len, "data.seq_len = ", data.seq_len, ": longer than model.max_seq_len = ", *config.model.max_seq_len,
+          "; lower data.seq_len or raise model.max_seq_len");
+  require(!data.tokenizer.empty(), "data.tokenizer is empty: set it to byte, or to a SentencePiece .model file");
+  require(data.tokenizer != "byte" || config.model.vocab_size >= byte_vocabulary, "model.vocab_size = ", config.model.vocab_size, ": the byte tokenizer has ",
+          byte_vocabulary, " ids; set model.vocab_size to at least that");
+  at_least("data.seed", data.seed.value_or(config.run.seed), 0);
+  if (purpose == Purpose::Plan) return;
+  require(!data.files.empty(), "data.files is not set: name the training text, such as data.files = [\"corpus.txt\"]");
+  for (const auto& file : data.files) require(!file.empty(), "data.files holds an empty name: name the training text");
+  require(config.run.validate_every == 0 || !data.validation_files.empty(), "run.validate_every = ", config.run.validate_every,
+          ": needs held-out text; set data.validation_files, or run.validate_every = 0");
+}
+
+void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpose) {
+  at_least("batch.micro_size", batch.micro_size, 1);
+  at_least("batch.global_size", batch.global_size, 1);
+  const int64_t whole = batch.global_size / batch.micro_size;
+  require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": a step is a whole number of forward passes of ",
+          "batch.micro_size = ", batch.micro_size, " sequences each, and ", batch.global_size, " leave a last one of ", batch.global_size % batch.micro_size,
+          " (ranks that get fewer passes than others are no problem; a smaller pass would be another arithmetic); set batch.global_size to ",
+          whole > 0 ? detail::concat(whole * batch.micro_size, " or ") : "", (whole + 1) * batch.micro_size, ", or batch.micro_size to a divisor of it");
+  if (purpose == Purpose::Plan) return;  // a plan shows what the ranks would need that such a batch leaves idle, and says so
+  const int64_t micro_batches = batch.global_size / batch.micro_size;
+  require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",
+          data_ranks, " data ranks, and each needs one; set batch.global_size to at least ", data_ranks * batch.micro_size, " or use fewer ranks");
+}
+
+void validate_loss(const LossConfig& loss) {
+  require(loss.label_smoothing >= 0 && loss.label_smoothing < 1, "loss.label_smoothing = ", loss.label_smoothing,
+          ": the share of a target that does not go to its label; expected 0 to below 1, such as 0.1");
+  require(loss.z_loss >= 0 && std::isfinite(loss.z_loss), "loss.z_loss = ", loss.z_loss, ": expected 0 or a positive weight, such as 1e-4");
+}
+
+void validate_optim(const OptimConfig& optim, int64_t steps) {
+  require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
+  for (const double beta : optim.betas) {
+    require(beta >= 0 && beta < 1, "optim.betas = [", format_float(optim.betas[0]), ", ", format_float(optim.betas[1]),
+            "]: expected two numbers from 0 to below 1");
+  }
+  require(optim.eps > 0, "optim.eps = ", optim.eps, ": expected a positive number, such as 1e-8");
+  require(optim.momentum >= 0 && optim.momentum < 1, "optim.momentum = ", optim.momentum, ": expected a number from 0 to below 1");
+  require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
+  require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
+  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps);
+  require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
+}
+
+/// What every process has that computes, be it to train or to read a model.
+void validate_process(const Config& config) {
+  // What waits for a socket counts milliseconds in 32 bits.
+  constexpr double longest_s = 1'000'000;
+  require(config.comm.timeout_s > 0 && config.comm.timeout_s <= longest_s, "comm.timeout_s = ", format_float(config.comm.timeout_s),
+          ": expected a positive number of seconds, at most 1000000 (11 days); set comm.timeout_s");
+  // More than any host has cores; what the thread pool cannot start ends the process.
+  constexpr int most_threads = 1024;
+  at_least("run.threads", config.run.threads.value_or(1), 1);
+  require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
+          " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");
+  at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
+}
+
+void validate_rest(const Config& config) {
+  at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
+  at_least("checkpoint.every", config.checkpoint.every, 0);
+  at_least("checkpoint.keep", config.checkpoint.keep, 0);
+  at_least("checkpoint.staging_bytes", config.checkpoint.staging_bytes, 4096);
+  require(config.checkpoint.resume != "latest" || !config.checkpoint.dir.empty(),
+          "checkpoint.resume = latest: there is no folder to look in; set checkpoint.dir, or name a checkpoint");
+  require(config.log.peak_tflops >= 0, "log.peak_tflops = ", config.log.peak_tflops, ": a rate is above 0; set 0 where it is not known");
+  require(config.log.straggler_ratio == 0 || config.log.straggler_ratio > 1, "log.straggler_ratio = ", config.log.straggler_ratio,
+          ": expected a number above 1, such as 1.2, or 0 to name nobody");
+  at_least("run.steps", config.run.steps, 1);
+  at_least("run.seed", config.run.seed, 0);
+  at_least("run.validate_every", config.run.validate_every, 0);
+}
+
+void validate_compression(const Config& config) {
+  const auto& comm = config.comm;
+  at_least("comm.powersgd_rank", comm.powersgd_rank, 1);
+  at_least("comm.powersgd_start", comm.powersgd_start, 0);
+  require(comm.compression == "none" || !config.run.deterministic, "comm.compression = ", comm.compression,
+          ": run.deterministic adds whole gradients in a tree that is the same for every number of ranks; set comm.compression = none, or run.deterministic = "
+          "false");
+}
+
+void validate_sharding(const Config& config) {
+  const int stage = config.zero.stage;
+  at_least("zero.bucket_bytes", config.zero.bucket_bytes, 1);
+  at_least("zero.prefetch", config.zero.prefetch, 0);
+  at_least("zero.prefetch_bytes", config.zero.prefetch_bytes, 0);
+  if (stage == 0) return;
+  require(!config.run.deterministic, "run.deterministic = true: adds whole gradients in one tree, and with zero.stage = ", stage,
+          " no rank has whole gradients; set zero.stage = 0, or run.deterministic = false");
+  // bf16 and fp16 mean here what precision.reduce means: in what gradients cross.
+  require(config.comm.compression != "powersgd",
+          "comm.compression = powersgd: approximates whole gradients as they are all-reduced, and with zero.stage = ", stage,
+          " no rank has whole gradients; set comm.compression to none, bf16 or fp16, or zero.stage = 0");
+}
+
+/// What of a rank's slices is on the host: all of it, or nothing. The update runs where the three of them are (on the host, by its cores), so one alone
+/// elsewhere would cross the link twice a step and save nothing that the three together do not.
+void validate_offload(const Config& config) {
+  const auto& offload = config.offload;
+  const std::pair<const char*, const std::string*> places[] = {
+      {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
+  const auto on_host = std::ranges::find_if(places, [](const auto& place) { return *place.second == "host"; });
+  if (on_host == std::end(places)) return;
+  require(config.zero.stage == 3, on_host->first, " = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone ",
+          "has, and zero.stage is ", config.zero.stage,
+          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
+  for (const auto& [key, place] : places) {
+    require(*place != "device", on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
+            "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+  }
+}
+
+void validate_recompute(const Config& config) {
+  const auto& recompute = config.recompute;
+  at_least("recompute.every", recompute.every, 1);
+  at_least("recompute.budget_bytes", recompute.budget_bytes, 0);
+  require(recompute.keep.empty() || recompute.mode == "selective", "recompute.keep: recompute.mode = ", recompute.mode,
+          " keeps no operator's output; set recompute.mode = selective");
+  require(recompute.mode != "selective" || !recompute.keep.empty() || has_attention(config.model),
+          "recompute.mode = selective: model.family = ", config.model.family,
+          " has no attention; name operators in recompute.keep, or set recompute.mode = full");
+  require(recompute.budget_bytes == 0 || (recompute.mode == "full" && recompute.every == 1), "recompute.budget_bytes = ", recompute.budget_bytes,
+          ": picks among whole modules itself; set recompute.mode = full and recompute.every = 1");
+}
+
+void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
+  int64_t regrouped = 1;
+  for (const auto& [axis, size] : axes) {
+    if (axis == "dp_shard" || axis == "cp" || axis == "tp") regrouped *= size;
+  }
+  const bool tensor = std::any_of(axes.begin(), axes.end(), [](const auto& entry) { return entry.first == "tp" && entry.second > 1; });
+  require(tensor || !config.tensor.sequence_parallel,
+          "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; "
+          "set mesh.tp to more, or tensor.sequence_parallel = false");
+  require(tensor || !config.tensor.overlap,
+          "tensor.overlap = true: hides the communication of layers that mesh.tp cuts behind their products, and mesh.tp is 1; "
+          "set mesh.tp to more, or tensor.overlap = false");
+  require(!config.tensor.overlap || config.precision.compute != "fp8",
+          "tensor.overlap = true: multiplies parts of a tensor as they arrive, and precision.compute = fp8 scales by the largest entry of all of it; "
+          "set tensor.overlap = false, or precision.compute = bf16");
+  require(config.tensor.sequence_parallel || !config.tensor.keep_gathered,
+          "tensor.keep_gathered = true: only tensor.sequence_parallel gathers what a layer could keep, and it is false; "
+          "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
+  at_least("mesh.ep", config.mesh.ep, 1);
+  require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
+          " has no experts; set mesh.ep = 1");
+  require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": regroups dp_shard x cp x tp = ", regrouped, " ranks, and must divide that");
+}
+
+}  // namespace
+
+void resolve(Config& config) {
+  check_sizes(config);
+  auto& model = config.model;
+  // With from_hf the shape comes from its config.json, which another room reads; until then there is nothing to derive from.
+  if (model.from_hf.empty() || model.dim > 0) {
+    if (!model.kv_heads && model.heads > 0) model.kv_heads = model.heads;
+    if (!model.ffn_dim && model.dim > 0 && !model.family.empty()) model.ffn_dim = default_ffn_dim(model);
+    if (!model.max_seq_len && config.data.seq_len > 0) model.max_seq_len = config.data.seq_len;
+    if (model.vocab_size == 0 && config.data.tokenizer == "byte") model.vocab_size = byte_vocabulary;
+  }
+  if (!config.data.seed) config.data.seed = config.run.seed;
+  if (config.data.cache_dir.empty()) config.data.cache_dir = default_cache_dir();
+  if (config.log.dir.empty()) config.log.dir = (std::filesystem::current_path() / "runs" / config.name).string();
+}
+
+void validate(const Config& config, int world_size, Purpose purpose) {
+  require(config.zero.stage >= 0 && config.zero.stage <= 3, "zero.stage = ", config.zero.stage, ": expected 0, 1, 2 or 3");
+  const auto axes = resolve_mesh(config.mesh, config.zero.stage, world_size);
+  const auto size_of = [&](const std::string& wanted) {
+    return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
+  };
+  refuse_missing_techniques(config, axes);  // first: what is missing is not asked for its other settings
+  if (purpose == Purpose::Train) check_text(config);
+  validate_model(config.model);
+  validate_process(config);
+  validate_rest(config);
+  validate_compression(config);
+  validate_recompute(config);
+  validate_sharding(config);
+  validate_offload(config);
+  detail::validate_precision(config);
+  validate_data(config, purpose);
+  validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
+  validate_loss(config.loss);
+  validate_optim(config.optim, config.run.steps);
+  validate_mesh(config, axes);
+}
+
+void validate_reading(const Config& config) {
+  validate_model(config.model);
+  validate_process(config);
+}
+
+}  // namespace tessera

@@ -1,0 +1,33 @@
+#include "tessera/memory/host_memory.h"
+
+#include <algorithm>
+#include <fstream>
+#include <string>
+
+namespace tessera {
+namespace {
+
+constexpr int64_t kKibibyte = 1024;
+
+int64_t memory_and_swap() {
+  std::ifstream file("/proc/meminfo");
+  int64_t kibibytes = 0;
+  for (std::string name, rest; file >> name; std::getline(file, rest)) {
+    int64_t value = 0;
+    if ((name == "MemTotal:" || name == "SwapTotal:") && file >> value) kibibytes += value;
+  }
+  return kibibytes * kKibibyte;
+}
+
+}  // namespace
+
+int64_t host_memory_bytes() {
+  int64_t bytes = memory_and_swap();
+  for (const char* limit : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {  // version 2 of control groups, and 1
+    std::ifstream file(limit);
+    if (int64_t value = 0; file >> value && value > 0) bytes = std::min(bytes, value);  // "max" is no number
+  }
+  return bytes;
+}
+
+}  // namespace tessera

@@ -1,0 +1,399 @@
+#include <map>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/config/config.h"
+#include "tessera/config/defaults.h"
+#include "tessera/config/detail.h"
+#include "tessera/core/error.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+Config good() {
+  Config config;
+  config.model.family = "llama";
+  config.model.dim = 64;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.data.files = {"/text.txt"};
+  config.data.seq_len = 16;
+  config.batch.global_size = 8;
+  config.optim.lr = 1e-3;
+  config.run.steps = 10;
+  resolve(config);
+  return config;
+}
+
+/// The refusal of the good configuration after one change.
+template <class Change>
+std::string refusal(const Change& change, int world_size = 1, Purpose purpose = Purpose::Train) {
+  Config config = good();
+  change(config);
+  try {
+    validate(config, world_size, purpose);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+TEST(Resolve, FillsWhatDependsOnOtherFields) {
+  auto config = good();
+  EXPECT_EQ(config.model.kv_heads, 4);
+  EXPECT_EQ(config.model.ffn_dim, 192) << "8/3 of 64 is 170.7, and 192 the next multiple of 64";
+  EXPECT_EQ(config.model.max_seq_len, 16);
+  EXPECT_EQ(config.model.vocab_size, 256);
+  EXPECT_EQ(config.data.seed, config.run.seed);
+  EXPECT_FALSE(config.data.cache_dir.empty());
+  EXPECT_FALSE(config.mesh.dp_replicate.has_value()) << "depends on the world size";
+  const auto once = config;
+  resolve(config);
+  EXPECT_EQ(config, once);
+}
+
+TEST(Resolve, KeepsWhatIsGivenAndWaitsForHuggingFace) {
+  Config config;
+  config.run.seed = 3;
+  config.data.seed = 4;
+  config.model.from_hf = "/model";
+  config.data.seq_len = 16;
+  config.log.dir = "/logs";
+  resolve(config);
+  EXPECT_EQ(config.data.seed, 4);
+  EXPECT_FALSE(config.model.max_seq_len.has_value());
+  EXPECT_EQ(config.model.vocab_size, 0);
+  EXPECT_EQ(config.log.dir, "/logs");
+}
+
+TEST(Resolve, RefusesSizesWhoseProductsLeave64Bits) {
+  const auto refused = [](const auto& change) -> std::string {
+    Config config = good();
+    change(config);
+    try {
+      resolve(config);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "(accepted)";
+  };
+  EXPECT_EQ(refused([](Config& c) { c.model.dim = 1'000'000'000; }), "(accepted)");
+  EXPECT_THAT(refused([](Config& c) { c.model.dim = 1'000'000'001; }), StartsWith("model.dim = 1000000001: expected at most 1000000000"));
+  EXPECT_THAT(refused([](Config& c) { c.model.ffn_dim = INT64_MAX; }), StartsWith("model.ffn_dim = "));
+  EXPECT_THAT(refused([](Config& c) { c.model.dim = INT64_MIN; }), StartsWith("model.dim = "));
+  EXPECT_THAT(refused([](Config& c) { c.batch.global_size = INT64_MAX; }), StartsWith("batch.global_size = "));
+}
+
+/// The refusal of a text that nobody completed, as a user wrote it.
+std::string refusal_of(const std::vector<std::string>& sets) {
+  std::vector<std::string> all{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=[\"/text.txt\"]",
+                               "data.seq_len=16",    "batch.global_size=8", "optim.lr=1e-3",  "run.steps=10"};
+  all.insert(all.end(), sets.begin(), sets.end());
+  try {
+    Config config = parse_config("", "/", all);
+    resolve(config);
+    validate(config, 1);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "(accepted)";
+}
+
+TEST(Validate, BlamesTheKeyThatADefaultFollows) {
+  EXPECT_EQ(refusal_of({}), "(accepted)");
+  EXPECT_THAT(refusal_of({"data.seq_len=0"}), StartsWith("data.seq_len = 0: expected at least 1; set data.seq_len"));
+  EXPECT_THAT(refusal_of({"data.seq_len=-3"}), StartsWith("data.seq_len = -3"));
+  EXPECT_THAT(refusal_of({"data.seq_len=2000000000"}), StartsWith("data.seq_len = 2000000000"));
+  EXPECT_THAT(refusal_of({"model.max_seq_len=0"}), StartsWith("model.max_seq_len = 0"));
+  EXPECT_THAT(refusal_of({"run.seed=-1"}), StartsWith("run.seed = -1"));
+  EXPECT_EQ(refusal_of({"run.seed=9223372036854775808"}), "run.seed = 9223372036854775808 (--set): expected an integer of at most 9223372036854775807");
+  EXPECT_EQ(refusal_of({"run.seed=-9223372036854775809"}), "run.seed = -9223372036854775809 (--set): expected an integer of at least -9223372036854775808");
+  EXPECT_EQ(refusal_of({"run.threads=2147483648"}), "run.threads = 2147483648 (--set): expected an integer of at most 2147483647");
+  EXPECT_THAT(refusal_of({"data.seed=-1"}), StartsWith("data.seed = -1"));
+  EXPECT_THAT(refusal_of({"model.heads=-2"}), StartsWith("model.heads = -2"));
+}
+
+TEST(FollowedDefaults, AreTheKeysThatNobodyGave) {
+  using Keys = std::map<std::string, std::string>;
+  EXPECT_EQ(followed_defaults(good()), (Keys{{"model.max_seq_len", "data.seq_len"}, {"model.kv_heads", "model.heads"}, {"data.seed", "run.seed"}}));
+  Config given = good();
+  given.given = {"data.seed"};
+  given.model.kv_heads = 2;
+  EXPECT_EQ(followed_defaults(given), (Keys{{"model.max_seq_len", "data.seq_len"}}));
+}
+
+TEST(Validate, AcceptsTheGood) {
+  for (const int world : {1, 2, 3, 5, 8}) EXPECT_NO_THROW(validate(good(), world)) << world;
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "bf16"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.data.files.clear(); }, 1, Purpose::Plan), "(accepted)");
+}
+
+TEST(Validate, Batch) {
+  EXPECT_EQ(refusal([](Config& c) { c.batch.micro_size = 3; }),
+            "batch.global_size = 8: a step is a whole number of forward passes of batch.micro_size = 3 sequences each, and 8 leave a last one of 2 (ranks that "
+            "get fewer passes than others are no problem; a smaller pass would be another arithmetic); set batch.global_size to 6 or 9, or batch.micro_size to "
+            "a divisor of it");
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 9; }), HasSubstr("set batch.global_size to 9, or"));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 4; }, 3),
+              AllOf(StartsWith("batch.global_size = 8"), HasSubstr("3 data ranks"), HasSubstr("at least 12")));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.global_size = 0; }), StartsWith("batch.global_size = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.micro_size = 0; }), StartsWith("batch.micro_size = 0"));
+}
+
+TEST(Validate, Mesh) {
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_replicate = 3; }, 2),
+              AllOf(HasSubstr("dp_replicate 3 x dp_shard 1 x pp 1 x cp 1 x tp 1 = 3"), HasSubstr("2 ranks")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 3; }, 4), AllOf(HasSubstr("tp 3"), HasSubstr("4")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_shard = 2; }, 2), AllOf(StartsWith("mesh.dp_shard = 2"), HasSubstr("zero.stage")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.dp_shard = -1; }, 2), StartsWith("mesh.dp_shard = 2"));
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.dp_shard = -1; }, 1), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 0; }), StartsWith("mesh.tp = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = c.mesh.pp = -1; }), AllOf(HasSubstr("mesh.pp = -1"), HasSubstr("mesh.tp = -1")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order = {"dp_replicate", "dp_shard", "pp", "cp"}; }), HasSubstr("lacks tp"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order.push_back("tp"); }), HasSubstr("tp twice"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.order.back() = "tpx"; }), AllOf(HasSubstr("tpx"), HasSubstr("did you mean tp?")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.ep = 2; }), StartsWith("mesh.ep = 2"));
+}
+
+TEST(ResolveMesh, UnsetAndMinusOneTakeWhatIsLeft) {
+  using Axes = std::vector<std::pair<std::string, int>>;
+  MeshConfig mesh;
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6), (Axes{{"dp_replicate", 6}, {"dp_shard", 1}, {"pp", 1}, {"cp", 1}, {"tp", 1}}));
+  EXPECT_EQ(resolve_mesh(mesh, 2, 6), (Axes{{"dp_replicate", 1}, {"dp_shard", 6}, {"pp", 1}, {"cp", 1}, {"tp", 1}}));
+  mesh.tp = 2;
+  mesh.order = {"tp", "dp_replicate", "dp_shard", "pp", "cp"};
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6).front(), (std::pair<std::string, int>{"tp", 2}));
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6)[1].second, 3);
+  mesh.pp = -1;
+  EXPECT_EQ(resolve_mesh(mesh, 0, 6)[3].second, 3) << "-1 elsewhere leaves the unset data axis at 1";
+  mesh.pp = 1;
+  mesh.dp_replicate = 2;
+  mesh.dp_shard = -1;
+  EXPECT_EQ(resolve_mesh(mesh, 1, 12)[2].second, 3);
+  EXPECT_THROW(resolve_mesh(mesh, 1, 6), ConfigError);
+  mesh.dp_shard.reset();
+  EXPECT_EQ(resolve_mesh(mesh, 3, 8)[2].second, 2) << "hybrid: shard what replication leaves";
+  mesh.pp = mesh.cp = mesh.tp = 2000000000;
+  EXPECT_THROW(resolve_mesh(mesh, 0, 8), ConfigError) << "no overflow";
+}
+
+TEST(Validate, Model) {
+  EXPECT_THAT(refusal([](Config& c) { c.model.family.clear(); }), StartsWith("model.family"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.dim = 0; }), StartsWith("model.dim = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.layers = 0; }), StartsWith("model.layers = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.heads = 5; }), AllOf(StartsWith("model.heads = 5"), HasSubstr("model.dim = 64")));
+  EXPECT_THAT(refusal([](Config& c) { c.model.kv_heads = 3; }), AllOf(StartsWith("model.kv_heads = 3"), HasSubstr("model.heads = 4")));
+  EXPECT_THAT(refusal([](Config& c) { c.model.heads = 64, c.model.kv_heads = 64; }), HasSubstr("even head size"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "gpt2", c.model.kv_heads = 2; }), StartsWith("model.kv_heads = 2"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.dropout = 1; }), StartsWith("model.dropout = 1"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.norm_eps = 0; }), StartsWith("model.norm_eps"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.experts = 8; }), HasSubstr("no experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.vocab_size = 255; }), AllOf(StartsWith("model.vocab_size = 255"), HasSubstr("256")));
+  EXPECT_THAT(refusal([](Config& c) { c.data.seq_len = 17; }), AllOf(StartsWith("data.seq_len = 17"), HasSubstr("model.max_seq_len = 16")));
+  EXPECT_EQ(refusal([](Config& c) { c.model.family = "mlp", c.model.heads = 0; }), "(accepted)");
+}
+
+TEST(Validate, TheRest) {
+  EXPECT_THAT(refusal([](Config& c) { c.data.files.clear(); }), StartsWith("data.files"));
+  EXPECT_THAT(refusal([](Config& c) { c.data.files = {""}; }), StartsWith("data.files"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.validate_every = 5; }), AllOf(StartsWith("run.validate_every = 5"), HasSubstr("data.validation_files")));
+  EXPECT_THAT(refusal([](Config& c) { c.run.steps = 0; }), StartsWith("run.steps = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.log.peak_tflops = -1; }), AllOf(StartsWith("log.peak_tflops = -1"), HasSubstr("set 0")));
+  EXPECT_THAT(refusal([](Config& c) { c.log.straggler_ratio = 0.8; }), AllOf(StartsWith("log.straggler_ratio = 0.8"), HasSubstr("1.2")));
+  EXPECT_EQ(refusal([](Config& c) { c.log.straggler_ratio = 0; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.layers = 1'000'000'000; }), StartsWith("model.layers = 1000000000: expected at most 100000"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.run.threads = 100000; }), StartsWith("run.threads = 100000: expected at most 1024 threads"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.betas[1] = 1; }), StartsWith("optim.betas = [0.9, 1.0]"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.warmup_steps = 11; }), StartsWith("optim.warmup_steps = 11"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.min_lr = 1; }), StartsWith("optim.min_lr = 1"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.momentum = -1; }), StartsWith("optim.momentum"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = -1; }), StartsWith("optim.max_grad_norm"));
+  EXPECT_THAT(refusal([](Config& c) { c.zero.stage = 4; }), StartsWith("zero.stage = 4"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.timeout_s = 0; }), StartsWith("comm.timeout_s"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.timeout_s = 1e30; }), AllOf(StartsWith("comm.timeout_s = 1e+30"), HasSubstr("at most 1000000 (11 days)")));
+  EXPECT_EQ(refusal([](Config& c) { c.comm.timeout_s = 1e6; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.checkpoint.resume = "latest"; }), HasSubstr("checkpoint.dir"));
+}
+
+TEST(Validate, Loss) {
+  EXPECT_THAT(refusal([](Config& c) { c.loss.label_smoothing = 1; }), StartsWith("loss.label_smoothing = 1: the share of a target"));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.label_smoothing = -0.1; }), AllOf(HasSubstr("loss.label_smoothing = -0.1"), HasSubstr("expected 0 to below 1")));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.z_loss = -1; }), StartsWith("loss.z_loss = -1: expected 0 or a positive weight"));
+  EXPECT_THAT(refusal([](Config& c) { c.loss.z_loss = INFINITY; }), HasSubstr("loss.z_loss = inf"));
+  EXPECT_EQ(refusal([](Config& c) { c.loss = {.label_smoothing = 0.1, .z_loss = 1e-4}; }), "(accepted)");
+}
+
+TEST(Validate, Compression) {
+  EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_rank = 0; }), StartsWith("comm.powersgd_rank = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.comm.powersgd_start = -1; }), StartsWith("comm.powersgd_start = -1"));
+  for (const std::string compression : {"bf16", "fp16", "powersgd"}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.comm.compression = compression; }), "(accepted)") << "one rank compresses nothing";
+    EXPECT_THAT(refusal([&](Config& c) { c.comm.compression = compression, c.run.deterministic = true; }, 2),
+                AllOf(StartsWith("comm.compression = " + compression), HasSubstr("run.deterministic = false")));
+  }
+}
+
+TEST(Validate, Recompute) {
+  for (const std::string mode : {"full", "selective"}) EXPECT_EQ(refusal([&](Config& c) { c.recompute.mode = mode; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.budget_bytes = 1; }), "(accepted)") << "whether it can be met is seen when measured";
+  EXPECT_EQ(refusal([](Config& c) { c.recompute.mode = "selective", c.recompute.keep = {"mm"}; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.every = 0; }), StartsWith("recompute.every = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.budget_bytes = -1; }), StartsWith("recompute.budget_bytes = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.budget_bytes = 1; }), HasSubstr("set recompute.mode = full"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.every = 2, c.recompute.budget_bytes = 1; }), HasSubstr("recompute.every = 1"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.keep = {"mm"}; }), HasSubstr("set recompute.mode = selective"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "mlp", c.recompute.mode = "selective"; }), HasSubstr("mlp has no attention"));
+}
+
+TEST(Validate, Sharding) {
+  for (const int stage : {1, 2}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage; }, 2), "(accepted)");
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.mesh.dp_replicate = 2; }, 4), "(accepted)");
+    EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = stage, c.run.deterministic = true; }, 2),
+                AllOf(StartsWith("run.deterministic = true"), HasSubstr("set zero.stage = 0")));
+    for (const std::string compression : {"bf16", "fp16"}) {
+      EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = compression; }, 2), "(accepted)");
+      EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = c.precision.reduce = compression; }, 2), "(accepted)");
+    }
+    EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = stage, c.comm.compression = "powersgd"; }, 2),
+                HasSubstr("set comm.compression to none, bf16 or fp16, or zero.stage = 0"));
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, c.precision.reduce = "bf16"; }, 2), "(accepted)");
+  }
+  EXPECT_THAT(refusal([](Config& c) { c.zero.bucket_bytes = 0; }), StartsWith("zero.bucket_bytes = 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.zero.prefetch = -1; }), StartsWith("zero.prefetch = -1"));
+}
+
+TEST(Validate, DeterministicDataRanksMayCutTheirLayers) {
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.tp = 2, c.run.deterministic = true; }, 4), "(accepted)");
+}
+
+TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
+  const auto offload = [](Config& c, const char* params, const char* gradients, const char* optimizer) {
+    c.offload.params = params, c.offload.gradients = gradients, c.offload.optimizer = optimizer;
+  };
+  for (const int stage : {0, 1, 2}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }),
+              "offload.optimizer = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
+              "is " +
+                  std::to_string(stage) +
+                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
+  }
+  EXPECT_EQ(
+      refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
+      "offload.params = host: offload.gradients = device, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
+      "there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+  EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), StartsWith("offload.optimizer = disk: offloading to disk"));
+  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
+}
+
+/// What is listed works, and what is merely known by name is refused as what it is.
+TEST(Validate, ListedValuesAreThoseOfThisBuild) {
+  const std::map<std::string, std::vector<std::string>> beside = {
+      {"precision.params=fp16", {"precision.compute=fp16", "precision.loss_scale=dynamic"}},
+      {"precision.reduce=fp16", {"precision.loss_scale=dynamic"}},
+      {"precision.master=bf16", {"precision.params=bf16"}},
+      {"offload.params=host", {"offload.gradients=host", "offload.optimizer=host", "zero.stage=3"}},
+      {"offload.gradients=host", {"offload.params=host", "offload.optimizer=host", "zero.stage=3"}},
+      {"offload.optimizer=host", {"offload.params=host", "offload.gradients=host", "zero.stage=3"}},
+      {"comm.compression=fp16", {}},
+  };
+  const auto refused = [&](const std::string& set) -> std::string {
+    std::vector<std::string> sets{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=/text.txt",
+                                  "data.seq_len=16",    "batch.global_size=8", "optim.lr=1e-3",  "run.steps=10"};
+    if (const auto more = beside.find(set); more != beside.end()) sets.insert(sets.end(), more->second.begin(), more->second.end());
+    sets.push_back(set);
+    try {
+      Config config = parse_config("", "/", sets);
+      resolve(config);
+      validate(config, 1);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  int listed = 0, known = 0;
+  const Config defaults;
+  Config::for_each_section(defaults, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto&, const FieldRule& rule, std::string_view) {
+      const std::string key = std::string(section) + "." + name;
+      if (rule.path || section == std::string("context")) return;
+      for (const auto& value : detail::split_choices(rule.choices)) {
+        if (key == "precision.loss_scale" && value == "dynamic") continue;  // beside fp16, above
+        EXPECT_EQ(refused(key + "=" + value), "") << key;
+        ++listed;
+      }
+      for (const auto& value : detail::split_choices(rule.refused)) {
+        EXPECT_THAT(refused(key + "=" + value), AllOf(StartsWith(key + " = " + value + ": "), HasSubstr("; set "))) << "with its reason and a way out";
+        ++known;
+      }
+    });
+  });
+  EXPECT_GT(listed, 25);
+  EXPECT_GT(known, 10);
+  EXPECT_THAT(refused("optim.name=adamv"), AllOf(HasSubstr("expected one of adamw, sgd; did you mean adamw?"), Not(HasSubstr("lion"))));
+}
+
+TEST(Validate, AutomaticProductsKeepTheOtherRules) {
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "bf16"; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "fp16"; }),
+              AllOf(StartsWith("precision.compute = auto: becomes bf16 or fp32"), HasSubstr("set precision.compute = fp16")));
+}
+
+TEST(Validate, WeightsInFp16NeedAKernelThatTakesThem) {
+  const auto fp16 = [](const std::string& compute, const std::string& kernels) {
+    return refusal([&](Config& c) { c.precision.params = "fp16", c.precision.compute = compute, c.run.kernels = kernels; });
+  };
+  EXPECT_THAT(fp16("fp32", "auto"), AllOf(StartsWith("precision.params = fp16: no fused kernel"), HasSubstr("set precision.compute = fp16")));
+  EXPECT_THAT(fp16("tf32", "auto"), StartsWith("precision.params = fp16: no fused kernel"));
+  EXPECT_EQ(fp16("fp16", "auto"), "(accepted)");
+  EXPECT_EQ(fp16("fp32", "reference"), "(accepted)");
+}
+
+TEST(Settings, WithoutEffectAreNamedWithTheReason) {
+  const auto said = [](const std::vector<std::string>& sets, int world_size = 1) {
+    Config config = parse_config("[optim]\nname = \"adamw\"\nmomentum = 0.9\n", "/", sets);
+    return settings_without_effect(config, world_size);
+  };
+  using ::testing::ElementsAre;
+  EXPECT_THAT(said({}), ElementsAre("optim.momentum = 0.9: has no effect with optim.name = adamw"));
+  EXPECT_THAT(said({"optim.name=sgd", "optim.betas=[0.8, 0.9]", "optim.eps=1e-8"}),
+              ElementsAre("optim.betas = [0.8, 0.9]: has no effect with optim.name = sgd"));
+  EXPECT_THAT(said({"optim.name=sgd", "checkpoint.keep=2", "checkpoint.async=true", "recompute.every=3", "zero.accumulate=whole", "zero.wrap=head"}),
+              ElementsAre("checkpoint.keep = 2: has no effect without checkpoint.dir", "checkpoint.async = true: has no effect without checkpoint.dir",
+                          "recompute.every = 3: has no effect with recompute.mode = none", "zero.wrap = \"head\": has no effect with zero.stage = 0",
+                          "zero.accumulate = \"whole\": has no effect with zero.stage = 0"));
+  EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring"}), ElementsAre("comm.algorithm = \"ring\": has no effect on one rank, which has no peers"));
+  EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring", "context.method=ulysses"}, 2), ElementsAre(HasSubstr("context.method")));
+  EXPECT_THAT(said({"optim.name=sgd", "checkpoint.dir=a", "checkpoint.keep=2", "zero.stage=3", "zero.wrap=head"}), ::testing::IsEmpty());
+}
+
+TEST(Validate, MissingTechniquesAreRefusedByName) {
+  EXPECT_THAT(refusal([](Config& c) { c.tensor.overlap = true; }, 2), AllOf(StartsWith("tensor.overlap = true"), HasSubstr("mesh.tp is 1")));
+  EXPECT_THAT(refusal([](Config& c) { c.tensor.overlap = true, c.mesh.tp = 2, c.precision.compute = "fp8"; }, 2),
+              AllOf(StartsWith("tensor.overlap = true"), HasSubstr("precision.compute = bf16")));
+  EXPECT_THAT(refusal([](Config& c) { c.tensor.sequence_parallel = true; }, 2), StartsWith("tensor.sequence_parallel = true"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 2, c.tensor.keep_gathered = true; }, 2), StartsWith("tensor.keep_gathered = true"));
+  EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "mesh.pp = 2: pipeline parallelism is not part of this build; set mesh.pp = 1");
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 2; }, 2), HasSubstr("context parallelism"));
+  EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
+            "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
+  EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.name = "lion"; }), AllOf(StartsWith("optim.name = lion"), HasSubstr("set optim.name = adamw or sgd")));
+  EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }), StartsWith("model.family = mixtral"));
+}
+
+}  // namespace
+}  // namespace tessera
