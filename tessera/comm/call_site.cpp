@@ -1,14 +1,16 @@
 #include "tessera/comm/call_site.h"
 
+#include "tessera/core/ambient.h"
+
 namespace tessera::comm {
 namespace {
-thread_local std::string_view current_site;
+const Ambient<std::string_view> current_site;
 }
 
-CallSite::CallSite(std::string_view name) : outer_(current_site) {
-  if (!name.empty()) current_site = name;
+CallSite::CallSite(std::string_view name) : outer_(*current_site) {
+  if (!name.empty()) *current_site = name;
 }
-CallSite::~CallSite() { current_site = outer_; }
-std::string_view CallSite::current() { return current_site; }
+CallSite::~CallSite() { *current_site = outer_; }
+std::string_view CallSite::current() { return *current_site; }
 
 }  // namespace tessera::comm

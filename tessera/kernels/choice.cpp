@@ -2,15 +2,17 @@
 
 #include <utility>
 
+#include "tessera/core/ambient.h"
+
 namespace tessera::kernels {
 
 namespace {
-thread_local KernelChoice current = KernelChoice::Auto;
+const Ambient<KernelChoice> current;  // Auto
 }
 
-KernelChoice kernel_choice() { return current; }
+KernelChoice kernel_choice() { return *current; }
 
-KernelChoiceGuard::KernelChoiceGuard(KernelChoice choice) : former_(std::exchange(current, choice)) {}
-KernelChoiceGuard::~KernelChoiceGuard() { current = former_; }
+KernelChoiceGuard::KernelChoiceGuard(KernelChoice choice) : former_(std::exchange(*current, choice)) {}
+KernelChoiceGuard::~KernelChoiceGuard() { *current = former_; }
 
 }  // namespace tessera::kernels

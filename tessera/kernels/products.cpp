@@ -13,6 +13,7 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/routines.h"
 
@@ -20,8 +21,8 @@ namespace tessera::kernels {
 
 namespace {
 
-// -1: as the machine is.
-thread_local int native = -1;
+/// What a guard has said: 1 native products, -1 none; 0: as the machine is.
+const Ambient<int> native;
 
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
@@ -91,13 +92,13 @@ const CpuFormats& cpu_formats() {
 }
 
 bool multiplies_bf16(c10::Device device) {
-  if (device.is_cpu() || device.is_meta()) return native >= 0 ? native == 1 : cpu_formats().bf16;
+  if (device.is_cpu() || device.is_meta()) return *native != 0 ? *native > 0 : cpu_formats().bf16;
   const auto multiplies = device_multiplies_bf16(device.type());
   return multiplies == nullptr || multiplies(device.index());
 }
 
-Bf16ProductsGuard::Bf16ProductsGuard(bool native_products) : former_(std::exchange(native, native_products ? 1 : 0)) {}
-Bf16ProductsGuard::~Bf16ProductsGuard() { native = former_; }
+Bf16ProductsGuard::Bf16ProductsGuard(bool native_products) : former_(std::exchange(*native, native_products ? 1 : -1)) {}
+Bf16ProductsGuard::~Bf16ProductsGuard() { *native = former_; }
 
 bool is_widened(at::ScalarType dtype, c10::Device device) {
   if (!device.is_cpu() && !device.is_meta()) return false;

@@ -9,6 +9,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 
 namespace tessera::nn {
@@ -26,18 +27,10 @@ constexpr auto kWatchKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 using Entries = std::vector<std::shared_ptr<OperatorWatch::Entry>>;
 
-thread_local bool is_thread_ending = false;  // outlives the list
-
 /// Who was woken on this thread, in that order. One that sleeps, or whose watch is gone, is forgotten when the next operator comes.
-struct List {
-  Entries entries;
-  ~List() { is_thread_ending = true; }
-};
+const Ambient<Entries> woken;
 
-Entries& entries() {
-  thread_local List list;
-  return list.entries;
-}
+Entries& entries() { return *woken; }
 
 void forget_sleepers() {
   std::erase_if(entries(), [](const auto& entry) { return !entry->awake; });
@@ -72,7 +65,7 @@ OperatorWatch::OperatorWatch(std::shared_ptr<OperatorWatcher> watcher) : entry_(
 
 OperatorWatch::~OperatorWatch() {
   sleep();
-  if (!is_thread_ending) std::erase(entries(), entry_);
+  if (!ambient_is_gone()) std::erase(entries(), entry_);
 }
 
 void OperatorWatch::wake() {

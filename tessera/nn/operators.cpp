@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/saved_tensors.h"
 
@@ -17,13 +18,13 @@ namespace {
 // as backends will not do: operators written as a composite have kernels for each of those.)
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-thread_local const OperatorLink* current = nullptr;
+const Ambient<const OperatorLink*> current;
 
 /// Sets who is asked, and restores who was.
 class Asked {
  public:
-  explicit Asked(const OperatorLink* link) : before_(std::exchange(current, link)) {}
-  ~Asked() { current = before_; }
+  explicit Asked(const OperatorLink* link) : before_(std::exchange(*current, link)) {}
+  ~Asked() { *current = before_; }
   Asked(const Asked&) = delete;
   Asked& operator=(const Asked&) = delete;
 
@@ -33,11 +34,12 @@ class Asked {
 
 void pass(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (current == nullptr) {
+  const OperatorLink* const asked = *current;
+  if (asked == nullptr) {
     op.redispatchBoxed(rest, stack);
     return;
   }
-  OperatorCall operation(op, rest, *stack, current);
+  OperatorCall operation(op, rest, *stack, asked);
   const Asked nobody(nullptr);
   operation.link().hooks->call(operation);
 }
@@ -59,7 +61,7 @@ void OperatorCall::run(bool watch_inside) {
 }
 
 struct OperatorScope::Guard {
-  explicit Guard(std::shared_ptr<OperatorHooks> hooks) : link{std::move(hooks), current} {}
+  explicit Guard(std::shared_ptr<OperatorHooks> hooks) : link{std::move(hooks), *current} {}
   OperatorLink link;
   Asked asked{&link};
   c10::impl::IncludeDispatchKeyGuard include{kKey};

@@ -7,15 +7,16 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/dropout.h"
 
 namespace tessera::nn {
 
 namespace {
-thread_local SampleScope* innermost = nullptr;
-thread_local MaskKeys::Replay* replayed = nullptr;
-thread_local std::vector<std::weak_ptr<MaskKeys::Drawn>> records;
+const Ambient<SampleScope*> innermost;
+const Ambient<MaskKeys::Replay*> replayed;
+const Ambient<std::vector<std::weak_ptr<MaskKeys::Drawn>>> records;
 
 uint64_t draw_from_libtorch() {
   auto* const generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -30,18 +31,18 @@ at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t column
 }
 }  // namespace
 
-SampleScope::SampleScope(const SampleContext& context) : context_(context), outer_(innermost) { innermost = this; }
+SampleScope::SampleScope(const SampleContext& context) : context_(context), outer_(std::exchange(*innermost, this)) {}
 
-SampleScope::~SampleScope() { innermost = outer_; }
+SampleScope::~SampleScope() { *innermost = outer_; }
 
 const SampleContext& SampleScope::current() {
   static const SampleContext none;
-  return innermost ? innermost->context_ : none;
+  return *innermost ? (*innermost)->context_ : none;
 }
 
 at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device device) {
-  if (!innermost) return make_rows(SampleContext{}, batch, columns, device);
-  SampleScope& scope = *innermost;
+  if (*innermost == nullptr) return make_rows(SampleContext{}, batch, columns, device);
+  SampleScope& scope = **innermost;
   if (!scope.rows_.defined() || scope.columns_ != columns || scope.rows_.numel() != batch * columns || scope.rows_.device() != device) {
     scope.rows_ = make_rows(scope.context_, batch, columns, device);
     scope.columns_ = columns;
@@ -50,9 +51,10 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
 }
 
 uint64_t MaskKeys::next() {
-  const bool again = replayed != nullptr && replayed->used_ < replayed->drawn_->size();
-  const uint64_t key = again ? (*replayed->drawn_)[replayed->used_++] : draw_from_libtorch();
-  std::erase_if(records, [&](const auto& weak) {
+  Replay* const replay = *replayed;
+  const bool again = replay != nullptr && replay->used_ < replay->drawn_->size();
+  const uint64_t key = again ? (*replay->drawn_)[replay->used_++] : draw_from_libtorch();
+  std::erase_if(*records, [&](const auto& weak) {
     const auto record = weak.lock();
     if (record) record->push_back(key);
     return record == nullptr;
@@ -60,17 +62,17 @@ uint64_t MaskKeys::next() {
   return key;
 }
 
-MaskKeys::Record::Record() : drawn_(std::make_shared<Drawn>()) { records.emplace_back(drawn_); }
+MaskKeys::Record::Record() : drawn_(std::make_shared<Drawn>()) { records->emplace_back(drawn_); }
 
 void MaskKeys::Record::end() {
-  std::erase_if(records, [&](const auto& weak) { return weak.expired() || weak.lock() == drawn_; });
+  std::erase_if(*records, [&](const auto& weak) { return weak.expired() || weak.lock() == drawn_; });
 }
 
-MaskKeys::Replay::Replay(const Record& record) : drawn_(record.drawn_), outer_(std::exchange(replayed, this)), outer_records_(std::exchange(records, {})) {}
+MaskKeys::Replay::Replay(const Record& record) : drawn_(record.drawn_), outer_(std::exchange(*replayed, this)), outer_records_(std::exchange(*records, {})) {}
 
 MaskKeys::Replay::~Replay() {
-  replayed = outer_;
-  records = std::move(outer_records_);
+  *replayed = outer_;
+  *records = std::move(outer_records_);
 }
 
 at::Tensor consecutive(int64_t first, int64_t count, at::Device device) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/calls.h"
 
@@ -14,8 +15,8 @@ namespace tessera::nn {
 
 namespace {
 
-thread_local std::vector<std::shared_ptr<SavedTensorHooks>> scopes;
-thread_local bool is_recomputing = false;
+const Ambient<std::vector<std::shared_ptr<SavedTensorHooks>>> scopes;
+const Ambient<bool> is_recomputing;
 
 /// Kept as it is. The version counter is shared, so a change in place shows.
 class Kept final : public SavedTensor {
@@ -55,10 +56,11 @@ class HookedEngine final : public torch::autograd::Engine {
   torch::autograd::variable_list execute(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs, bool keep_graph,
                                          bool create_graph, bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
     if (accumulate_grad) detail::arm_expected_calls();
+    const CarryAmbient carried;
     return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return scopes.empty() ? nullptr : std::make_unique<Hooks>();
+    return scopes->empty() ? nullptr : std::make_unique<Hooks>();
   }
 };
 
@@ -77,27 +79,27 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorHooks> hooks) {
   invariant(hooks != nullptr, "SavedTensorScope: no hooks given");
-  scopes.push_back(std::move(hooks));
+  scopes->push_back(std::move(hooks));
 }
 
-SavedTensorScope::~SavedTensorScope() { scopes.pop_back(); }
+SavedTensorScope::~SavedTensorScope() { scopes->pop_back(); }
 
 std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) {
   // By index and owning: hooks may themselves open a scope.
-  for (size_t i = scopes.size(); i > 0; --i) {
-    const auto hooks = scopes[i - 1];
+  for (size_t i = scopes->size(); i > 0; --i) {
+    const auto hooks = (*scopes)[i - 1];
     if (auto saved = hooks->pack(alias_of(tensor))) return saved;
   }
   return std::make_unique<Kept>(tensor);
 }
 
 bool saved_tensors_are_computed_again() {
-  return std::ranges::any_of(scopes, [](const auto& hooks) { return hooks->computes_again(); });
+  return std::ranges::any_of(*scopes, [](const auto& hooks) { return hooks->computes_again(); });
 }
 
-bool recomputing() noexcept { return is_recomputing; }
+bool recomputing() noexcept { return *is_recomputing; }
 
-RecomputingScope::RecomputingScope() : before_(std::exchange(is_recomputing, true)) {}
-RecomputingScope::~RecomputingScope() { is_recomputing = before_; }
+RecomputingScope::RecomputingScope() : before_(std::exchange(*is_recomputing, true)) {}
+RecomputingScope::~RecomputingScope() { *is_recomputing = before_; }
 
 }  // namespace tessera::nn

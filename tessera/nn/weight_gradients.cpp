@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -15,7 +16,7 @@
 namespace tessera::nn {
 namespace {
 
-thread_local std::shared_ptr<WeightGradients> leaving;
+const Ambient<std::shared_ptr<WeightGradients>> leaving;
 
 /// To whom a layer leaves them, and of which parameters.
 struct Destination : torch::CustomClassHolder {
@@ -59,18 +60,18 @@ void WeightGradients::compute() {
   }
 }
 
-LeaveWeightGradients::LeaveWeightGradients(std::shared_ptr<WeightGradients> later) : outer_(std::exchange(leaving, std::move(later))) {}
+LeaveWeightGradients::LeaveWeightGradients(std::shared_ptr<WeightGradients> later) : outer_(std::exchange(*leaving, std::move(later))) {}
 
-LeaveWeightGradients::~LeaveWeightGradients() { leaving = std::move(outer_); }
+LeaveWeightGradients::~LeaveWeightGradients() { *leaving = std::move(outer_); }
 
-const std::shared_ptr<WeightGradients>& LeaveWeightGradients::current() { return leaving; }
+const std::shared_ptr<WeightGradients>& LeaveWeightGradients::current() { return *leaving; }
 
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
                                      const at::Tensor& of_bias) {
-  const bool leaves = leaving && at::GradMode::is_enabled() && x.requires_grad() && can_be_left(of_weight) && (!bias.defined() || can_be_left(of_bias));
+  const bool leaves = *leaving && at::GradMode::is_enabled() && x.requires_grad() && can_be_left(of_weight) && (!bias.defined() || can_be_left(of_bias));
   if (!leaves) return kernels::linear(x, weight, bias);
   const auto destination = c10::make_intrusive<Destination>();
-  destination->later = leaving;
+  destination->later = *leaving;
   destination->weight = of_weight;
   if (bias.defined()) destination->bias = of_bias;
   return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? std::optional(bias.detach()) : std::nullopt, destination);
