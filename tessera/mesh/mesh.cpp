@@ -28,6 +28,18 @@ size_t index_of(const MeshShape& shape, const std::string& axis) {
   throw InternalError(detail::concat("internal error: mesh has no axis ", axis, "; it has ", known));
 }
 
+// The product of the sizes, each of which is sound and named once.
+int64_t checked_product(const MeshShape& axes) {
+  int64_t product = 1;
+  for (size_t i = 0; i < axes.size(); ++i) {
+    const auto& [name, size] = axes[i];
+    require(size >= 1, "mesh.", name, " = ", size, " must be at least 1");
+    for (size_t j = 0; j < i; ++j) require(axes[j].first != name, "mesh: the axis ", name, " is named twice");
+    product *= size;
+  }
+  return product;
+}
+
 // Positions of the named axes, slowest first.
 std::vector<size_t> indices_of(const MeshShape& shape, const Axes& asked) {
   std::vector<size_t> found;
@@ -41,12 +53,18 @@ std::vector<size_t> indices_of(const MeshShape& shape, const Axes& asked) {
 }  // namespace
 
 struct Mesh::State {
-  State(comm::WorldView view, MeshShape shape) : world(std::move(view)), axes(std::move(shape)) {}
+  State(comm::WorldView view, MeshShape shape, std::vector<int> ranks_of_places = {})
+      : world(std::move(view)), axes(std::move(shape)), rank_of(std::move(ranks_of_places)), place_of(rank_of.size()), strides(axes.size(), 1) {
+    for (size_t place = 0; place < rank_of.size(); ++place) place_of[static_cast<size_t>(rank_of[place])] = static_cast<int>(place);
+    for (size_t i = strides.size(); i-- > 1;) strides[i - 1] = strides[i] * axes[i].second;
+    coordinates = coordinates_of(world.rank());
+  }
 
   comm::WorldView world;
   MeshShape axes;
-  std::vector<int> strides;      // world ranks between neighbors on each axis
-  std::vector<int> coordinates;  // this rank's
+  std::vector<int> rank_of, place_of;  // of the grid's places, first axis slowest; empty: place and rank are the same number
+  std::vector<int> strides;            // places between neighbors on each axis
+  std::vector<int> coordinates;        // this rank's
   std::mutex mutex;
   std::map<std::vector<size_t>, comm::Group> groups;  // by axes of size > 1
 
@@ -54,13 +72,16 @@ struct Mesh::State {
 
   std::vector<int> coordinates_of(int world_rank) const {
     std::vector<int> result;
-    for (size_t i = 0; i < axes.size(); ++i) result.push_back(world_rank / strides[i] % axes[i].second);
+    const int place = place_of.empty() ? world_rank : place_of[static_cast<size_t>(world_rank)];
+    for (size_t i = 0; i < axes.size(); ++i) result.push_back(place / strides[i] % axes[i].second);
     return result;
   }
 
+  int rank_at(int place) const { return rank_of.empty() ? place : rank_of[static_cast<size_t>(place)]; }
+
   std::vector<int> members(const std::vector<size_t>& along) const {
-    int origin = world.rank();
-    for (const auto i : along) origin -= coordinates[i] * strides[i];
+    int origin = 0;
+    for (size_t i = 0; i < axes.size(); ++i) origin += std::ranges::count(along, i) > 0 ? 0 : coordinates[i] * strides[i];
     std::vector<int> ranks{origin};
     for (const auto i : along) {
       std::vector<int> longer;
@@ -70,6 +91,7 @@ struct Mesh::State {
       }
       ranks = std::move(longer);
     }
+    for (int& rank : ranks) rank = rank_at(rank);
     return ranks;
   }
 
@@ -81,19 +103,28 @@ struct Mesh::State {
 };
 
 Mesh::Mesh(const comm::World& world, MeshShape axes) {
-  int64_t product = 1;
-  for (size_t i = 0; i < axes.size(); ++i) {
-    const auto& [name, size] = axes[i];
-    require(size >= 1, "mesh.", name, " = ", size, " must be at least 1");
-    for (size_t j = 0; j < i; ++j) require(axes[j].first != name, "mesh: the axis ", name, " is named twice");
-    product *= size;
-  }
+  const int64_t product = checked_product(axes);
   require(product == world.size(), "mesh: ", product_text(axes, product), " is not the world size ", world.size(), "; change an axis or the number of ranks");
   state_ = std::make_shared<State>(comm::WorldView(world), std::move(axes));
-  auto& strides = state_->strides;
-  strides.assign(state_->axes.size(), 1);
-  for (size_t i = strides.size(); i-- > 1;) strides[i - 1] = strides[i] * state_->axes[i].second;
-  state_->coordinates = state_->coordinates_of(world.rank());
+}
+
+Mesh Mesh::regrouped(const Axes& over, const MeshShape& into) const {
+  const auto replaced = state_->indices(over);
+  MeshShape axes;
+  for (size_t i = 0; i < state_->axes.size(); ++i) {
+    if (std::ranges::count(replaced, i) == 0) axes.push_back(state_->axes[i]);
+  }
+  const MeshShape kept = axes;
+  axes.insert(axes.end(), into.begin(), into.end());
+  checked_product(axes);
+  const int64_t product = checked_product(into);
+  require(product == size(over), "mesh: ", product_text(into, product), " is not the size ", size(over), " of ", state_->name(replaced),
+          ", which it is to regroup; change an axis");
+  Axes others(std::vector<std::string>{});
+  for (const auto& [name, size] : kept) others.names.push_back(name);
+  std::vector<int> rank_of(static_cast<size_t>(state_->world.size()));
+  for (int r = 0; r < state_->world.size(); ++r) rank_of[static_cast<size_t>(rank(r, others) * product + rank(r, over))] = r;
+  return Mesh(std::make_shared<State>(state_->world, std::move(axes), std::move(rank_of)));
 }
 
 bool Mesh::has(const std::string& axis) const {
@@ -123,13 +154,13 @@ std::vector<int> Mesh::coordinates(int world_rank) const {
 
 int Mesh::world_rank(const std::vector<int>& coordinates) const {
   invariant(coordinates.size() == state_->axes.size(), "mesh of ", state_->axes.size(), " axes: ", coordinates.size(), " coordinates");
-  int rank = 0;
+  int place = 0;
   for (size_t i = 0; i < coordinates.size(); ++i) {
     invariant(coordinates[i] >= 0 && coordinates[i] < state_->axes[i].second, "mesh axis ", state_->axes[i].first, ": coordinate ", coordinates[i], " of ",
               state_->axes[i].second);
-    rank += coordinates[i] * state_->strides[i];
+    place += coordinates[i] * state_->strides[i];
   }
-  return rank;
+  return state_->rank_at(place);
 }
 
 std::vector<int> Mesh::members(const Axes& axes) const { return state_->members(state_->indices(axes)); }

@@ -35,6 +35,11 @@ class Mesh {
   /// Throws ConfigError, with the product printed, where the sizes do not multiply to the world's size, for a size below 1 and for an axis named twice.
   Mesh(const comm::World& world, MeshShape axes);
 
+  /// Another grid over the same ranks, for parameters that are dealt otherwise than the rest (experts: {"dp_shard", "cp", "tp"} into {{"edp", 4}, {"ep", 2}}):
+  /// the ranks that differ along `over` alone, in the order of that group, are numbered anew along `into`, slowest first. The other axes stay, in front of
+  /// them. Groups of the same members as here are the same connections. Throws ConfigError, with the product printed, where the sizes do not come out.
+  Mesh regrouped(const Axes& over, const MeshShape& into) const;
+
   bool has(const std::string& axis) const;
   /// Product of the sizes. Throws InternalError, naming the axes there are, for one that the mesh does not have; so do all below.
   int size(const Axes& axes) const;
@@ -56,6 +61,7 @@ class Mesh {
 
  private:
   struct State;
+  explicit Mesh(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };
 

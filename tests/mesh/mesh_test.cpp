@@ -56,6 +56,38 @@ TEST(Mesh, EveryRanksCoordinatesAreItsOwn) {
   EXPECT_THROW(size_along(mesh.shape(), "e"), InternalError);
 }
 
+TEST(Mesh, IsRegroupedForWhatIsDealtOtherwise) {
+  const auto world = dry(24, 13);
+  const Mesh mesh(world, {{"dp_shard", 2}, {"pp", 3}, {"cp", 1}, {"tp", 4}});  // 13 = dp_shard 1, pp 0, tp 1
+  const Mesh experts = mesh.regrouped({"dp_shard", "cp", "tp"}, {{"edp", 4}, {"ep", 2}});
+  EXPECT_EQ(experts.shape(), (MeshShape{{"pp", 3}, {"edp", 4}, {"ep", 2}}));
+  EXPECT_EQ(mesh.members({"dp_shard", "tp"}), (std::vector<int>{0, 1, 2, 3, 12, 13, 14, 15}));
+  EXPECT_EQ(experts.members({"edp", "ep"}), mesh.members({"dp_shard", "cp", "tp"}));
+  EXPECT_EQ(experts.members("ep"), (std::vector<int>{12, 13}));
+  EXPECT_EQ(experts.members("edp"), (std::vector<int>{1, 3, 13, 15}));
+  EXPECT_EQ(experts.members("pp"), mesh.members("pp"));
+  EXPECT_EQ(experts.coordinates(), (std::vector<int>{0, 2, 1}));
+  for (int rank = 0; rank < 24; ++rank) EXPECT_EQ(experts.world_rank(experts.coordinates(rank)), rank);
+}
+
+TEST(Mesh, RegroupedGroupsCommunicate) {
+  comm::run_ranks(8, [](World& world) {
+    const Mesh mesh(world, {{"dp_shard", 2}, {"pp", 2}, {"tp", 2}});
+    const Mesh experts = mesh.regrouped({"dp_shard", "tp"}, {{"edp", 1}, {"ep", 4}});
+    const at::Tensor sum = at::full({1}, static_cast<double>(world.rank()));
+    comm::all_reduce(experts["ep"], sum);
+    EXPECT_EQ(sum.item<double>(), mesh.rank("pp") == 0 ? 0 + 1 + 4 + 5 : 2 + 3 + 6 + 7);
+  });
+}
+
+TEST(Mesh, RefusesARegroupingThatDoesNotComeOut) {
+  const auto world = dry(8, 0);
+  const Mesh mesh(world, {{"dp", 2}, {"pp", 2}, {"tp", 2}});
+  EXPECT_EQ(message<ConfigError>([&] { mesh.regrouped({"dp", "tp"}, {{"edp", 3}, {"ep", 2}}); }),
+            "mesh: edp 3 x ep 2 = 6 is not the size 4 of dp+tp, which it is to regroup; change an axis");
+  EXPECT_EQ(message<ConfigError>([&] { mesh.regrouped({"dp", "tp"}, {{"pp", 2}, {"ep", 2}}); }), "mesh: the axis pp is named twice");
+}
+
 TEST(Mesh, GroupsOfOneOrSeveralAxesCommunicate) {
   comm::run_ranks(8, [](World& world) {
     const Mesh mesh(world, {{"dp_replicate", 1}, {"dp_shard", 2}, {"cp", 2}, {"tp", 2}});
