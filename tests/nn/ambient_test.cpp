@@ -30,7 +30,7 @@ struct Seen {
   uint64_t seed = 0;
   kernels::KernelChoice kernels = kernels::KernelChoice::Auto;
   bool recomputing = false;
-  std::string site_behind_its_own;
+  std::string own_site, site_behind_its_own;
 };
 
 struct Nested : torch::autograd::Function<Nested> {
@@ -54,6 +54,7 @@ struct Nested : torch::autograd::Function<Nested> {
       {
         const comm::CallSite own("in the pass");
         at::mm(at::ones({3, 4}), at::ones({4, 5}));
+        seen->own_site = comm::CallSite::current();
       }
       seen->site_behind_its_own = comm::CallSite::current();
     }
@@ -78,6 +79,7 @@ TEST(AmbientTest, FollowsABackwardPassToAnotherThread) {
   EXPECT_EQ(seen.seed, 77u);
   EXPECT_EQ(seen.kernels, kernels::KernelChoice::Reference);
   EXPECT_TRUE(seen.recomputing);
+  EXPECT_EQ(seen.own_site, "in the pass");
   EXPECT_EQ(seen.site_behind_its_own, "layers.3");
 }
 
