@@ -83,6 +83,16 @@ TEST(AmbientTest, FollowsABackwardPassToAnotherThread) {
   EXPECT_EQ(seen.site_behind_its_own, "layers.3");
 }
 
+TEST(AmbientTest, AThreadThatDidNotCallBackwardItselfKeepsItsOwnScopes) {
+  const comm::CallSite site("layers.3");
+  Seen seen;
+  for (int64_t depth = 0; depth < kDeep && (depth == 0 || seen.thread == std::this_thread::get_id()); ++depth) seen = from_deep_inside(depth);
+  ASSERT_NE(seen.thread, std::this_thread::get_id());
+  EXPECT_EQ(seen.site, "layers.3");
+  EXPECT_EQ(seen.own_site, "in the pass");
+  EXPECT_EQ(seen.site_behind_its_own, "layers.3");
+}
+
 TEST(AmbientTest, IsOfTheCallerEachTime) {
   {
     const comm::CallSite site("first");
