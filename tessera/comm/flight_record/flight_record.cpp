@@ -17,6 +17,10 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
 
+// The kernel keeps the pages of a mapping when their process is killed, so a store is as safe as a write to the file, and makes no system call. A reader may
+// come at any moment, also while the process lives: an entry is unpublished, written, and published under its number, and an entry under another number is not
+// the reader's. The header's magic comes last, and a new file takes the old one's name only when it has all its room.
+
 namespace tessera::comm {
 namespace {
 
