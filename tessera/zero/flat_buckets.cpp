@@ -10,6 +10,11 @@
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/part_storage.h"
 
+// Parameters keep being the same tensors: their storage is exchanged in place, so optimizers, hooks and handles that a program has go on working, and an
+// all-gather of updated parts writes where the model reads. Each parameter has a storage object of its own over the bucket's memory: if it is another one, the
+// program has put other values there. The first reduce-scatter of a step writes straight into this rank's part, later ones leave their sum where this rank's
+// own terms were and are added.
+
 namespace tessera {
 namespace {
 
