@@ -7,6 +7,10 @@
 
 #include "tessera/core/error.h"
 
+// What data-parallel ranks hold alike only one needs to write, and if that were always the first, one disk would work and the others wait. The largest parts
+// are dealt first, each to the holder with least so far: what comes later is small enough to even out. Who writes follows from what all hold, with ties by
+// rank, so it is computed everywhere and sent nowhere.
+
 namespace tessera::checkpoint {
 namespace {
 
