@@ -6,6 +6,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// A phase is any other algorithm's rows with its ranks and chunks renamed: inside a host, between leaders, or between those with the same place. So no schedule
+// is written twice, any inner can meet any outer one, and the whole is a plan like others, which the simulation proves and the executor runs. The only
+// arithmetic is that of names: which chunks of the whole a phase's chunk stands for.
+
 namespace tessera::comm::families::two_level {
 namespace {
 

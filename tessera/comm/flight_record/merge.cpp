@@ -4,6 +4,9 @@
 #include <set>
 #include <tuple>
 
+// No rank knows what another did, but each has counted: the n-th collective of a group is the same meeting on all its members, and so is the n-th message one
+// way under one tag. Counters outlive the ring of entries, so whether a rank has come to a collective is known also where what it did there is not.
+
 namespace tessera::comm::flight {
 namespace {
 

@@ -5,6 +5,10 @@
 
 #include "tessera/core/error.h"
 
+// MPI moves data only while somebody is inside one of its functions. Who waits asks again and again: at first without a pause, for small messages are there
+// soon, then giving the core away, for large ones need the asking, and at last with naps. A look at the store, where failures are told, costs a round trip and
+// is taken rarely.
+
 namespace tessera::comm::mpi {
 
 using Clock = std::chrono::steady_clock;
