@@ -64,6 +64,7 @@ std::vector<std::vector<size_t>> deal(const std::vector<std::vector<HeldSlice>>&
   std::vector<std::vector<size_t>> written(held.size());
   for (const auto& part : parts) {
     if (part.slice->slice.numel() == 0) continue;
+    // Buffers may differ between ranks: dealt like parameters, a mean and its variance could come from two of them.
     const bool buffer = part.slice->slice.name.starts_with("buffer.");
     const auto [rank, index] =
         buffer ? part.holders.front()

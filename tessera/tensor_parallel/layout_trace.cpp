@@ -297,6 +297,7 @@ void LayoutTrace::call(nn::OperatorCall& operation) {
     refuse_writes(call, &result);
     return run(operation, call, result);
   }
+  // No rule of its own, but what it is made of may have some.
   if (rule_of(operation.name()) == nullptr && comes_apart(operation)) {
     inside_.push_back(operation.name());
     try {

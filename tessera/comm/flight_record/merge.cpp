@@ -129,6 +129,7 @@ Wait Merge::judge(const RankRecord& record, const std::vector<const RecordedCall
     return !wait.absent.empty();
   };
   for (const auto* call : open) {
+    // The earliest that somebody has not come to: that it blocks in a later one may be for this one alone.
     if (describe(call)) return wait;
   }
   const auto blocked = std::ranges::find_if(open, blocks);
@@ -164,6 +165,7 @@ Mismatch Merge::first_mismatch() const {
       }
       first = {begin->meeting, {}};
       for (auto& [what, side] : sides) first.sides.push_back(std::move(side));
+      // The fewest are the likeliest to be wrong.
       std::ranges::stable_sort(first.sides, {}, [](const Side& side) { return std::pair(side.ranks.size(), -side.ranks.back()); });
     }
     begin = end;

@@ -73,6 +73,7 @@ void Communicator::direct_reduce(size_t count, Type type, Reduction reduction, i
   for (auto at = shares.begin(rank_) * width; at < end; at += kBlock) {
     const auto bytes = std::min(kBlock, end - at);
     for (int rank = 0; rank < n_; ++rank) sources_[static_cast<size_t>(rank)] = peers_[static_cast<size_t>(rank)] + at;
+    // Written over one of the operands: nobody but this rank reads or writes these elements, in any of the buffers.
     auto* const sum = peers_[static_cast<size_t>(first)] + at;
     loop(sum, sources_.data(), n_, bytes / width);
     for (int rank = 0; rank < n_; ++rank) {
