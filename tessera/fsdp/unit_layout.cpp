@@ -59,6 +59,7 @@ std::optional<int64_t> place(std::vector<Entry>& entries, const Order& order, in
         if (cut + part < begin + entry.numel && part % row != 0) return std::nullopt;
         break;
       }
+      // Now that cut falls on a row; but the parameter ends later, and may meet another one.
       begin += gap;
     }
     entry.offset = begin;

@@ -183,6 +183,7 @@ void FlatBucket::start_reduce(bool add, bool last) {
 bool FlatBucket::advance_reduce() {
   const c10::NoGradGuard no_grad;
   std::exchange(reduction_, comm::Pending()).wait();
+  // Two sums, one after the other: over the ranks that hold other parts, then over the replicas of this one.
   const bool was_across = std::exchange(across_, false);
   if (narrow_) {
     narrow_->store(was_across ? narrow_->crossing() : part_of(narrow_->crossing()), gradient_part_, adding_ && !was_across);

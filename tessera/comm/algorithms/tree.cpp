@@ -72,6 +72,7 @@ int top_of(int before, int count) { return before + static_cast<int>(std::bit_fl
 Node node_at(int position, int m) {
   if (position == 0) return {.depth = 0, .parent = -1, .children = {top_of(0, m)}};
   Node node;
+  // Down from the top, as in a search tree, until it stands there.
   int before = 0, count = m, top = top_of(before, count);
   for (; top != position; top = top_of(before, count), ++node.depth) {
     node.parent = top;

@@ -133,6 +133,7 @@ Rows phase_rows(const Phase& phase, const Hosts& hosts, int rank, int root) {
   if (ranks.empty()) return {};
   const int host = hosts.host(rank), place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
   const int local_root = phase.scope == Scope::Inside ? leader(hosts, host, root) : hosts.host(root);
+  // The phase's program speaks of places in its company and of chunks of its own: both are translated.
   auto rows = make_rows(request_of(phase, static_cast<int>(ranks.size()), local_root), place);
   const auto expanded = [&](const std::vector<int>& chunks) {
     std::vector<int> all;

@@ -191,6 +191,7 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   const auto shape = call.whole(group.size);
   const uint64_t number = std::atomic_ref(header_->next).fetch_add(1, std::memory_order_relaxed);
   Entry& entry = entries_[number % header_->capacity];
+  // Zero while it is written: a reader leaves it out.
   publish(entry.published, uint64_t{0});
   std::atomic_thread_fence(std::memory_order_release);
   entry.sequence = message != 0 ? message : std::atomic_ref(*group.collectives).fetch_add(1, std::memory_order_relaxed) + 1;

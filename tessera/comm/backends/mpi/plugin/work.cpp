@@ -81,6 +81,7 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
   const auto longest = timeout == kNoTimeout ? timeout_ : timeout;
   const auto start = Clock::now();
   auto glance = start + kGlance;
+  // Who waits drives MPI on; the longer it takes, the more of the core it leaves to others.
   for (auto nap = kNap; !advance();) {
     const auto now = Clock::now();
     if (now - start < kSpin) continue;

@@ -44,6 +44,7 @@ void Arena::free(std::byte* block) noexcept {
   auto [offset, size] = *found;
   used_.erase(found);
   segment_.release(offset, size);
+  // Neighbouring holes become one, or large buffers would find no room between what small ones left.
   auto after = unused_.lower_bound(offset);
   if (after != unused_.end() && after->first == offset + size) {
     size += after->second;
