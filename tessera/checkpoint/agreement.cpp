@@ -5,6 +5,9 @@
 
 #include "tessera/core/error.h"
 
+// The fields of a section are taken as they are declared, not from a list here: a key that is added later is agreed upon without anybody's thinking of it. What
+// a checkpoint from before it does not say, the key's default says: that is what held then.
+
 namespace tessera::checkpoint {
 namespace {
 

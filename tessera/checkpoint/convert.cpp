@@ -20,6 +20,9 @@
 #include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/core/file_type.h"
 
+// All that is wrong with a checkpoint is found before the first byte is written, and told at once. Then one tensor at a time is put together from its slices,
+// hashed as they are read, so that a model need not fit into memory. The folder has another name until it is whole.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -7,6 +7,10 @@
 
 #include "tessera/core/error.h"
 
+// What data-parallel ranks hold alike only one needs to write, and if that were always the first, one disk would work and the others wait. The largest parts
+// are dealt first, each to the holder with least so far: what comes later is small enough to even out. Who writes follows from what all hold, with ties by
+// rank, so it is computed everywhere and sent nowhere.
+
 namespace tessera::checkpoint {
 namespace {
 
@@ -60,6 +64,7 @@ std::vector<std::vector<size_t>> deal(const std::vector<std::vector<HeldSlice>>&
   std::vector<std::vector<size_t>> written(held.size());
   for (const auto& part : parts) {
     if (part.slice->slice.numel() == 0) continue;
+    // Buffers may differ between ranks: dealt like parameters, a mean and its variance could come from two of them.
     const bool buffer = part.slice->slice.name.starts_with("buffer.");
     const auto [rank, index] =
         buffer ? part.holders.front()

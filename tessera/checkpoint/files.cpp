@@ -15,6 +15,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 
+// Whole or absent: the bytes of a file are durable after its fsync, its name only after that of the folder; in between a machine that stops may leave either
+// without the other. So whoever calls these writes and syncs files first, then the folder, and gives the final name last. close() is looked at as well: network
+// file systems tell of a full disk there.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -17,6 +17,10 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/hash.h"
 
+// What is removed is renamed first: a removal may be killed half way, and half a checkpoint under its name would be found by the next run. What replaces others
+// has to be good: the newest is read back and hashed before anything older goes, unless this process hashed it while writing. And a folder that holds what no
+// save makes holds somebody's work: it is never deleted.
+
 namespace tessera::checkpoint {
 namespace {
 

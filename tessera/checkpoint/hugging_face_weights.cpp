@@ -10,6 +10,9 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/file_type.h"
 
+// Tensors are read where they lie in the mapped files, as views: transposed, narrowed, and of those this rank's slice, so a rank reads its part from disk and
+// holds no whole model. As in our own checkpoints, all that does not fit is told before anything is written.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 
+// All that does not fit is found from the manifest and told at once, before a byte of the model is written: half a model loaded, or one complaint a try, would
+// be worse than either. Then each target takes the intersections of its slice with the stored ones, whatever the layout that wrote them. Hashes cover whole
+// stored slices: with verify, one of which a rank needs a corner is read whole, once.
+
 namespace tessera::checkpoint {
 namespace {
 

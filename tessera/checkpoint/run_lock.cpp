@@ -16,6 +16,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
 
+// A file that says who holds it outlives who was killed, and a process number comes again: so the kernel holds the lock, and the file's text is only for
+// people. The file is unlinked with the lock still held; whoever had opened it before then gets the lock of a file that has no name any more, which keeps
+// nobody out. Hence the look whether the open file is the named one, and another try where it is not.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -12,6 +12,9 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/core/error.h"
 
+// Files are mapped and not read: a load that reshards needs some boxes of a file, and touches the pages of those. The price is that a tensor lies where the
+// file has it, which need not suit its dtype; then it is copied.
+
 namespace tessera::checkpoint {
 namespace {
 

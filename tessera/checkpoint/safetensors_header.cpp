@@ -11,6 +11,10 @@
 
 #include "tessera/core/error.h"
 
+// Headers come from anywhere. A JSON tree of hostile text can take many times its memory, and a size computed from what it says can overflow: so the text is
+// read as events against the one grammar there is, each number is bounded where it is read, and the ranges must cover the file without a hole or an overlap,
+// which leaves a reader nothing to point outside of it.
+
 namespace tessera::checkpoint {
 namespace {
 

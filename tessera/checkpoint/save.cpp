@@ -14,6 +14,10 @@
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
 
+// A checkpoint is there whole or not at all, whichever rank ends at whichever moment: files are written and synced in a hidden folder, the manifest comes last,
+// and one rename makes it exist. Every step of it is taken together: each rank learns whether all have done theirs, so that the failure of one is everybody's
+// and nobody waits for a peer that has given up. Bytes are hashed on their way to the disk, for reading them back would double the traffic and read the cache.
+
 namespace tessera::checkpoint {
 namespace {
 

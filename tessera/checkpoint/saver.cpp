@@ -6,6 +6,10 @@
 #include "tessera/checkpoint/staging.h"
 #include "tessera/core/error.h"
 
+// A save has two halves: who writes what is agreed with the caller waiting, what takes long goes to a thread. Between them stands a queue of bounded size;
+// whichever side fails stops it, or the other would wait for ever. Two kinds of failure are kept apart: a full disk is news, which the caller may live with,
+// while a lost peer or a bug of ours must end the run.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -7,6 +7,10 @@
 
 #include "tessera/memory/memory.h"
 
+// A full copy would let training go on at once and take a second model's memory; writing straight from the tensors would take none and have training wait for
+// the disk. In between: copies in chunks, at most `limit` bytes of them, so that whoever puts waits for the disk only as far as it falls behind. A chunk counts
+// until the taker comes back for the next, since only then is it done with its bytes; two fit at least, so that one is filled as another is written.
+
 namespace tessera::checkpoint {
 namespace {
 

@@ -22,6 +22,10 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"
 
+// libtorch's optimizers keep state by a tensor's address, in a class for each kind. A table of accessors says what each kind has for every element of a
+// parameter, and so may be cut as the parameter is. Restored state is built beside the one that is there, and takes its place only when all of it has been
+// read: a checkpoint that does not fit changes nothing.
+
 namespace tessera::checkpoint {
 namespace {
 

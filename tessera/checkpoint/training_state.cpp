@@ -14,6 +14,10 @@
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
+// All state is tensors with slices under logical names: "model.", "buffer.", "optimizer.<state>.<parameter>". So loading is one question, asked of all alike:
+// which stored boxes make up what is held here. Where precision has changed since, masters and weights stand in for each other, and the wider one has the last
+// word. How often a parameter was updated is a number and no tensor, and has to agree with whether its state was read: Adam's first steps are scaled by it.
+
 namespace tessera::checkpoint {
 
 namespace {

@@ -18,6 +18,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 
+// A lock rather than an age or a process number tells the living from what a killed one left: the kernel drops it however a process ends, and no clock or host
+// has to be compared. Between making a folder and locking it there is a moment in which another one may take it for a leftover; who finds it gone after the
+// lock makes another.
+
 namespace tessera::checkpoint {
 namespace {
 

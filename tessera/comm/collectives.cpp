@@ -13,6 +13,9 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
+// Each call passes here once: what cannot be right is refused with names before an engine sees it. Inputs are packed where they have to be; outputs are never
+// copied, so they have to be contiguous. Engines know equal parts alone: uneven ones are padded to the largest and cut after, at the price of a copy.
+
 namespace tessera::comm {
 
 using Clock = std::chrono::steady_clock;

@@ -13,6 +13,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// One node of autograd serves all collectives: it is given what to do forward and backward. Backward is mostly made of these same functions, so that
+// derivatives of derivatives need no code. It runs on autograd's thread, which knows no module: the node carries the call site of forward, so that records and
+// errors name the layer.
+
 namespace tessera::comm::differentiable {
 namespace {
 

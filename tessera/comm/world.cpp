@@ -24,6 +24,12 @@
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 
+// Ending is harder than beginning: a connection or a store that goes early looks to its peers like a crash. So a rank counts itself out, waits until all have,
+// and only then closes; who serves the store goes last, when all others have looked for the last time. With an exception under way it is the other way round:
+// engines wait at their end for what is pending, which will not come, so connections are broken first, and the cause is in the store before they are.
+// A group forms between its members alone. Each counts how often it has made one of that name and those members; the number is part of the key under which they
+// meet.
+
 namespace tessera::comm {
 namespace {
 

@@ -15,6 +15,9 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 
+// Every key is read by a visit over the fields of its section, as they are declared: there is no second table of names and types that could differ. A --set is
+// tried as TOML first and taken as bare text where that fails or the field is a string, so that a shell needs no quotes around quotes.
+
 namespace tessera {
 namespace {
 

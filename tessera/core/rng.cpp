@@ -24,6 +24,11 @@
 #endif
 #define TESSERA_INLINE inline __attribute__((always_inline))
 
+// The hard part is not the random bits, which are integers, but normals with the same bits everywhere: logarithms and sines of math libraries differ by version
+// and by vector width. Those here are short polynomials after an exact reduction, accurate to what single precision shows, without branches, so that a loop
+// over blocks becomes vector code. Ends of a fill that share a block with what lies beside it are computed as whole blocks: the bits do not depend on where a
+// fill begins.
+
 namespace tessera {
 namespace {
 

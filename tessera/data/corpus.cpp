@@ -14,6 +14,10 @@
 #include "tessera/data/partial_file.h"
 #include "tessera/data/text.h"
 
+// Encoding takes longer than many runs, so it is done once, into a file that is mapped: opening costs a check, and ranks of a machine share its pages. The file
+// is named by a hash of texts and tokenizer and can be damaged, but not out of date. Of several processes that find none the one that gets the lock builds it,
+// and what a killed one left is overwritten. A text passes in blocks, cut where the tokenizer says that a cut changes no id.
+
 namespace tessera::data {
 namespace {
 

@@ -7,6 +7,9 @@
 
 #include "tessera/core/error.h"
 
+// One hash of the whole file would tell that it is damaged; hashes of blocks tell where, and a block is still in the cache when its ids are compared with the
+// vocabulary. A hash proves only that nothing has changed since: sizes and ids are bounded as well, since they are used as lengths and as rows of tables.
+
 namespace tessera::data {
 
 namespace {

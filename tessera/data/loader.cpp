@@ -7,6 +7,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// A position in the data is one number, the samples taken so far: which windows make up a step follows from it by arithmetic, since a shuffled order is a
+// function of the place and not a list. So there is no queue to save, a step is found without making those before it, and another number of ranks deals the
+// same samples in another way. Where a resumed run counts in other units, of batches or of windows, the difference stays with the cursor.
+
 namespace tessera::data {
 namespace {
 

@@ -10,6 +10,9 @@
 
 #include "tessera/core/error.h"
 
+// Whoever waited for the lock may have got that of a file which its holder has renamed or removed meanwhile: a lock belongs to the file and not to its name. So
+// the name is looked up again, and only the file that it names now counts.
+
 namespace tessera::data {
 
 PartialFile::PartialFile(const std::filesystem::path& path, const std::string& knob) : path_(path), partial_(path.string() + ".partial") {

@@ -4,6 +4,9 @@
 
 #include "tessera/data/text.h"
 
+// How long a compressed text is, is known at its end. So the spacing adapts as it is read: keep every stretch until they are too many, then every other of them
+// and of those to come, and so on. What is left at the end is evenly spaced over all of it.
+
 namespace tessera::data {
 namespace {
 

@@ -15,6 +15,11 @@
 #include "tessera/data/sentencepiece_rules.h"
 #include "tessera/data/utf8.h"
 
+// Words repeat, and the library encodes each anew. Remembering them is right only where a word's ids do not depend on its neighbors: if no piece of the model
+// holds these two bytes side by side, no piece can reach across, and both sides are encoded by themselves. What a model does beside that (spaces in front,
+// replaced characters) is found by probes and not read from its settings, which mean different things in different versions; one that alters its text is given
+// it in large parts.
+
 namespace tessera::data {
 namespace {
 

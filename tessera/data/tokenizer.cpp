@@ -9,6 +9,9 @@
 #include "tessera/data/byte_tokenizer.h"
 #include "tessera/data/sentencepiece.h"
 
+// Text may be cut wherever the tokenizer says that no piece can cross: the parts then have the ids that they have in the whole. Threads take the next part when
+// they are done with one, and results are put together in the order of the text, so neither their number nor their speed is seen in the ids.
+
 namespace tessera::data {
 
 std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& name, const std::string& knob) {

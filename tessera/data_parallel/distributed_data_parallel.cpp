@@ -15,6 +15,11 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
 
+// In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
+// everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
+// a gradient, or to an alias of one: reference counts tell, and such a bucket is left to whoever holds it. Gradients of passes under no_sync() are of this rank
+// alone, and an optimizer's step on them would part the replicas without a word: parameters' versions between passes give it away.
+
 namespace tessera {
 
 /// Buckets lie whole on every rank, hooks sum them, and gradients are views of them.

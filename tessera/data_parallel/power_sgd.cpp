@@ -13,6 +13,11 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
 
+// The two all-reduces of a bucket depend on each other: Q is computed from the sum of P. So a reduction is a small machine: P leaves while backward runs, the
+// first `advance` sends Q, the second decompresses, and the buckets take turns. What has to come out with the same bits on all ranks, Gram-Schmidt, is a
+// function of the sums alone, in an order that no number of threads and no BLAS changes. Of a gradient that nobody used nothing is applied: all of it stays
+// owed.
+
 namespace tessera {
 namespace {
 

@@ -19,6 +19,11 @@
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/step_protocol.h"
 
+// Floating-point addition does not associate, so bits that are to be the same for any number of ranks need one order of additions that knows no ranks: a binary
+// tree over the micro-batches' index. A leaf is the gradient of one micro-batch, hence each begins at zero and nothing accumulates between them. Within a
+// rank's run partial sums merge as carries do in a binary counter, with a logarithm of them alive; what does not fit into a run is exchanged in one order that
+// all ranks follow, so that blocking messages cannot wait in a circle.
+
 namespace tessera {
 
 class TreeReduction::Impl {

@@ -7,6 +7,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// The tree is fixed by the number of micro-batches alone; the ranks only decide who makes which addition. A run of neighbours contains few maximal subtrees
+// (those of a binary counter: a stack that merges when its two rightmost are siblings), so a rank holds O(log M) sums however long its run. What remains is
+// merged in one order for all ranks: the two of the earliest merge that is not done have nothing before it to wait for, so somebody can always go on.
+
 namespace tessera {
 namespace {
 

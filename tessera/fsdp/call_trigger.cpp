@@ -10,6 +10,10 @@
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/module.h"
 
+// The gradient of a call's output arrives before anything of the call runs backward: the last moment to gather its unit, and the proof that all that was called
+// later is done. A hook on parameters would come too late for the one, and on each rank at another time for the other. In backward a call is a recomputation,
+// which begins no pass, and leaves to backward what that needs next.
+
 namespace tessera {
 namespace {
 

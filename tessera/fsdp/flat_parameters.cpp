@@ -15,6 +15,12 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/part_storage.h"
 
+// A parameter is one tensor with two faces: its implementation is pointed now at this rank's slice, now at its place in the unit's whole buffer. No version
+// counter moves, so autograd sees no write. The whole buffer is one storage object for life, which is given memory and deprived of it: the views that autograd
+// saved in forward share it, and are whole again in backward without anybody knowing of them. Read while it is empty, it answers with a sentence and not with
+// garbage. Where cuts are even a part is sent from where it lies and received where it is used; uneven cuts and casts cost a copy, and so does a gradient that
+// was not computed in its place in the unit's buffer.
+
 namespace tessera {
 namespace {
 

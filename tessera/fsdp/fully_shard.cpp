@@ -22,6 +22,10 @@
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 
+// Here the parts meet: the plan says which parameters form a unit, units hold memory and make the collectives, the step says what is whole and what is due, and
+// a trigger, by calls or by operators, tells it which unit is used. None knows the one above it. A slice looks like any other tensor: who is cut already is
+// kept in a table for the process, or a second wrapper would cut slices once more.
+
 namespace tessera {
 namespace {
 

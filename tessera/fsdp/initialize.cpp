@@ -7,6 +7,10 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
 
+// The program's own initialization wants whole parameters, and the whole model need not fit: one unit at a time is whole, is filled, and is cut again. Whether
+// `init` wrote everything cannot be seen from the module; so the memory begins as a pattern that no computation makes, and what still has it was not written.
+// Memory that happened to hold zeros would pass for an initialization.
+
 namespace tessera {
 namespace {
 

@@ -8,6 +8,11 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
 
+// Of a plain module only its operators can be seen, and of an operator only its arguments. Storages say which unit: all views of a whole share one. Whether a
+// slice or the whole is meant has to come out alike on all ranks, for a rank that gathers alone waits for ever; and a rank that happens to have all rows of a
+// parameter sees equal shapes where others see different ones. Hence the questions about parameters that lie on one rank: what such a rank cannot tell, nobody
+// may act on. What remains unclear is refused, with the line to change.
+
 namespace tessera {
 
 OperatorTrigger::OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype)

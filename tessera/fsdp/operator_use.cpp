@@ -5,6 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 
+// An operator's schema says whether it writes; its name, what it is for. Those that nothing but a forward calls, and those that nothing but a copy does, are
+// listed. All others are judged by their company: an optimizer takes a parameter beside its gradient or its state, which have the slice's shape, a forward
+// beside activations, which have another.
+
 namespace tessera {
 namespace {
 

@@ -11,6 +11,11 @@
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/operator_watch.h"
 
+// Between steps grad() is the program's and has the slice's shape; autograd would add a whole gradient to it. So what the program has is put aside when
+// backward begins, whole gradients go to their unit's buffer and vanish from grad() one by one, and in the end what was reduced is added to what was put aside.
+// A backward pass that fails ends nothing: the engine lets go of the object that it was to call, and by that the step learns of it before the program does.
+// Which collectives a pass makes follows from its kind and from the order of units, never from which gradients came: those may differ from rank to rank.
+
 namespace tessera {
 namespace {
 

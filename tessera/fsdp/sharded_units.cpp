@@ -12,6 +12,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/operator_watch.h"
 
+// Two rules bound memory and keep ranks together. One reduction is under way at a time: the next waits for it, so that no more than two units' gradients are
+// whole. And a unit's slices are not shown, so not written, while a gather that reads them is on its way. What is gathered ahead is what came next in the pass
+// before: a guess that costs, where it is wrong, a gather at the wrong time and nothing else.
+
 namespace tessera {
 namespace {
 

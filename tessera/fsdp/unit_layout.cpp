@@ -7,6 +7,11 @@
 
 #include "tessera/core/error.h"
 
+// Equal parts that cut no row are searched for. A cut falls between rows if a gap moves the parameter there, and if the part is whole rows of every parameter
+// that several cuts go through. So candidates for the part are multiples of rows, from the smallest that can hold the unit, and in a few orders of the
+// parameters they are placed one behind the other, greedily: the first fit is the smallest part. Rows stay whole because a slice has to be a tensor:
+// optimizers, checkpoints and initialization know nothing of flat buffers. A pure function, so ranks need not tell each other.
+
 namespace tessera {
 namespace {
 
@@ -54,6 +59,7 @@ std::optional<int64_t> place(std::vector<Entry>& entries, const Order& order, in
         if (cut + part < begin + entry.numel && part % row != 0) return std::nullopt;
         break;
       }
+      // Now that cut falls on a row; but the parameter ends later, and may meet another one.
       begin += gap;
     }
     entry.offset = begin;

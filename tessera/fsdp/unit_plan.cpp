@@ -8,6 +8,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 
+// What is gathered together should be used together, and the order of registration is the best that is known before the first call. So what no pattern wraps
+// does not become one unit, which would be in memory from the embedding to the head, but one for each stretch between wrapped modules. A tied parameter stays
+// in the first unit that meets it, and whoever else uses it needs that unit, too.
+
 namespace tessera {
 namespace {
 

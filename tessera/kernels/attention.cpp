@@ -12,6 +12,9 @@
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/reference.h"
 
+// The tiled kernel is called by its own name: on meta the public operator comes apart into the one with the S x S matrix, and a dry run would count memory that
+// nobody takes. The log-sum-exp is part of the result because partial results over other keys can be merged by it.
+
 namespace tessera::kernels {
 
 namespace {

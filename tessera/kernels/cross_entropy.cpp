@@ -12,6 +12,8 @@
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
 
+// Kept for backward is a number a token, the log-sum-exp, from which the softmax is computed once more: probabilities would be as large as the logits.
+
 namespace tessera::kernels {
 
 namespace {

@@ -22,6 +22,10 @@
 #include "tessera/kernels/routines.h"
 #include "tessera/memory/memory.h"
 
+// Logits of all tokens would be the largest tensor of a training step, and autograd would keep them, and make a second one for their gradient. The gradient of
+// a sum is known before backward up to a factor, so each chunk's logits are turned into it in place, multiplied on, and forgotten. The factor that is expected
+// is folded in. What is kept are the gradients of the two inputs; they are given away in backward, not lent, so that autograd need not copy them.
+
 namespace tessera::kernels {
 
 namespace {

@@ -54,8 +54,8 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 ///   4*(T + 1)                                     losses
 ///   T*D*e + C*D*e                                 where hidden is of another dtype: its cast, and a chunk's gradient
 ///   V*D*e                                         where weight is of another dtype: its cast
-///   V*D*e                                         where weight is fp32 and the compute dtype is not: a chunk's product, beside the sum that becomes the
-///   gradient 4*V*D                                         where weight is not fp32: the sum, unless a single chunk's product is the gradient
+///   V*D*e                                         where weight is fp32 and the compute dtype is not: a chunk's product; the sum is the gradient
+///   4*V*D                                         where weight is not fp32: the sum, unless a single chunk's product is the gradient
 /// Where products are widened, e is 4, T*D*e and V*D*e are there whatever the dtypes are, and the two after them are not: fp32 products add up by themselves.
 /// The same sums in the same order for any number of threads. Throws ConfigError on shapes or dtypes that do not fit and on a label out of range (CPU).
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const LinearCrossEntropyOptions& options = {});

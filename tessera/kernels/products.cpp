@@ -17,6 +17,9 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/routines.h"
 
+// Casts around a product would do the same arithmetic, but autograd would keep the wide operands for backward. Here a function of its own keeps the narrow ones
+// and widens them again. The three gradients are functions by themselves, so that who computes one of them later gets the very bits.
+
 namespace tessera::kernels {
 
 namespace {

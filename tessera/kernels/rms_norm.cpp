@@ -10,6 +10,9 @@
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
 
+// The weight's gradient is a sum over all rows. Rows are added in blocks of fixed size, and blocks in their order, so that the bits do not depend on how many
+// threads took part.
+
 namespace tessera::kernels {
 
 namespace {

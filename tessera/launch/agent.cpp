@@ -21,6 +21,11 @@
 #include "tessera/launch/signals.h"
 #include "tessera/launch/watch.h"
 
+// The loop looks at its workers, at signals and at what the link last brought, asks a pure function (round.h) what to do, does that one thing, and looks again.
+// It never waits for the network: the link has a thread that may be stuck, and is then left behind for another. Without word from the others for long this
+// node's ranks wait in vain and are ended, while the agent tries to come back. Silence is counted only while this process ran, or waking a suspended machine
+// would make everyone else seem dead.
+
 namespace tessera::launch {
 namespace {
 

@@ -4,6 +4,10 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+// Hosts' clocks are never compared: a node is silent for as long as its beat has not changed by our own clock. A lost beat may be a slow network as well as a
+// dead agent, so after a moment its host is asked, which can tell a process that is gone from one that is slow; where no answer comes, the longer silence has
+// to do.
+
 namespace tessera::launch {
 namespace {
 

@@ -7,6 +7,10 @@
 
 #include "tessera/comm/failure.h"
 
+// The thread shares its state with the link by a pointer and is detached from the start: where a store hangs in a system call that nothing ends, the link can
+// still go, and the thread finds out whenever it comes back. That costs a thread and a socket each time, which is cheaper than an agent that cannot answer a
+// signal.
+
 namespace tessera::launch {
 
 namespace {

@@ -13,6 +13,9 @@
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 
+// A worker whose pipe is full stops in the middle of a print, so one thread reads all pipes as they fill, a bounded amount from each in turn. Of each stream
+// the end is kept, for the sentence about a rank that failed. With a prefix, lines are held back until they are whole, or those of several ranks would mix.
+
 namespace tessera::launch {
 namespace {
 

@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
 
+// Asking the network may take for ever, so no lock is held meanwhile, and whoever waits may leave a try behind and begin another. A try works on what was known
+// when it began and commits what it found at the end, unless a later one has begun: what comes late is dropped. Only a refused connection proves that a process
+// is gone; a host that is silent may be alive behind a cut link.
+
 namespace tessera::launch {
 namespace {
 

@@ -8,6 +8,13 @@
 
 #include "tessera/core/error.h"
 
+// A decision is made from one look at the shared value and put in its place by compare-and-set: a look that was out of date changes nothing, and its agent
+// looks again. So agents need no leader. Two things fall to one node all the same: the workers' store is served by the first node of a round, which alone knows
+// its port, and the end of a round is judged by the first survivor, once no worker runs any more. Old workers go before anything else: nothing may run that
+// belongs to no round.
+// What may go on is decided for the worst case: nodes that cannot be reached may have met elsewhere, so a minority that cannot prove the others gone ends
+// rather than be a second job under one name.
+
 namespace tessera::launch {
 namespace {
 

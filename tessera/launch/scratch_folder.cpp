@@ -12,6 +12,9 @@
 
 #include "tessera/core/host_name.h"
 
+// The lock file gets its name only when it is locked: nobody can ever see a folder of ours with an unlocked file in it while we live. A lock is believed only
+// on the host that took it, since shared file systems need not hand locks on.
+
 namespace tessera::launch {
 namespace {
 

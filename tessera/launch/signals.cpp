@@ -12,6 +12,10 @@
 
 #include "tessera/core/error.h"
 
+// Masks and signalfd would do if all threads were ours. But threads that libraries started before do not block these signals, and one of them taking SIGTERM
+// would end the process: so there is a handler, which does nothing but note the signal and ring an eventfd. The wait unblocks in ppoll only, in one step with
+// the waiting: a signal that comes just before is not slept through.
+
 namespace tessera::launch {
 namespace {
 

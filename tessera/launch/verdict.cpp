@@ -13,6 +13,9 @@
 
 #include "tessera/core/error.h"
 
+// The first failure that is seen need not be the cause: a rank that dies of a signal takes a moment to be reaped, and by then its peers have failed of the
+// broken connection. So endings are ordered by how likely their kind causes others, and by time only within a kind.
+
 namespace tessera::launch {
 namespace {
 

@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/launch/signals.h"
 
+// fork and exec by hand rather than posix_spawn, which has no place to ask the kernel for the parent-death signal. That signal is asked for after the parent
+// may have ended already, so the parent is compared after it. An error of exec comes back by a pipe that a successful one closes: so a program that cannot be
+// started is refused by name, and is not a worker that failed.
+
 namespace tessera::launch {
 namespace {
 

@@ -6,6 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+// A worker's group is killed between seeing its end and reaping it (WNOWAIT): until it is reaped its number cannot be anybody else's. What a worker that ended
+// with 0 leaves running is its own affair.
+
 namespace tessera::launch {
 namespace {
 

@@ -6,6 +6,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// What is still wanted of a target is a list of boxes; each source box takes away what it has and leaves at most two boxes a dimension. So every element is
+// taken once, from the first who has it, and replicas among the sources do no harm; whatever is left in the end is what nobody holds. Where a side is
+// flattened, a piece must be one run of it, and boxes are cut until they are.
+
 namespace tessera {
 namespace {
 

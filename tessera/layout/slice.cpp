@@ -6,6 +6,9 @@
 
 #include "tessera/core/error.h"
 
+// A run of elements is no box, but few: the end of a row, whole rows, the beginning of a row, and the same again inside of the two rows that are cut. Sharding
+// a shard thus stays within the language of boxes, and whoever reads slices needs no second case.
+
 namespace tessera {
 namespace {
 

@@ -17,6 +17,10 @@
 #include "tessera/memory/host_cache.h"
 #include "tessera/memory/ledger.h"
 
+// Every storage is made by libtorch's allocator for its device, so one around that misses nothing and asks nothing of whoever makes tensors; a thread that does
+// not count pays a branch. Memory is freed on any thread, and after its tracker is gone: what was counted is found by its address, with a ledger that it keeps
+// alive. Meta storages have no address; there it is their context.
+
 namespace tessera::detail {
 
 constinit thread_local MemoryThread memory_thread;

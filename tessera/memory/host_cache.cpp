@@ -16,6 +16,10 @@
 #define TESSERA_ADDRESS_SANITIZER
 #endif
 
+// Sizes are rounded to eight classes a doubling: enough that a step's tensors find their block again although a few bytes differ, at an eighth of waste at
+// most. The last block that came back goes first, for it is the one that the processor's caches still know. Running out of memory gives all free blocks back
+// before it is an error: they may have the wrong sizes.
+
 namespace tessera {
 namespace {
 

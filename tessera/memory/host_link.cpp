@@ -9,6 +9,11 @@
 
 #include "tessera/memory/memory.h"
 
+// Pinned memory is counted by taking the tensor's DataPtr over: its own context then is ours, and the accelerator's, which ends the loan, lies within.
+// (libtorch's allocator finds the block by address too, so that copies under way still keep it.)
+// The order of a copy and what uses its memory is a matter of the device's streams alone: a copy waits for what was asked for before it, and who needs its
+// result waits for its point. The host waits nowhere unless it asks to.
+
 namespace tessera {
 namespace {
 

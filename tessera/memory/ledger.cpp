@@ -9,6 +9,10 @@
 
 #include "tessera/core/format.h"
 
+// A peak is a moment, and what it was made of must be kept when it happens: categories are copied at every new peak. The blocks would be too many to copy. But
+// numbers grow with every allocation, so a block was alive at the peak if its number is not larger than the last one then and it still lives, or died since:
+// only the largest of those that die are kept.
+
 namespace tessera::detail {
 
 namespace {

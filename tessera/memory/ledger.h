@@ -115,7 +115,7 @@ struct CountedMemory {
 /// The counted allocation on which the tensor lies; change(CountedMemory&) where there is one.
 void visit_counted(const at::Tensor& tensor, const std::function<void(CountedMemory&)>& change);
 
-/// One small product in bf16, so that oneDNN's scratch space is known (memory_allocators.cpp). Once a process.
+/// One small product in bf16, so that oneDNN's scratch space is known (allocators.cpp). Once a process.
 void learn_scratch_site();
 
 /// What an allocator of a device that is none of ours reports. Never throws: the device's own limit is the one that counts.

@@ -9,6 +9,10 @@
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
+// Row-major numbering makes all of this arithmetic of strides, without tables of world size, and the same on every rank without asking: a group's members are
+// this rank's origin along the axes plus all multiples of their strides. Groups are made at their first use and not all at once: a mesh of five axes has 31
+// sets of them, of which a run uses a few.
+
 namespace tessera {
 namespace {
 

@@ -10,6 +10,10 @@
 #include "tessera/core/rng.h"
 #include "tessera/models/kv_cache.h"
 
+// The draw is made here from a counter generator and fp64 weights, not by torch::multinomial: the same on every rank and device, for a seed and a position,
+// without any state. A context that is full does not move on by one token: each move would mean to read all of it again, since what is kept of every token was
+// computed with those before it. The newer half is read again instead, once in capacity / 2 tokens: one more token read for each that is made.
+
 namespace tessera {
 
 int64_t sample_token(const at::Tensor& logits, const SampleOptions& options, uint64_t index) {

@@ -6,6 +6,9 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/sample_scope.h"
 
+// The attention core takes keys and values longer than its queries as a context that ends with them, so a cache is an interceptor in front of it and no model
+// needs to know. Memory is made at the first step, when it is known how many heads are here and of which dtype.
+
 namespace tessera {
 
 /// Around one attention core: adds the new keys and values to the earlier ones and attends to all.

@@ -12,6 +12,9 @@
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
+// A chain is never changed, but replaced by a changed copy: a call that is under way goes on with the links that it began with, and attaching or detaching from
+// within a hook is safe.
+
 namespace tessera::nn {
 
 std::optional<OutputLayout> output_layout(const Module& module, const at::Tensor& output) {

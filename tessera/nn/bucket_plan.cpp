@@ -13,6 +13,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 
+// Every collective costs a latency, and only what backward still has to compute can hide it. A bucket for each gradient pays too many latencies; one for all
+// starts when nothing is left to hide under. Each dtype fills a bucket of its own at the same time, so buckets close in another order than they were opened;
+// they are reduced in the order of their last gradients, for a bucket that waits holds up all behind it.
+
 namespace tessera {
 namespace {
 

@@ -12,6 +12,12 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 
+// Collectives of a group meet by their order, and ranks may come by their gradients in different orders. So the order is the plan's and never that of arrival:
+// a bucket that is complete waits until all before it have started. For the same reason a rank never stops in the middle of a step: what is wrong with its
+// gradients is told once all collectives of the step have been made, to all ranks alike where the plain loop cannot know that they would find out themselves.
+// Three moments of the dispatcher drive it: what a gradient adds to is set aside before it arrives, it is brought into its bucket when it has accumulated, and
+// counted when it is final.
+
 namespace tessera {
 namespace {
 

@@ -11,6 +11,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
+// A layer's forward cannot see from its arguments who called it. What it can see is this thread's stack of forwards that run as the last link of a chain: if it
+// is not on top, nobody led the call through its chain. Users' modules have no such line in their forward, so the other way round: the gradient of one of their
+// parameters shows that they were used, and by then a call through the holder must have been counted.
+
 namespace tessera::nn {
 
 namespace {

@@ -11,6 +11,9 @@
 
 #include "tessera/nn/parameter.h"
 
+// What libtorch's own reset_parameters would draw, as distributions: for modules that were built before anybody recorded what they do. Each can then be drawn
+// for a slice alone, which the module's own function could not.
+
 namespace tessera::nn {
 
 namespace {

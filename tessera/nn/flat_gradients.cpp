@@ -10,6 +10,10 @@
 #include "tessera/core/hash.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
+// A gradient that lies in its bucket is not copied before the collective nor after it. It must not be a view in autograd's eyes, which refuses to detach views
+// in place as zero_grad does: it is a tensor of its own on the bucket's storage. A program may replace it at any time, so nothing is assumed: each use looks
+// whether the gradient still is that memory, and brings it back.
+
 namespace tessera {
 
 namespace {

@@ -12,6 +12,10 @@
 
 #include "tessera/core/error.h"
 
+// The slot belongs to the tensor, the hook in it to the slot, the dispatcher to the hook: all go together, so nobody needs a table of parameters. Hence no
+// reference back, which would keep the tensor alive for ever, and attachments that know the state only weakly, since they may outlive it. A hook before
+// accumulation also runs where torch::autograd::grad captures the gradient and accumulates nothing; what the engine plans for the node tells the two apart.
+
 namespace tessera::nn {
 
 namespace {

@@ -17,6 +17,12 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
+// On meta a constructor's writes leave no values, only operators. Read backwards from one tensor, they give what it depends on: who wrote its memory last, back
+// to whoever overwrote all of it, and the same of what those read. Read forwards, that often amounts to one rule, such as uniform_ and then mul_, which is
+// worth much: by a rule each rank draws its own elements alone, while a recipe has to run for the whole tensor, on every rank, in host memory.
+// A recipe's random operators draw from generators of their own, so that what else was built, and in which order, changes no bits. Memory that the constructor
+// left undefined is filled with NaN, to find out whether any of that is left.
+
 namespace tessera::nn {
 
 namespace {

@@ -20,6 +20,11 @@
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 
+// An element depends on seed, name and index alone, so each rank draws the boxes it holds, and nothing has to be sent for replicas and layouts to agree. Who
+// says what the values are: the tape or set_init(), whichever spoke last; where neither did, libtorch's rule for the module. A tensor drawn by a rule gets
+// other numbers than its constructor drew: whatever else was computed from those would no longer fit it, and is refused; only a plain copy is drawn as its
+// original.
+
 namespace tessera {
 
 namespace nn {

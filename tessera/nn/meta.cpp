@@ -9,6 +9,10 @@
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/parameter.h"
 
+// Constructors of torch::nn take no device, and at::empty in them means the CPU's memory. A dispatch key above all that compute (DeferredInit, which libtorch
+// reserves and does not use) sees each operator of this thread first, turns the device that it asks for into meta, and lets it go on. So any constructor works
+// unchanged, and what it does to its tensors is seen on the way and put on tape.
+
 namespace tessera::nn {
 
 namespace {

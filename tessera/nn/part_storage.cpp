@@ -9,6 +9,9 @@
 
 #include "tessera/memory/memory.h"
 
+// Views of a flat buffer all share its storage, so neither who holds one piece can be told nor one piece be taken out. A storage for each piece, over the
+// buffer's memory and keeping the buffer alive, has its own use count, and its pointer can be exchanged under the aliases that somebody kept.
+
 namespace tessera::nn {
 
 at::Storage part_storage(const at::Tensor& part) {

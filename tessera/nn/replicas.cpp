@@ -16,6 +16,9 @@
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/parameter.h"
 
+// Equal replicas are the usual case and cost three words a rank: a hash of the structure and one of all values. Only where those differ does a word for each
+// parameter say which. Parameters are broadcast one by one, since packing would hold a second copy of a model; buffers are small, and many.
+
 namespace tessera {
 namespace {
 

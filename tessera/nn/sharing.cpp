@@ -15,6 +15,11 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// Most parameters of this kind are small (norms, biases) and there are many: one message for all of a dtype, for each alone would cost a latency. Ranks that
+// share other elements than mine meet in the same call: each set of holders has a place of its own in the buffer and brings zeros to the others', which adds
+// nothing to them. That needs one place to mean one element on every rank; where the sharding behind the cut gave ranks runs of other lengths it does not, and
+// the logical tensor's own places are used instead, over all ranks: as long as the whole parameters, and right for any cut.
+
 namespace tessera::nn {
 namespace {
 

@@ -5,6 +5,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
 
+// libtorch tells the end of a pass only to a callback that was queued within it, and tells of a failure nobody: the callbacks are dropped unrun. So what is
+// queued owns a Pass, and a Pass that dies without having been told of the end is the failure, noticed as the exception unwinds. The protocol itself holds it
+// weakly, or it would not die.
+
 namespace tessera {
 
 struct StepProtocol::Pass {

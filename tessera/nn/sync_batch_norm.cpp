@@ -15,6 +15,11 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 
+// The variance of the whole batch as E[x^2] - mean^2 would cancel where the mean is large beside the spread. So each rank brings its mean and its squares
+// around that, and those are joined around the common mean (Chan, Golub, LeVeque 1979): one all-gather of 2C + 1 numbers, which also brings the counts, so that
+// ranks may have samples of any number, none included. All ranks sum in rank order, and have the same bits. Backward through the statistics needs two sums over
+// the whole batch: one all-reduce of 2C.
+
 namespace tessera::nn {
 
 namespace {

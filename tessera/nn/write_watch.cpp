@@ -8,6 +8,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_guard.h"
 
+// A tensor's version counter is the cheap sign of a write, and the whole tensor's hash would be the sure one, at the price of reading the model in each step.
+// In between, for what goes past the counter: 16 elements spread over the tensor. An optimizer's step changes nearly all elements; a write that misses these 16
+// is not noticed.
+
 namespace tessera::nn {
 
 void GradientWrites::see(size_t index, const at::Tensor& gradient) {

@@ -8,6 +8,9 @@
 
 #include "tessera/memory/memory.h"
 
+// libtorch's fused operator: one pass over all tensors of a batch instead of a dozen operators a parameter. Update counts are one tensor and its views, since
+// parameters may begin at different steps and the operator wants a count for each.
+
 namespace tessera::optim {
 
 AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)

@@ -15,6 +15,10 @@
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/cpu/loops.h"
 
+// A rank holds some rows of a parameter, and which ones depends on the layout. So a row is the unit: its sum of squares is made in an order that its length
+// alone decides. Sums of rows then meet by rank, which is fast and depends on the cut in the last bits of fp64, or in one tree over the rows of the whole
+// tensor, which does not. Nothing here is read on the host: the factor is a tensor, so that clipping costs no wait on a device.
+
 namespace tessera::optim {
 namespace {
 

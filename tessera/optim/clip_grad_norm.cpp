@@ -13,6 +13,10 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/clip.h"
 
+// A program's own clip_grad_norm_ would take the norm of the parts that lie on this rank. Which parameters are whose is asked of themselves (their dispatcher
+// names the wrapper), so any mixture in one model comes to one norm: for each wrapper the sum over the ranks that hold its parts, and what nobody wraps as it
+// is here.
+
 namespace tessera {
 namespace {
 

@@ -10,6 +10,10 @@
 #include "tessera/comm/dtype_name.h"
 #include "tessera/mesh/positions.h"
 
+// Each kind of call gets a number, so a class is a list of numbers for each group. Which ranks meet follows from the mesh: those that differ in the group's
+// axes alone. Being alike carries over, so the classes that meet are compared with the first of them and not in pairs; messages have two ends, and are. Classes
+// meet in few ways however many ranks there are: each set of classes is looked at once.
+
 namespace tessera::plan {
 namespace {
 

@@ -22,6 +22,9 @@
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
 
+// Nothing here knows what a step does: it is that of train, on meta, over groups that take down what they are asked for. What remains is to run as few ranks as
+// show all there is, one of each class that does the same, to add up what was counted, and to compare what the classes ask of each other.
+
 namespace tessera::plan {
 
 namespace {

@@ -9,6 +9,10 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/plan/dry_run.h"
 
+// Which settings fit is measured by dry runs; in which order to try them is a table of prices. A model of time would be another description of the system, and
+// wrong on other machines; the order has to be right only roughly, for the first that fits ends the search. Rules of the configuration are not repeated here:
+// what they refuse is passed over.
+
 namespace tessera::plan {
 
 namespace {

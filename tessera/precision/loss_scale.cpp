@@ -9,6 +9,9 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
+// Which scale is right nobody knows, and it changes while training: a dynamic one is raised until gradients overflow, so that a skipped step now and then is
+// the sign that it is where it should be.
+
 namespace tessera::precision {
 
 namespace {

@@ -9,6 +9,10 @@
 #include "tessera/memory/memory.h"
 #include "tessera/precision/stochastic_rounding.h"
 
+// The optimizer inside knows nothing of 16 bits: it is handed masters as its parameters, and a gradient each. All gradients in fp32 at once would be a second
+// set of masters; instead its step is called several times, with the gradients of a few parameters each and none for the others, which it leaves alone. That is
+// the same update, since it goes element by element and counts updates for each parameter.
+
 namespace tessera::precision {
 
 MasterWeights::MasterWeights(std::vector<optim::ParameterGroup> groups, const Build& build) : Optimizer(std::move(groups)) {

@@ -13,6 +13,9 @@
 #include "tessera/core/host_read.h"
 #include "tessera/nn/attach.h"
 
+// By the time that a norm is NaN, so is nearly everything, and where it began cannot be seen any more. The step's inputs and draws are known, so it is made
+// again, looked at in order: outputs as forward makes them, gradients before any sum over ranks spreads them.
+
 namespace tessera::precision {
 
 struct NonFiniteWatch::State {

@@ -7,6 +7,10 @@
 #include "tessera/core/rng.h"
 #include "tessera/kernels/stochastic_update.h"
 
+// The random number that rounds an element belongs to the element, not to the rank or the loop that happens to update it: it is drawn from the element's
+// logical index. A loop over a rank's memory therefore goes by stretches that are consecutive in memory and in the logical tensor at once. The number of the
+// update is in the generator's name, so a resumed run draws what it would have drawn.
+
 namespace tessera::precision {
 
 namespace {

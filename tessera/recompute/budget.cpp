@@ -7,6 +7,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 
+// Choosing the cheapest modules that free enough is a knapsack with a lower bound. Taking them by FLOPs per byte would be simpler, and wrong where one large
+// module frees what two small ones do at more cost. Exact in bytes the table would be as wide as memory; in units its width is fixed, and what rounding costs
+// is below a unit for each module.
+
 namespace tessera {
 
 namespace {

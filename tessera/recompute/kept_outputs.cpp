@@ -9,6 +9,10 @@
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
+// Kept outputs stand in for calls by their order alone, which holds for the same reason as that of saved tensors. What is kept are aliases: the output itself
+// carries the graph, and would keep itself alive. After forward they become saved tensors like any others, so that whatever disposes of those, a recomputation
+// around this one say, disposes of these as well.
+
 namespace tessera {
 
 namespace {

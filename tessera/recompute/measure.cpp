@@ -8,6 +8,10 @@
 #include "tessera/recompute/budget.h"
 #include "tessera/recompute/kept_values.h"
 
+// Saved tensors are counted by storage, each for the first module that keeps it, since views of one memory are kept once; storages are held for so long, or a
+// new one could come at an old one's address. FLOPs of what is no product are counted as one an element: such operators wait for memory and not for arithmetic,
+// but a module made of them alone is not free.
+
 namespace tessera {
 
 namespace {

@@ -12,7 +12,7 @@
 #include "tessera/nn/attention.h"
 #include "tessera/nn/calls.h"
 #include "tessera/recompute/budget.h"
-#include "tessera/recompute/frame.h"
+#include "tessera/recompute/recomputed_call.h"
 
 namespace tessera {
 
@@ -24,7 +24,7 @@ class Recompute final : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     if (!at::GradMode::is_enabled() || !module.is_training()) return next(std::move(inputs));
-    return Frame::call(module, std::move(inputs), next, keep_);
+    return RecomputedCall::call(module, std::move(inputs), next, keep_);
   }
 
  private:

@@ -11,6 +11,10 @@
 
 #include "tessera/recompute/kept_values.h"
 
+// Backward runs later and maybe on a thread of libtorch's, where what the forward pass found set for its thread may have any other value: autocast, the scope
+// of samples, the choice of kernels. Whatever of this changes a result has to be taken along, or the recomputation makes other values than were used. Random
+// generators are set back to how the forward found them, and then to where they were: later draws are as if nothing had been made again.
+
 namespace tessera {
 
 namespace {

@@ -4,6 +4,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// Forward a whole tensor is a whole tensor; backward it matters whether each rank then computes the same from it (its gradient is whole everywhere) or
+// something of its own (each rank has a term). Mixing the two up is wrong by a factor of n or lacks a sum, and no shape shows it: that is why Replicated and
+// Copied are two layouts, and each collective is told which gradient will come.
+
 namespace tessera::tensor_parallel {
 
 namespace {

@@ -6,6 +6,10 @@
 
 #include "tessera/layout/slice.h"
 
+// Views are where a cut gets lost: a program that says view({b, s, 32, 128}) may mean the heads of the whole model or of what it holds, and its numbers do not
+// tell. A view of the part is right where it is the part of the view of the whole. In strides the piece that is cut goes from `below` to `above`; it must come
+// to lie in one new dimension, and either that is the one left to be found (-1), or the plan says how many features make a head. Everything else is refused.
+
 namespace tessera::tensor_parallel {
 namespace {
 

@@ -6,6 +6,10 @@
 #include <unordered_map>
 #include <utility>
 
+// A rule holds where the operator on parts gives the parts of the operator on the whole, and says along which dimension they then lie. What is not listed has
+// no rule, for a wrong guess would show as slightly wrong gradients and not as an error. Operators share a rule by what they do with dimensions, not by what
+// they compute. Dimensions of several operands are counted from the end, where broadcasting aligns them.
+
 namespace tessera::tensor_parallel {
 namespace {
 

@@ -12,6 +12,11 @@
 #include "tessera/nn/sharing.h"
 #include "tessera/tensor_parallel/layout_rules.h"
 
+// A wrong plan mostly runs, and trains something else: max(0, x) of a term of a sum has the right shape. So one forward pass is followed on meta before
+// anything runs. Whole tensors have to be followed too: one through which a gradient reaches parameters must not meet a part, or that gradient would be one
+// rank's term. A tensor is known by its address, which stays its own as it is kept alive; what is written in place is known by its storage, since others look
+// at the same memory.
+
 namespace tessera::tensor_parallel {
 namespace {
 
@@ -292,6 +297,7 @@ void LayoutTrace::call(nn::OperatorCall& operation) {
     refuse_writes(call, &result);
     return run(operation, call, result);
   }
+  // No rule of its own, but what it is made of may have some.
   if (rule_of(operation.name()) == nullptr && comes_apart(operation)) {
     inside_.push_back(operation.name());
     try {

@@ -5,6 +5,9 @@
 #include "tessera/tensor_parallel/cut_parameter.h"
 #include "tessera/tensor_parallel/overlap.h"
 
+// The row-wise product is a term of a sum, so the bias is added after it, once, and the layer's own forward is told to leave it out. The column-wise one is cut
+// with its bias and needs no more than the input that its layout asks for.
+
 namespace tessera::tensor_parallel {
 namespace {
 

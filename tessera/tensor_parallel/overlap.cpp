@@ -20,6 +20,11 @@
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 
+// Two nodes of autograd of their own, in place of converts around libtorch's products: what has to interleave are pieces of one product with steps of one
+// collective, in backward as well, and autograd would run whole operators one after the other. The price is that what libtorch does for a product is written
+// out here: which gradients are wanted, what is saved, sums of narrow types in fp32 (a weight's gradient comes in n terms; rounded to bf16 after each, small
+// ones would vanish).
+
 namespace tessera::tensor_parallel {
 namespace {
 

@@ -8,6 +8,10 @@
 #include "tessera/tensor_parallel/overlap.h"
 #include "tessera/tensor_parallel/regather.h"
 
+// Layers that take one input (q, k and v; gate and up) find it gathered by the module around them; were it whole before the first product begins, nothing could
+// hide the gathering. So the products of all of them are computed in front, as the parts come, and each layer takes its own when it is called with that very
+// tensor. One that nobody takes shows that a layer's input is not what it was said to be, and is refused by name.
+
 namespace tessera::tensor_parallel {
 
 at::Tensor Overlap::take(const nn::Module& layer, const at::Tensor& x) {

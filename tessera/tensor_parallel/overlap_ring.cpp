@@ -6,6 +6,10 @@
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
 
+// Point-to-point steps and not one all-gather: a part can be used as soon as it is there. What is in use and what is on its way never share memory, so two
+// buffers alternate, and waiting for the send as well as the receive is what makes the older one free. In the sum, the part that ends here was begun by the
+// next rank and has passed all others; so each term is needed only when the sum so far arrives, and computing it hides the step.
+
 namespace tessera::tensor_parallel {
 namespace {
 

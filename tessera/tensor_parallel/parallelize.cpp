@@ -25,6 +25,11 @@
 #include "tessera/tensor_parallel/sequence.h"
 #include "tessera/tensor_parallel/vocabulary.h"
 
+// A plan is carried out pattern by pattern, and each style says three things of a parameter: how it is cut, who else holds the same elements, and whether a
+// rank's gradient is the whole or a term. Sums of gradients and norms read the last two and need no list of layers. The check of a plan is no second
+// description of the styles: it carries the same plan out on meta, in a world that computes nothing, and the same interceptors tell the trace what they take
+// and give.
+
 namespace tessera {
 
 namespace {

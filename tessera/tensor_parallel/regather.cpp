@@ -8,6 +8,10 @@
 
 #include "tessera/comm/call_site.h"
 
+// All layers that saved the whole, or a view of it, are known by its storage and get handles of one Source: it gathers for the first that asks, and the whole
+// dies with the last handle, when the last of these layers has run its backward. A handle keeps sizes and strides, so that views come back as views of the one
+// tensor.
+
 namespace tessera::tensor_parallel {
 namespace {
 

@@ -13,6 +13,10 @@
 #include "tessera/nn/sample_scope.h"
 #include "tessera/tensor_parallel/regather.h"
 
+// A part of the sequence has to draw what the whole would have drawn there: the positions of the sample scope are moved by where the part begins, and masks
+// follow. What is gathered for column-wise layers is n times as large as the part, and each layer would save it for backward; the part is saved instead, and
+// gathered again there, at the price of one more all-gather, unless a recomputation does that anyway.
+
 namespace tessera::tensor_parallel {
 namespace {
 

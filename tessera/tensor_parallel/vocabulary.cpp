@@ -10,6 +10,10 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/tensor_parallel/cut_parameter.h"
 
+// Gathering logits would send the vocabulary's size for every token; the loss needs three numbers of them. Sums of exponentials are taken against each rank's
+// own largest logit, and corrected when the largest of all is known; the logit of the target lies on one rank and is zero on the others, so a sum finds it. An
+// id that lies elsewhere looks up some row here, and is masked: forward to zero, and so backward, where that row gets nothing.
+
 namespace tessera::tensor_parallel {
 namespace {
 

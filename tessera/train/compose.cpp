@@ -28,6 +28,12 @@
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/zero/sharded_data_parallel.h"
 
+// A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
+// since it sets the types that are cut and drawn. Layers are cut before parameters are sharded, which makes slices of slices, and both on meta, so that no rank
+// ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by the time it is computed again, and outside of tensor parallelism,
+// whose collectives it repeats. The optimizer comes when weights have their values, for masters begin as these; replicas are compared last, when whatever was
+// loaded is there.
+
 namespace tessera {
 
 namespace {

@@ -20,6 +20,10 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/train/progress.h"
 
+// Everything that can be refused is refused here, before there is a process group: by one process in one line, instead of by all ranks at once after they have
+// met. The exception are hashes of a large checkpoint, which ranks share: so they are checked after the meeting, and a bad one has to be agreed upon, or ranks
+// would go on from different steps.
+
 namespace tessera {
 
 namespace {

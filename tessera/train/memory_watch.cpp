@@ -16,6 +16,9 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/saved_tensors.h"
 
+// A backward node does not know its module, and hooks on nodes would cost one for each operator. But libtorch numbers nodes as forward makes them, so a
+// module's nodes are those whose number lies between its beginning and its end: a list of where each stretch begins, and a binary search in backward.
+
 namespace tessera {
 
 namespace {

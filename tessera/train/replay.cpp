@@ -26,6 +26,10 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/train/compose.h"
 
+// Hashes guard bytes; one forward pass guards their meaning. A micro-batch's loss depends on weights, data position and arithmetic, and on nothing of how the
+// rest is dealt, so it is the same number in any layout. Whether it has to be the same bits is decided by comparing a description of the arithmetic as a whole:
+// whatever differs in it, also what an older build did not record, turns the comparison into one within bounds, never into a false alarm.
+
 namespace tessera {
 
 namespace {

@@ -24,6 +24,10 @@
 #include "tessera/precision/non_finite.h"
 #include "tessera/precision/policy.h"
 
+// A Stepper is one rank of a run and the one step that changes it: gradients of the global batch, their norm, the update, and what all ranks report. Where
+// steps come from and what becomes of them it does not know, so that train loops over it, plan runs it on meta, and verify two of them side by side. All that
+// ranks tell each other of a step goes in one message, the wish to stop included: whoever reads it stops after the same step.
+
 namespace tessera {
 
 namespace {

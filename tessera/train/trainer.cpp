@@ -30,6 +30,10 @@
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 
+// A Trainer is a run: from where it goes on, over its steps, to its end, with loading, saving, validation and observers around a Stepper. It is made in the
+// order in which it may be refused: what ranks disagree on, a folder that another run holds, a checkpoint that does not replay. Only when nothing stands in its
+// way does it touch what others left in checkpoint.dir.
+
 namespace tessera {
 
 namespace {

@@ -12,6 +12,9 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// Rounding in a sum is of the size of its largest terms, not of the result, so entries near zero have no relative error worth the name: a tensor is measured by
+// its largest entry. Equal bits are looked for first: they are the usual case, and the only one in which infinities are equal.
+
 namespace tessera {
 
 namespace {

@@ -12,6 +12,10 @@
 #include "tessera/nn/sample_scope.h"
 #include "tessera/verify/difference.h"
 
+// A gradient that differs says that something is wrong; outputs say where. Ranks take down what their modules gave out, the device compares each as it comes to
+// it and drops the record. Its order of execution is the measure of early: of all that part, the first in it is nearest to the cause. Terms of a sum are
+// nothing to compare by themselves, and are added first. Beyond the budget a hash still tells whether bits are equal.
+
 namespace tessera {
 
 namespace {

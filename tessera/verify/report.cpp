@@ -6,6 +6,9 @@
 #include "tessera/core/format.h"
 #include "tessera/verify/verify.h"
 
+// The verdict names where to look first, so it asks in the order in which a step computes: an output that parts makes all that follows part. Only what is not
+// explained by something before it is named.
+
 namespace tessera {
 
 namespace {

@@ -16,6 +16,10 @@
 #include "tessera/verify/meeting.h"
 #include "tessera/verify/outputs.h"
 
+// Two runs that only start alike drift apart by rounding, and after a few steps any bound is too tight or too wide. So the device follows: once a kind of
+// tensor is compared, it takes over the layout's values, and each comparison is of one step's arithmetic from equal beginnings. Ranks are threads and show
+// views of their tensors, which are read while they wait: nothing is gathered, so no collective that might itself be wrong stands between the two sides.
+
 namespace tessera {
 
 namespace {

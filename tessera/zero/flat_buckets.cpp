@@ -10,6 +10,11 @@
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/part_storage.h"
 
+// Parameters keep being the same tensors: their storage is exchanged in place, so optimizers, hooks and handles that a program has go on working, and an
+// all-gather of updated parts writes where the model reads. Each parameter has a storage object of its own over the bucket's memory: if it is another one, the
+// program has put other values there. The first reduce-scatter of a step writes straight into this rank's part, later ones leave their sum where this rank's
+// own terms were and are added.
+
 namespace tessera {
 namespace {
 
@@ -178,6 +183,7 @@ void FlatBucket::start_reduce(bool add, bool last) {
 bool FlatBucket::advance_reduce() {
   const c10::NoGradGuard no_grad;
   std::exchange(reduction_, comm::Pending()).wait();
+  // Two sums, one after the other: over the ranks that hold other parts, then over the replicas of this one.
   const bool was_across = std::exchange(across_, false);
   if (narrow_) {
     narrow_->store(was_across ? narrow_->crossing() : part_of(narrow_->crossing()), gradient_part_, adding_ && !was_across);

@@ -18,6 +18,11 @@
 #include "tessera/nn/names.h"
 #include "tessera/zero/flat_buckets.h"
 
+// A bucket is cut into n equal parts, through parameters where it comes so: equal parts need no padding to the largest, and one collective each way. The price
+// is that a parameter's gradient is nowhere whole. In its place stands a guard, and the parts and the guards have to tell one story, whichever of them a
+// program clears. Much here sees to errors that would otherwise let replicas part without a word: an optimizer over the wrong tensors, an update that nobody
+// gathered, weights loaded into a storage that is the bucket's no more.
+
 namespace tessera {
 namespace {
 

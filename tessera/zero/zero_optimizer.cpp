@@ -5,6 +5,10 @@
 
 #include "tessera/nn/gradient_guard.h"
 
+// The optimizer knows the parts and zero_grad() reaches only their gradients; but what no_sync() left lies with the whole parameters, and has to be cleared
+// with them. Its zero_grad is not virtual, so it cannot be overridden: while an expression through `->` lasts, guards stand in as the parts' gradients, and
+// what became of the guard (gone, or zeroed) is then done to the gradient that it stood for.
+
 namespace tessera::detail {
 namespace {
 

@@ -3,6 +3,9 @@
 
 #include "tessera/comm/algorithms/families.h"
 
+// Most of a family's programs are one program: run backwards it sends where it received, so a broadcast gives the reduce, and a scatter the gather. Only trees
+// with root 0 are written down; another root is a rotation of the ranks, and of the parts too where they are named after ranks.
+
 namespace tessera::comm::families {
 
 int wrap(int rank, int ranks) { return (rank % ranks + ranks) % ranks; }

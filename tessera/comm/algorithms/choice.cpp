@@ -9,6 +9,10 @@
 #include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
+// Ranks choose without asking each other, so a choice may look only at what is the same on all of them: options, op, root, bytes of the whole, group, hosts. It
+// is part of the arithmetic, for the algorithm orders the sums: the table is read once, when the world is made, and a checkpoint records the rows that were in
+// use.
+
 namespace tessera::comm {
 namespace {
 

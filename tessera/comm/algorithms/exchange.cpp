@@ -2,6 +2,13 @@
 
 #include "tessera/comm/algorithms/families.h"
 
+// Bruck's algorithms buy ceil(log2 n) steps for any n, without the guests that recursive doubling has to fold in. For all_gather they are free: what a rank
+// holds always is one run of chunks, if wrapped around. For all_to_all a chunk travels once for each one in its distance, about n/2 log2 n chunks instead of n
+// - 1: right where latency rules. Chunks of an all_to_all are named by distance, not by rank, so that all ranks have the same rows and the rotations before and
+// after of the paper are but names.
+// Pairwise meets one partner a step, so that no rank is sent to by several at once, and adds in the order of distance; direct posts all at once, one latency,
+// and leaves the crowd to the network.
+
 namespace tessera::comm::families {
 
 namespace bruck {

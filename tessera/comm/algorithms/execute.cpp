@@ -9,6 +9,9 @@
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 
+// All of a step is posted before any of it is waited for, receives first: with what each sends being what its partner receives, which the simulation proves, no
+// two ranks can wait for each other, however large the messages are.
+
 namespace tessera::comm {
 namespace {
 

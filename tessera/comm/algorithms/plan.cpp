@@ -10,6 +10,9 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// A rank makes its own rows and no others, from the request alone: the plan of all ranks, n times as large, exists only where it is proved or drawn. That the
+// rows fit together without a word between the ranks rests on one rule: a request holds nothing that is not the same on all of them.
+
 namespace tessera::comm {
 namespace {
 

@@ -13,9 +13,8 @@
 ///   all_reduce, reduce, broadcast      parts of the tensor that differ by at most one element, as layout's chunk() deals them
 ///   all_gather, gather                 chunk i is what rank i gives
 ///   reduce_scatter, scatter            chunk i is what rank i gets
-///   all_to_all                         chunk i of a rank is what it has for the rank i places further: at first what it gives to rank + i, in the end what it
-///   gets
-///                                      from rank - i
+///   all_to_all                         chunk i of a rank is what it has for the rank i places further: at first what it gives to rank + i, in the end
+///                                      what it gets from rank - i
 ///   barrier                            none: its messages say only that they were sent
 namespace tessera::comm {
 

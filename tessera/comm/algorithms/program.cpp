@@ -7,6 +7,13 @@
 #include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
+// A plan names chunks; here they become memory. One walk through a rank's rows follows each chunk: where its contents lie (`now`) and where what is received
+// for it is kept (`home`). A chunk moves home with the first receive, and the addition that does it reads the one place and writes the other: inputs are never
+// copied beforehand and never written.
+// What makes it safe that a step posts everything at once: nothing that the step sends is written before the step is over. A receive goes straight home only
+// where the step does not send that chunk and nothing is added; everything else lands in scratch and is put in place when all of the step's messages are done.
+// Messages of several pieces are packed, since engines carry one.
+
 namespace tessera::comm {
 namespace {
 

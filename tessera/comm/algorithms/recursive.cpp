@@ -2,6 +2,12 @@
 
 #include "tessera/comm/algorithms/families.h"
 
+// In step k a rank exchanges with the one whose position differs in bit k: data of n ranks cannot meet in fewer steps. Both partners add the same two terms,
+// and addition commutes, so all ranks get the same bits. Where halves are dealt (halving, gathering) the bits are taken in the order in which what a rank holds
+// stays one run of chunks: a message is one piece of memory. That needs a power of two. The other ranks are folded in: a guest hands its part to its neighbor
+// before and gets the result after, which is two steps more. Neighbors and not the last ranks are paired, so that what a position answers for, its guest
+// included, is a run of ranks too.
+
 namespace tessera::comm::families::recursive {
 namespace {
 

@@ -5,6 +5,11 @@
 
 #include "tessera/core/error.h"
 
+// Numbers would prove little: they may be equal by chance, and floats hide another order. So ranks hold symbols: each contribution is a leaf, a sum is a node
+// that is found again by its two operands (hash-consing), and two ranks hold the same number exactly where they made the same additions. Operands are taken as
+// a set, for floating-point addition commutes bit by bit and does not associate. Sends of a step read what was held before it, as they do where everything is
+// posted at once.
+
 namespace tessera::comm {
 namespace {
 

@@ -13,6 +13,9 @@
 #include "tessera/core/error.h"
 #include "tessera/core/text_file.h"
 
+// A message of b bytes takes about a latency and b times an inverse bandwidth, so which algorithm wins changes with the ratio of sizes, not with their
+// difference: hence the nearest row is looked for in log scale.
+
 namespace tessera::comm {
 
 void to_json(nlohmann::json& json, const TableRow& row) {

@@ -3,6 +3,13 @@
 
 #include "tessera/comm/algorithms/families.h"
 
+// A binomial tree has the fewest steps, but the root sends all of S log2 n times: for small tensors. For large ones S goes down a tree in segments, as through
+// a pipe, and costs about S and the tree's height in segments; yet half the ranks of one binary tree are leaves, which never send. The double tree gives them
+// the other half of the data to pass on: whoever is a leaf in one tree is inner in the other. Both are the tree of numbers in order, in which exactly the odd
+// ones are leaves; the second is the first with its positions mirrored or turned until odd and even have changed places.
+// The paper colors edges so that nobody sends or receives twice in a step. Here all that a step has is posted at once, so depth and segment alone give a
+// message its step.
+
 namespace tessera::comm::families {
 
 namespace binomial {
@@ -65,6 +72,7 @@ int top_of(int before, int count) { return before + static_cast<int>(std::bit_fl
 Node node_at(int position, int m) {
   if (position == 0) return {.depth = 0, .parent = -1, .children = {top_of(0, m)}};
   Node node;
+  // Down from the top, as in a search tree, until it stands there.
   int before = 0, count = m, top = top_of(before, count);
   for (; top != position; top = top_of(before, count), ++node.depth) {
     node.parent = top;

@@ -6,6 +6,10 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
+// A phase is any other algorithm's rows with its ranks and chunks renamed: inside a host, between leaders, or between those with the same place. So no schedule
+// is written twice, any inner can meet any outer one, and the whole is a plan like others, which the simulation proves and the executor runs. The only
+// arithmetic is that of names: which chunks of the whole a phase's chunk stands for.
+
 namespace tessera::comm::families::two_level {
 namespace {
 
@@ -129,6 +133,7 @@ Rows phase_rows(const Phase& phase, const Hosts& hosts, int rank, int root) {
   if (ranks.empty()) return {};
   const int host = hosts.host(rank), place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
   const int local_root = phase.scope == Scope::Inside ? leader(hosts, host, root) : hosts.host(root);
+  // The phase's program speaks of places in its company and of chunks of its own: both are translated.
   auto rows = make_rows(request_of(phase, static_cast<int>(ranks.size()), local_root), place);
   const auto expanded = [&](const std::vector<int>& chunks) {
     std::vector<int> all;

@@ -7,6 +7,9 @@
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/two_level/two_level.h"
 
+// Which engine a group gets follows from who is on which host. All members read the same from the store and so decide alike; the groups inside are formed in
+// the same order on all of them, for forming one waits for its members.
+
 namespace tessera::comm {
 namespace {
 

@@ -9,6 +9,9 @@
 #include "tessera/comm/backends/factory.h"
 #include "tessera/core/error.h"
 
+// What is added to torch's Gloo: it moves types that it cannot add up under the name of others of their width, takes its tensors flat where it would compare
+// shapes of no meaning, and an abort ends this rank's waits too and not the peers' alone.
+
 namespace tessera::comm {
 namespace {
 

@@ -10,6 +10,9 @@
 #include "tessera/comm/dtype_name.h"
 #include "tessera/comm/traffic.h"
 
+// A dry engine makes the scratch that the engine would make, and lets go of it when the work goes: then the memory of a dry run is that of the run, to the
+// byte.
+
 namespace tessera::comm {
 namespace {
 

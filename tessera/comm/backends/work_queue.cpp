@@ -5,6 +5,10 @@
 
 #include "tessera/comm/failure.h"
 
+// A queue costs a collective two hand-overs between threads, some microseconds each; a caller that waits for the result anyway runs it itself, if nothing is
+// before it: all ranks must run in one order. So "idle" must be true by the time that the last wait has returned, or the next call would take the slow way for
+// nothing.
+
 namespace tessera::comm {
 
 class WorkQueue::TaskWork : public c10d::Work {

@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 
+// All plans of a group send under one tag, so their messages are told apart by order alone: one queue runs them one after the other, and a collective that
+// stays with the engine waits for the last of them. A plan that failed may have messages under way that the next one would take for its own: from then on the
+// group refuses plans, with the first cause. Programs depend on sizes and not on tensors, and are kept.
+
 namespace tessera::comm {
 namespace {
 

@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 
+// The comparison must not itself be able to disagree: whatever ranks are about to call, their notes have one size and travel by the same all_gather of the
+// engine below. The hash decides, for texts are cut; the text is for people. What each rank gives and gets in an all_to_all may rightly differ, and only the
+// whole matrix shows a contradiction: hence its second exchange. A message concerns two ranks alone, so its note goes ahead of it, under its own tag.
+
 namespace tessera::comm {
 namespace {
 

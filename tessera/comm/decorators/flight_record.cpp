@@ -8,6 +8,9 @@
 #include "tessera/comm/flight_record/flight_record.h"
 #include "tessera/core/log.h"
 
+// A call is written down before the engine is called: a rank that never comes back has left its last line. Nothing watches works for their end, which would
+// cost a thread that polls; whoever first asks, waits or lets go sees it and writes it down.
+
 namespace tessera::comm {
 namespace {
 

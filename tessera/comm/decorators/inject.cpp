@@ -20,6 +20,10 @@
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 
+// A fault is a place and not a probability: rank, op and the number of the call, so that what was seen once happens again at the same call. Calls are counted
+// over all groups of a rank, for groups come and go. A rank that hangs waits for its world's abort and not for ever, so that a test ends; a result is corrupted
+// once it is there, as by a link that lies.
+
 namespace tessera::comm {
 namespace {
 

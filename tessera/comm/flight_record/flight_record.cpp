@@ -17,6 +17,10 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
 
+// The kernel keeps the pages of a mapping when their process is killed, so a store is as safe as a write to the file, and makes no system call. A reader may
+// come at any moment, also while the process lives: an entry is unpublished, written, and published under its number, and an entry under another number is not
+// the reader's. The header's magic comes last, and a new file takes the old one's name only when it has all its room.
+
 namespace tessera::comm {
 namespace {
 
@@ -187,6 +191,7 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   const auto shape = call.whole(group.size);
   const uint64_t number = std::atomic_ref(header_->next).fetch_add(1, std::memory_order_relaxed);
   Entry& entry = entries_[number % header_->capacity];
+  // Zero while it is written: a reader leaves it out.
   publish(entry.published, uint64_t{0});
   std::atomic_thread_fence(std::memory_order_release);
   entry.sequence = message != 0 ? message : std::atomic_ref(*group.collectives).fetch_add(1, std::memory_order_relaxed) + 1;

@@ -4,6 +4,9 @@
 #include <set>
 #include <tuple>
 
+// No rank knows what another did, but each has counted: the n-th collective of a group is the same meeting on all its members, and so is the n-th message one
+// way under one tag. Counters outlive the ring of entries, so whether a rank has come to a collective is known also where what it did there is not.
+
 namespace tessera::comm::flight {
 namespace {
 
@@ -126,6 +129,7 @@ Wait Merge::judge(const RankRecord& record, const std::vector<const RecordedCall
     return !wait.absent.empty();
   };
   for (const auto* call : open) {
+    // The earliest that somebody has not come to: that it blocks in a later one may be for this one alone.
     if (describe(call)) return wait;
   }
   const auto blocked = std::ranges::find_if(open, blocks);
@@ -161,6 +165,7 @@ Mismatch Merge::first_mismatch() const {
       }
       first = {begin->meeting, {}};
       for (auto& [what, side] : sides) first.sides.push_back(std::move(side));
+      // The fewest are the likeliest to be wrong.
       std::ranges::stable_sort(first.sides, {}, [](const Side& side) { return std::pair(side.ranks.size(), -side.ranks.back()); });
     }
     begin = end;

@@ -10,6 +10,10 @@
 
 #include "tessera/core/error.h"
 
+// The file may be cut, damaged, or still written to. Nothing in it is believed: each number is held against the file's size, the table or the world before it
+// becomes an index, a length or an allocation, and is refused by its offset. Only an entry that is not published under its number is passed over without a
+// word: its writer had not come that far.
+
 namespace tessera::comm::flight {
 namespace {
 

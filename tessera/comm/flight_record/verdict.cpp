@@ -9,6 +9,10 @@
 
 #include "tessera/comm/flight_record/text.h"
 
+// When one rank is missing, soon everybody waits, most of them for ranks that wait themselves. The culprit is found from the other end: a wait for somebody who
+// waits for nobody is where a chain begins, and the earliest of those is named, the later ones being other chains or consequences. Where there is none, each
+// rank that is awaited waits too, so following them from anywhere must come round.
+
 namespace tessera::comm::flight {
 namespace {
 

@@ -16,6 +16,10 @@
 
 #include "tessera/core/error.h"
 
+// Only a connection tells a host where nobody listens (refused: whoever listened there is gone) from one that is silent (down, or behind a wall), and launchers
+// act on the difference. It is not blocking, since the kernel's own patience is minutes. A server's last connections keep its port for a minute after it has
+// gone: SO_REUSEADDR lets the next attempt have it at once.
+
 namespace tessera::comm {
 namespace {
 

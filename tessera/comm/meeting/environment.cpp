@@ -9,6 +9,10 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 
+// Several launchers' variables are there at once more often than not: mpirun inside of a Slurm job, srun that speaks PMI, a batch script that exports torch's.
+// The order below is that of who is the nearest to the process. Where a launcher is chosen and torch's own variables say something else, that is refused and
+// not overruled: ranks that took different answers would hang.
+
 namespace tessera::comm {
 namespace {
 

@@ -19,6 +19,10 @@
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 
+// Torch's store client tells a user who waits nothing, and in the end that time is over. So the address is tried by plain connections until somebody listens,
+// and only then does the client join. Who is last to announce itself sets one key, at which all look; the keys of single ranks are read only to say who is
+// missing. Stores of a launcher or of mpirun outlive a world, so attempts and worlds have keys of their own.
+
 namespace tessera::comm {
 namespace {
 

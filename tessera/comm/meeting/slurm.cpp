@@ -5,6 +5,9 @@
 
 #include "tessera/core/error.h"
 
+// Slurm writes "node[01-03,7]" for four names, and brackets multiply: a few characters can stand for more names than there is memory. Each expansion is
+// measured before it is made.
+
 namespace tessera::comm {
 namespace {
 

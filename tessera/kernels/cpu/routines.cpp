@@ -7,6 +7,9 @@
 #include "tessera/kernels/cpu/loops.h"
 #include "tessera/kernels/cross_entropy.h"
 
+// Threads are dealt rows, and a row's result depends on nothing but the row: results have the same bits for any number of threads. Sums over rows, where there
+// are some, go by blocks of a fixed number of rows into scratch, and these in order, for the same reason.
+
 namespace tessera::kernels {
 
 namespace {

@@ -6,6 +6,10 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
+// Handing a call to another thread and waking up again takes longer than a small collective. So a call whose caller waits runs on the caller's thread, but only
+// where nothing is queued: the ranks' calls meet by their order. Everything else runs in order on the group's thread. Messages pass both by: they are matched
+// by peer and tag, and moved by whoever waits (mailbox.h). Complex numbers are summed as twice as many real ones.
+
 namespace tessera::comm {
 namespace {
 

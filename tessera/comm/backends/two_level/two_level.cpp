@@ -8,6 +8,9 @@
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 
+// The levels are groups like any others, so each collective is a few calls of collectives, one after the other. They block, which is why they run on a thread
+// of this group's own where the caller does not wait. Hosts with different numbers of members cannot pair up by place, and go by their leaders.
+
 namespace tessera::comm {
 namespace {
 

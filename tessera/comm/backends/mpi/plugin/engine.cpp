@@ -7,6 +7,9 @@
 #include "tessera/comm/backends/mpi/plugin/datatype.h"
 #include "tessera/core/error.h"
 
+// A rank that blocks inside MPI heeds no timeout and hears of no failure: every call starts a request and returns. gather and scatter are messages, for the
+// root's tensors lie anywhere and MPI's own want one buffer.
+
 namespace tessera::comm::mpi {
 namespace {
 

@@ -6,6 +6,9 @@
 
 #include "tessera/core/error.h"
 
+// MPI_Finalize waits for all processes without limit, also for one that has died. So a non-blocking barrier goes first, with a deadline: who finds that the
+// others do not come leaves without it, and mpirun says that the job ended improperly, which is so.
+
 namespace tessera::comm::mpi {
 
 void check(int code, const char* function) {

@@ -5,6 +5,10 @@
 
 #include "tessera/core/error.h"
 
+// MPI moves data only while somebody is inside one of its functions. Who waits asks again and again: at first without a pause, for small messages are there
+// soon, then giving the core away, for large ones need the asking, and at last with naps. A look at the store, where failures are told, costs a round trip and
+// is taken rarely.
+
 namespace tessera::comm::mpi {
 
 using Clock = std::chrono::steady_clock;
@@ -77,6 +81,7 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
   const auto longest = timeout == kNoTimeout ? timeout_ : timeout;
   const auto start = Clock::now();
   auto glance = start + kGlance;
+  // Who waits drives MPI on; the longer it takes, the more of the core it leaves to others.
   for (auto nap = kNap; !advance();) {
     const auto now = Clock::now();
     if (now - start < kSpin) continue;

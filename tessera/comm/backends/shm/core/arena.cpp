@@ -3,6 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+// The file has the machine's size from the start, so it never grows and never moves: a peer maps it once, and an offset stays right for ever. Blocks are few
+// and large and live long: the first hole that fits will do, and what comes back joins its neighbors. Its pages go to the system at once.
+
 namespace tessera::comm::shm {
 namespace {
 
@@ -41,6 +44,7 @@ void Arena::free(std::byte* block) noexcept {
   auto [offset, size] = *found;
   used_.erase(found);
   segment_.release(offset, size);
+  // Neighbouring holes become one, or large buffers would find no room between what small ones left.
   auto after = unused_.lower_bound(offset);
   if (after != unused_.end() && after->first == offset + size) {
     size += after->second;

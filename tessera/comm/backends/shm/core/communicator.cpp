@@ -3,6 +3,10 @@
 #include <cstring>
 #include <string>
 
+// What every operation shares: rounds, who is late, and whether all ranks mean the same call. The signature lies in the line that is read anyway, so the check
+// costs nothing, and no byte of a peer that is elsewhere in its program is ever taken for data. A peer's counter is a line that the peer writes, so each look
+// may be a cache miss: `seen_` keeps what was read, and most waits read nothing. Counters wrap around; their differences do not.
+
 namespace tessera::comm::shm {
 
 Communicator::Communicator(std::shared_ptr<Session> session, std::shared_ptr<Arena> arena)

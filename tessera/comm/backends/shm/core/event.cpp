@@ -8,6 +8,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+// A futex, and not a condition variable of pthread's: it needs no lock that a killed process would take with it, and a writer that nobody waits for makes no
+// system call.
+
 namespace tessera::comm::shm {
 namespace {
 

@@ -1,4 +1,3 @@
-// How a group's members come to share one segment.
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -8,6 +7,10 @@
 #include <unistd.h>
 
 #include "tessera/comm/backends/shm/core/session.h"
+
+// How a group's members come to share one segment. Rank 0 offers a file without a name through its folder in /proc, so that nothing is left however a rank
+// ends. Whether peers may open that (another user, a hidden /proc) only trying tells: all answer before anybody relies on it, and one "no access" moves
+// everyone to a file with a name, which lives until all have mapped it. A verdict is the whole group's: a rank that went on alone would wait for ever.
 
 namespace tessera::comm::shm {
 namespace {

@@ -5,6 +5,12 @@
 #include <string>
 #include <utility>
 
+// Two ranks that send each other more than a ring holds wait for each other for ever, if each waits for its own message alone. So whoever waits, for whatever,
+// moves everything that can move; and what comes is taken out of the ring whether or not it was asked for, lest a message block those behind it. That is why a
+// rank has one bell for all its rings: a waiter has to wake for each.
+// A ring has one writer and one reader, each with a counter of its own that only grows: no lock between processes. The mutex is for the threads of one rank. A
+// thread of the mailbox moves what nobody waits for, and stands back while somebody does.
+
 namespace tessera::comm::shm {
 
 Mailbox::Mailbox(std::shared_ptr<Session> session) : session_(std::move(session)) {

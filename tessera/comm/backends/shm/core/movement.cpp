@@ -1,9 +1,12 @@
-// all_gather, broadcast, gather, scatter, all_to_all: bytes that move and are not reduced.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 
 #include "tessera/comm/backends/shm/core/communicator.h"
+
+// all_gather, broadcast, gather, scatter, all_to_all: bytes that move and are not reduced. Read in place a byte is copied once; through a slot twice, but the
+// slot stays in the cache. A reader waits for the rank whose slot it needs and for no other, so that a late rank holds up who needs it, and the others only
+// when the slots come round. scatter knows the slots alone: its root's parts may lie anywhere, and a header names one place.
 
 namespace tessera::comm::shm {
 namespace {

@@ -9,6 +9,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+// Numbers of processes come again, so a process is its number and the time when it started. A pidfd tells of the end of one that is not our child, without a
+// race from then on; only between reading its number and opening it another could have come, and the time is compared once more.
+
 namespace tessera::comm::shm {
 namespace {
 

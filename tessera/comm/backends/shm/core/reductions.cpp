@@ -1,8 +1,12 @@
-// all_reduce, reduce, reduce_scatter.
 #include <algorithm>
 #include <cstring>
 
 #include "tessera/comm/backends/shm/core/communicator.h"
+
+// all_reduce, reduce, reduce_scatter. An element belongs to one rank, which adds all ranks' values of it in rank order; how elements are dealt then changes who
+// adds, never the bits. The obvious order of a staged chunk, reduce, wait, hand out, would wait twice a chunk: the result travels in the next round's slot
+// instead, behind the shares of the next chunk, for one round more in all. Blocks are small enough that a sum is written to its n places while it is in the
+// first cache.
 
 namespace tessera::comm::shm {
 namespace {
@@ -69,6 +73,7 @@ void Communicator::direct_reduce(size_t count, Type type, Reduction reduction, i
   for (auto at = shares.begin(rank_) * width; at < end; at += kBlock) {
     const auto bytes = std::min(kBlock, end - at);
     for (int rank = 0; rank < n_; ++rank) sources_[static_cast<size_t>(rank)] = peers_[static_cast<size_t>(rank)] + at;
+    // Written over one of the operands: nobody but this rank reads or writes these elements, in any of the buffers.
     auto* const sum = peers_[static_cast<size_t>(first)] + at;
     loop(sum, sources_.data(), n_, bytes / width);
     for (int rank = 0; rank < n_; ++rank) {

@@ -13,6 +13,9 @@
 
 #include "tessera/comm/backends/shm/core/failure.h"
 
+// A store into a hole of a full tmpfs is a SIGBUS, which ends the process without a word. So a file is all address space (sparse, mapped without reserve), and
+// memory is asked for by fallocate before the first store: a full machine is an error that can name sizes and a way out. Core dumps leave the mapping out.
+
 namespace tessera::comm::shm {
 namespace {
 

@@ -6,6 +6,10 @@
 
 #include <unistd.h>
 
+// Of all that goes wrong in a group the first cause is the cause: whoever meets it takes the verdict by one compare-and-set, writes it, and wakes all sleepers;
+// others that fail after it quote it. Its writer may die in between, so readers do not wait for the text for ever. A sleeper is mostly woken; if it is not, it
+// looks around: is the group sound, do peers live, is the time over.
+
 namespace tessera::comm::shm {
 namespace {
 

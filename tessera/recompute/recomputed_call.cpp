@@ -1,4 +1,4 @@
-#include "tessera/recompute/frame.h"
+#include "tessera/recompute/recomputed_call.h"
 
 #include <algorithm>
 #include <utility>
@@ -10,6 +10,11 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/operators.h"
 #include "tessera/recompute/operator_trace.h"
+
+// The graph of the first pass is the one that backward walks; of the second pass only values are wanted. A forward that does the same saves the same tensors in
+// the same order, so the number of a tensor among them is all that ties the two passes together, and every shape is compared. Tensors are gone after forward,
+// but their version counters are kept: a write that autograd would have refused is refused here, too. Behind the last tensor that is wanted a module may still
+// compute much, which is left out by an exception of our own.
 
 namespace tessera {
 
@@ -25,47 +30,47 @@ std::string describe(at::IntArrayRef sizes, at::ScalarType dtype, at::Device dev
 }  // namespace
 
 /// In the graph, in place of one saved tensor.
-class Frame::Slot final : public nn::SavedTensor {
+class RecomputedCall::Slot final : public nn::SavedTensor {
  public:
-  Slot(std::shared_ptr<Frame> frame, size_t index) : frame_(std::move(frame)), index_(index) {}
+  Slot(std::shared_ptr<RecomputedCall> call, size_t index) : call_(std::move(call)), index_(index) {}
   ~Slot() override {
-    auto& entry = frame_->entries_[index_];
+    auto& entry = call_->entries_[index_];
     entry.alive = false;
     entry.tensor = at::Tensor();
   }
-  at::Tensor unpack() override { return frame_->unpack(index_); }
+  at::Tensor unpack() override { return call_->unpack(index_); }
 
  private:
-  std::shared_ptr<Frame> frame_;
+  std::shared_ptr<RecomputedCall> call_;
   size_t index_;
 };
 
 /// The first forward pass: keeps nothing.
-class Frame::Dropper final : public nn::SavedTensorHooks {
+class RecomputedCall::Dropper final : public nn::SavedTensorHooks {
  public:
-  explicit Dropper(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  explicit Dropper(std::shared_ptr<RecomputedCall> call) : call_(std::move(call)) {}
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
-    auto& entries = frame_->entries_;
+    auto& entries = call_->entries_;
     const c10::VariableVersion& writes = tensor.unsafeGetTensorImpl()->version_counter();
     entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device(), .writes = writes});
     if (writes.enabled()) entries.back().version = writes.current_version();
-    return std::make_unique<Slot>(frame_, entries.size() - 1);
+    return std::make_unique<Slot>(call_, entries.size() - 1);
   }
   bool computes_again() const override { return true; }
 
  private:
-  std::shared_ptr<Frame> frame_;
+  std::shared_ptr<RecomputedCall> call_;
 };
 
 /// The second one: serves the slots.
-class Frame::Filler final : public nn::SavedTensorHooks {
+class RecomputedCall::Filler final : public nn::SavedTensorHooks {
  public:
-  Filler(Frame& frame, size_t wanted, const OperatorTrace& trace) : frame_(frame), wanted_(wanted), trace_(trace) {}
+  Filler(RecomputedCall& call, size_t wanted, const OperatorTrace& trace) : call_(call), wanted_(wanted), trace_(trace) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
-    Entry& entry = frame_.entries_[next_];
+    Entry& entry = call_.entries_[next_];
     const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
-    if (!same) frame_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
+    if (!same) call_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
     if (entry.alive) entry.tensor = tensor;
     if (++next_ == wanted_) throw AllComputed{};
     return std::make_unique<Held>(tensor);
@@ -81,31 +86,31 @@ class Frame::Filler final : public nn::SavedTensorHooks {
     at::Tensor tensor;
   };
 
-  Frame& frame_;
+  RecomputedCall& call_;
   size_t wanted_, next_ = 0;
   const OperatorTrace& trace_;
 };
 
-Frame::Frame(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
+RecomputedCall::RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
     : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
   if (keep) outputs_.emplace(std::move(keep), path_);
 }
 
-nn::Values Frame::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep) {
-  const auto frame = std::make_shared<Frame>(module, inputs, next, std::move(keep));
+nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep) {
+  const auto made = std::make_shared<RecomputedCall>(module, inputs, next, std::move(keep));
   nn::Values outputs;
   {
-    const nn::SavedTensorScope dropped(std::make_shared<Dropper>(frame));
+    const nn::SavedTensorScope dropped(std::make_shared<Dropper>(made));
     std::optional<nn::OperatorScope> kept;
-    if (frame->outputs_) kept.emplace(frame->outputs_->recorder());
-    outputs = frame->next_(std::move(inputs));
+    if (made->outputs_) kept.emplace(made->outputs_->recorder());
+    outputs = made->next_(std::move(inputs));
   }
-  frame->state_.forward_done();
-  if (frame->outputs_) frame->outputs_->forward_done();
+  made->state_.forward_done();
+  if (made->outputs_) made->outputs_->forward_done();
   return outputs;
 }
 
-at::Tensor Frame::unpack(size_t index) {
+at::Tensor RecomputedCall::unpack(size_t index) {
   const Entry& entry = entries_[index];
   require(!entry.writes.enabled() || entry.writes.current_version() == entry.version, "recompute '", path_, "' (", module_->name(), "): a tensor of shape ",
           at::IntArrayRef(entry.sizes), " that backward needs (saved tensor ", index + 1, " of ", entries_.size(),
@@ -114,7 +119,7 @@ at::Tensor Frame::unpack(size_t index) {
   return std::exchange(entries_[index].tensor, at::Tensor());
 }
 
-void Frame::compute_again() {
+void RecomputedCall::compute_again() {
   const auto self = shared_from_this();
   const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& entry) { return entry.alive; });
   const auto wanted = static_cast<size_t>(entries_.rend() - last);
@@ -138,7 +143,7 @@ void Frame::compute_again() {
   refuse(filler->saved(), "it saves no further tensor after " + trace.current());
 }
 
-void Frame::refuse(size_t index, const std::string& found) const {
+void RecomputedCall::refuse(size_t index, const std::string& found) const {
   const Entry& entry = entries_[index];
   throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(), "): computed again, ", found, ", where the first forward pass saved ",
                                    describe(entry.sizes, entry.dtype, entry.device), " (saved tensor ", index + 1, " of ", entries_.size(),

@@ -17,15 +17,15 @@
 namespace tessera {
 
 /// One call of a module whose saved tensors are dropped, with what it takes to make them again. The graph that the call left holds a slot in place of each
-/// tensor; the slots own the frame. The first that is asked for makes the call once more, detached from that graph; the tensors saved on the way, in the same
+/// tensor; the slots own this. The first that is asked for makes the call once more, detached from that graph; the tensors saved on the way, in the same
 /// order, go to the slots that still live, and when the last of them is served the call is broken off. Each tensor is handed out once and then forgotten:
 /// a graph that is kept for another backward makes the call again.
-class Frame : public std::enable_shared_from_this<Frame> {
+class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
  public:
   /// Makes the call. `keep`: operators whose outputs are kept; null: none.
   static nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep);
 
-  Frame(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep);
+  RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep);
 
  private:
   class Slot;
