@@ -24,6 +24,7 @@ struct Call {
   std::optional<std::chrono::milliseconds> timeout{};  ///< of this call alone, for engines that take one (gloo, mpi, nccl); empty: the group's
 
   bool is_message() const { return op == Operation::Send || op == Operation::Recv; }
+  bool has_splits() const { return !in_splits.empty() || !out_splits.empty(); }
   /// What moves, or its first part; undefined for barrier.
   const at::Tensor& tensor() const;
   c10::ScalarType dtype() const { return tensor().defined() ? tensor().scalar_type() : c10::ScalarType::Undefined; }

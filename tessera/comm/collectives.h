@@ -80,7 +80,8 @@ void reduce_scatter_uneven(const Group& group, const at::Tensor& out, const std:
 [[nodiscard]] Pending reduce_scatter_uneven_async(const Group& group, const at::Tensor& out, const std::vector<at::Tensor>& ins, Op op = Op::Sum);
 
 /// Rows of `in` go out, in_splits[r] of them to rank r, and rows come in, out_splits[r] of them from rank r, both in rank order. Empty splits mean
-/// equal parts. This rank sends the rows for others: S (n-1)/n where the parts are equal, in n-1 steps. Rows may be uneven and zero.
+/// equal parts; a rank gives splits, of one of the two at least, where any other rank does. This rank sends the rows for others: S (n-1)/n where the parts are
+/// equal, in n-1 steps. Rows may be uneven and zero.
 void all_to_all(const Group& group, const at::Tensor& out, const at::Tensor& in, const std::vector<int64_t>& out_splits = {},
                 const std::vector<int64_t>& in_splits = {});
 [[nodiscard]] Pending all_to_all_async(const Group& group, const at::Tensor& out, const at::Tensor& in, const std::vector<int64_t>& out_splits = {},

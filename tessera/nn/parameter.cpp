@@ -104,6 +104,13 @@ void set_slice(const at::Tensor& tensor, Slice slice) {
   change(tensor, [&](ParameterData& data) { data.slice = std::move(slice); });
 }
 
+void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data) {
+  invariant(data.sizes() == parameter.sizes(), "data of shape ", data.sizes(), " for a parameter of ", parameter.sizes());
+  auto known = parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+  parameter.set_data(data);
+  parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(known));
+}
+
 void keep_memory(const at::Tensor& parameter) {
   change(parameter, [](ParameterData& data) { data.keeps_memory = true; });
 }

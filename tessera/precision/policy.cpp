@@ -32,14 +32,9 @@ at::ScalarType compute_dtype_of(const std::string& name) {
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 
-/// set_data replaces what is known of a parameter along with its memory.
 void convert(const at::Tensor& parameter, at::ScalarType dtype) {
   if (!at::isFloatingType(parameter.scalar_type()) || parameter.scalar_type() == dtype) return;
-  const auto rule = nn::init_of(parameter);
-  const auto slice = nn::has_slice(parameter) ? std::optional(nn::slice_of(parameter)) : std::nullopt;
-  parameter.set_data(parameter.detach().to(dtype));
-  if (rule) nn::set_init(parameter, *rule);
-  if (slice) nn::set_slice(parameter, *slice);
+  nn::set_data_of_same(parameter, parameter.detach().to(dtype));
 }
 
 }  // namespace

@@ -131,6 +131,22 @@ TEST(Choice, FollowsTheTableWhereTheNameDoesNotSay) {
   EXPECT_EQ(choice_of(named, "broadcast", 16), "binomial_tree");
 }
 
+// Each rank would look up another size, and one might send what another does not expect.
+TEST(Choice, OfUnevenPartsDoesNotFollowSizes) {
+  const std::vector<TableRow> rows{row("pairwise", 1 << 20, 50, "all_to_all"), row("bruck", 64, 1, "all_to_all")};
+  const auto tensor = at::empty({8}, at::kMeta);
+  Call call{.op = Operation::AllToAll, .inputs = {tensor}, .outputs = {tensor}};
+  const auto chosen = [&](const AlgorithmChoice& choice) {
+    const auto plan = choice.plan_for(call, {.name = "test", .rank = 0, .size = 4}, "gloo");
+    return plan ? plan->algorithm : "engine";
+  };
+  EXPECT_EQ(chosen(AlgorithmChoice(WorldOptions{.rows = rows})), "bruck");
+  call.out_splits = {2, 2, 2, 2};  // of a rank that gives equal parts, where others do not
+  EXPECT_EQ(chosen(AlgorithmChoice(WorldOptions{.rows = rows})), "engine");
+  EXPECT_EQ(chosen(AlgorithmChoice(WorldOptions{.algorithm = "bruck"})), "engine");
+  EXPECT_EQ(chosen(AlgorithmChoice(WorldOptions{.algorithm = "pairwise"})), "pairwise");
+}
+
 TEST(Choice, RefusesBeforeAnybodyMeets) {
   const auto asking = [](const std::string& algorithm, const std::string& backend = "gloo") {
     return refusal_to_choose([&] { check_choice({.backend = backend, .algorithm = algorithm}); });

@@ -196,6 +196,26 @@ TEST_P(Ranks, UnevenRowsGoPairwiseAndElseByTheEngine) {
   });
 }
 
+// Rank 0 gives equal parts each time, and gets uneven ones: calls that are alike but for what comes.
+TEST(Executor, RowsThatComeAreNotThoseOfTheCallBefore) {
+  run_ranks(2, [](World& world) {
+    const auto groups = make_pair_of(world, "all_to_all=pairwise");
+    for (const int64_t rows : {3, 1}) {  // from rank 1 to rank 0; the rest of its four it keeps
+      const bool first = world.rank() == 0;
+      const std::vector<int64_t> to = first ? std::vector<int64_t>() : std::vector<int64_t>{rows, 4 - rows};
+      const std::vector<int64_t> from = first ? std::vector<int64_t>{2, rows} : std::vector<int64_t>{2, 4 - rows};
+      compare(
+          groups,
+          [&](const Group& group) {
+            auto out = at::zeros({from[0] + from[1], 2});
+            all_to_all(group, out, scrambled(world.rank(), {4, 2}), from, to);
+            return out;
+          },
+          "pairwise");
+    }
+  });
+}
+
 TEST(Executor, ManyAtOnceAreDoneInOrder) {
   run_ranks(3, [](World& world) {
     const auto groups = make_pair_of(world, "all_reduce=ring,broadcast=binomial_tree");

@@ -76,6 +76,26 @@ TEST(Policy, ParametersOfSixteenBitsKeepTheirRulesAndRoundTheSameValues) {
   }
 }
 
+/// Weights that a program draws by operators of its own.
+struct DrawnByHand : torch::nn::Module {
+  DrawnByHand() {
+    weight = register_parameter("weight", at::empty({6, 5}));
+    const at::NoGradGuard no_grad;
+    weight.normal_(0.5, 0.25).clamp_min_(0);
+  }
+  at::Tensor weight;
+};
+
+TEST(Policy, ParametersOfSixteenBitsAreDrawnAsTheProgramDrawsThem) {
+  const auto wide = on_meta([] { return std::make_shared<DrawnByHand>(); });
+  materialize(*wide, 5);
+  ASSERT_GT(wide->weight.mean().item<float>(), 0.3);
+  const auto narrow = on_meta([] { return std::make_shared<DrawnByHand>(); });
+  precision::apply(*narrow, policy_from(config_of("bf16", "bf16")));
+  materialize(*narrow, 5);
+  EXPECT_TRUE(at::equal(narrow->weight, wide->weight.to(at::kBFloat16)));
+}
+
 TEST(Policy, PartsStayThePartsThatTheyWere) {
   MixedImpl model;
   const Slice part = Slice::along("ours.weight", {8, 3}, 0, 4, 2);

@@ -72,18 +72,19 @@ std::string AlgorithmChoice::algorithm_for(const Call& call, const GroupInfo& gr
   const std::string op(to_string(call.op)), engine(kEngineAlgorithm);
   if (!everywhere_.empty()) return has_algorithm(op, everywhere_) ? everywhere_ : engine;
   if (const auto fixed = fixed_.find(op); fixed != fixed_.end()) return fixed->second;
-  const auto* row = best(rows_, op, backend, group.size, bytes);
+  const auto* row = call.has_splits() ? nullptr : best(rows_, op, backend, group.size, bytes);
   return row ? row->algorithm : engine;
 }
 
 std::optional<PlanRequest> AlgorithmChoice::plan_for(const Call& call, const GroupInfo& group, const std::string& backend,
                                                      const std::vector<int>& hosts) const {
   if (group.size == 1 || call.is_message() || !on_host(call)) return std::nullopt;
-  const int64_t bytes = call.bytes(group.size);  // as rows of a table count them
+  // As rows of a table count them. What ranks give each other in uneven parts has another size on each of them, and none that a table could know.
+  const int64_t bytes = call.has_splits() ? 0 : call.bytes(group.size);
   PlanRequest request{
       .op = std::string(to_string(call.op)), .algorithm = algorithm_for(call, group, backend, bytes), .ranks = group.size, .root = std::max(call.peer, 0)};
   if (request.algorithm == kEngineAlgorithm) return std::nullopt;
-  if (request.algorithm == "bruck" && !call.in_splits.empty()) return std::nullopt;  // what passes through a rank would be of a size it does not know
+  if (request.algorithm == "bruck" && call.has_splits()) return std::nullopt;  // what passes through a rank would be of a size it does not know
   if (request.op == "reduce" || request.op == "broadcast" || request.op == "all_reduce") request.segments = segments_for(bytes);
   if (is_two_level(request.algorithm)) request.hosts = hosts;
   return request;

@@ -64,7 +64,7 @@ class AlgorithmEngine : public DecoratedEngine {
   }
 
   std::shared_ptr<const Program> program_for(const PlanRequest& plan, const Call& call) {
-    if (!call.in_splits.empty()) return std::make_shared<Program>(make_program(plan, group().rank, call));
+    if (call.has_splits()) return std::make_shared<Program>(make_program(plan, group().rank, call));
     const auto key = fmt::format("{} {} {} {} {} {}", plan.op, plan.algorithm, plan.root, plan.segments, c10::multiply_integers(call.whole(group().size)),
                                  call.outputs.size());
     auto& known = programs_[key];
