@@ -151,7 +151,8 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
   const comm::CallSite site("start");
   for (;;) {
     auto& resume = inputs.resume;
-    nlohmann::json mine{{"step", resume ? resume->manifest.step : 0}};
+    nlohmann::json mine{
+        {"step", resume ? resume->manifest.step : 0}, {"run", resume ? resume->manifest.run.run : ""}, {"start", resume ? resume->manifest.run.start : ""}};
     if (resume && config.checkpoint.verify && !resume->hashed) {
       const auto problem =
           checkpoint::problem_with(resume->folder, checkpoint::Thoroughness::Hashes, {.index = world.local_rank(), .parts = world.local_size()});
@@ -161,6 +162,9 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
     for (int rank = 0; const auto& theirs : checkpoint::gather_json(world.group(), mine)) {
       require(theirs["step"] == mine["step"], "checkpoint.resume: rank ", rank, " goes on from step ", theirs["step"].dump(), " and rank ", world.rank(),
               " from step ", mine["step"].dump(), "; let every rank see the same checkpoint.dir");
+      require(theirs["run"] == mine["run"] && theirs["start"] == mine["start"], "checkpoint.resume: rank ", rank, " and rank ", world.rank(),
+              " go on from step ", mine["step"].dump(), " of different runs (", theirs["run"].dump(), " and ", mine["run"].dump(),
+              "); let every rank see the same checkpoint.dir");
       if (problem.empty()) problem = theirs.value("problem", "");
       ++rank;
     }

@@ -238,6 +238,18 @@ class SharedHashes : public Resume {
   }
 };
 
+TEST_F(SharedHashes, CheckpointsOfDifferentRunsAreRefusedOnAllRanks) {
+  run_saving(layouts()[0], {"run.steps=3"});
+  run_saving(layouts()[1], {"run.steps=3"});
+  comm::run_ranks(3, [&](comm::World& world) {
+    const Config config = settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[world.rank() == 1 ? 1 : 0], 3).string()});
+    Inputs inputs = open_inputs(config, {.one_of_several = true});
+    EXPECT_THAT([&] { check_hashes(inputs, config, world); },
+                ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("rank 1"), HasSubstr("go on from step 3 of different runs"))))
+        << world.rank();
+  });
+}
+
 TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
   run_saving(layouts()[0], {"run.steps=6"});
   const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest"});
