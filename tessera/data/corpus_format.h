@@ -55,7 +55,7 @@ class CorpusWriter {
 
   void add(std::span<const int32_t> ids);
   void add_text_bytes(int64_t bytes) { header_.text_bytes += static_cast<uint64_t>(bytes); }
-  /// Writes what remains. Throws ConfigError where there is no id, or the disk is full.
+  /// Writes what remains. Throws ConfigError where the disk is full.
   void finish();
 
  private:

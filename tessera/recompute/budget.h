@@ -25,7 +25,7 @@ struct RecomputeChoice {
 };
 
 /// The cheapest set of modules, by FLOPs, whose recomputation brings what all keep down to `budget_bytes`: a knapsack, solved by dynamic programming over
-/// the bytes to be freed. They are counted in units of 1/4096 of the whole, rounded so that the budget always holds; up to that the set is optimal.
+/// the bytes to be freed. They are counted in units of 1/4096 of those, rounded so that the budget always holds; up to that the set is optimal.
 /// Throws ConfigError where even recomputing all of them does not reach the budget.
 RecomputeChoice choose_recompute(const std::vector<RecomputeCost>& costs, int64_t budget_bytes);
 
