@@ -1,45 +1,55 @@
-// Naive model parallelism, GPipe and 1F1B. Micro-batches pass every stage in their order, forward and backward, so that a rank's list is told by one number:
-// how many forwards run ahead of its backwards.
+// Naive model parallelism, GPipe and 1F1B: schedules without chunks and with whole backwards. Micro-batches pass every stage in their order, forward and
+// backward, so that one number tells a rank's list: how many forwards run ahead of its backwards.
 
 #include <algorithm>
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/pipeline/schedules/list_builder.h"
 
 namespace tessera::schedules {
 namespace {
 
-using enum Kind;
+constexpr int64_t kMostActions = 1 << 22;
 
 Schedule ahead_by(const char* name, int ranks, int micro_batches, auto&& ahead) {
-  require(ranks >= 1 && micro_batches >= 1, name, ": stages = ", ranks, ", micro-batches = ", micro_batches, ": at least one of each is needed");
+  detail::check_counts(name, ranks, micro_batches);
   Schedule schedule{.name = name, .micro_batches = micro_batches, .rank_of = loop_placement(ranks, 1), .actions = {}};
   for (int rank = 0; rank < ranks; ++rank) {
-    RankActions actions;
-    int forwards = 0;
+    detail::ListBuilder list(micro_batches);
     for (int backward = 0; backward < micro_batches; ++backward) {
-      for (; forwards < std::min(backward + ahead(rank) + 1, micro_batches); ++forwards)
-        actions.push_back({.kind = Forward, .stage = rank, .micro_batch = forwards});
-      actions.push_back({.kind = Backward, .stage = rank, .micro_batch = backward});
+      while (list.forwards(rank) < std::min(backward + ahead(rank) + 1, micro_batches)) list.forward(rank);
+      list.backward(rank);
     }
-    schedule.actions.push_back(actions);
+    schedule.actions.push_back(list.actions());
   }
   return schedule;
 }
 
 }  // namespace
 
+namespace detail {
+
+void check_counts(const char* name, int ranks, int micro_batches, int chunks) {
+  require(ranks >= 1, name, ": stages = ", ranks, ": at least 1");
+  require(micro_batches >= 1, name, ": micro_batches = ", micro_batches, ": at least 1");
+  require(chunks >= 1, name, ": virtual_stages = ", chunks, ": at least 1");
+  const bool few = ranks <= kMostActions && micro_batches <= kMostActions && chunks <= kMostActions;
+  require(few && int64_t{ranks} * chunks <= kMostActions && int64_t{ranks} * chunks * micro_batches <= kMostActions, name, ": ", ranks, " x ", chunks,
+          " stages with ", micro_batches, " micro-batches: a schedule holds at most ", kMostActions, " of their products; take fewer micro-batches");
+}
+
+}  // namespace detail
+
 Schedule naive(int ranks, int micro_batches, int chunks) {
-  require(ranks >= 1 && micro_batches >= 1 && chunks >= 1, "naive: stages = ", ranks, ", micro-batches = ", micro_batches, ", chunks = ", chunks,
-          ": at least one of each is needed");
+  detail::check_counts("naive", ranks, micro_batches, chunks);
   Schedule schedule{.name = "naive", .micro_batches = micro_batches, .rank_of = loop_placement(ranks, chunks), .actions = {}};
-  schedule.actions.resize(ranks);
+  std::vector<detail::ListBuilder> lists(ranks, detail::ListBuilder(micro_batches));
   for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {
-    for (int stage = 0; stage < schedule.stages(); ++stage)
-      schedule.actions[schedule.rank_of[stage]].push_back({.kind = Forward, .stage = stage, .micro_batch = micro_batch});
-    for (int stage = schedule.stages() - 1; stage >= 0; --stage)
-      schedule.actions[schedule.rank_of[stage]].push_back({.kind = Backward, .stage = stage, .micro_batch = micro_batch});
+    for (int stage = 0; stage < schedule.stages(); ++stage) lists[schedule.rank_of[stage]].forward(stage);
+    for (int stage = schedule.stages() - 1; stage >= 0; --stage) lists[schedule.rank_of[stage]].backward(stage);
   }
+  for (const auto& list : lists) schedule.actions.push_back(list.actions());
   return schedule;
 }
 
