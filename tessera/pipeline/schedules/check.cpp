@@ -84,6 +84,7 @@ Found forgotten(const Schedule& schedule, const std::vector<int>& times) {
 /// Gradients are reduced once a stage has all of them, parameters are gathered where they are used.
 Found sharding(const Schedule& schedule) {
   std::set<int> gathers, gathered, reduced;
+  const bool reduces_once = !schedule.is_asynchronous();
   first_of(schedule, [&](int, int, const Action& action) -> std::string {
     if (action.kind == Unshard) gathers.insert(action.stage);
     return {};
@@ -91,7 +92,7 @@ Found sharding(const Schedule& schedule) {
   return first_of(schedule, [&](int, int, const Action& action) -> std::string {
     if (action.kind == Unshard && !gathered.insert(action.stage).second) return to_string(action) + ": the stage is unsharded already";
     if (action.kind == Reshard && gathered.erase(action.stage) == 0) return to_string(action) + ": the stage is not unsharded";
-    if (action.kind == ReduceGrad && !reduced.insert(action.stage).second) return to_string(action) + " is done a second time";
+    if (action.kind == ReduceGrad && reduces_once && !reduced.insert(action.stage).second) return to_string(action) + " is done a second time";
     if (!action.computes()) return {};
     for (const Action& part : parts(action)) {
       if (gathers.contains(part.stage) && !gathered.contains(part.stage)) return fmt::format("{}: stage {} is not unsharded", to_string(action), part.stage);

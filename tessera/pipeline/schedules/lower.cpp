@@ -68,13 +68,17 @@ RankActions begin_receives_ahead(const RankActions& actions, int ahead) {
   return moved;
 }
 
+/// Behind the last backward of each stage; where weights change in the midst of a step, before each update.
 RankActions with_reductions(const Schedule& schedule, const RankActions& actions) {
+  const bool before_updates = schedule.is_asynchronous();
   std::vector<int> done(schedule.stages());
   RankActions reduced;
   for (const Action& action : actions) {
+    if (action.kind == Update) reduced.push_back({.kind = ReduceGrad, .stage = action.stage});
     reduced.push_back(action);
     for (const auto& event : detail::brings(action)) {
-      if (event.kind == BackwardWeight && ++done[event.stage] == schedule.micro_batches) reduced.push_back({.kind = ReduceGrad, .stage = event.stage});
+      const bool last = event.kind == BackwardWeight && ++done[event.stage] == schedule.micro_batches;
+      if (last && !before_updates) reduced.push_back({.kind = ReduceGrad, .stage = event.stage});
     }
   }
   return reduced;

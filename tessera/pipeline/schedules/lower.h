@@ -9,7 +9,7 @@ struct Lowering {
   /// Computations of the receiver by which a receive is begun ahead of where its sender is done: the message then travels behind them. Each costs room for one
   /// more message. 0: for engines that wait in their receives; see below.
   int ahead = 1;
-  /// ReduceGrad behind the last backward of each stage.
+  /// ReduceGrad behind the last backward of each stage, or before each of its updates where there are such.
   bool reduce_gradients = false;
   /// Unshard and Reshard, so that at most this many stages of a rank are gathered, those that it needs next; 0: none are added.
   int unsharded_stages = 0;
