@@ -1,10 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -32,6 +35,58 @@ inline void expect_in_docs(const std::string& name, const std::string& made) {
 inline void expect_picture_in_docs(const std::string& name, const std::string& svg, const std::string& page) {
   expect_in_docs("pictures/" + name, svg);
   EXPECT_NE(text_of_docs(page).find("pictures/" + name), std::string::npos) << page << " does not show " << name;
+}
+
+/// What stands between `//: name` and `//:` in `source`, by name, without the indentation its lines share.
+inline std::map<std::string, std::string> snippets_of(const std::string& source) {
+  std::ifstream file(std::filesystem::path(TESSERA_SOURCE_DIR) / source);
+  std::map<std::string, std::string> found;
+  std::string line, name;
+  size_t indent = 0;
+  while (std::getline(file, line)) {
+    const size_t text = line.find_first_not_of(' ');
+    const std::string trimmed = text == std::string::npos ? "" : line.substr(text);
+    if (trimmed == "//:") {
+      name.clear();
+    } else if (trimmed.starts_with("//: ")) {
+      name = trimmed.substr(4);
+      indent = text;
+      EXPECT_TRUE(found.emplace(name, "").second) << name;
+    } else if (!name.empty()) {
+      found[name] += (line.size() > indent ? line.substr(indent) : "") + "\n";
+    }
+  }
+  return found;
+}
+
+/// Blocks of C++ on a page.
+inline std::vector<std::string> code_of(const std::string& text) {
+  std::istringstream lines(text);
+  std::vector<std::string> blocks;
+  std::string line;
+  bool inside = false;
+  while (std::getline(lines, line)) {
+    if (line == "```cpp") {
+      inside = true;
+      blocks.emplace_back();
+    } else if (line == "```") {
+      inside = false;
+    } else if (inside) {
+      blocks.back() += line + "\n";
+    }
+  }
+  return blocks;
+}
+
+/// All C++ on the page `name` of docs/ has to be a snippet of `source`, and all snippets have to be on the page.
+inline void expect_page_shows(const std::string& name, const std::string& source) {
+  auto left = snippets_of(source);
+  for (const std::string& block : code_of(text_of_docs(name))) {
+    const auto shown = std::find_if(left.begin(), left.end(), [&](const auto& snippet) { return snippet.second == block; });
+    EXPECT_NE(shown, left.end()) << "docs/" << name << " shows code that " << source << " does not run:\n" << block;
+    if (shown != left.end()) left.erase(shown);
+  }
+  for (const auto& [snippet, text] : left) ADD_FAILURE() << "docs/" << name << " does not show the snippet " << snippet << ":\n" << text;
 }
 
 }  // namespace tessera::testing_support

@@ -24,8 +24,9 @@ int64_t logical_elements(const Slice& slice) { return std::accumulate(slice.shap
 
 [[noreturn]] void refuse_cut(const std::string& name) {
   throw ConfigError(detail::concat("clip_grad_norm: '", name,
-                                   "' is cut over further ranks (tensor parallelism), whose terms of the norm it does not see; take optim::global_norm with a "
-                                   "NormGroup that sums over them, then optim::clip_gradients"));
+                                   "' is cut over further ranks (tensor parallelism), whose terms of the norm it does not see; after nn::sum_terms take "
+                                   "optim::global_norm of nn::counted_once(wrapper.updated()) with a sum over those ranks and the wrapper's (of a mesh "
+                                   "mesh[{\"dp\", \"tp\"}]), then optim::clip_gradients(wrapper.updated(), norm, max_norm): docs/2d.md"));
 }
 
 void refuse_cut_layers(const std::vector<nn::NamedParameter>& parameters) {

@@ -127,6 +127,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     if (active()) {
       take_replaced();
       settle_cleared();
+      follow_frozen();
     }
     return shards_;
   }
@@ -242,12 +243,17 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       if (is_trained(b)) buckets_[b].hold_part();
     }
     carry_gradients();
+    follow_frozen();
     for (size_t i = 0; i < shards_.size(); ++i) {
-      shards_[i].tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
       if (plain_ && !trained_[i]) continue;
       set_gradient(shards_[i].tensor, {});
       is_handed_[i] = false;
     }
+  }
+
+  /// Whoever makes an optimizer of the parts of what is trained makes it between steps, when the program has just frozen or unfrozen parameters.
+  void follow_frozen() {
+    for (size_t i = 0; i < shards_.size(); ++i) shards_[i].tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
   }
 
   /// Parts that were reduced before this step, and that nobody has cleared, neither on the parameters nor on the shards: this step adds to them. Aside, since

@@ -1,6 +1,5 @@
 /// The code of docs/library.md, compiled and run: what stands between `//: name` and `//:` here is what the page shows.
 #include <map>
-#include <sstream>
 
 #include <gtest/gtest.h>
 #include <torch/nn.h>
@@ -416,47 +415,6 @@ TEST(Library, OnMeta) {
   EXPECT_TRUE(at::equal(model->named_buffers()["3.positions"], at::arange(8, at::kFloat) / 8));
 }
 
-/// Snippets by name, without the indentation they share.
-std::map<std::string, std::string> snippets() {
-  std::ifstream file(std::filesystem::path(TESSERA_SOURCE_DIR) / "tests/train/library_test.cpp");
-  std::map<std::string, std::string> found;
-  std::string line, name;
-  size_t indent = 0;
-  while (std::getline(file, line)) {
-    const size_t text = line.find_first_not_of(' ');
-    const std::string trimmed = text == std::string::npos ? "" : line.substr(text);
-    if (trimmed == "//:") {
-      name.clear();
-    } else if (trimmed.starts_with("//: ")) {
-      name = trimmed.substr(4);
-      indent = text;
-      EXPECT_TRUE(found.emplace(name, "").second) << name;
-    } else if (!name.empty()) {
-      found[name] += (line.size() > indent ? line.substr(indent) : "") + "\n";
-    }
-  }
-  return found;
-}
-
-TEST(Library, ThePageShowsWhatIsCompiled) {
-  auto left = snippets();
-  std::istringstream page(tessera::testing_support::text_of_docs("library.md"));
-  std::string line, block;
-  bool inside = false;
-  while (std::getline(page, line)) {
-    if (line == "```cpp") {
-      inside = true;
-      block.clear();
-    } else if (inside && line == "```") {
-      inside = false;
-      const auto shown = std::find_if(left.begin(), left.end(), [&](const auto& snippet) { return snippet.second == block; });
-      EXPECT_NE(shown, left.end()) << "docs/library.md shows code that tests/train/library_test.cpp does not run:\n" << block;
-      if (shown != left.end()) left.erase(shown);
-    } else if (inside) {
-      block += line + "\n";
-    }
-  }
-  for (const auto& [name, text] : left) ADD_FAILURE() << "docs/library.md does not show the snippet " << name << ":\n" << text;
-}
+TEST(Library, ThePageShowsWhatIsCompiled) { tessera::testing_support::expect_page_shows("library.md", "tests/train/library_test.cpp"); }
 
 }  // namespace

@@ -455,6 +455,49 @@ TEST(ZeroPlainLoop, FreezingAndUnfreezingAtAnyTime) {
   }
 }
 
+/// A fine-tuning program makes a new optimizer, over what is trained now, when it has unfrozen or frozen layers: no step lies between.
+TEST(ZeroPlainLoop, AnOptimizerOverWhatWasJustUnfrozenTrainsIt) {
+  const auto make = [](const std::vector<at::Tensor>& parameters) {
+    std::vector<at::Tensor> trained;
+    for (const at::Tensor& parameter : parameters) {
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+    return make_sgd(trained);
+  };
+  const std::vector<std::pair<bool, bool>> stages{{false, true}, {true, true}, {true, false}};
+  const auto train = [&](Net& net, const auto& optimizer_of, const std::function<Batch(int64_t)>& mine) {
+    for (size_t stage = 0; stage < stages.size(); ++stage) {
+      set_trained(net, stages[stage].first, stages[stage].second);
+      auto optimizer = optimizer_of(net);
+      for (int step = 0; step < 2; ++step) {
+        optimizer->zero_grad();
+        backward(net, mine(static_cast<int64_t>(2 * stage) + step));
+        optimizer->step();
+      }
+    }
+  };
+  Net reference;
+  train(reference, [&](Net& net) { return make(net.parameters()); }, [](int64_t step) { return whole_batch(samples, step); });
+  for (const auto& [ranks, replicas] : {Layout{2, 1}, Layout{3, 1}, Layout{4, 2}}) {
+    for (const Way& way : ways) {
+      run_ranks(ranks, [&, ranks = ranks, replicas = replicas](World& world) {
+        Net net;
+        set_trained(net, stages[0].first, stages[0].second);
+        ShardedDataParallel zero(net, groups_of(world, replicas), options_of(way));
+        struct Optimizer {
+          decltype(zero_optimizer(zero, make)) of;
+          void zero_grad() { of.zero_grad(); }
+          void step() { of.step(); }
+        };
+        train(
+            net, [&](Net&) { return std::make_unique<Optimizer>(zero_optimizer(zero, make)); },
+            [&](int64_t step) { return part_of(whole_batch(samples, step), ranks, world.rank()); });
+        EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << ranks << " ranks, stage " << way.stage;
+      });
+    }
+  }
+}
+
 /// As on one process, where it goes on moving the parameter.
 TEST(ZeroPlainLoop, AGradientThatNobodyClearedOutlivesFreezing) {
   expect_parity([](Net& net, const Loop& loop) {

@@ -1,0 +1,195 @@
+/// Tensor parallelism with sharded data parallelism in a program of one's own. The code of docs/2d.md: what stands between `//: name` and `//:` is what it
+/// shows.
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <torch/nn.h>
+#include <torch/optim.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/testing.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/sharing.h"
+#include "tessera/optim/clip.h"
+#include "tessera/optim/clip_grad_norm.h"
+#include "tessera/tensor_parallel/parallelize.h"
+#include "tessera/zero/sharded_data_parallel.h"
+#include "tests/made_docs.h"
+#include "tests/refusal.h"
+
+namespace {
+
+using tessera::comm::run_ranks;
+using tessera::comm::World;
+using ::testing::HasSubstr;
+
+//: model
+struct FeedForwardImpl : tessera::nn::Module {
+  FeedForwardImpl() {
+    register_module("up", up);
+    register_module("down", down);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return down(torch::gelu(up(x))); }
+  tessera::nn::Linear up{10, 17}, down{17, 10};
+};
+TESSERA_MODULE(FeedForward);
+
+struct NetImpl : tessera::nn::Module {
+  NetImpl() {
+    register_module("embed", embed);
+    register_module("norm1", norm1);
+    register_module("layer1", layer1);
+    register_module("norm2", norm2);
+    register_module("layer2", layer2);
+    register_module("head", head);
+  }
+  torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& labels) {
+    torch::Tensor x = embed(ids);
+    x = x + layer1(norm1(x));
+    x = x + layer2(norm2(x));
+    return head(x, labels);  // the sum of the cross-entropies
+  }
+  tessera::nn::Embedding embed{tessera::nn::EmbeddingOptions(29, 10)};
+  tessera::nn::LayerNorm norm1{std::vector<int64_t>{10}}, norm2{std::vector<int64_t>{10}};
+  FeedForward layer1, layer2;
+  tessera::nn::LanguageModelHead head{10, 29};
+};
+TESSERA_MODULE(Net);
+//:
+
+struct Batch {
+  torch::Tensor ids, labels;
+};
+
+/// Step by step, of all ranks.
+std::vector<Batch> batches(int count) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
+  std::vector<Batch> made;
+  for (int i = 0; i < count; ++i) {
+    const auto draw = [&] { return at::randint(0, 29, {4, 6}, generator, at::kLong); };
+    made.push_back({draw(), draw()});
+  }
+  return made;
+}
+
+using Values = std::map<std::string, at::Tensor>;
+
+Values values_of(const torch::nn::Module& model) {
+  Values values;
+  for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(model)) values[name] = tensor.detach().clone();
+  return values;
+}
+
+/// Of what this rank holds from the same part of the whole, relative to the largest entry of each tensor.
+double difference(const std::vector<tessera::nn::NamedParameter>& held, const Values& whole, bool gradients) {
+  double worst = 0;
+  for (const auto& [name, tensor, aliases] : held) {
+    const at::Tensor mine = gradients ? tensor.grad() : tensor.detach();
+    if (!mine.defined()) return 1e30;
+    const at::Tensor expected = tessera::take(whole.at(name), tessera::nn::slice_of(tensor)).reshape_as(mine);
+    if (mine.numel() > 0) worst = std::max(worst, (mine - expected).abs().max().item<double>() / whole.at(name).abs().max().item<double>());
+  }
+  return worst;
+}
+
+struct Alone {
+  std::vector<double> norms;
+  Values values;
+};
+
+Alone train_alone(const std::vector<Batch>& steps) {
+  Net model = tessera::on_meta([] { return Net(); });
+  tessera::materialize(model, 1);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+  Alone alone;
+  for (const auto& [ids, labels] : steps) {
+    optimizer.zero_grad();
+    (model(ids, labels) / static_cast<double>(ids.numel())).backward();
+    alone.norms.push_back(tessera::clip_grad_norm(model, 0.5).item<double>());
+    optimizer.step();
+  }
+  alone.values = values_of(*model);
+  return alone;
+}
+
+TEST(TwoDimensions, TheProgramOfThePageIsOneDevices) {
+  const std::vector<Batch> of_all = batches(4);
+  const Alone alone = train_alone(of_all);
+  for (const double norm : alone.norms) EXPECT_GT(norm, 0.5) << "nothing is clipped";
+  for (const auto& [ranks, tp] : {std::pair(4, 2), {6, 3}, {6, 2}, {2, 2}, {2, 1}}) {
+    run_ranks(ranks, [&, ranks = ranks, tp = tp](World& world) {
+      std::vector<double> norms;
+      const auto mine = [&, dp = ranks / tp, row = world.rank() / tp] {
+        std::vector<Batch> parts;
+        const auto [begin, rows] = tessera::chunk(4, dp, row);
+        for (const auto& [ids, labels] : of_all) parts.push_back({ids.narrow(0, begin, rows), labels.narrow(0, begin, rows)});
+        return parts;
+      }();
+      const double tokens = static_cast<double>(of_all.front().ids.numel());
+      //: program
+      const tessera::Mesh mesh(world, {{"dp", world.size() / tp}, {"tp", tp}});  // neighbours cut layers together
+      const tessera::comm::Group everyone = mesh[{"dp", "tp"}];
+      Net model = tessera::on_meta([] { return Net(); });
+      const auto sequence = tessera::TensorLayout::Sequence;
+      const auto parallel = tessera::parallelize_module(model, mesh["tp"],
+                                                        {{"embed", tessera::VocabParallelEmbedding{.output = sequence}},
+                                                         {"norm*", tessera::SequenceParallel{}},
+                                                         {"layer*.up", tessera::ColumnParallel{.input = sequence}},
+                                                         {"layer*.down", tessera::RowParallel{.output = sequence}},
+                                                         {"head", tessera::VocabParallelHead{.input = sequence}}});
+      const auto sharded = tessera::fully_shard(model, mesh["dp"], {.wrap = "layer*"});  // what is left of each tensor, once more
+      tessera::materialize(model, /*seed=*/1);                                           // this rank's slices of slices
+      torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+      for (const auto& [ids, labels] : mine) {  // rows by mesh.rank("dp"); the ranks of a tp group take the same
+        optimizer.zero_grad();
+        (model(ids, labels) / tokens).backward();  // of the whole batch, for terms are summed: `average` stays false
+        const auto updated = sharded->updated();
+        tessera::nn::sum_terms(parallel->group(), updated, everyone);  // norms and biases, of which each tp rank has a term
+        const auto counted = tessera::nn::counted_once(updated);       // what several tp ranks hold alike, on the first of them
+        const torch::Tensor norm = tessera::optim::global_norm({{counted, [&](at::Tensor& sums) { tessera::comm::all_reduce(everyone, sums); }}});
+        tessera::optim::clip_gradients(updated, norm, /*max_norm=*/0.5);
+        optimizer.step();
+        norms.push_back(norm.item<double>());
+      }
+      //:
+      for (size_t i = 0; i < norms.size(); ++i) EXPECT_NEAR(norms[i], alone.norms[i], 2e-5 * alone.norms[i]) << tp << " of " << ranks << ", step " << i;
+      EXPECT_LT(difference(tessera::nn::unique_parameters(*model), alone.values, /*gradients=*/false), 5e-5) << tp << " of " << ranks;
+    });
+  }
+}
+
+TEST(TwoDimensions, ThePageShowsWhatIsCompiled) { tessera::testing_support::expect_page_shows("2d.md", "tests/train/two_dimensions_test.cpp"); }
+
+tessera::ParallelPlan net_plan() {
+  const auto sequence = tessera::TensorLayout::Sequence;
+  return {{"embed", tessera::VocabParallelEmbedding{.output = sequence}},
+          {"norm*", tessera::SequenceParallel{}},
+          {"layer*.up", tessera::ColumnParallel{.input = sequence}},
+          {"layer*.down", tessera::RowParallel{.output = sequence}},
+          {"head", tessera::VocabParallelHead{.input = sequence}}};
+}
+
+/// Where ranks would part silently, or by a norm of their own.
+TEST(TwoDimensions, ClippingAsWithoutCutLayersNamesWhatToWrite) {
+  run_ranks(4, [](World& world) {
+    const tessera::Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
+    Net model = tessera::on_meta([] { return Net(); });
+    const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+    const auto sharded = tessera::fully_shard(model, mesh["dp"]);
+    tessera::materialize(model, 1);
+    const Batch batch = batches(1).front();
+    model(batch.ids, batch.labels).backward();
+    EXPECT_THAT(tessera::testing_support::refusal([&] { tessera::clip_grad_norm(*sharded, 1.0); }),
+                ::testing::AllOf(HasSubstr("counted_once"), HasSubstr("global_norm"), HasSubstr("sum_terms")));
+  });
+}
+
+}  // namespace
