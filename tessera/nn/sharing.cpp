@@ -14,6 +14,9 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/names.h"
 
 // Most parameters of this kind are small (norms, biases) and there are many: one message for all of a dtype, for each alone would cost a latency. Ranks that
 // share other elements than mine meet in the same call: each set of holders has a place of its own in the buffer and brings zeros to the others', which adds
@@ -67,8 +70,8 @@ void sum_aligned(const comm::Group& group, const std::vector<Term>& terms) {
   }
 }
 
-/// The ranks' parts are different ones; of each element, a rank of each of its holders' has one term.
-void sum_by_place(const comm::Group& everyone, const std::vector<Term>& terms) {
+/// The ranks' parts are different ones; of each element, a rank of each of its holders' has one term. Over one group after the other.
+void sum_by_place(const std::vector<comm::Group>& groups, const std::vector<Term>& terms) {
   // All ranks have to agree on the buffer, those included that hold nothing of a parameter.
   std::vector<int64_t> begins;
   int64_t size = 0;
@@ -86,7 +89,7 @@ void sum_by_place(const comm::Group& everyone, const std::vector<Term>& terms) {
     for_each_place(slice_of(parameter),
                    [&](int64_t logical, int64_t local, int64_t count) { all.narrow(0, begins[i] + logical, count).copy_(own.narrow(0, local, count)); });
   }
-  comm::all_reduce(everyone, all);
+  for (const comm::Group& group : groups) comm::all_reduce(group, all);
   for (size_t i = 0; i < terms.size(); ++i) {
     const at::Tensor& parameter = terms[i].parameter;
     if (!parameter.grad().defined()) continue;
@@ -95,6 +98,26 @@ void sum_by_place(const comm::Group& everyone, const std::vector<Term>& terms) {
                    [&](int64_t logical, int64_t local, int64_t count) { sum.narrow(0, local, count).copy_(all.narrow(0, begins[i] + logical, count)); });
     parameter.mutable_grad().copy_(sum.view(parameter.grad().sizes()));
   }
+}
+
+/// The ranks that share out what is updated for the parameter.
+comm::Group shard_group(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  const auto* const dispatcher = parameter.defined() ? GradientDispatcher::find(parameter) : nullptr;
+  const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  return owner == nullptr ? comm::Group::self() : owner->norm_group();
+}
+
+/// Terms by who shares them out, in the order of the first of each, which is that of all ranks.
+std::vector<std::pair<comm::Group, std::vector<Term>>> by_shard_group(std::vector<Term> terms) {
+  std::vector<std::pair<comm::Group, std::vector<Term>>> found;
+  for (Term& term : terms) {
+    const comm::Group group = shard_group(term.parameter);
+    auto place = std::ranges::find_if(found, [&](const auto& known) { return known.first.engine() == group.engine(); });
+    if (place == found.end()) place = found.insert(place, {group, {}});
+    place->second.push_back(std::move(term));
+  }
+  return found;
 }
 
 }  // namespace
@@ -119,8 +142,9 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
   if (terms.empty()) return;
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kSite);
-  const bool sharded = everyone.size() > group.size();
-  sharded && !terms.front().sharing.even ? sum_by_place(everyone, terms) : sum_aligned(group, terms);
+  if (terms.front().sharing.even) return sum_aligned(group, terms);
+  if (everyone.size() > group.size()) return sum_by_place({everyone}, terms);
+  for (const auto& [shard, theirs] : by_shard_group(std::move(terms))) shard.size() > 1 ? sum_by_place({shard, group}, theirs) : sum_aligned(group, theirs);
 }
 
 }  // namespace tessera::nn

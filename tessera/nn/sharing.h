@@ -33,12 +33,12 @@ std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters);
 
 /// Sums, in place, gradients of which several ranks of `group` hold a term each: norms and biases under sequence parallelism, keys and values that ranks share.
-/// Once a step, after data parallelism has finished; `updated` are the parameters, or what this rank updates in their place. `everyone`, where these are
-/// slices: the ranks that cut layers together with those that share a parameter out (mesh[{"dp_shard", "tp"}]).
+/// Once a step, after data parallelism has finished; `updated` are the parameters, or what this rank updates in their place (GradientSynchronizer::updated).
 ///
 /// One all-reduce a dtype: 2 (n-1)/n of their elements sent, of those with several sets all sets'. Where parts are uneven, and sharding therefore cuts
-/// what is shared in another way on each rank, each puts its terms at their place in the logical tensors: one all-reduce over `everyone` of as many numbers,
-/// in fp32 (or double where a parameter is), held for the while.
+/// what is shared in another way on each rank, each puts its terms at their place in the logical tensors: an all-reduce of as many numbers over the ranks that
+/// share the parameters out, which whoever wraps them names, and one over `group`, in fp32 (or double where a parameter is), held for the while.
+/// `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
 
 }  // namespace tessera::nn

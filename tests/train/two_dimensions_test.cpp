@@ -177,6 +177,50 @@ tessera::ParallelPlan net_plan() {
           {"head", tessera::VocabParallelHead{.input = sequence}}};
 }
 
+/// A hidden layer of 17 and a vocabulary of 29 leave the ranks of a tp group parts of other sizes, and so other cuts of norms and biases: without a word from
+/// the program these meet at their places all the same.
+TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
+  const Batch batch = batches(1).front();
+  Values expected;
+  {
+    Net model = tessera::on_meta([] { return Net(); });
+    tessera::materialize(model, 1);
+    model(batch.ids, batch.labels).backward();
+    for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*model)) expected[name] = tensor.grad();
+  }
+  enum class Kind { Zero1, Zero2, Whole, ByLayer, Apart };
+  for (const auto& [ranks, tp] : {std::pair(4, 2), {6, 3}, {6, 2}}) {
+    for (const Kind kind : {Kind::Zero1, Kind::Zero2, Kind::Whole, Kind::ByLayer, Kind::Apart}) {
+      for (const bool told : {false, true}) {
+        run_ranks(ranks, [&, ranks = ranks, tp = tp](World& world) {
+          const tessera::Mesh mesh(world, {{"dp", ranks / tp}, {"tp", tp}});
+          Net model = tessera::on_meta([] { return Net(); });
+          const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+          const bool zero = kind == Kind::Zero1 || kind == Kind::Zero2;
+          std::vector<std::unique_ptr<tessera::GradientSynchronizer>> wrappers;
+          if (kind == Kind::Apart) {
+            wrappers.push_back(tessera::fully_shard(model->layer1, mesh["dp"]));
+            wrappers.push_back(tessera::fully_shard(model, mesh["dp"]));
+          } else if (!zero) {
+            wrappers.push_back(tessera::fully_shard(model, mesh["dp"], {.wrap = kind == Kind::ByLayer ? "*" : ""}));
+          }
+          tessera::materialize(model, 1);
+          if (zero) {
+            wrappers.push_back(std::make_unique<tessera::ShardedDataParallel>(*model, tessera::ShardGroups{.shard = mesh["dp"]},
+                                                                              tessera::ZeroOptions{.stage = kind == Kind::Zero1 ? 1 : 2}));
+          }
+          const auto [begin, rows] = tessera::chunk(4, ranks / tp, mesh.rank("dp"));
+          model(batch.ids.narrow(0, begin, rows), batch.labels.narrow(0, begin, rows)).backward();
+          const auto updated = wrappers.back()->updated();
+          tessera::nn::sum_terms(parallel->group(), updated, told ? mesh[{"dp", "tp"}] : tessera::comm::Group());
+          EXPECT_LT(difference(updated, expected, /*gradients=*/true), 1e-5)
+              << tp << " of " << ranks << ", kind " << static_cast<int>(kind) << ", told " << told;
+        });
+      }
+    }
+  }
+}
+
 /// Where ranks would part silently, or by a norm of their own.
 TEST(TwoDimensions, ClippingAsWithoutCutLayersNamesWhatToWrite) {
   run_ranks(4, [](World& world) {
