@@ -66,7 +66,7 @@ struct DdpOptions {
 /// passes do, leaves them waiting until comm.timeout, with find_unused_parameters, too. Add `0 * sum` of one of its outputs to that rank's loss. A backward
 /// pass inside of another that brings the first gradient (a checkpoint that calls backward itself) is refused. Throws
 /// ConfigError for replicas that differ, a plan of another model, a module without trainable parameters. The module must outlive this object and keep its
-/// parameters; the hooks go with it, gradients stay.
+/// parameters, in the shape and dtype that they have; the hooks go with it, gradients stay.
 class DistributedDataParallel final : public GradientSynchronizer {
  public:
   DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options = {});

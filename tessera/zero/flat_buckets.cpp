@@ -99,11 +99,6 @@ at::Tensor FlatBucket::parameter_view(size_t slot) const {
 
 bool FlatBucket::is_replaced(size_t slot) const { return tensors_[slot].storage().unsafeGetStorageImpl() != storages_[slot].unsafeGetStorageImpl(); }
 
-bool FlatBucket::fits(size_t slot) const {
-  const at::Tensor& tensor = tensors_[slot];
-  return tensor.sizes() == sizes_[slot] && tensor.scalar_type() == parameters_.scalar_type() && tensor.device() == parameters_.device();
-}
-
 void FlatBucket::take_parameter(size_t slot) {
   const c10::NoGradGuard no_grad;
   const at::Tensor view = parameter_view(slot);

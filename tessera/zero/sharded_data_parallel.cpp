@@ -283,10 +283,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void take_replaced() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!is_replaced(i)) continue;
-      const auto& [name, tensor, aliases] = parameters_[i];
+      require_same_form(i);
       const auto [b, slot] = slot_of_[i];
-      require(buckets_[b].fits(slot), "sharded data parallelism: '", name, "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ",
-              tensor.device(), " (torch::load, set_data, Module::to) after it was wrapped in another form; change a model's form before it is wrapped");
       buckets_[b].take_parameter(slot);
       for (Mark& mark : marks_) {
         if (mark.bucket == b) mark = mark_of(b);

@@ -1,3 +1,5 @@
+#include <functional>
+
 #include <gmock/gmock.h>
 
 #include "support.h"
@@ -202,6 +204,34 @@ TEST(Ddp, SeveralDtypes) {
     }
     EXPECT_EQ(ddp.plan().buckets.size(), 2u);
   });
+}
+
+TEST(Ddp, AParameterThatGotAnotherFormIsRefusedByName) {
+  const std::vector<std::function<void(Net&)>> changes{
+      [](Net& net) { net.middle->weight.set_data(at::ones({40, 7})); },
+      [](Net& net) { net.middle->weight.set_data(at::ones({49})); },  // as many elements
+      [](Net& net) { net.middle->weight.set_data(at::ones({7, 7}, at::kDouble)); },
+  };
+  for (const auto& change : changes) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .replicas = ReplicaStart::Trust});
+      backward(net, whole_batch(samples));
+      const at::Tensor before = net.middle->weight.data();
+      change(net);
+      const auto refused = HasSubstr("data parallelism: 'middle.weight' was given values of shape ");
+      EXPECT_THAT(refusal([&] { (net.last->weight.sum() + net.middle->weight.sum()).backward(); }), refused);
+      EXPECT_THAT(refusal([&] { ddp.begin_step(); }), refused);
+      net.middle->weight.set_data(before);
+      net.zero_grad();
+      {
+        const Attachment local = ddp.no_sync();
+        backward(net, whole_batch(samples));
+      }
+      change(net);
+      EXPECT_THAT(refusal([&] { (net.last->weight.sum() + net.middle->weight.sum()).backward(); }), refused);
+    });
+  }
 }
 
 TEST(Ddp, ReduceDtypeHoldsGradientsOfHalfPrecisionInFull) {
