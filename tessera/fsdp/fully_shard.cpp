@@ -21,6 +21,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/shared_memory.h"
 
 namespace tessera {
 namespace {
@@ -95,6 +96,12 @@ CutParameters& cut_parameters() {
   return parameters;
 }
 
+std::vector<nn::NamedParameter> parameters_of(const UnitPlan& plan) {
+  std::vector<nn::NamedParameter> parameters;
+  for (const auto& unit : plan.units) parameters.insert(parameters.end(), unit.parameters.begin(), unit.parameters.end());
+  return parameters;
+}
+
 bool has_values(const torch::nn::Module& module) {
   return std::ranges::none_of(nn::unique_parameters(module), [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
 }
@@ -116,6 +123,7 @@ class FullyShardedDataParallel::Impl {
       return;
     }
     cut_parameters().check_none(plan);
+    nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
     const comm::CallSite site("fsdp.start");
     if (has_values(module_)) {
       equalize_replicas(module_, group_, options_.replicas);

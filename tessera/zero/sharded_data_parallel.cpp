@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
-#include <tuple>
 #include <utility>
 
 #include <ATen/ops/zeros.h>
@@ -14,8 +12,10 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/names.h"
+#include "tessera/nn/shared_memory.h"
 #include "tessera/zero/flat_buckets.h"
 
 namespace tessera {
@@ -25,30 +25,6 @@ std::vector<GradientSpec> specs_of(const std::vector<nn::NamedParameter>& parame
   std::vector<GradientSpec> specs;
   for (const auto& parameter : parameters) specs.push_back({parameter.name, parameter.tensor.numel(), parameter.tensor.scalar_type()});
   return specs;
-}
-
-/// First byte, and the one after the last, of a tensor in its storage.
-std::pair<int64_t, int64_t> extent(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  const auto width = static_cast<int64_t>(tensor.element_size());
-  return {tensor.storage_offset() * width, (tensor.storage_offset() + last + 1) * width};
-}
-
-/// Parameters that see each other's memory would no longer, once each has its own elements of a bucket.
-void refuse_shared_memory(const std::vector<nn::NamedParameter>& parameters) {
-  std::multimap<std::tuple<const void*, int64_t, int64_t>, std::string> held;  // by storage and place in it
-  for (const auto& [name, tensor, aliases] : parameters) {
-    if (tensor.numel() == 0) continue;
-    const auto [begin, end] = extent(tensor);
-    held.emplace(std::tuple(tensor.storage().unsafeGetStorageImpl(), begin, end), name);
-  }
-  for (auto before = held.begin(), here = before; here != held.end(); before = here++) {
-    const auto& [storage, begin, end] = here->first;
-    require(here == before || std::get<0>(before->first) != storage || std::get<2>(before->first) <= begin, "sharded data parallelism: parameters '",
-            before->second, "' and '", here->second,
-            "' share memory, and would not after they moved into buckets; give each its own (clone), or register one tensor twice");
-  }
 }
 
 }  // namespace
@@ -82,7 +58,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       shards_ = parameters_;
       return;
     }
-    refuse_shared_memory(parameters_);
+    nn::refuse_shared_memory("sharded data parallelism", module, parameters_);
     lay_out();
     make_shards();
     make_guards();

@@ -23,6 +23,7 @@ namespace {
 
 using comm::run_ranks;
 using comm::World;
+using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
@@ -172,6 +173,17 @@ TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {
                   HasSubstr("vector_to_parameters"));
     });
   }
+}
+
+TEST(FullyShardLoop, MemoryOfTwoNamesIsRefused) {
+  run_ranks(2, [&](World& world) {
+    for (const bool buffer : {false, true}) {
+      DeepNet net;
+      const at::Tensor alias = net->first->weight.detach().t();
+      buffer ? net->register_buffer("alias", alias) : net->register_parameter("alias", alias);
+      EXPECT_THAT(refusal([&] { fully_shard(net, world.group(), {}); }), AllOf(HasSubstr("'first.weight'"), HasSubstr("'alias'"), HasSubstr(" share memory")));
+    }
+  });
 }
 
 TEST(FullyShardLoop, LibtorchsClippingIsRefused) {
