@@ -323,7 +323,7 @@ void ShardedStep::accumulated(size_t parameter) {
 void ShardedStep::take_up(size_t parameter) {
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
-  require_dense(parameters_[parameter]);
+  require_summable(parameters_[parameter]);
   const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
   require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
           ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "

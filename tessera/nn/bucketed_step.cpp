@@ -208,7 +208,7 @@ bool BucketedStep::drop_cleared(size_t i) {
 }
 
 void BucketedStep::accumulated(size_t i) {
-  require_dense(parameters_[i]);
+  require_summable(parameters_[i]);
   complete_earlier_round();
   if (!is_awaited(i)) take(i);
   if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());

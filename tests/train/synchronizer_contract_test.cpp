@@ -455,6 +455,18 @@ TEST_P(SynchronizerContract, APassThatEndsByAnExceptionLeavesWhatWasThereBefore)
   }
 }
 
+TEST_P(SynchronizerContract, AGradientWithAHistoryIsRefusedByName) {
+  for (const int ranks : sizes(/*several=*/true)) {
+    on_ranks(ranks, {}, [&](Rank& rank) {
+      const Batch mine = rank.mine(0);
+      const at::Tensor loss = loss_of(rank.net.forward(mine.x), mine.y, samples);
+      const std::string text = refusal([&] { loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
+      EXPECT_THAT(text, HasSubstr("got a gradient that has a history (backward with create_graph)"));
+      EXPECT_THAT(text, HasSubstr("torch::autograd::grad("));
+    });
+  }
+}
+
 TEST_P(SynchronizerContract, FreezingBetweenSteps) {
   for (const bool plain : {true, false}) {
     expect_gradients_of_one_process(
