@@ -2,9 +2,6 @@
 
 #include <algorithm>
 
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
@@ -256,14 +253,8 @@ void ShardedStep::begin_backward() {
 /// may differ from rank to rank.
 bool ShardedStep::accumulates() const {
   if (drive_ == Drive::Engine) return true;
-  const auto* const passes_through = torch::autograd::get_current_graph_task_exec_info();
-  const bool all = passes_through == nullptr || passes_through->empty();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!trained_[i]) continue;
-    if (all) return true;
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[i].tensor);
-    const auto found = passes_through->find(accumulator.get());
-    if (found != passes_through->end() && found->second.needed_) return true;
+    if (trained_[i] && nn::accumulates_into(parameters_[i].tensor)) return true;
   }
   return false;
 }
