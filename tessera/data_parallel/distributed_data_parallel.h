@@ -21,7 +21,7 @@ struct DdpOptions {
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
   BufferBroadcast buffers = BufferBroadcast::EachStep;
-  std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset, and complex ones: in their own
   std::optional<BucketPlan> plan = {};              ///< of a checkpoint: used as it is, and never rebuilt
   std::shared_ptr<CommunicationHook> hook = {};     ///< how a bucket is summed; unset: as it is. A group of one has nothing to sum and leaves it alone
   std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here

@@ -174,7 +174,7 @@ void BucketedStep::end_pass(bool last, bool complete) {
 void BucketedStep::offer_places() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters_[i];
-    if (!trained_[i] || options_.reduce_dtype.value_or(tensor.scalar_type()) != tensor.scalar_type()) continue;
+    if (!trained_[i] || summed_dtype(tensor, options_.reduce_dtype) != tensor.scalar_type()) continue;
     // Two users' gradients are summed elsewhere, and come to a bucket that the one with the place may still hold: one that gives way would be made twice.
     if (options_.gives_way && !aliases.empty()) continue;
     nn::GradientDispatcher::of(tensor).offer_place([this, i] {

@@ -28,7 +28,7 @@ struct BucketedStepOptions {
   bool average = false;                              ///< divide the sums by the number of ranks
   bool find_unused_parameters = false;               ///< those without a gradient contribute zeros; otherwise they are refused
   BufferBroadcast buffers = BufferBroadcast::Never;  ///< from rank 0
-  std::optional<at::ScalarType> reduce_dtype = {};   ///< in which buckets hold gradients; unset: in each parameter's own
+  std::optional<at::ScalarType> reduce_dtype = {};   ///< in which buckets hold gradients; unset, and of complex ones: in each parameter's own
   std::shared_ptr<const nn::StepPhase> phase = {};   ///< of an engine; unset: kept here
   bool each_micro_batch = false;                     ///< all buckets are reduced after each of an engine's actions that brings gradients, not once a step
   bool one_at_a_time = false;                        ///< a bucket's reduction begins when that of the one before is done, or goes on elsewhere

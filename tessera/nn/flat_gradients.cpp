@@ -63,6 +63,10 @@ void require_summable(const nn::NamedParameter& parameter) {
           ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
 }
 
+at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype) {
+  return parameter.is_complex() ? parameter.scalar_type() : dtype.value_or(parameter.scalar_type());
+}
+
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }
 
 bool occupies(const at::Tensor& gradient, const at::Tensor& view) {

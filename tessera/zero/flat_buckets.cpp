@@ -61,7 +61,7 @@ FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& buc
       form_(form),
       memory_(&memory),
       statistics_(&statistics) {
-  if (form_.network && c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype)) form_.network.reset();
+  if (form_.network && (c10::isComplexType(form_.dtype) || c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype))) form_.network.reset();
   for (const auto& slot : bucket_.slots) {
     tensors_.push_back(parameters[slot.parameter].tensor);
     sizes_.push_back(tensors_.back().sizes().vec());

@@ -159,7 +159,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         slot_of_[slot.parameter] = {buckets_.size(), here.size()};
         here.push_back(slot.parameter);
       }
-      const GradientForm form{.dtype = options_.reduce_dtype.value_or(bucket.dtype), .network = options_.network_dtype, .keeps_whole = options_.stage == 1};
+      const GradientForm form{.dtype = summed_dtype(parameters_[bucket.slots.front().parameter].tensor, options_.reduce_dtype),
+                              .network = options_.network_dtype,
+                              .keeps_whole = options_.stage == 1};
       buckets_.emplace_back(layout_, bucket, parameters_, groups_, form, memory_, statistics_);
     }
     set_slots(std::move(slots));

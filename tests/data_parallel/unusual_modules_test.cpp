@@ -6,6 +6,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/attachment.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 
 namespace tessera {
 namespace {
@@ -204,6 +205,26 @@ TEST(Ddp, SeveralDtypes) {
     }
     EXPECT_EQ(ddp.plan().buckets.size(), 2u);
   });
+}
+
+TEST(Ddp, ComplexParametersKeepTheirDtypeWhateverOptionsSay) {
+  const std::vector<std::function<DdpOptions()>> options{
+      // a hook serves one rank
+      [] { return DdpOptions{.reduce_dtype = at::kFloat}; },
+      [] { return DdpOptions{.reduce_dtype = at::kDouble}; },
+      [] { return DdpOptions{.hook = std::make_shared<Bf16Hook>()}; },
+      [] { return DdpOptions{.hook = std::make_shared<Fp16Hook>()}; },
+      [] { return DdpOptions{.hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 0, .min_compression = 0})}; },
+  };
+  for (const auto& make : options) {
+    run_ranks(2, [&](World& world) {
+      torch::nn::Module module;
+      const at::Tensor weight = module.register_parameter("weight", at::ones({4, 4}, at::kComplexFloat));
+      DistributedDataParallel ddp(module, world.group(), make());
+      at::real(weight * at::complex(at::ones({4, 4}), at::full({4, 4}, world.rank() + 1.0f))).sum().backward();
+      EXPECT_TRUE(at::equal(weight.grad(), at::complex(at::full({4, 4}, 2.0f), at::full({4, 4}, -3.0f))));
+    });
+  }
 }
 
 TEST(Ddp, AParameterThatGotAnotherFormIsRefusedByName) {
