@@ -151,7 +151,7 @@ class FullyShardedDataParallel::Impl {
 
   void begin_step() {
     check_sharded("begin_step");
-    explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish());
+    explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish() || explicit_calls_.in(ActionKind::Weights));
     if (!active()) {
       for (const auto& parameter : nn::unique_parameters(module_)) set_gradient(parameter.tensor, {});
       return;
