@@ -36,6 +36,14 @@ std::string held_message(const std::string& name) {
 
 }  // namespace
 
+void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor& gradient, at::IntArrayRef slice) {
+  require(!gradient.defined() || gradient.sizes() == slice, "fully_shard: the gradient of '", parameter.name, "' was made ",
+          gradient.defined() ? gradient.sizes() : at::IntArrayRef(),
+          " by the program (mutable_grad(), of torch::autograd::grad), where this rank has the slice ", slice,
+          ": it is of this rank's samples alone, and has met no other rank's; let backward bring gradients, or sum it over the ranks and put its rows "
+          "(nn::slice_of) there");
+}
+
 /// What the engine holds while a backward pass runs. As one that failed goes, before the program sees the exception, the gradients of before come back.
 struct ShardedStep::BackwardPass {
   ShardedStep* step;
@@ -264,6 +272,7 @@ void ShardedStep::put_aside() {
   give_back_held();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
+    refuse_whole_gradient(parameters_[i], parameters_[i].tensor.grad(), flat_of(places_[i]).slice_sizes(places_[i].index));
     aside_[i] = parameters_[i].tensor.grad();
     if (reduce_each_ && !aside_[i].defined()) used_.mark(i, false);
     set_gradient(parameters_[i].tensor, {});

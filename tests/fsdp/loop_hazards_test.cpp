@@ -186,6 +186,24 @@ TEST(FullyShardLoop, MemoryOfTwoNamesIsRefused) {
   });
 }
 
+/// What autograd::grad returns is whole, and of one rank's samples.
+TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const std::vector<at::Tensor> some{net->first->weight, net->last->bias};
+      torch::optim::SGD optimizer(some, 0.1);
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      const auto gradients = torch::autograd::grad({loss_of(net(mine.x), mine.y, samples)}, some);
+      for (size_t i = 0; i < some.size(); ++i) some[i].mutable_grad() = gradients[i];
+      const auto said = AllOf(HasSubstr("fully_shard: the gradient of '"), HasSubstr("by the program (mutable_grad(), of torch::autograd::grad)"));
+      EXPECT_THAT(refusal([&] { optimizer.step(); }), said);
+      EXPECT_THAT(refusal([&] { backward_of(net, mine); }), said);
+    });
+  }
+}
+
 TEST(FullyShardLoop, LibtorchsClippingIsRefused) {
   for (const auto trigger : kBoth) {
     run_ranks(2, [&](World& world) {
