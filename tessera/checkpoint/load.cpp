@@ -4,6 +4,8 @@
 #include <string_view>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -13,6 +15,7 @@
 #include "tessera/checkpoint/stored_slices.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/expanded.h"
 
 // All that does not fit is found from the manifest and told at once, before a byte of the model is written: half a model loaded, or one complaint a try, would
 // be worse than either. Then each target takes the intersections of its slice with the stored ones, whatever the layout that wrote them. Hashes cover whole
@@ -139,6 +142,16 @@ at::Tensor StoredSlices::read(const std::string& name, size_t index) {
 }
 
 void StoredSlices::fill(at::Tensor target, const Slice& slice) {
+  if (const at::Tensor own = nn::written_once(target, target); own.numel() < target.numel()) {
+    const at::Tensor all = at::empty(target.sizes(), target.options());
+    fill(all, slice);
+    const at::Tensor once = nn::written_once(all, target);
+    require(at::equal(once.expand_as(all), all), "checkpoint: '", slice.name,
+            "' is expanded, one element in place of several, and the checkpoint's differ from ",
+            "each other; give the model's memory of its own (clone) before loading");
+    own.copy_(once);
+    return;
+  }
   std::map<int, at::Tensor> sources;
   for (const auto& piece : reshard(manifest_.slices(slice.name), slice)) {
     auto source = sources.find(piece.source);

@@ -23,10 +23,18 @@ namespace {
 
 namespace fs = std::filesystem;
 
+std::string dtype_of(const SlicedTensor& held) {
+  try {
+    return dtype_name(held.tensor.scalar_type());
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat("checkpoint: '", held.slice.name, "' cannot be saved: ", error.what(), "; of a complex tensor register view_as_real"));
+  }
+}
+
 nlohmann::json to_json(const SlicedTensor& held) {
   nlohmann::json boxes = nlohmann::json::array();
   for (const auto& box : held.slice.boxes) boxes.push_back({box.offset, box.size});
-  return {held.slice.name, dtype_name(held.tensor.scalar_type()), held.slice.shape, std::move(boxes)};
+  return {held.slice.name, dtype_of(held), held.slice.shape, std::move(boxes)};
 }
 
 HeldSlice held_from(const nlohmann::json& json) {

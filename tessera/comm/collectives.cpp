@@ -86,10 +86,10 @@ Pending start(const Group& group, Call call, std::string_view name = {}, std::fu
   return Pending(std::move(state));
 }
 
-// What the engine may read: rows one after the other, outside of autograd.
+// What the engine may read: rows one after the other, the values themselves, outside of autograd.
 at::Tensor packed(const at::Tensor& tensor) {
   const MemoryScope scratch(MemoryCategory::Comm);
-  return tensor.detach().contiguous();
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 std::string describe(const at::Tensor& tensor) {
@@ -98,8 +98,10 @@ std::string describe(const at::Tensor& tensor) {
 
 // The checks below build their texts only where they fail: they are on the way of every collective.
 void check_output(const char* op, const Group& group, const at::Tensor& tensor) {
-  if (tensor.defined() && tensor.is_contiguous()) return;
-  invariant(false, op, " of group ", group.name(), " writes a tensor that is not contiguous: ", describe(tensor),
+  const bool lazy = tensor.defined() && (tensor.is_conj() || tensor.is_neg());
+  if (tensor.defined() && tensor.is_contiguous() && !lazy) return;
+  invariant(false, op, " of group ", group.name(),
+            lazy ? " writes a view that is conjugated or negated (conj, imag): " : " writes a tensor that is not contiguous: ", describe(tensor),
             tensor.defined() ? detail::concat(" with strides ", tensor.strides()) : "");
 }
 

@@ -39,7 +39,7 @@ class Cast final : public BucketReduction {
 };
 
 std::unique_ptr<BucketReduction> start_cast(GradientBucket& bucket, GradientChannel& channel, at::ScalarType dtype) {
-  if (bucket.flat.element_size() <= c10::elementSize(dtype)) return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
+  if (bucket.flat.is_complex() || bucket.flat.element_size() <= c10::elementSize(dtype)) return std::make_unique<InPlace>(channel.all_reduce(bucket.flat));
   return std::make_unique<Cast>(bucket, channel, dtype);
 }
 

@@ -21,7 +21,7 @@ struct DdpOptions {
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
   BufferBroadcast buffers = BufferBroadcast::EachStep;
-  std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset, and complex ones: in their own
   std::optional<BucketPlan> plan = {};              ///< of a checkpoint: used as it is, and never rebuilt
   std::shared_ptr<CommunicationHook> hook = {};     ///< how a bucket is summed; unset: as it is. A group of one has nothing to sum and leaves it alone
   std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here
@@ -66,7 +66,7 @@ struct DdpOptions {
 /// passes do, leaves them waiting until comm.timeout, with find_unused_parameters, too. Add `0 * sum` of one of its outputs to that rank's loss. A backward
 /// pass inside of another that brings the first gradient (a checkpoint that calls backward itself) is refused. Throws
 /// ConfigError for replicas that differ, a plan of another model, a module without trainable parameters. The module must outlive this object and keep its
-/// parameters; the hooks go with it, gradients stay.
+/// parameters, in the shape and dtype that they have; the hooks go with it, gradients stay.
 class DistributedDataParallel final : public GradientSynchronizer {
  public:
   DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options = {});

@@ -200,7 +200,7 @@ void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const 
     const auto& [name, tensor, aliases] = parameters[i];
     invariant(!matrices_.contains(name), "a PowerSgd serves one DistributedDataParallel; make one for each");
     const auto shape = matrix_shape(tensor);
-    if (!shape) continue;
+    if (!shape || tensor.is_complex()) continue;
     const auto [n, m] = *shape;
     const int64_t r = std::min({options_.rank, n, m});
     if (static_cast<double>((n + m) * r) * options_.min_compression >= static_cast<double>(n * m)) continue;

@@ -56,7 +56,7 @@ class TreeReduction::Impl {
         if (dispatcher.owner() == &self_) protocol_.arriving(parameters_[i].name);
       }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
-        require_dense(parameters_[i]);
+        require_summable(parameters_[i]);
         if (!padding_) used_.mark(i);
       }));
     }

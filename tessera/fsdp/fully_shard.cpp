@@ -21,6 +21,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/shared_memory.h"
 
 // Here the parts meet: the plan says which parameters form a unit, units hold memory and make the collectives, the step says what is whole and what is due, and
 // a trigger, by calls or by operators, tells it which unit is used. None knows the one above it. A slice looks like any other tensor: who is cut already is
@@ -99,6 +100,12 @@ CutParameters& cut_parameters() {
   return parameters;
 }
 
+std::vector<nn::NamedParameter> parameters_of(const UnitPlan& plan) {
+  std::vector<nn::NamedParameter> parameters;
+  for (const auto& unit : plan.units) parameters.insert(parameters.end(), unit.parameters.begin(), unit.parameters.end());
+  return parameters;
+}
+
 bool has_values(const torch::nn::Module& module) {
   return std::ranges::none_of(nn::unique_parameters(module), [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
 }
@@ -120,6 +127,7 @@ class FullyShardedDataParallel::Impl {
       return;
     }
     cut_parameters().check_none(plan);
+    nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
     const comm::CallSite site("fsdp.start");
     if (has_values(module_)) {
       equalize_replicas(module_, group_, options_.replicas);
@@ -147,7 +155,7 @@ class FullyShardedDataParallel::Impl {
 
   void begin_step() {
     check_sharded("begin_step");
-    explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish());
+    explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish() || explicit_calls_.in(ActionKind::Weights));
     if (!active()) {
       for (const auto& parameter : nn::unique_parameters(module_)) set_gradient(parameter.tensor, {});
       return;

@@ -265,6 +265,17 @@ bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
   return std::ranges::any_of(list, is);
 }
 
+/// An optimizer would say that two sizes differ, and not why.
+void OperatorTrigger::refuse_whole_gradients(Arguments arguments) const {
+  for (const c10::IValue& argument : arguments) {
+    const auto place = argument.isTensor() ? sliced_parameter(argument.toTensor()) : std::nullopt;
+    if (!place) continue;
+    const FlatParameters& flat = units_.flats(place->unit)[place->flat];
+    const nn::NamedParameter& parameter = flat.parameters()[place->index];
+    refuse_whole_gradient(parameter, parameter.tensor.grad(), flat.slice_sizes(place->index));
+  }
+}
+
 /// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
 void OperatorTrigger::refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments) {
   const bool absolute = std::exchange(absolute_, false);
@@ -411,6 +422,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
     refuse_other_rows(schema, arguments);
+    if (writes(schema)) refuse_whole_gradients(arguments);
     // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
     const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
     if (!step_.running() && !in_call() && !alike) {  // what is held is stale, if the slice is written

@@ -2,9 +2,6 @@
 
 #include <algorithm>
 
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
@@ -43,6 +40,14 @@ std::string held_message(const std::string& name) {
 }
 
 }  // namespace
+
+void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor& gradient, at::IntArrayRef slice) {
+  require(!gradient.defined() || gradient.sizes() == slice, "fully_shard: the gradient of '", parameter.name, "' was made ",
+          gradient.defined() ? gradient.sizes() : at::IntArrayRef(),
+          " by the program (mutable_grad(), of torch::autograd::grad), where this rank has the slice ", slice,
+          ": it is of this rank's samples alone, and has met no other rank's; let backward bring gradients, or sum it over the ranks and put its rows "
+          "(nn::slice_of) there");
+}
 
 /// What the engine holds while a backward pass runs. As one that failed goes, before the program sees the exception, the gradients of before come back.
 struct ShardedStep::BackwardPass {
@@ -261,14 +266,8 @@ void ShardedStep::begin_backward() {
 /// may differ from rank to rank.
 bool ShardedStep::accumulates() const {
   if (drive_ == Drive::Engine) return true;
-  const auto* const passes_through = torch::autograd::get_current_graph_task_exec_info();
-  const bool all = passes_through == nullptr || passes_through->empty();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!trained_[i]) continue;
-    if (all) return true;
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[i].tensor);
-    const auto found = passes_through->find(accumulator.get());
-    if (found != passes_through->end() && found->second.needed_) return true;
+    if (trained_[i] && nn::accumulates_into(parameters_[i].tensor)) return true;
   }
   return false;
 }
@@ -278,6 +277,7 @@ void ShardedStep::put_aside() {
   give_back_held();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
+    refuse_whole_gradient(parameters_[i], parameters_[i].tensor.grad(), flat_of(places_[i]).slice_sizes(places_[i].index));
     aside_[i] = parameters_[i].tensor.grad();
     if (reduce_each_ && !aside_[i].defined()) used_.mark(i, false);
     set_gradient(parameters_[i].tensor, {});
@@ -328,7 +328,7 @@ void ShardedStep::accumulated(size_t parameter) {
 void ShardedStep::take_up(size_t parameter) {
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
-  require_dense(parameters_[parameter]);
+  require_summable(parameters_[parameter]);
   const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
   require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
           ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "

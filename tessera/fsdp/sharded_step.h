@@ -28,6 +28,9 @@ enum class Drive {
   Engine  ///< begin_step and finish
 };
 
+/// Throws ConfigError where the program has put a gradient of the whole shape on a parameter of which this rank has a slice: of torch::autograd::grad, say.
+void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor& gradient, at::IntArrayRef slice);
+
 /// A step over sharded units: when parameters are whole and when slices, where gradients go, when a unit is reduced. A trigger tells it which unit is used, and
 /// which one backward has left.
 ///

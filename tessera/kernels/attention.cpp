@@ -1,9 +1,14 @@
 #include "tessera/kernels/attention.h"
 
+#include <limits>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
@@ -27,6 +32,9 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 }
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
+
+/// No query gives nothing, a query without keys zeros. The fused kernel divides by how many of its tiles there are.
+bool is_empty(const at::Tensor& q, const at::Tensor& k) { return q.size(1) == 0 || q.size(2) == 0 || k.size(2) == 0; }
 
 // By name: on meta the public operator decomposes into the unfused form, whose memory is another.
 AttentionOutput cpu_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
@@ -76,7 +84,9 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   check(q, k, v);
   if (is_emulated_half(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::attention(q, k, v, causal, scale);
-  if (q.is_cuda()) return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
+  if (q.is_cuda() || is_empty(q, k)) {
+    return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
+  }
   if (is_widened(q)) return WidenedAttention::apply(q, k, v, causal, scale);
   return cpu_forward(q, k, v, causal, scale).output;
 }
@@ -84,6 +94,10 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
   const at::NoGradGuard no_grad;
+  if (is_empty(q, k)) {
+    const at::Tensor none = at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), q.options().dtype(at::kFloat));
+    return {at::zeros({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2), none};
+  }
   return is_widened(q) ? widened_forward(q, k, v, causal, scale) : cpu_forward(q, k, v, causal, scale);
 }
 
@@ -91,6 +105,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
                                                                         std::optional<double> scale) {
   const at::NoGradGuard no_grad;
+  if (is_empty(q, k)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
   return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);
 }
 

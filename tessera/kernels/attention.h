@@ -16,6 +16,7 @@ struct AttentionOutput {
 ///   k, v  [B, Hk, L, D]     Hk divides H: grouped-query heads are not expanded (arXiv:2305.13245)
 ///   result [B, H, S, D]     laid out as [B, S, H, D], so that what follows needs no copy
 /// causal: query i sees keys 0..i (aligned to the first key). scale: default 1 / sqrt(D).
+/// Without keys the result is zeros, as of libtorch's scaled_dot_product_attention; without queries it is empty.
 /// Kept for backward: q, k, v, the output and B*H*S floats.
 /// Throws ConfigError where heads cannot be grouped or a shape does not fit.
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);

@@ -54,7 +54,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     static const auto op = find_operator<Backward>("tessera::cross_entropy_sum_backward");
     const auto saved = context->get_saved_variables();
     const double label_smoothing = context->saved_data["label_smoothing"].toDouble(), z_loss = context->saved_data["z_loss"].toDouble();
-    return {op.call(grads[0], saved[0], saved[1], saved[2], label_smoothing, z_loss), at::Tensor(), at::Tensor(), at::Tensor()};
+    const at::Tensor d_logits = op.call(grads[0], saved[0], saved[1], saved[2], label_smoothing, z_loss);
+    return first_derivative("cross_entropy_sum", grads, {d_logits, at::Tensor(), at::Tensor(), at::Tensor()});
   }
 };
 

@@ -43,7 +43,7 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     auto& data = context->saved_data;
-    return {call(grads[0], data["p"].toDouble(), data["key"].toInt(), context->get_saved_variables()[0], data["offset"].toInt(), data["total"].toInt()),
+    return {apply(grads[0], data["p"].toDouble(), data["key"].toInt(), context->get_saved_variables()[0], data["offset"].toInt(), data["total"].toInt()),
             at::Tensor(),
             at::Tensor(),
             at::Tensor(),

@@ -207,7 +207,8 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
       return scaled(std::move(gradient), grads[0], planned);
     };
     const at::Tensor none;
-    return {take("hidden"), take("weight"), none, none, none, none, none};
+    at::Tensor d_hidden = take("hidden"), d_weight = take("weight");
+    return first_derivative("linear_cross_entropy", grads, {std::move(d_hidden), std::move(d_weight), none, none, none, none, none});
   }
 };
 
@@ -234,7 +235,8 @@ struct GradientsInBackward : torch::autograd::Function<GradientsInBackward> {
         call(saved[0], saved[1], saved[2], later->settings, needs_hidden, needs_weight, needs_weight ? place_of(saved[1], later->place) : std::nullopt);
     const at::Tensor none;
     const double planned = later->settings.expected_gradient;
-    return {scaled(d_hidden, grads[0], planned), scaled(d_weight, grads[0], planned), none, none, none};
+    return first_derivative("linear_cross_entropy", grads,
+                            {scaled(std::move(d_hidden), grads[0], planned), scaled(std::move(d_weight), grads[0], planned), none, none, none});
   }
 };
 

@@ -1,9 +1,13 @@
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/once_differentiable.h"
 
 /// Shared by the operator files of this folder.
 namespace tessera::kernels {
@@ -19,6 +23,12 @@ inline bool is_supported(at::ScalarType type) { return type == at::kFloat || typ
 inline void require_supported(const char* name, const at::Tensor& tensor) {
   require(is_supported(tensor.scalar_type()), name, ": dtype ", c10::toString(tensor.scalar_type()),
           " has no fused kernel; use Float, BFloat16, or run.kernels = \"reference\"");
+}
+
+/// What a fused backward returns (core/once_differentiable.h): the reference is made of operators that autograd knows.
+inline std::vector<at::Tensor> first_derivative(const char* name, const std::vector<at::Tensor>& received, std::vector<at::Tensor> gradients) {
+  return once_differentiable(name, "make its forward pass by the reference path (run.kernels = \"reference\", KernelChoiceGuard(KernelChoice::Reference))",
+                             received, std::move(gradients));
 }
 
 /// [rows, last dimension] view; copies only where rows cannot be described by one stride or a row is not contiguous.

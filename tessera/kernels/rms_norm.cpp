@@ -49,7 +49,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     static const auto op = find_operator<Backward>("tessera::rms_norm_backward");
     const auto saved = context->get_saved_variables();
     auto [dx, d_weight] = op.call(grads[0], saved[0], saved[1], saved[2]);
-    return {dx, d_weight, at::Tensor(), at::Tensor()};
+    return first_derivative("rms_norm", grads, {dx, d_weight, at::Tensor(), at::Tensor()});
   }
 };
 

@@ -28,14 +28,15 @@ struct RopeFunction : torch::autograd::Function<RopeFunction> {
     static const auto op = find_operator<Rotate>("tessera::rope");
     return op.call(x, cos, sin, sign);
   }
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
     const at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward({cos, sin});
-    return turn(x, cos, sin, 1);
+    context->saved_data["sign"] = sign;
+    return turn(x, cos, sin, sign);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
-    return {turn(grads[0], saved[0], saved[1], -1), at::Tensor(), at::Tensor()};
+    return {apply(grads[0], saved[0], saved[1], -context->saved_data["sign"].toDouble()), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -54,7 +55,7 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
   if (is_emulated_half(x)) return rope(x.to(at::kFloat), cos, sin).to(at::kHalf);
   if (kernel_choice() == KernelChoice::Reference) return reference::rope(x, cos, sin);
   require_supported("rope", x);
-  return RopeFunction::apply(x, cos, sin);
+  return RopeFunction::apply(x, cos, sin, 1);
 }
 
 }  // namespace tessera::kernels

@@ -41,7 +41,7 @@ struct SwiGluFunction : torch::autograd::Function<SwiGluFunction> {
     static const auto op = find_operator<Backward>("tessera::swiglu_backward");
     const auto saved = context->get_saved_variables();
     auto [d_gate, d_up] = op.call(grads[0], saved[0], saved[1]);
-    return {d_gate, d_up};
+    return first_derivative("swiglu", grads, {d_gate, d_up});
   }
 };
 

@@ -2,6 +2,8 @@
 
 #include <functional>
 
+#include <ATen/core/Tensor.h>
+
 namespace tessera::nn {
 
 /// A number that no two backward passes of the process share, of the pass that runs on this thread; -1 outside of one. A pass that ended by an exception is
@@ -14,5 +16,9 @@ void at_end_of_backward(std::function<void()> done);
 
 /// For `done` of at_end_of_backward: whether the pass that ends runs inside of another's, on this thread.
 bool is_inside_of_backward();
+
+/// Whether the pass that runs on this thread is there for the gradient of `leaf`, too: backward() is, torch::autograd::grad, or backward() for the gradients of
+/// other tensors, is not.
+bool accumulates_into(const at::Tensor& leaf);
 
 }  // namespace tessera::nn

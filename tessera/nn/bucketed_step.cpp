@@ -49,6 +49,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble, options_.technique,
           ": reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
   nn::assign_paths(module_);
+  for (const auto& [name, tensor, aliases] : parameters_) forms_.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device()});
   int place = 0;  // among those that share a batch
   for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
   nn::drop_apart(module_, place);
@@ -74,6 +75,19 @@ void BucketedStep::listen() {
     hooks_.add(dispatcher.listen(mine(&BucketedStep::accumulated)));
     hooks_.add(dispatcher.listen_final(mine(&BucketedStep::final)));
   }
+}
+
+void BucketedStep::require_same_form(size_t i) const {
+  const auto& [name, tensor, aliases] = parameters_[i];
+  const Form& form = forms_[i];
+  require(tensor.sizes() == form.sizes && tensor.scalar_type() == form.dtype && tensor.device() == form.device, options_.technique, ": '", name,
+          "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ", tensor.device(),
+          " (torch::load, set_data, Module::to) after it was wrapped as ", at::IntArrayRef(form.sizes), ", ", form.dtype, " on ", form.device,
+          "; change a model's form before it is wrapped");
+}
+
+void BucketedStep::require_same_forms() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) require_same_form(i);
 }
 
 bool BucketedStep::synchronizes(size_t i) const {
@@ -115,6 +129,7 @@ void BucketedStep::open(bool plain) {
   if (!plain) clear_gradients();
   if (!active()) return;
   drop_reductions();
+  require_same_forms();
   follow_trained();
   starts_early_ = std::ranges::all_of(options_.groups, [&](const comm::Group& group) {
     return group.in_backward().may_start_early(/*ordered=*/!plain, /*same_graph=*/!options_.find_unused_parameters);
@@ -147,6 +162,7 @@ void BucketedStep::begin_round() {
 }
 
 void BucketedStep::begin_pass(bool last) {
+  require_same_forms();
   if (own_phase_) own_phase_->last_micro_batch = last || (in_action_ && options_.each_micro_batch);
   if (plain_) offer_places();
 }
@@ -164,7 +180,7 @@ void BucketedStep::end_pass(bool last, bool complete) {
 void BucketedStep::offer_places() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters_[i];
-    if (!trained_[i] || options_.reduce_dtype.value_or(tensor.scalar_type()) != tensor.scalar_type()) continue;
+    if (!trained_[i] || summed_dtype(tensor, options_.reduce_dtype) != tensor.scalar_type()) continue;
     // Two users' gradients are summed elsewhere, and come to a bucket that the one with the place may still hold: one that gives way would be made twice.
     if (options_.gives_way && !aliases.empty()) continue;
     nn::GradientDispatcher::of(tensor).offer_place([this, i] {
@@ -198,7 +214,7 @@ bool BucketedStep::drop_cleared(size_t i) {
 }
 
 void BucketedStep::accumulated(size_t i) {
-  require_dense(parameters_[i]);
+  require_summable(parameters_[i]);
   complete_earlier_round();
   if (!is_awaited(i)) take(i);
   if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());

@@ -28,7 +28,7 @@ struct BucketedStepOptions {
   bool average = false;                              ///< divide the sums by the number of ranks
   bool find_unused_parameters = false;               ///< those without a gradient contribute zeros; otherwise they are refused
   BufferBroadcast buffers = BufferBroadcast::Never;  ///< from rank 0
-  std::optional<at::ScalarType> reduce_dtype = {};   ///< in which buckets hold gradients; unset: in each parameter's own
+  std::optional<at::ScalarType> reduce_dtype = {};   ///< in which buckets hold gradients; unset, and of complex ones: in each parameter's own
   std::shared_ptr<const nn::StepPhase> phase = {};   ///< of an engine; unset: kept here
   bool each_micro_batch = false;                     ///< all buckets are reduced after each of an engine's actions that brings gradients, not once a step
   bool one_at_a_time = false;                        ///< a bucket's reduction begins when that of the one before is done, or goes on elsewhere
@@ -105,6 +105,9 @@ class BucketedStep {
   /// Drops what is carried of a parameter whose gradient the program has cleared since, and says whether it did.
   bool drop_cleared(size_t i);
 
+  /// Throws ConfigError, by name, where the parameter has another shape, dtype or device than when it was wrapped: places in buckets follow from these.
+  void require_same_form(size_t i) const;
+
   /// Says anew which parameters are trained.
   void follow_trained();
   void equalize(ReplicaStart start);
@@ -125,6 +128,13 @@ class BucketedStep {
   SynchronizationStatistics statistics_;
 
  private:
+  struct Form {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    at::Device device;
+  };
+
+  void require_same_forms() const;
   bool synchronizes(size_t i) const;
   void listen();
   void open(bool plain);
@@ -150,6 +160,7 @@ class BucketedStep {
   GradientSynchronizer& self_;
   torch::nn::Module& module_;
   Options options_;
+  std::vector<Form> forms_;                   ///< of the parameters, as they were wrapped
   int num_ranks_ = 1;                         ///< that share a batch
   std::vector<size_t> bucket_of_;             ///< by parameter
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed

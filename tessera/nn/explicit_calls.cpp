@@ -53,6 +53,7 @@ void ExplicitCalls::before(ActionKind action, const MicroBatchPosition& position
       break;
   }
   action_ = action;
+  pass_ended_ = false;
 }
 
 void ExplicitCalls::after(ActionKind action) {

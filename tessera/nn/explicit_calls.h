@@ -14,7 +14,7 @@ class ExplicitCalls {
  public:
   explicit ExplicitCalls(std::string technique) : technique_(std::move(technique)) {}
 
-  /// `restarts`: a step that is open may be given up, as one whose pass ended by an exception.
+  /// `restarts`: a step that is open may be given up, as one whose pass, or action, ended by an exception.
   void begin_step(bool restarts);
   void before(ActionKind action, const MicroBatchPosition& position);
   void after(ActionKind action);
@@ -22,6 +22,11 @@ class ExplicitCalls {
   void after_update() const;
   /// The step is given up.
   void leave() { *this = ExplicitCalls(std::move(technique_)); }
+
+  /// A backward pass is complete in the action at hand.
+  void pass_ended() { pass_ended_ = true; }
+  /// Whether an action was begun that brought nothing and was not ended, as an exception leaves it.
+  bool is_broken_off() const { return action_ && !pass_ended_; }
 
   bool in_step() const { return in_step_; }
   bool in(ActionKind action) const { return action_ == action; }
@@ -37,6 +42,7 @@ class ExplicitCalls {
   std::string technique_;
   bool in_step_ = false;
   std::optional<ActionKind> action_;
+  bool pass_ended_ = false;  ///< in it
   int64_t forwards_ = 0, backwards_ = 0, awaited_weights_ = 0;
   bool has_last_ = false;
   bool is_last_ = true, is_complete_ = true;

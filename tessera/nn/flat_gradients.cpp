@@ -56,10 +56,19 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
   return piece;
 }
 
-void require_dense(const nn::NamedParameter& parameter) {
+void require_summable(const nn::NamedParameter& parameter) {
   const at::Tensor& gradient = parameter.tensor.grad();
+  require(
+      !gradient.requires_grad(), "data parallelism: '", parameter.name,
+      "' got a gradient that has a history (backward with create_graph), and ranks' gradients are summed outside of autograd: what is made of grad() would "
+      "lack its derivative; take gradients of gradients by torch::autograd::grad({loss}, parameters, {}, true, /*create_graph=*/true), and call backward of "
+      "the whole loss without create_graph");
   require(!gradient.defined() || gradient.layout() == at::kStrided, "data parallelism: '", parameter.name, "' got a gradient of layout ", gradient.layout(),
           ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
+}
+
+at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype) {
+  return parameter.is_complex() ? parameter.scalar_type() : dtype.value_or(parameter.scalar_type());
 }
 
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +27,12 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 /// The same in a shape of its own, row-major.
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes);
 
-/// Throws ConfigError, by name, where autograd has brought a gradient that is not dense: ranks are summed in flat memory.
-void require_dense(const nn::NamedParameter& parameter);
+/// Throws ConfigError, by name, where autograd has brought a gradient that cannot be summed over ranks in flat memory: one that is not dense, or has a history
+/// (create_graph), which would end there in silence.
+void require_summable(const nn::NamedParameter& parameter);
+
+/// In which type the parameter's gradient is summed, where `dtype` is what options say: complex ones stay as they are.
+at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype);
 
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);

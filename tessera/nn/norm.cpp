@@ -67,8 +67,9 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   if (at::isReducedFloatingType(x.scalar_type())) {
     return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);
   }
-  const auto fp32 = [](const at::Tensor& parameter) { return parameter.defined() ? cast(parameter, at::kFloat) : parameter; };
-  return cast(at::layer_norm(cast(x, at::kFloat), options.normalized_shape(), fp32(weight), fp32(bias), options.eps()), out);
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto in_wide = [&](const at::Tensor& parameter) { return parameter.defined() ? cast(parameter, wide) : parameter; };
+  return cast(at::layer_norm(cast(x, wide), options.normalized_shape(), in_wide(weight), in_wide(bias), options.eps()), out);
 }
 
 void LayerNormImpl::pretty_print(std::ostream& stream) const {

@@ -11,7 +11,7 @@ namespace tessera::nn {
 using LayerNormOptions = torch::nn::LayerNormOptions;
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, as torch::nn::LayerNorm.
-///   x [..., shape]   fp32 residual stream, or any float; the arithmetic is fp32
+///   x [..., shape]   fp32 residual stream, or any float; the arithmetic is fp32, of fp64 fp64
 ///   y [..., shape]   in the compute dtype where one is set, else x's
 /// Kept for backward: x as it is, and two numbers per row.
 class LayerNormImpl : public Module {

@@ -13,6 +13,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/nn/expanded.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/parameter.h"
 
@@ -70,14 +71,6 @@ void check_replicas(const std::vector<nn::NamedParameter>& parameters, const com
   }
 }
 
-/// Of `tensor`, which has the shape of `like`, what is written when `like` is: the elements of an expanded one are the same memory many times.
-at::Tensor written_once(at::Tensor tensor, const at::Tensor& like) {
-  for (int64_t d = 0; d < like.dim(); ++d) {
-    if (like.stride(d) == 0 && like.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
-  }
-  return tensor;
-}
-
 /// One message per dtype and device: small tensors are packed, for a broadcast costs a round trip whatever its size.
 /// `before_write` is told what becomes of each.
 void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group& group,
@@ -97,7 +90,7 @@ void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group&
       offset += tensor.numel();
       if (group.rank() == 0) continue;
       if (before_write) before_write(tensor, next);
-      written_once(tensor, tensor).copy_(written_once(next, tensor));
+      nn::written_once(tensor, tensor).copy_(nn::written_once(next, tensor));
     }
   }
 }

@@ -26,7 +26,8 @@ struct StepProtocol::Pass {
 
 void StepProtocol::begin_step() {
   const bool plain = plain_;
-  const bool failed = leave_step();
+  const bool broken_off = calls_.is_broken_off();
+  const bool failed = leave_step() || broken_off;
   require(
       failed || !plain, technique_,
       ": begin_step() was called after backward passes under no_sync() that no pass without it completed; in the plain loop leave out begin_step and finish");
@@ -90,6 +91,7 @@ void StepProtocol::end_of_backward() {
         "whole; let a parameter outside of it be used later in the forward pass, or use tessera's recomputation");
   }
   in_pass_ = false;
+  if (calls_.in_action()) calls_.pass_ended();
   if (calls_.in_action() || (!plain_ && !calls_.in_step())) return;
   actions_.end_pass(last_pass_, /*complete=*/true);
   if (!plain_ || !last_pass_) return;

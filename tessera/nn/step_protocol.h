@@ -15,9 +15,9 @@ namespace tessera {
 /// In the plain loop a step opens with the first gradient that arrives after the step before was complete. Which backward pass a gradient is of, libtorch's
 /// engine tells (nn/backward_pass.h); the end of a pass that runs while nobody holds no_sync() completes the step. A pass that ended by an exception never ends
 /// for us: what the engine would have called is gone with it. In the plain loop the step is abandoned as that goes, before the program sees the exception, so
-/// that an optimizer's step after it finds what was there before; by explicit calls the next one finds it out. A backward pass inside of another (a
-/// checkpoint that calls backward itself) belongs to that one; where it brings the first gradient, its end cannot be told from that of the whole, and it is
-/// refused.
+/// that an optimizer's step after it finds what was there before; by explicit calls the next begin_step does, and so after an action that an exception broke
+/// off before it brought anything. A backward pass inside of another (a checkpoint that calls backward itself) belongs to that one; where it brings the first
+/// gradient, its end cannot be told from that of the whole, and it is refused.
 ///
 /// An engine's calls are checked by ExplicitCalls.
 class StepProtocol {

@@ -11,6 +11,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/once_differentiable.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
@@ -70,7 +71,9 @@ struct NormalizeFunction : torch::autograd::Function<NormalizeFunction> {
     const at::Tensor sums = at::cat({dy.sum(0), (dy * normalized).sum(0)});
     comm::all_reduce(holder->group, sums);
     const auto means = (sums / count).chunk(2);
-    return {(dy - means[0] - normalized * means[1]) * rstd, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    const at::Tensor d_rows = (dy - means[0] - normalized * means[1]) * rstd;
+    return once_differentiable("SyncBatchNorm", "torch::nn::BatchNorm has one, by the samples of one rank; in eval mode this module has, too", grads,
+                               {d_rows, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()});
   }
 };
 

@@ -8,6 +8,7 @@
 #include "tessera/core/ambient.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 // The layer's own node of the graph is told nothing of its weight: its backward hands on the input's gradient, and notes what the weight's is made of. Nothing
@@ -34,17 +35,28 @@ struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor x = saved[0].detach(), dy = grads[0];  // without its history, which would stay with it
+    const at::Tensor x = saved[0].detach(), dy = grads[0].detach();  // without their history, which would stay with them
     const auto destination = c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
-    destination->later->leave(destination->weight, [x, dy] { return kernels::linear_weight_gradient(dy, x); });
-    if (destination->bias.defined()) destination->later->leave(destination->bias, [dy] { return kernels::linear_bias_gradient(dy); });
-    return {kernels::linear_input_gradient(dy, saved[1], x.sizes()), {}, {}, {}};
+    if (accumulates_into(destination->weight)) destination->later->leave(destination->weight, [x, dy] { return kernels::linear_weight_gradient(dy, x); });
+    if (destination->bias.defined() && accumulates_into(destination->bias)) {
+      destination->later->leave(destination->bias, [dy] { return kernels::linear_bias_gradient(dy); });
+    }
+    // What is differentiated once more depends on the weight as it would had nothing been left.
+    const at::Tensor weight = at::GradMode::is_enabled() ? destination->weight.to(saved[1].scalar_type()) : saved[1];
+    return {kernels::linear_input_gradient(grads[0], weight, x.sizes()), {}, {}, {}};
   }
 };
 
 bool can_be_left(const at::Tensor& parameter) { return parameter.is_leaf() && parameter.requires_grad(); }
 
 }  // namespace
+
+/// The step is given up.
+WeightGradients::~WeightGradients() {
+  for (const Left& left : left_) {
+    if (auto* const dispatcher = GradientDispatcher::find(left.parameter)) dispatcher->expect(-1);
+  }
+}
 
 void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient) {
   GradientDispatcher::of(parameter).expect();

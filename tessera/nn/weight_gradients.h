@@ -17,9 +17,16 @@ namespace tessera::nn {
 ///   { const LeaveWeightGradients scope(later); loss = ...; loss.backward(); }   // nn::Linear and what wraps it leave theirs
 ///   later->compute();                                                           // the same bits as if they had not
 ///
+/// A pass that is there for other gradients (torch::autograd::grad) leaves nothing, and may be differentiated once more.
+///
 /// Memory: of each layer its input and its output's gradient, from backward until compute. One micro-batch, one thread.
 class WeightGradients {
  public:
+  WeightGradients() = default;
+  ~WeightGradients();  ///< what was not computed is promised no more
+  WeightGradients(const WeightGradients&) = delete;
+  WeightGradients& operator=(const WeightGradients&) = delete;
+
   /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect).
   void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient);
 

@@ -46,19 +46,26 @@ void Optimizer::step(double lr) {
   for (const auto& group : groups_) {
     Batch batch;
     batch.weight_decay = group.weight_decay;
+    std::vector<std::pair<at::Tensor, at::Tensor>> apart;  // parameters with gaps, and what is updated in their place
     for (const auto& parameter : group.parameters) {
       const size_t i = index++;
       at::Tensor gradient = parameter.tensor.grad();
       if (!gradient.defined()) continue;
-      // The fused operators walk both memories side by side.
-      if (gradient.strides() != parameter.tensor.strides()) gradient = at::empty_like(parameter.tensor).copy_(gradient);
+      // The fused operators walk these memories side by side, from one end to the other.
+      at::Tensor updated = parameter.tensor;
+      if (!updated.is_non_overlapping_and_dense()) {
+        updated = at::empty_like(updated).copy_(updated);
+        apart.emplace_back(parameter.tensor, updated);
+      }
+      if (gradient.strides() != updated.strides()) gradient = at::empty_like(updated).copy_(gradient);
       hold(i);
       batch.indices.push_back(i);
-      batch.parameters.push_back(parameter.tensor);
+      batch.parameters.push_back(std::move(updated));
       batch.gradients.push_back(std::move(gradient));
       ++counts_[i];
     }
     if (!batch.indices.empty()) update(batch, lr);
+    for (auto& [parameter, updated] : apart) parameter.copy_(updated);
   }
 }
 

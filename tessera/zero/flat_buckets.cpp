@@ -66,7 +66,7 @@ FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& buc
       form_(form),
       memory_(&memory),
       statistics_(&statistics) {
-  if (form_.network && c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype)) form_.network.reset();
+  if (form_.network && (c10::isComplexType(form_.dtype) || c10::elementSize(*form_.network) >= c10::elementSize(form_.dtype))) form_.network.reset();
   for (const auto& slot : bucket_.slots) {
     tensors_.push_back(parameters[slot.parameter].tensor);
     sizes_.push_back(tensors_.back().sizes().vec());
@@ -103,11 +103,6 @@ at::Tensor FlatBucket::parameter_view(size_t slot) const {
 }
 
 bool FlatBucket::is_replaced(size_t slot) const { return tensors_[slot].storage().unsafeGetStorageImpl() != storages_[slot].unsafeGetStorageImpl(); }
-
-bool FlatBucket::fits(size_t slot) const {
-  const at::Tensor& tensor = tensors_[slot];
-  return tensor.sizes() == sizes_[slot] && tensor.scalar_type() == parameters_.scalar_type() && tensor.device() == parameters_.device();
-}
 
 void FlatBucket::take_parameter(size_t slot) {
   const c10::NoGradGuard no_grad;

@@ -62,9 +62,8 @@ class FlatBucket {
 
   /// Whether the slot's parameter lies elsewhere by now: torch::load, set_data and vector_to_parameters give it another storage.
   bool is_replaced(size_t slot) const;
-  /// Whether what it is now fits the slot: shape, dtype and device.
-  bool fits(size_t slot) const;
-  /// Takes its values in, and makes it a view of the bucket again. Aliases that the program keeps of what it was there keep its values.
+  /// Takes its values in, which have the form of those before, and makes it a view of the bucket again. Aliases that the program keeps of what it was there
+  /// keep its values.
   void take_parameter(size_t slot);
 
   /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced. `last`: of the step.

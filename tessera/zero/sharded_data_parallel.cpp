@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
-#include <tuple>
 #include <utility>
 
 #include <ATen/ops/zeros.h>
@@ -14,8 +12,10 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/names.h"
+#include "tessera/nn/shared_memory.h"
 #include "tessera/zero/flat_buckets.h"
 
 // A bucket is cut into n equal parts, through parameters where it comes so: equal parts need no padding to the largest, and one collective each way. The price
@@ -30,30 +30,6 @@ std::vector<GradientSpec> specs_of(const std::vector<nn::NamedParameter>& parame
   std::vector<GradientSpec> specs;
   for (const auto& parameter : parameters) specs.push_back({parameter.name, parameter.tensor.numel(), parameter.tensor.scalar_type()});
   return specs;
-}
-
-/// First byte, and the one after the last, of a tensor in its storage.
-std::pair<int64_t, int64_t> extent(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  const auto width = static_cast<int64_t>(tensor.element_size());
-  return {tensor.storage_offset() * width, (tensor.storage_offset() + last + 1) * width};
-}
-
-/// Parameters that see each other's memory would no longer, once each has its own elements of a bucket.
-void refuse_shared_memory(const std::vector<nn::NamedParameter>& parameters) {
-  std::multimap<std::tuple<const void*, int64_t, int64_t>, std::string> held;  // by storage and place in it
-  for (const auto& [name, tensor, aliases] : parameters) {
-    if (tensor.numel() == 0) continue;
-    const auto [begin, end] = extent(tensor);
-    held.emplace(std::tuple(tensor.storage().unsafeGetStorageImpl(), begin, end), name);
-  }
-  for (auto before = held.begin(), here = before; here != held.end(); before = here++) {
-    const auto& [storage, begin, end] = here->first;
-    require(here == before || std::get<0>(before->first) != storage || std::get<2>(before->first) <= begin, "sharded data parallelism: parameters '",
-            before->second, "' and '", here->second,
-            "' share memory, and would not after they moved into buckets; give each its own (clone), or register one tensor twice");
-  }
 }
 
 }  // namespace
@@ -87,7 +63,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       shards_ = parameters_;
       return;
     }
-    refuse_shared_memory(parameters_);
+    nn::refuse_shared_memory("sharded data parallelism", module, parameters_);
     lay_out();
     make_shards();
     make_guards();
@@ -189,7 +165,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         slot_of_[slot.parameter] = {buckets_.size(), here.size()};
         here.push_back(slot.parameter);
       }
-      const GradientForm form{.dtype = options_.reduce_dtype.value_or(bucket.dtype), .network = options_.network_dtype, .keeps_whole = options_.stage == 1};
+      const GradientForm form{.dtype = summed_dtype(parameters_[bucket.slots.front().parameter].tensor, options_.reduce_dtype),
+                              .network = options_.network_dtype,
+                              .keeps_whole = options_.stage == 1};
       buckets_.emplace_back(layout_, bucket, parameters_, groups_, form, memory_, statistics_);
     }
     set_slots(std::move(slots));
@@ -294,10 +272,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void take_replaced() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!is_replaced(i)) continue;
-      const auto& [name, tensor, aliases] = parameters_[i];
+      require_same_form(i);
       const auto [b, slot] = slot_of_[i];
-      require(buckets_[b].fits(slot), "sharded data parallelism: '", name, "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ",
-              tensor.device(), " (torch::load, set_data, Module::to) after it was wrapped in another form; change a model's form before it is wrapped");
       buckets_[b].take_parameter(slot);
       for (Mark& mark : marks_) {
         if (mark.bucket == b) mark = mark_of(b);

@@ -13,9 +13,11 @@ namespace tessera::detail {
 namespace {
 
 std::string waiting_message(const std::string& name) {
-  return concat("zero_optimizer: the gradient of '", name,
-                "' waits whole on this rank, where no_sync() left it, and has met no other rank's; call backward once without no_sync() before the optimizer "
-                "steps, or give it up by zero_grad()");
+  return concat(
+      "zero_optimizer: the gradient of '", name,
+      "' waits whole on this rank, where no_sync() left it or the program put it (mutable_grad(), of torch::autograd::grad), and has met no other rank's; "
+      "call backward once without no_sync() before the optimizer steps, or give it up by zero_grad(). A gradient that no backward pass brings has to be "
+      "summed over the ranks, and put on the parts (updated())");
 }
 
 /// What is updated in place of a parameter that has a gradient of this rank alone; undefined for everything else.

@@ -246,6 +246,32 @@ TEST(Load, LeavesOutWhatIsIgnored) {
   EXPECT_TRUE(at::equal(weights[0].tensor, at::ones({2})));
 }
 
+TEST(Load, FillsABufferThatIsExpanded) {
+  const TemporaryFolder folder;
+  comm::run_ranks(1, [&](comm::World& world) {
+    torch::nn::Module saved, expanded, another;
+    saved.register_buffer("ids", at::arange(5).expand({3, 5}));
+    expanded.register_buffer("ids", at::zeros({5}, at::kLong).expand({3, 5}));
+    const auto checkpoint = save(folder.path(), 1, saved, world.group());
+    load(checkpoint, expanded);
+    const at::Tensor ids = expanded.named_buffers()["ids"];
+    EXPECT_TRUE(at::equal(ids, at::arange(5).expand({3, 5})));
+    EXPECT_EQ(ids.strides(), at::IntArrayRef({0, 1}));
+    another.register_buffer("ids", at::zeros({3, 1}, at::kLong).expand({3, 5}));
+    EXPECT_THAT([&] { load(checkpoint, another); }, ThrowsMessage<ConfigError>(HasSubstr("ids' is expanded, one element in place of several")));
+  });
+}
+
+TEST(Save, NamesTheTensorThatHasNoDtypeInAFile) {
+  const TemporaryFolder folder;
+  comm::run_ranks(1, [&](comm::World& world) {
+    torch::nn::Module module;
+    module.register_buffer("phases", at::ones({3}, at::kComplexFloat));
+    EXPECT_THAT([&] { save(folder.path(), 1, module, world.group()); },
+                ThrowsMessage<Error>(HasSubstr("phases' cannot be saved: dtype ComplexFloat has no safetensors name")));
+  });
+}
+
 TEST(FindLatest, TakesTheNewestValidOneAndSaysWhatItSkipped) {
   const TemporaryFolder folder;
   EXPECT_FALSE(find_latest(folder / "missing").folder);

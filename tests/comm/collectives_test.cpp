@@ -237,6 +237,23 @@ TEST_P(Collectives, ReadInputsOfAnyStridesAndWriteIntoLeaves) {
   });
 }
 
+// conj() and imag() of a complex tensor leave the sign to whoever reads.
+TEST_P(Collectives, ReadLazilyConjugatedAndNegatedInputs) {
+  const int n = size();
+  run([n](World& world) {
+    const auto complex = [](int rank) { return at::complex(values(rank, {4}), values(rank + 1, {4})); };
+    const auto conjugated = at::conj(complex(world.rank()));
+    ASSERT_TRUE(conjugated.is_conj() && at::imag(conjugated).is_neg());
+    const auto out = at::empty({n, 4}, at::kComplexFloat), negated = at::empty({n, 4});
+    all_gather(world.group(), out, conjugated);
+    all_gather(world.group(), negated, at::imag(conjugated));
+    for (int rank = 0; rank < n; ++rank) {
+      EXPECT_TRUE(at::equal(out[rank], at::conj(complex(rank))));
+      EXPECT_TRUE(at::equal(negated[rank], -values(rank + 1, {4})));
+    }
+  });
+}
+
 std::string refusal(const std::function<void(const Group&)>& body) {
   std::string text;
   run_ranks(2, [&](World& world) {
@@ -253,6 +270,8 @@ TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
   using ::testing::HasSubstr;
   EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4, 3}).t()); }),
               HasSubstr("all_reduce of group world writes a tensor that is not contiguous: [3, 4] Float on cpu with strides [1, 3]"));
+  EXPECT_THAT(refusal([](const Group& group) { broadcast(group, at::conj(at::zeros({4}, at::kComplexFloat)), 0); }),
+              HasSubstr("broadcast of group world writes a view that is conjugated or negated (conj, imag): [4] ComplexFloat on cpu"));
   EXPECT_THAT(refusal([](const Group& group) { all_gather(group, at::zeros({5}), at::zeros({2})); }),
               HasSubstr("all_gather of group world of 2: [5] Float on cpu is not 2 times [2] Float on cpu"));
   EXPECT_THAT(refusal([](const Group& group) { reduce_scatter(group, at::zeros({2}), at::zeros({4}, at::kDouble)); }), HasSubstr("[4] Double on cpu"));

@@ -1,9 +1,12 @@
+#include <functional>
+
 #include <gmock/gmock.h>
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/attachment.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 
 namespace tessera {
 namespace {
@@ -202,6 +205,54 @@ TEST(Ddp, SeveralDtypes) {
     }
     EXPECT_EQ(ddp.plan().buckets.size(), 2u);
   });
+}
+
+TEST(Ddp, ComplexParametersKeepTheirDtypeWhateverOptionsSay) {
+  const std::vector<std::function<DdpOptions()>> options{
+      // a hook serves one rank
+      [] { return DdpOptions{.reduce_dtype = at::kFloat}; },
+      [] { return DdpOptions{.reduce_dtype = at::kDouble}; },
+      [] { return DdpOptions{.hook = std::make_shared<Bf16Hook>()}; },
+      [] { return DdpOptions{.hook = std::make_shared<Fp16Hook>()}; },
+      [] { return DdpOptions{.hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 0, .min_compression = 0})}; },
+  };
+  for (const auto& make : options) {
+    run_ranks(2, [&](World& world) {
+      torch::nn::Module module;
+      const at::Tensor weight = module.register_parameter("weight", at::ones({4, 4}, at::kComplexFloat));
+      DistributedDataParallel ddp(module, world.group(), make());
+      at::real(weight * at::complex(at::ones({4, 4}), at::full({4, 4}, world.rank() + 1.0f))).sum().backward();
+      EXPECT_TRUE(at::equal(weight.grad(), at::complex(at::full({4, 4}, 2.0f), at::full({4, 4}, -3.0f))));
+    });
+  }
+}
+
+TEST(Ddp, AParameterThatGotAnotherFormIsRefusedByName) {
+  const std::vector<std::function<void(Net&)>> changes{
+      [](Net& net) { net.middle->weight.set_data(at::ones({40, 7})); },
+      [](Net& net) { net.middle->weight.set_data(at::ones({49})); },  // as many elements
+      [](Net& net) { net.middle->weight.set_data(at::ones({7, 7}, at::kDouble)); },
+  };
+  for (const auto& change : changes) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .replicas = ReplicaStart::Trust});
+      backward(net, whole_batch(samples));
+      const at::Tensor before = net.middle->weight.data();
+      change(net);
+      const auto refused = HasSubstr("data parallelism: 'middle.weight' was given values of shape ");
+      EXPECT_THAT(refusal([&] { (net.last->weight.sum() + net.middle->weight.sum()).backward(); }), refused);
+      EXPECT_THAT(refusal([&] { ddp.begin_step(); }), refused);
+      net.middle->weight.set_data(before);
+      net.zero_grad();
+      {
+        const Attachment local = ddp.no_sync();
+        backward(net, whole_batch(samples));
+      }
+      change(net);
+      EXPECT_THAT(refusal([&] { (net.last->weight.sum() + net.middle->weight.sum()).backward(); }), refused);
+    });
+  }
 }
 
 TEST(Ddp, ReduceDtypeHoldsGradientsOfHalfPrecisionInFull) {

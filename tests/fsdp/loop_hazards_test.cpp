@@ -23,6 +23,7 @@ namespace {
 
 using comm::run_ranks;
 using comm::World;
+using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
@@ -170,6 +171,35 @@ TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {
                     backward_of(net, mine);
                   }),
                   HasSubstr("vector_to_parameters"));
+    });
+  }
+}
+
+TEST(FullyShardLoop, MemoryOfTwoNamesIsRefused) {
+  run_ranks(2, [&](World& world) {
+    for (const bool buffer : {false, true}) {
+      DeepNet net;
+      const at::Tensor alias = net->first->weight.detach().t();
+      buffer ? net->register_buffer("alias", alias) : net->register_parameter("alias", alias);
+      EXPECT_THAT(refusal([&] { fully_shard(net, world.group(), {}); }), AllOf(HasSubstr("'first.weight'"), HasSubstr("'alias'"), HasSubstr(" share memory")));
+    }
+  });
+}
+
+/// What autograd::grad returns is whole, and of one rank's samples.
+TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const std::vector<at::Tensor> some{net->first->weight, net->last->bias};
+      torch::optim::SGD optimizer(some, 0.1);
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      const auto gradients = torch::autograd::grad({loss_of(net(mine.x), mine.y, samples)}, some);
+      for (size_t i = 0; i < some.size(); ++i) some[i].mutable_grad() = gradients[i];
+      const auto said = AllOf(HasSubstr("fully_shard: the gradient of '"), HasSubstr("by the program (mutable_grad(), of torch::autograd::grad)"));
+      EXPECT_THAT(refusal([&] { optimizer.step(); }), said);
+      EXPECT_THAT(refusal([&] { backward_of(net, mine); }), said);
     });
   }
 }

@@ -35,6 +35,23 @@ INSTANTIATE_TEST_SUITE_P(Shapes, Attention,
                                             ::testing::Values(Shape{1, 1, 1, 1, 1, 8}, Shape{2, 6, 2, 33, 33, 16}, Shape{1, 4, 4, 200, 200, 64},
                                                               Shape{2, 4, 1, 5, 17, 24})));
 
+TEST(Attention, WithoutTokensIsLibtorchs) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{0, 5}, {5, 0}, {0, 0}}) {
+      const at::Tensor q = heads_view(2, 4, queries, 8, dtype, 1).requires_grad_(), k = heads_view(2, 2, keys, 8, dtype, 2).requires_grad_();
+      const at::Tensor out = flash_attention(q, k, k, false);
+      EXPECT_TRUE(at::equal(out, at::scaled_dot_product_attention(q, k, k, {}, 0, false, {}, /*enable_gqa=*/true)));
+      out.sum().backward();
+      EXPECT_TRUE(at::equal(q.grad(), at::zeros_like(q)) && at::equal(k.grad(), at::zeros_like(k)));
+      const auto forward = flash_attention_forward(q, k, k, false);
+      EXPECT_TRUE(at::equal(forward.output, out));
+      EXPECT_TRUE(at::equal(forward.log_sum_exp, at::full({2, 4, queries}, -std::numeric_limits<float>::infinity())));
+      const auto [dq, dk, dv] = flash_attention_backward(at::ones_like(out), q, k, k, forward, false);
+      EXPECT_TRUE(at::equal(dq, q.grad()) && at::equal(dk, k.grad()) && at::equal(dv, k.grad()));
+    }
+  }
+}
+
 TEST(Attention, LogSumExpAndBackwardBlocksMergeToTheWhole) {
   // Keys in two blocks, merged by their log-sum-exps: what ring attention does.
   const at::Tensor q = heads_view(1, 2, 9, 8, at::kFloat, 1), k = heads_view(1, 2, 12, 8, at::kFloat, 2), v = heads_view(1, 2, 12, 8, at::kFloat, 3);

@@ -42,6 +42,15 @@ void expect_gradients(const std::function<at::Tensor(const std::vector<at::Tenso
   }
 }
 
+TEST(Layers, LayerNormOfDoublesIsInDouble) {
+  const at::Tensor x = at::randn({6, 7}, at::kDouble);
+  LayerNorm ours(LayerNormOptions({7}));
+  torch::nn::LayerNorm theirs(torch::nn::LayerNormOptions({7}));
+  ours->to(at::kDouble);
+  theirs->to(at::kDouble);
+  expect_close(ours(x), theirs(x), 1e-15);
+}
+
 TEST(Layers, LinearIsTorchs) {
   for (const bool bias : {true, false}) {
     Linear ours(LinearOptions(7, 5).bias(bias));

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 
 #include "tessera/comm/collectives.h"
@@ -111,6 +112,19 @@ TEST(SyncBatchNorm, IsBuiltOnMetaAndKeepsItsInputsDtype) {
 TEST(SyncBatchNorm, RefusesOtherChannels) {
   SyncBatchNorm norm(kChannels);
   EXPECT_THAT([&] { norm(at::zeros({2, kChannels + 1})); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("must be [samples, 3, ...]")));
+}
+
+TEST(SyncBatchNorm, HasNoSecondDerivativeInTrainingAndSaysSo) {
+  SyncBatchNorm norm(kChannels);
+  const at::Tensor x = values({4, kChannels}, "x").requires_grad_();
+  const auto of_a_penalty = [&] {
+    const at::Tensor slope = torch::autograd::grad({norm(x).square().sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    slope.square().sum().backward();
+  };
+  EXPECT_THAT(of_a_penalty, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("SyncBatchNorm: its gradient was differentiated once more")));
+  norm->eval();
+  of_a_penalty();
+  EXPECT_TRUE(x.grad().defined());
 }
 
 }  // namespace

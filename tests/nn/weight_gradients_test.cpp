@@ -3,6 +3,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "tessera/kernels/products.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -71,6 +72,49 @@ TEST(WeightGradients, AreFinalOnceAllThatWerePromisedHaveCome) {
   later[1]->compute();
   EXPECT_EQ(final, 1);
   EXPECT_TRUE(at::equal(linear->weight.grad(), at::full({4, 4}, 4.0)));
+}
+
+TEST(WeightGradients, APassForOtherGradientsLeavesNothing) {
+  Linear linear(4, 4);
+  const auto later = std::make_shared<WeightGradients>();
+  const LeaveWeightGradients scope(later);
+  const at::Tensor x = at::ones({2, 4}).requires_grad_(), y = linear(at::tanh(linear(x)));
+  EXPECT_TRUE(torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0].defined());
+  EXPECT_TRUE(later->empty());
+  y.sum().backward();
+  EXPECT_FALSE(later->empty());
+}
+
+TEST(WeightGradients, APenaltyOnTheInputsGradientIsAsIfNothingWereLeft) {
+  Linear first(4, 5), second(5, 3);
+  const auto of_a_penalty = [&](const std::shared_ptr<WeightGradients>& later) {
+    first->zero_grad();
+    second->zero_grad();
+    {
+      const LeaveWeightGradients scope(later);
+      const at::Tensor x = at::arange(8, at::kFloat).view({2, 4}).mul(0.1).requires_grad_(), y = second(at::tanh(first(x)));
+      const at::Tensor slope = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+      (y.square().sum() + slope.square().sum()).backward();
+    }
+    if (later) later->compute();
+    return std::vector{first->weight.grad(), first->bias.grad(), second->weight.grad(), second->bias.grad()};
+  };
+  const auto at_once = of_a_penalty(nullptr), later = of_a_penalty(std::make_shared<WeightGradients>());
+  for (size_t i = 0; i < at_once.size(); ++i) EXPECT_TRUE(at::allclose(later[i], at_once[i], 1e-5, 1e-6)) << i;
+}
+
+TEST(WeightGradients, WhatIsGivenUpIsPromisedNoMore) {
+  Linear linear(LinearOptions(4, 4).bias(false));
+  int final = 0;
+  const auto phase = std::make_shared<StepPhase>();
+  GradientDispatcher::of(linear->weight).follow(phase);
+  const auto listening = GradientDispatcher::of(linear->weight).listen_final([&](const at::Tensor&) { ++final; });
+  {
+    const LeaveWeightGradients scope(std::make_shared<WeightGradients>());
+    linear(at::ones({2, 4}).requires_grad_()).sum().backward();
+  }
+  linear(at::ones({2, 4})).sum().backward();
+  EXPECT_EQ(final, 1);
 }
 
 TEST(WeightGradients, FrozenWeightsAndInputsWithoutAGradientAreAsAlways) {

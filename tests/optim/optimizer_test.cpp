@@ -67,6 +67,21 @@ TEST_P(EveryOptimizer, AgreesWithTorch) {
   expect_close(ours, theirs);
 }
 
+TEST_P(EveryOptimizer, UpdatesAParameterWithGapsAndNothingBesideIt) {
+  const at::Tensor table = make_parameters({{6, 8}})[0].tensor.detach(), before = table.clone();
+  const std::vector<nn::NamedParameter> ours{{"p0", table.narrow(1, 2, 3).detach().requires_grad_(), {}}};
+  const std::vector<nn::NamedParameter> whole{{"p0", before.narrow(1, 2, 3).contiguous().requires_grad_(), {}}};
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), whole);
+  for (int step = 1; step <= 3; ++step) {
+    draw_gradients(ours, step);
+    draw_gradients(whole, step);
+    optimizer->step(0.1);
+    reference->step(0.1);
+  }
+  EXPECT_TRUE(at::equal(ours[0].tensor, whole[0].tensor));
+  for (const auto& [first, count] : {std::pair{0, 2}, {5, 3}}) EXPECT_TRUE(at::equal(table.narrow(1, first, count), before.narrow(1, first, count)));
+}
+
 TEST_P(EveryOptimizer, LeavesParametersWithoutGradientAlone) {
   const auto ours = make_parameters({{3, 2}, {4}}), theirs = make_parameters({{3, 2}, {4}});
   const auto optimizer = make_optimizer(config_of(GetParam()), ours);

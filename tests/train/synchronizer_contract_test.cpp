@@ -455,6 +455,48 @@ TEST_P(SynchronizerContract, APassThatEndsByAnExceptionLeavesWhatWasThereBefore)
   }
 }
 
+/// In a forward, in a backward before its first gradient, in weight gradients: begin_step gives the step up, and what it had accumulated.
+TEST_P(SynchronizerContract, AnActionThatIsBrokenOffGivesItsStepUp) {
+  Net reference;
+  backward(reference, whole_batch(samples));
+  for (const ActionKind action : {ActionKind::Forward, ActionKind::Backward, ActionKind::Weights}) {
+    for (const int ranks : sizes()) {
+      SliceCollector gradients;
+      on_ranks(ranks, {.passes = 2}, [&](Rank& rank) {
+        rank.sync->begin_step();
+        const bool left = action == ActionKind::Weights;
+        for (int pass = 0; pass < (left ? 2 : 1); ++pass) {
+          MicroBatchPosition position = rank.position(pass, 2);
+          position.weights_later = left;
+          rank.sync->before_micro_batch(position);
+          rank.backward(rank.mine(pass + 1));
+          rank.sync->after_micro_batch(position);
+        }
+        if (action == ActionKind::Backward) {
+          rank.sync->before(ActionKind::Forward, rank.position(1, 2));
+          rank.sync->after(ActionKind::Forward, rank.position(1, 2));
+        }
+        rank.sync->before(action, rank.position(left ? 0 : 1, 2));  // an exception comes
+        accumulations[1].run(rank, rank.mine(0), 2);
+        gradients.add_gradients(rank.sync->updated());
+      });
+      EXPECT_LT(difference_of(gradients.whole(), gradients_by_name(reference)), parity) << "action " << static_cast<int>(action) << ", " << ranks << " ranks";
+    }
+  }
+}
+
+TEST_P(SynchronizerContract, AGradientWithAHistoryIsRefusedByName) {
+  for (const int ranks : sizes(/*several=*/true)) {
+    on_ranks(ranks, {}, [&](Rank& rank) {
+      const Batch mine = rank.mine(0);
+      const at::Tensor loss = loss_of(rank.net.forward(mine.x), mine.y, samples);
+      const std::string text = refusal([&] { loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true); });
+      EXPECT_THAT(text, HasSubstr("got a gradient that has a history (backward with create_graph)"));
+      EXPECT_THAT(text, HasSubstr("torch::autograd::grad("));
+    });
+  }
+}
+
 TEST_P(SynchronizerContract, FreezingBetweenSteps) {
   for (const bool plain : {true, false}) {
     expect_gradients_of_one_process(

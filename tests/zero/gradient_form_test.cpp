@@ -34,6 +34,22 @@ TEST(ZeroGradients, CrossInFewerBits) {
   }
 }
 
+TEST(ZeroGradients, OfComplexParametersKeepTheirDtype) {
+  for (const int stage : {1, 2}) {
+    for (const ZeroOptions& options : {ZeroOptions{.stage = stage, .reduce_dtype = at::kFloat}, ZeroOptions{.stage = stage, .network_dtype = at::kBFloat16},
+                                       ZeroOptions{.stage = stage, .network_dtype = at::kHalf}}) {
+      run_ranks(2, [&](World& world) {
+        torch::nn::Module module;
+        const at::Tensor weight = module.register_parameter("weight", at::ones({4}, at::kComplexFloat));
+        ShardedDataParallel zero(module, {.shard = world.group()}, options);
+        at::real(weight * at::complex(at::ones({4}), at::full({4}, world.rank() + 1.0f))).sum().backward();
+        const at::Tensor part = zero.shards()[0].tensor.grad();
+        EXPECT_TRUE(at::equal(part, at::full(part.sizes(), c10::complex<double>(2, -3), at::kComplexFloat)));
+      });
+    }
+  }
+}
+
 TEST(ZeroGradients, AnOverflowOnTheNetworkIsSeen) {
   run_ranks(3, [&](World& world) {
     Net net;

@@ -176,6 +176,10 @@ TEST(Zero, MisuseIsRefused) {
     views.register_parameter("a", shared.narrow(0, 0, 4));
     views.register_parameter("b", shared.narrow(0, 3, 4));
     EXPECT_THAT(refusal([&] { ShardedDataParallel(views, {.shard = world.group()}); }), HasSubstr("parameters 'a' and 'b' share memory"));
+    torch::nn::Module follows("Follows");
+    follows.register_parameter("weight", at::ones({4}));
+    follows.register_buffer("shadow", follows.parameters()[0].detach());
+    EXPECT_THAT(refusal([&] { ShardedDataParallel(follows, {.shard = world.group()}); }), HasSubstr("parameter 'weight' and buffer 'shadow' share memory"));
     for (const Way& way : ways) {
       ShardedDataParallel zero(net, {.shard = world.group()}, options_of(way));
       EXPECT_THAT(refusal([&] { zero.finish(); }), HasSubstr("finish() was called without begin_step()"));
