@@ -4,6 +4,8 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
@@ -246,6 +248,21 @@ void OperatorTrigger::refuse_other_rows(const c10::FunctionSchema& schema, Argum
   }
 }
 
+/// What runs without gradients may be the inside of a torch::autograd::Function. Then autograd has taken down already of what shape its gradient will be.
+void OperatorTrigger::refuse_functions_over_slices() const {
+  for (const auto& [tensor, place, argument] : seen_) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
+    if (!accumulator || has_all_rows(place)) continue;
+    const FlatParameters& flat = units_.flats(place.unit)[place.flat];
+    const at::IntArrayRef slice = flat.slice_sizes(place.index);
+    const auto noted = accumulator->input_metadata(0).shape_as_dim_vector();
+    require(noted != c10::fromIntArrayRefSlow(slice), "fully_shard: '", name_of(place),
+            "' was given to a torch::autograd::Function when it was this rank's slice ", slice, " of ",
+            at::IntArrayRef(flat.layout().parameters[place.index].shape),
+            ", before any operator of the forward; let an operator use it, or the module's input with it, before");
+  }
+}
+
 bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
   const auto is = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return false;
@@ -370,6 +387,7 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
   if (step && !step_.running()) step_.begin(Drive::Loop);
   if (step) return step_.resume();
   if (in_call()) return;  // acquired in place, and given back when the call ends
+  refuse_functions_over_slices();
   evaluating_ = !at::GradMode::is_enabled();
   for (size_t i = first; i < stack.size(); ++i) stack[i] = with_wholes(stack[i]);
 }

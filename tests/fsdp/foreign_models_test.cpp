@@ -359,25 +359,28 @@ struct OwnProduct : torch::autograd::Function<OwnProduct> {
 
 TEST(FullyShard, AFunctionOfTheProgramsThatComesFirstIsNamed) {
   struct Own : torch::nn::Module {
-    Own() {
-      weight = register_parameter("weight", at::empty({2, 5}));
+    explicit Own(int64_t rows) {
+      weight = register_parameter("weight", at::empty({rows, 5}));
       fill_parameters(*this);
     }
     at::Tensor weight;
   };
-  run_ranks(2, [&](World& world) {
-    Own model;  // a row on each rank: autograd would add the rows of the whole up
-    auto sharded = fully_shard(model, world.group());
-    const at::Tensor x = random_tensor({3, 5}, "x");
-    EXPECT_THAT(refusal([&] { OwnProduct::apply(model.weight, x).square().sum().backward(); }),
-                ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("autograd::Function")));
-    model.zero_grad();
-    const at::Tensor first = x + at::linear(x, model.weight).sum() * 0;
-    OwnProduct::apply(model.weight, first).square().sum().backward();
-    Own whole;
-    OwnProduct::apply(whole.weight, x).square().sum().backward();
-    EXPECT_TRUE(at::allclose(model.weight.grad() / 2, whole.weight.grad().narrow(0, world.rank(), 1)));
-  });
+  // Of two rows a rank has one, over which autograd would add the whole's up; six have no such way.
+  for (const int64_t rows : {2, 6}) {
+    run_ranks(2, [&](World& world) {
+      Own model(rows);
+      auto sharded = fully_shard(model, world.group());
+      const at::Tensor x = random_tensor({3, 5}, "x");
+      EXPECT_THAT(refusal([&] { OwnProduct::apply(model.weight, x).square().sum().backward(); }),
+                  ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("autograd::Function")));
+      model.zero_grad();
+      const at::Tensor first = x + at::linear(x, model.weight).sum() * 0;
+      OwnProduct::apply(model.weight, first).square().sum().backward();
+      Own whole(rows);
+      OwnProduct::apply(whole.weight, x).square().sum().backward();
+      EXPECT_TRUE(at::allclose(model.weight.grad() / 2, whole.weight.grad().narrow(0, world.rank() * rows / 2, rows / 2)));
+    });
+  }
 }
 
 }  // namespace
