@@ -263,6 +263,18 @@ void OperatorTrigger::refuse_functions_over_slices() const {
   }
 }
 
+/// Every rank would draw its own rows from the start of one sequence: not the values of one process, and the same rows again where ranks are seeded alike.
+void OperatorTrigger::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!draws_in_place(schema.name()) || !units_.are_cut()) return;
+  const at::Tensor& drawn = arguments[0].toTensor();
+  const auto found = parameters_.find(drawn.unsafeGetTensorImpl());
+  require(found == parameters_.end() || drawn.is_meta(), "fully_shard: ", schema.name(), " was given '",
+          found == parameters_.end() ? "" : name_of(found->second),
+          "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
+          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard. For this rank's rows alone draw into "
+          "parameter.detach()");
+}
+
 bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
   const auto is = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return false;
@@ -399,6 +411,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   const Arguments arguments(stack.data() + first, count);
   if (!backward) refuse_local_norms(schema, arguments);
+  if (!backward) refuse_draws(schema, arguments);
   scan(arguments);
   if (replaced_ && !backward) {
     if (step_.running() && !step_.driven()) step_.leave();

@@ -383,5 +383,30 @@ TEST(FullyShard, AFunctionOfTheProgramsThatComesFirstIsNamed) {
   }
 }
 
+/// One seed on all ranks, as a program on one device has it.
+TEST_P(Foreign, DrawingIntoASliceIsRefused) {
+  const int ranks = GetParam();
+  run_ranks(ranks, [&](World& world) {
+    const auto model = std::make_shared<torch::nn::LinearImpl>(4, 6);
+    fill_parameters(*model);
+    auto sharded = fully_shard(*model, world.group());
+    if (ranks == 1) return torch::nn::init::normal_(model->weight), void();
+    const at::Tensor before = model->weight.detach().clone(), x = random_tensor({3, 4}, "x");
+    const auto refused = [&] {
+      EXPECT_THAT(refusal([&] { torch::nn::init::normal_(model->weight); }),
+                  ::testing::AllOf(HasSubstr("aten::normal_"), HasSubstr("'weight'"), HasSubstr("materialize"), HasSubstr("unshard")));
+      EXPECT_THAT(refusal([&] { model->reset_parameters(); }), HasSubstr("aten::uniform_"));
+    };
+    refused();
+    EXPECT_TRUE(at::equal(model->weight.detach(), before));
+    const at::Tensor loss = model->forward(x).sum();
+    refused();  // while the parameter is whole
+    loss.backward();
+    model->weight.detach().normal_();  // this rank's rows
+    unshard(*model);
+    torch::nn::init::normal_(model->weight);
+  });
+}
+
 }  // namespace
 }  // namespace tessera
