@@ -47,7 +47,9 @@
 #include "tessera/nn/module.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/nn/sync_batch_norm.h"
 
 // Data.
@@ -94,5 +96,6 @@
 #include "tessera/plan/dry_run.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/load_model.h"
+#include "tessera/train/state_bytes.h"
 #include "tessera/train/trainer.h"
 #include "tessera/verify/verify.h"

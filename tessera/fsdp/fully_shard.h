@@ -106,13 +106,13 @@ struct ShardUnit {
 /// while its unit is in use; in between the very same tensor is this rank's slice, as slice_of says, so optimizers, clipping, checkpoints and hashes see slices
 /// and need to know nothing. The loop is that of one device:
 ///
-///   auto model = on_meta([&] { return Llama(options); });
+///   auto model = on_meta([&] { return make_model(config.model); });
 ///   auto sharded = fully_shard(*model, group, {.wrap = "layers.*"});
 ///   materialize(*model, seed);                            // this rank's slices only
 ///   torch::optim::AdamW optimizer(model->parameters());
 ///   for (...) {
 ///     optimizer.zero_grad();
-///     loss(model(x), y).backward();                       // grad() of each parameter is this rank's slice of the sum over ranks
+///     loss(model->forward(x), y).backward();              // grad() of each parameter is this rank's slice of the sum over ranks
 ///     optimizer.step();
 ///   }
 ///

@@ -4,6 +4,8 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
@@ -251,6 +253,33 @@ void OperatorTrigger::refuse_other_rows(const c10::FunctionSchema& schema, Argum
   }
 }
 
+/// What runs without gradients may be the inside of a torch::autograd::Function. Then autograd has taken down already of what shape its gradient will be.
+void OperatorTrigger::refuse_functions_over_slices() const {
+  for (const auto& [tensor, place, argument] : seen_) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
+    if (!accumulator || has_all_rows(place)) continue;
+    const FlatParameters& flat = units_.flats(place.unit)[place.flat];
+    const at::IntArrayRef slice = flat.slice_sizes(place.index);
+    const auto noted = accumulator->input_metadata(0).shape_as_dim_vector();
+    require(noted != c10::fromIntArrayRefSlow(slice), "fully_shard: '", name_of(place),
+            "' was given to a torch::autograd::Function when it was this rank's slice ", slice, " of ",
+            at::IntArrayRef(flat.layout().parameters[place.index].shape),
+            ", before any operator of the forward; let an operator use it, or the module's input with it, before");
+  }
+}
+
+/// Every rank would draw its own rows from the start of one sequence: not the values of one process, and the same rows again where ranks are seeded alike.
+void OperatorTrigger::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!draws_in_place(schema.name()) || !units_.are_cut()) return;
+  const at::Tensor& drawn = arguments[0].toTensor();
+  const auto found = parameters_.find(drawn.unsafeGetTensorImpl());
+  require(found == parameters_.end() || drawn.is_meta(), "fully_shard: ", schema.name(), " was given '",
+          found == parameters_.end() ? "" : name_of(found->second),
+          "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
+          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard. For this rank's rows alone draw into "
+          "parameter.detach()");
+}
+
 bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
   const auto is = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return false;
@@ -386,6 +415,7 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
   if (step && !step_.running()) step_.begin(Drive::Loop);
   if (step) return step_.resume();
   if (in_call()) return;  // acquired in place, and given back when the call ends
+  refuse_functions_over_slices();
   evaluating_ = !at::GradMode::is_enabled();
   for (size_t i = first; i < stack.size(); ++i) stack[i] = with_wholes(stack[i]);
 }
@@ -397,6 +427,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   const Arguments arguments(stack.data() + first, count);
   if (!backward) refuse_local_norms(schema, arguments);
+  if (!backward) refuse_draws(schema, arguments);
   scan(arguments);
   if (replaced_ && !backward) {
     if (step_.running() && !step_.driven()) step_.leave();

@@ -75,6 +75,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool stretches(Arguments arguments, const at::Tensor& handle) const;
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
+  void refuse_functions_over_slices() const;
+  void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
   bool is_gradient(const c10::IValue& value) const;
   std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;

@@ -121,6 +121,13 @@ const Names& comparisons() {
   return names;
 }
 
+/// Each fills what it is given from libtorch's generator.
+const Names& draws() {
+  static const Names names{"aten::normal_",     "aten::uniform_", "aten::bernoulli_", "aten::random_",
+                           "aten::log_normal_", "aten::cauchy_",  "aten::geometric_", "aten::exponential_"};
+  return names;
+}
+
 const c10::IValue* named(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const std::string& name) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (schema.arguments()[i].name() == name && !arguments[i].isNone()) return &arguments[i];
@@ -154,6 +161,7 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
+bool draws_in_place(const std::string& name) { return draws().contains(name); }
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
 bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name); }
 bool is_forward(const std::string& name) { return is_layer(name) || others().contains(name); }

@@ -32,6 +32,9 @@ bool is_forward(const std::string& name);
 bool writes(const c10::FunctionSchema& schema, size_t argument);
 bool writes(const c10::FunctionSchema& schema);
 
+/// Whether the operator fills its first argument with random numbers.
+bool draws_in_place(const std::string& name);
+
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);
 

@@ -40,8 +40,8 @@ void draw(const at::Tensor& parameter, uint64_t seed);
 
 }  // namespace nn
 
-/// Builds a module without memory: `auto model = on_meta([&] { return Llama(options); });`. How its constructors initialize it (their reset_parameters,
-/// torch::nn::init, whatever operators) is remembered, and materialize does it.
+/// Builds a module without memory: `auto model = on_meta([&] { return make_model(config.model); });`. How its constructors initialize it (their
+/// reset_parameters, torch::nn::init, whatever operators) is remembered, and materialize does it.
 template <class F>
 auto on_meta(F&& build) {
   nn::OnMeta guard;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -100,20 +101,21 @@ void sum_by_place(const std::vector<comm::Group>& groups, const std::vector<Term
   }
 }
 
-/// The ranks that share out what is updated for the parameter.
-comm::Group shard_group(const at::Tensor& updated) {
+/// The ranks that share out what is updated for the parameter, as whoever wraps it says.
+std::optional<comm::Group> shard_group(const at::Tensor& updated) {
   const at::Tensor parameter = updated_for(updated);
   const auto* const dispatcher = parameter.defined() ? GradientDispatcher::find(parameter) : nullptr;
   const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
-  return owner == nullptr ? comm::Group::self() : owner->norm_group();
+  return owner == nullptr ? std::nullopt : std::optional(owner->norm_group());
 }
 
 /// Terms by who shares them out, in the order of the first of each, which is that of all ranks.
-std::vector<std::pair<comm::Group, std::vector<Term>>> by_shard_group(std::vector<Term> terms) {
-  std::vector<std::pair<comm::Group, std::vector<Term>>> found;
+std::vector<std::pair<std::optional<comm::Group>, std::vector<Term>>> by_shard_group(std::vector<Term> terms) {
+  std::vector<std::pair<std::optional<comm::Group>, std::vector<Term>>> found;
   for (Term& term : terms) {
-    const comm::Group group = shard_group(term.parameter);
-    auto place = std::ranges::find_if(found, [&](const auto& known) { return known.first.engine() == group.engine(); });
+    const auto group = shard_group(term.parameter);
+    const auto is_same = [&](const auto& known) { return known.first ? group && known.first->engine() == group->engine() : !group; };
+    auto place = std::ranges::find_if(found, is_same);
     if (place == found.end()) place = found.insert(place, {group, {}});
     place->second.push_back(std::move(term));
   }
@@ -143,8 +145,14 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kSite);
   if (terms.front().sharing.even) return sum_aligned(group, terms);
-  if (everyone.size() > group.size()) return sum_by_place({everyone}, terms);
-  for (const auto& [shard, theirs] : by_shard_group(std::move(terms))) shard.size() > 1 ? sum_by_place({shard, group}, theirs) : sum_aligned(group, theirs);
+  for (const auto& [shard, theirs] : by_shard_group(std::move(terms))) {
+    const int ranks = shard ? shard->size() * group.size() : everyone.size();
+    if (ranks <= group.size()) {
+      sum_aligned(group, theirs);
+    } else {
+      sum_by_place(everyone.size() == ranks ? std::vector{everyone} : std::vector{*shard, group}, theirs);
+    }
+  }
 }
 
 }  // namespace tessera::nn

@@ -204,7 +204,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
           tensor,
           detail::concat("sharded data parallelism: the gradient of '", name,
                          "' lies in parts, one on each rank (ShardedDataParallel::shards): make the optimizer by tessera::zero_optimizer(sharded, make) in "
-                         "place of one over model->parameters(), and clip by tessera::clip_grad_norm(sharded, max_norm)")));
+                         "place of one over model->parameters() (torch::optim::LBFGS, which needs whole gradients, works under DistributedDataParallel alone), "
+                         "clip by tessera::clip_grad_norm(sharded, max_norm), and scale or change gradients by hand on sharded.updated()")));
     }
   }
 

@@ -359,24 +359,52 @@ struct OwnProduct : torch::autograd::Function<OwnProduct> {
 
 TEST(FullyShard, AFunctionOfTheProgramsThatComesFirstIsNamed) {
   struct Own : torch::nn::Module {
-    Own() {
-      weight = register_parameter("weight", at::empty({2, 5}));
+    explicit Own(int64_t rows) {
+      weight = register_parameter("weight", at::empty({rows, 5}));
       fill_parameters(*this);
     }
     at::Tensor weight;
   };
-  run_ranks(2, [&](World& world) {
-    Own model;  // a row on each rank: autograd would add the rows of the whole up
-    auto sharded = fully_shard(model, world.group());
-    const at::Tensor x = random_tensor({3, 5}, "x");
-    EXPECT_THAT(refusal([&] { OwnProduct::apply(model.weight, x).square().sum().backward(); }),
-                ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("autograd::Function")));
-    model.zero_grad();
-    const at::Tensor first = x + at::linear(x, model.weight).sum() * 0;
-    OwnProduct::apply(model.weight, first).square().sum().backward();
-    Own whole;
-    OwnProduct::apply(whole.weight, x).square().sum().backward();
-    EXPECT_TRUE(at::allclose(model.weight.grad() / 2, whole.weight.grad().narrow(0, world.rank(), 1)));
+  // Of two rows a rank has one, over which autograd would add the whole's up; six have no such way.
+  for (const int64_t rows : {2, 6}) {
+    run_ranks(2, [&](World& world) {
+      Own model(rows);
+      auto sharded = fully_shard(model, world.group());
+      const at::Tensor x = random_tensor({3, 5}, "x");
+      EXPECT_THAT(refusal([&] { OwnProduct::apply(model.weight, x).square().sum().backward(); }),
+                  ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("autograd::Function")));
+      model.zero_grad();
+      const at::Tensor first = x + at::linear(x, model.weight).sum() * 0;
+      OwnProduct::apply(model.weight, first).square().sum().backward();
+      Own whole(rows);
+      OwnProduct::apply(whole.weight, x).square().sum().backward();
+      EXPECT_TRUE(at::allclose(model.weight.grad() / 2, whole.weight.grad().narrow(0, world.rank() * rows / 2, rows / 2)));
+    });
+  }
+}
+
+/// One seed on all ranks, as a program on one device has it.
+TEST_P(Foreign, DrawingIntoASliceIsRefused) {
+  const int ranks = GetParam();
+  run_ranks(ranks, [&](World& world) {
+    const auto model = std::make_shared<torch::nn::LinearImpl>(4, 6);
+    fill_parameters(*model);
+    auto sharded = fully_shard(*model, world.group());
+    if (ranks == 1) return torch::nn::init::normal_(model->weight), void();
+    const at::Tensor before = model->weight.detach().clone(), x = random_tensor({3, 4}, "x");
+    const auto refused = [&] {
+      EXPECT_THAT(refusal([&] { torch::nn::init::normal_(model->weight); }),
+                  ::testing::AllOf(HasSubstr("aten::normal_"), HasSubstr("'weight'"), HasSubstr("materialize"), HasSubstr("unshard")));
+      EXPECT_THAT(refusal([&] { model->reset_parameters(); }), HasSubstr("aten::uniform_"));
+    };
+    refused();
+    EXPECT_TRUE(at::equal(model->weight.detach(), before));
+    const at::Tensor loss = model->forward(x).sum();
+    refused();  // while the parameter is whole
+    loss.backward();
+    model->weight.detach().normal_();  // this rank's rows
+    unshard(*model);
+    torch::nn::init::normal_(model->weight);
   });
 }
 

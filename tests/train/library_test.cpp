@@ -1,5 +1,7 @@
 /// The code of docs/library.md, compiled and run: what stands between `//: name` and `//:` here is what the page shows.
 #include <map>
+#include <regex>
+#include <set>
 
 #include <gtest/gtest.h>
 #include <torch/nn.h>
@@ -416,5 +418,41 @@ TEST(Library, OnMeta) {
 }
 
 TEST(Library, ThePageShowsWhatIsCompiled) { tessera::testing_support::expect_page_shows("library.md", "tests/train/library_test.cpp"); }
+
+/// All that `#include <tessera/tessera.h>` brings, without comments.
+std::string umbrella() {
+  std::string code;
+  std::set<std::string> files{"tessera/tessera.h"};
+  const std::regex include("#include \"(tessera/[^\"]+)\".*");
+  for (std::vector<std::string> left(files.begin(), files.end()); !left.empty();) {
+    std::ifstream file(std::filesystem::path(TESSERA_SOURCE_DIR) / left.back());
+    left.pop_back();
+    for (std::string line; std::getline(file, line);) {
+      std::smatch match;
+      if (std::regex_match(line, match, include) && files.insert(match[1]).second) left.push_back(match[1]);
+      code += line.substr(0, line.find("//")) + "\n";
+    }
+  }
+  return code;
+}
+
+std::set<std::string> found_in(const std::string& text, const std::string& pattern, size_t group) {
+  const std::regex regex(pattern);
+  std::set<std::string> found;
+  for (std::sregex_iterator match(text.begin(), text.end(), regex), end; match != end; ++match) found.insert((*match)[group]);
+  return found;
+}
+
+TEST(Library, TheHeaderHasEveryNameInTheCodeOfThePages) {
+  const std::set<std::string> known = found_in(umbrella(), "\\w+", 0);
+  EXPECT_GT(known.count("fully_shard"), 0u);
+  for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::path(TESSERA_SOURCE_DIR) / "docs")) {
+    if (entry.path().extension() != ".md") continue;
+    const std::string page = entry.path().filename(), text = tessera::testing_support::text_of_docs(page);
+    std::string shown = page == "library.md" ? text : "";  // with what stands between its blocks
+    for (const std::string& block : tessera::testing_support::code_of(text)) shown += block;
+    for (const std::string& name : found_in(shown, "\\btessera::(\\w+::)*(\\w+)", 2)) EXPECT_TRUE(known.contains(name)) << page << " shows " << name;
+  }
+}
 
 }  // namespace

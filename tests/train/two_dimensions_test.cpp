@@ -13,6 +13,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/layers.h"
@@ -180,12 +181,12 @@ tessera::ParallelPlan net_plan() {
 /// A hidden layer of 17 and a vocabulary of 29 leave the ranks of a tp group parts of other sizes, and so other cuts of norms and biases: without a word from
 /// the program these meet at their places all the same.
 TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
-  const Batch batch = batches(1).front();
+  const std::vector<Batch> passes = batches(2);  // accumulated
   Values expected;
   {
     Net model = tessera::on_meta([] { return Net(); });
     tessera::materialize(model, 1);
-    model(batch.ids, batch.labels).backward();
+    for (const auto& [ids, labels] : passes) model(ids, labels).backward();
     for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*model)) expected[name] = tensor.grad();
   }
   enum class Kind { Zero1, Zero2, Whole, ByLayer, Apart };
@@ -200,7 +201,6 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
           std::vector<std::unique_ptr<tessera::GradientSynchronizer>> wrappers;
           if (kind == Kind::Apart) {
             wrappers.push_back(tessera::fully_shard(model->layer1, mesh["dp"]));
-            wrappers.push_back(tessera::fully_shard(model, mesh["dp"]));
           } else if (!zero) {
             wrappers.push_back(tessera::fully_shard(model, mesh["dp"], {.wrap = kind == Kind::ByLayer ? "*" : ""}));
           }
@@ -209,9 +209,20 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
             wrappers.push_back(std::make_unique<tessera::ShardedDataParallel>(*model, tessera::ShardGroups{.shard = mesh["dp"]},
                                                                               tessera::ZeroOptions{.stage = kind == Kind::Zero1 ? 1 : 2}));
           }
+          if (kind == Kind::Apart) {
+            for (const auto& child : model->children()) {
+              if (child != model->layer1.ptr()) wrappers.push_back(std::make_unique<tessera::DistributedDataParallel>(*child, mesh["dp"]));
+            }
+          }
           const auto [begin, rows] = tessera::chunk(4, ranks / tp, mesh.rank("dp"));
-          model(batch.ids.narrow(0, begin, rows), batch.labels.narrow(0, begin, rows)).backward();
-          const auto updated = wrappers.back()->updated();
+          for (const auto& [ids, labels] : passes) {
+            std::vector<tessera::Attachment> held;
+            for (const auto& wrapper : wrappers) {
+              if (&ids != &passes.back().ids) held.push_back(wrapper->no_sync());
+            }
+            model(ids.narrow(0, begin, rows), labels.narrow(0, begin, rows)).backward();
+          }
+          const auto updated = zero ? wrappers.back()->updated() : tessera::nn::unique_parameters(*model);
           tessera::nn::sum_terms(parallel->group(), updated, told ? mesh[{"dp", "tp"}] : tessera::comm::Group());
           EXPECT_LT(difference(updated, expected, /*gradients=*/true), 1e-5)
               << tp << " of " << ranks << ", kind " << static_cast<int>(kind) << ", told " << told;

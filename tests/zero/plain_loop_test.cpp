@@ -555,9 +555,12 @@ TEST(ZeroPlainLoop, AnOptimizerOrClippingOverTheParametersIsToldWhatToWrite) {
           const auto expect_told = [](const std::string& text) {
             EXPECT_THAT(text, HasSubstr("sharded data parallelism: the gradient of 'scale' lies in parts"));
             EXPECT_THAT(text, HasSubstr("zero_optimizer(sharded, make)"));
+            EXPECT_THAT(text, HasSubstr("torch::optim::LBFGS, which needs whole gradients, works under DistributedDataParallel alone"));
+            EXPECT_THAT(text, HasSubstr("by hand on sharded.updated()"));
           };
           expect_told(refusal([&] { wrong.step(); }));
           expect_told(refusal([&] { torch::nn::utils::clip_grad_norm_(net.parameters(), 1.0); }));
+          expect_told(refusal([&] { net.scale.mutable_grad().mul_(0.5); }));
         }
       }
       backward(net, whole_batch(samples));  // the module is as before
