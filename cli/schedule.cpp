@@ -30,7 +30,7 @@ struct ScheduleFlags {
   bool list = false, json = false, lower = false;
 };
 
-/// "1,2.5,0": finite numbers, none below 0.
+/// "1,2.5,0".
 std::vector<double> read_numbers(const char* flag, const std::string& text, const std::string& expected) {
   std::vector<double> numbers;
   const char* at = text.data();
@@ -38,8 +38,8 @@ std::vector<double> read_numbers(const char* flag, const std::string& text, cons
   while (true) {
     double number = 0;
     const auto [next, error] = std::from_chars(at, end, number);
-    const bool good = error == std::errc() && std::isfinite(number) && number >= 0 && number <= 1e15 && (next == end || *next == ',');
-    require(good, flag, " = ", text, ": expected ", expected, ", numbers of at least 0 with commas between them");
+    const bool good = error == std::errc() && std::isfinite(number) && (number == 0 || (number >= 1e-9 && number <= 1e15)) && (next == end || *next == ',');
+    require(good, flag, " = ", text, ": expected ", expected, ", 0 or numbers from 1e-9 to 1e15, with commas between them");
     numbers.push_back(number);
     if (next == end) return numbers;
     at = next + 1;

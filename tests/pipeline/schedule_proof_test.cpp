@@ -33,7 +33,7 @@ TEST(ScheduleProof, EachActionOnceInOrderWithoutDeadlock) {
     EXPECT_EQ(schedule.stages(), ranks * chunks);
     ++schedules;
   });
-  EXPECT_EQ(schedules, 2987);
+  EXPECT_EQ(schedules, 3048);
 }
 
 TEST(ScheduleProof, MessagesMeetOnEveryKindOfEngine) {

@@ -89,7 +89,11 @@ void draw_legend(Svg& svg, const std::vector<Drawing>& drawings, double top) {
     svg.text(left + 16, top, entry.text, {.size = 11, .color = kGray});
     left += 34 + 6.2 * static_cast<double>(entry.text.size());
   }
-  svg.text(left, top, "numbers: micro-batches; lighter: later chunks of a rank", {.size = 11, .color = kGray});
+  const auto some = [&](auto&& predicate) { return std::ranges::any_of(drawings, [&](const Drawing& drawing) { return predicate(drawing.schedule); }); };
+  std::string text = "numbers: micro-batches";
+  if (some([](const Schedule& schedule) { return schedule.stages() > schedule.ranks(); })) text += "; lighter: later chunks of a rank";
+  if (some([](const Schedule& schedule) { return schedule.is_asynchronous(); })) text += "; black lines: updates of the weights";
+  svg.text(left, top, text, {.size = 11, .color = kGray});
 }
 
 double makespan_of(const Timeline& timeline) {

@@ -107,6 +107,16 @@ std::optional<Problem> Progress::out_of_order() const {
   return std::nullopt;
 }
 
+/// An event under the name of the action that brings it about: a gradient of inputs may come from a whole backward, or an overlap.
+std::string Progress::name_of(const Event& event) const {
+  for (const Action& action : schedule_.actions[schedule_.rank_of[event.stage]]) {
+    for (const Event& brought : brings(action)) {
+      if (brought == event) return to_string(action);
+    }
+  }
+  return text_of(event);
+}
+
 /// The rank that has to go on before `event` is there.
 int Progress::waits_for(int rank, const Event& event) const {
   if (event.kind != Kind::ReceiveForward && event.kind != Kind::ReceiveBackward) return schedule_.rank_of[event.stage];
@@ -133,9 +143,9 @@ Problem Progress::circle(int rank) const {
     if (!event) {
       text += fmt::format("rank {} stands in {} until rank {} comes to its other end", *it, to_string(action), peer(schedule_, action));
     } else if (const int other = waits_for(*it, *event); other == *it) {
-      text += fmt::format("rank {} is at {}, which needs {}, and does that later or not at all", *it, to_string(action), text_of(*event));
+      text += fmt::format("rank {} is at {}, which needs {}, and does that later or not at all", *it, to_string(action), name_of(*event));
     } else {
-      text += fmt::format("rank {} is at {}, which needs {} of rank {}", *it, to_string(action), text_of(*event), other);
+      text += fmt::format("rank {} is at {}, which needs {} of rank {}", *it, to_string(action), name_of(*event), other);
     }
   }
   return {.rank = rank, .position = at_end(rank) ? -1 : static_cast<int>(position_[rank]), .what = "deadlock: " + text};

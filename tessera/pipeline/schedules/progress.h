@@ -36,6 +36,7 @@ class Progress {
   void finish(int rank);
   std::optional<Problem> out_of_order() const;
   int waits_for(int rank, const Event& missing) const;
+  std::string name_of(const Event& event) const;
   Problem circle(int rank) const;
 
   const Schedule& schedule_;

@@ -10,12 +10,8 @@
 namespace tessera::schedules {
 namespace {
 
-/// How many chunks a rank may hold.
-enum class Chunks { One, Two, Any };
-
 struct Maker {
   KnownSchedule known;
-  Chunks chunks = Chunks::One;
   std::function<Schedule(const Request&)> make;
 };
 
@@ -28,49 +24,32 @@ Schedule automatic_within(const Request& request, const char* name, int limit) {
 const std::vector<Maker>& makers() {
   using R = const Request&;
   static const std::vector<Maker> all{
-      {{"naive", "one micro-batch after the other", "any", "(p-1)/p", "1"}, Chunks::Any, [](R r) { return naive(r.ranks, r.micro_batches, r.chunks); }},
-      {{"gpipe", "all forwards, then all backwards", "v = 1", "(p-1)/(m+p-1)", "m"}, Chunks::One, [](R r) { return gpipe(r.ranks, r.micro_batches); }},
-      {{"1f1b", "a forward and a backward in turns", "v = 1", "(p-1)/(m+p-1)", "min(m, p-i)"},
-       Chunks::One,
-       [](R r) { return one_f_one_b(r.ranks, r.micro_batches); }},
-      {{"pipedream", "1f1b with an update behind every backward", "v = 1", "none between steps", "min(m, p-i)"},
-       Chunks::One,
+      {{"naive", "one micro-batch after the other", "any", "(p-1)/p", "1", 0}, [](R r) { return naive(r.ranks, r.micro_batches, r.chunks); }},
+      {{"gpipe", "all forwards, then all backwards", "v = 1", "(p-1)/(m+p-1)", "m", 1}, [](R r) { return gpipe(r.ranks, r.micro_batches); }},
+      {{"1f1b", "a forward and a backward in turns", "v = 1", "(p-1)/(m+p-1)", "min(m, p-i)", 1}, [](R r) { return one_f_one_b(r.ranks, r.micro_batches); }},
+      {{"pipedream", "1f1b with an update behind every backward", "v = 1", "none between steps", "min(m, p-i)", 1},
        [](R r) { return pipedream(r.ranks, r.micro_batches, r.vertical_sync); }},
-      {{"pipedream_2bw", "1f1b with an update behind every few backwards", "v = 1", "none between steps", "min(m, p-i)"},
-       Chunks::One,
+      {{"pipedream_2bw", "1f1b with an update behind every few backwards", "v = 1", "none between steps", "min(m, p-i)", 1},
        [](R r) { return pipedream_2bw(r.ranks, r.micro_batches, r.per_update); }},
-      {{"interleaved", "1f1b over several chunks a rank", "m a multiple of max(1, m/p)", "(p-1)/(v m+p-1)", "min(v m, 2(p-1-i)+(v-1)p+1)/v"},
-       Chunks::Any,
+      {{"interleaved", "1f1b over several chunks a rank", "m a multiple of max(1, m/p)", "(p-1)/(v m+p-1)", "min(v m, 2(p-1-i)+(v-1)p+1)/v", 0},
        [](R r) { return interleaved(r.ranks, r.micro_batches, r.chunks, r.group); }},
-      {{"breadth_first", "gpipe over several chunks a rank", "any", "(p-1)/(v m+p-1)", "m"},
-       Chunks::Any,
+      {{"breadth_first", "gpipe over several chunks a rank", "any", "(p-1)/(v m+p-1)", "m", 0},
        [](R r) { return breadth_first(r.ranks, r.micro_batches, r.chunks); }},
-      {{"zb_h1", "1f1b, its gaps filled with gradients of weights", "v = 1", "(p-1)/(3m+p-1)", "at most p"},
-       Chunks::One,
+      {{"zb_h1", "1f1b, its gaps filled with gradients of weights", "v = 1", "(p-1)/(3m+p-1)", "at most p", 1},
        [](R r) { return zb_h1(r.ranks, r.micro_batches); }},
-      {{"zb_h2", "no bubble within a rank's span, for twice the memory", "v = 1", "(p-1)/(3m+p-1), of a span 0", "at most 2p-1"},
-       Chunks::One,
+      {{"zb_h2", "no bubble within a rank's span, for twice the memory", "v = 1", "(p-1)/(3m+p-1), of a span 0", "at most 2p-1", 1},
        [](R r) { return zb_h2(r.ranks, r.micro_batches); }},
-      {{"zb_v", "no bubble within a rank's span, in 1f1b's memory", "v = 2", "(p-1)/(6m+p-1), of a span 0", "at most p"},
-       Chunks::Two,
+      {{"zb_v", "no bubble within a rank's span, in 1f1b's memory", "v = 2", "(p-1)/(6m+p-1), of a span 0", "at most p", 2},
        [](R r) { return zb_v(r.ranks, r.micro_batches); }},
-      {{"dualpipev", "a forward and a backward at once", "v = 2, m >= 2p", "idle (p-1)(F&B + B - 3W)", "at most p + 1/2"},
-       Chunks::Two,
+      {{"dualpipev", "a forward and a backward at once", "v = 2, m >= 2p", "idle (p-1)(F&B + B - 3W)", "at most p + 1/2", 2},
        [](R r) { return dualpipev(r.ranks, r.micro_batches); }},
-      {{"v_half", "half of 1f1b's memory", "v = 2", "idle about 3p chunks", "at most (p+2)/2"},
-       Chunks::Two,
-       [](R r) { return v_half(r.ranks, r.micro_batches); }},
-      {{"v_min", "a third of 1f1b's memory", "v = 2", "idle about 4p chunks", "at most (p+4)/3"},
-       Chunks::Two,
-       [](R r) { return v_min(r.ranks, r.micro_batches); }},
-      {{"zb_1p", "the best found for measured costs, in 1f1b's memory", "v = 1", "by the costs", "at most p"},
-       Chunks::One,
+      {{"v_half", "half of 1f1b's memory", "v = 2", "idle about 3p chunks", "at most (p+2)/2", 2}, [](R r) { return v_half(r.ranks, r.micro_batches); }},
+      {{"v_min", "a third of 1f1b's memory", "v = 2", "idle about 4p chunks", "at most (p+4)/3", 2}, [](R r) { return v_min(r.ranks, r.micro_batches); }},
+      {{"zb_1p", "the best found for measured costs, in 1f1b's memory", "v = 1", "by the costs", "at most p", 1},
        [](R r) { return automatic_within(r, "zb_1p", r.ranks); }},
-      {{"zb_2p", "the best found for measured costs, in twice that", "v = 1", "by the costs", "at most 2p"},
-       Chunks::One,
+      {{"zb_2p", "the best found for measured costs, in twice that", "v = 1", "by the costs", "at most 2p", 1},
        [](R r) { return automatic_within(r, "zb_2p", 2 * r.ranks); }},
-      {{"zb_auto", "the best found for measured costs and a limit", "v = 1", "by the costs", "at most the limit"},
-       Chunks::One,
+      {{"zb_auto", "the best found for measured costs and a limit", "v = 1", "by the costs", "at most the limit", 1},
        [](R r) { return automatic_within(r, "zb_auto", r.memory_limit); }},
   };
   return all;
@@ -80,16 +59,16 @@ const std::vector<Maker>& makers() {
 std::string with_chunks() {
   std::string names;
   for (const auto& maker : makers()) {
-    if (maker.chunks == Chunks::Any) names += (names.empty() ? "" : ", ") + maker.known.name;
+    if (maker.known.chunks == 0) names += (names.empty() ? "" : ", ") + maker.known.name;
   }
   return names;
 }
 
-int chunks_of(const Maker& maker, int chunks) {
-  if (chunks == 0) return maker.chunks == Chunks::Two ? 2 : 1;
-  require(maker.chunks != Chunks::One || chunks == 1, maker.known.name, ": virtual_stages = ", chunks,
+int chunks_of(const KnownSchedule& known, int chunks) {
+  if (chunks == 0) return std::max(known.chunks, 1);
+  require(known.chunks != 1 || chunks == 1, known.name, ": virtual_stages = ", chunks,
           ": a rank holds one stage of it; take 1, or a schedule with any number: ", with_chunks());
-  require(maker.chunks != Chunks::Two || chunks == 2, maker.known.name, ": virtual_stages = ", chunks, ": a rank holds two stages of it; take 2");
+  require(known.chunks != 2 || chunks == 2, known.name, ": virtual_stages = ", chunks, ": a rank holds two stages of it; take 2");
   return chunks;
 }
 
@@ -150,7 +129,7 @@ Schedule make_schedule(const Request& request) {
   }
   require(request.ranks >= 1, request.name, ": stages = ", request.ranks, ": at least 1");
   Request filled = request;
-  filled.chunks = chunks_of(*maker, request.chunks);
+  filled.chunks = chunks_of(maker->known, request.chunks);
   return maker->make(filled);
 }
 

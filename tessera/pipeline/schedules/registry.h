@@ -29,6 +29,7 @@ struct KnownSchedule {
   std::string domain{};  ///< which p, m and v it takes
   std::string bubble{};  ///< idle share of the makespan
   std::string peak{};    ///< activations of rank i, in micro-batches of its whole share
+  int chunks = 1;        ///< how many a rank holds; 0: any number
 };
 const std::vector<KnownSchedule>& known_schedules();
 std::vector<std::string> schedule_names();

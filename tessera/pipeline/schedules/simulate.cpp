@@ -36,20 +36,14 @@ int most_at_once(const std::vector<std::pair<size_t, size_t>>& intervals, size_t
   return most;
 }
 
-/// How many versions of its weights a stage holds at most: each from the update that makes it until its last use, and the newest always.
+/// How many versions of its weights a stage holds at most: each from the update that makes it until its last use.
 int versions_held(const RankActions& actions, int stage) {
   std::map<int, std::pair<size_t, size_t>> held{{0, {0, 0}}};
-  int newest = 0;
   for (size_t i = 0; i < actions.size(); ++i) {
     for (const Action& part : parts(actions[i])) {
       if (part.stage != stage) continue;
-      if (part.kind == Kind::Update) {
-        held[newest].second = std::max(held[newest].second, i - 1);
-        newest = part.version;
-        held[newest] = {i, i};
-      } else if (part.computes()) {
-        held[part.version].second = i;
-      }
+      if (part.kind == Kind::Update) held[part.version] = {i, i};
+      if (part.computes()) held[part.version].second = i;
     }
   }
   std::vector<std::pair<size_t, size_t>> intervals;
