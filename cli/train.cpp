@@ -194,7 +194,7 @@ void check_host_memory(const Config& config, int size) {
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));
-  const double needed = kept * parameters / size_along(mesh, mesh_roles(config).layers) * local_ranks;
+  const double needed = kept * parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
   const int64_t host = host_memory_bytes();
   require(host == 0 || needed <= static_cast<double>(host), "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
           " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,

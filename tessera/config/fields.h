@@ -65,7 +65,7 @@
     "Data parallelism with whole replicas; -1 takes what is left.")                                                  \
   X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),     \
     "Data parallelism with sharded state; -1 takes what is left.")                                                   \
-  X(int, pp, 1, any(), "Pipeline parallelism: 1, as this build has none.")                                           \
+  X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                       \
   X(int, cp, 1, any(), "Context parallelism: 1, as this build has none.")                                            \
   X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
   X(int, ep, 1, any(), "Expert parallelism: 1, as this build has none.")                                             \
@@ -100,10 +100,11 @@
 
 #define TESSERA_CONTEXT_FIELDS(X) X(std::string, method, "ring", one_of("ring, ulysses, ulysses_ring"), "How attention crosses the parts of a sequence.")
 
-#define TESSERA_PIPELINE_FIELDS(X)                                                                                                                    \
-  X(std::string, schedule, "1f1b", path_or("naive, gpipe, 1f1b, pipedream, pipedream_2bw, interleaved, breadth_first, zb_h1, zb_v, dualpipev"),       \
-    "Schedule, or a CSV file that holds one.")                                                                                                        \
-  X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(), "`auto`, or the module paths that begin the stages after the first.") \
+#define TESSERA_PIPELINE_FIELDS(X)                                                                                                              \
+  X(std::string, schedule, "1f1b", path_or("naive, gpipe, 1f1b, pipedream, pipedream_2bw, interleaved, breadth_first, zb_h1, zb_v, dualpipev"), \
+    "Schedule, or a CSV file that holds one.")                                                                                                  \
+  X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(),                                                                 \
+    "`auto`, or how many links each stage has, or the links that begin the stages after the first.")                                            \
   X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")
 
 #define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
@@ -161,21 +162,21 @@
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 
 /// Sections in the order of the documentation: X(struct, member, list of fields, doc).
-#define TESSERA_CONFIG_SECTIONS(X)                                                                      \
-  X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                          \
-  X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")                 \
-  X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                     \
-  X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")            \
-  X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                    \
-  X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.")     \
-  X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                              \
-  X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                                 \
-  X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                                 \
-  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism: not part of this build.")     \
-  X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism: not part of this build.") \
-  X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")                  \
-  X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")                   \
-  X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                            \
-  X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                    \
-  X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                              \
+#define TESSERA_CONFIG_SECTIONS(X)                                                                  \
+  X(ModelConfig, model, TESSERA_MODEL_FIELDS, "The model's family and shape.")                      \
+  X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")             \
+  X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                 \
+  X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")        \
+  X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                \
+  X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.") \
+  X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \
+  X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                             \
+  X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                             \
+  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism: not part of this build.") \
+  X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism.")                     \
+  X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")              \
+  X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")               \
+  X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                        \
+  X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                \
+  X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                          \
   X(RunConfig, run, TESSERA_RUN_FIELDS, "The run itself.")

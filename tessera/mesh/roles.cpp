@@ -12,6 +12,7 @@ MeshRoles mesh_roles(const Config& config) {
           .stages = "pp",
           .samples = {"cp", "tp"},
           .cut = config.zero.stage > 0 ? Axes{"dp_shard", "tp"} : Axes("tp"),
+          .tied = config.zero.stage > 0 ? Axes{"dp_shard", "pp"} : Axes("pp"),
           .elements = config.zero.stage > 0 ? Axes{"dp_shard", "pp", "tp"} : Axes{"pp", "tp"},
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }

@@ -16,6 +16,7 @@ struct MeshRoles {
   Axes stages;     ///< ranks that compute the same samples one after the other, each some of the layers
   Axes samples;    ///< of one stage, ranks that work on the same samples in any way, and so have the same losses
   Axes cut;        ///< of one stage, ranks that hold other elements of the gradients of its layers
+  Axes tied;       ///< of ranks that hold some of the first stage, or of the last: where what both use is summed
   Axes elements;   ///< ranks that hold other elements of any gradients: what a norm sums over
   Axes world;      ///< all ranks
 };

@@ -105,7 +105,7 @@ void Executor::run() {
   alive_.clear();
   sending_.clear();  // what a step left that failed
   for (const Leg& leg : legs_) {
-    const std::string name = describe(leg.action);
+    const std::string name = schedule_.stages() > 1 ? describe(leg.action) : "";
     const comm::CallSite site(name);
     try {
       for (const Message& message : leg.posts) post(message);
@@ -114,6 +114,7 @@ void Executor::run() {
       for (const Message& message : leg.sends) send(message);
       drop_sent();
     } catch (...) {
+      if (name.empty()) throw;
       rethrow_naming(name);
     }
   }

@@ -105,7 +105,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const DryRunOpt
     const auto counter = std::make_shared<nn::FlopCounter>();
     const auto tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
                                         [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
-    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers);
+    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) / mesh.size(mesh_roles(config).stages);
     progress.step = step;
     {
       std::optional<nn::OperatorScope> told;

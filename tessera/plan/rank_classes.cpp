@@ -49,8 +49,11 @@ struct Held {
   std::vector<int64_t> total;     ///< by rank, of the first ranks
 };
 
-Held held_elements(const Config& config, const Mesh& mesh, bool apart) {
+/// As rank `rank` of the world knows it: of its stage.
+Held held_elements(const Config& config, int world_size, int rank, bool apart) {
   if (config.zero.stage == 0) return {};
+  const auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
+  const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const Composition run = compose(config, mesh, at::kMeta);
   Held held;
   for (int rank = 0; rank < std::min(run.shard.size(), kWeighedRanks); ++rank) {
@@ -68,23 +71,29 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const bool apart = world_size <= kExactRanks;
-  const Held held = held_elements(config, mesh, apart);
   const auto& shape = mesh.shape();
   const MeshRoles axes = mesh_roles(config);
-  const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names);
+  const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names),
+             stages = ranks_along(shape, axes.stages.names);
+  std::vector<Held> held_of_stage;
+  for (int stage = 0; stage < mesh.size(axes.stages); ++stage) {
+    const auto first = std::ranges::find(stages, stage) - stages.begin();
+    held_of_stage.push_back(held_elements(config, world_size, static_cast<int>(first), apart));
+  }
+  const auto held_by = [&](int rank) -> const Held& { return held_of_stage[static_cast<size_t>(stages[static_cast<size_t>(rank)])]; };
 
   const int data_ranks = mesh.size(axes.batch);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
   const std::vector<int64_t> no_role;
   const Elements none;
-  // What tp cuts need not be equal, so each of its ranks is a class of its own.
-  using Key = std::tuple<int64_t, int, const std::vector<int64_t>&, const Elements&>;
+  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage.
+  using Key = std::tuple<int64_t, int, int, const std::vector<int64_t>&, const Elements&>;
   std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
     const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
-    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, tp[static_cast<size_t>(rank)],
-                roles.empty() ? no_role : roles[data_rank], held.of_each.empty() ? none : held.of_each[shard_rank])]
+    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)], tp[static_cast<size_t>(rank)],
+                roles.empty() ? no_role : roles[data_rank], held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
         .push_back(rank);
   }
   std::vector<std::vector<int>> result;
@@ -92,6 +101,7 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   std::ranges::sort(result);
   const auto total = [&](int rank) {
     const auto shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
+    const Held& held = held_by(rank);
     return shard_rank < held.total.size() ? held.total[shard_rank] : 0;
   };
   for (auto& ranks : result) std::iter_swap(ranks.begin(), std::ranges::max_element(ranks, {}, total));

@@ -67,7 +67,7 @@ class Builder {
       sharing.even = even_;
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
-    return std::make_unique<TensorParallel>(context_->group, std::move(attached_));
+    return std::make_unique<TensorParallel>(context_->group, context_, std::move(attached_));
   }
 
  private:
@@ -281,6 +281,8 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
 }
 
 }  // namespace
+
+void TensorParallel::set_sequence(int64_t length) { context_->sequence = length; }
 
 std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
                                                    const TensorParallelOptions& options) {

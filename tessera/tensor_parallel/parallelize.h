@@ -14,16 +14,25 @@
 
 namespace tessera {
 
+namespace tensor_parallel {
+struct Context;
+}
+
 /// A module whose layers are cut over a group; made by parallelize_module. Destroying it detaches what was attached, while parameters stay cut. What the ranks
 /// hold of each parameter is said beside its slice (nn/sharing.h): nn::sum_terms once a step, and nn::counted_once in a norm, go by it.
 class TensorParallel {
  public:
-  TensorParallel(comm::Group group, Attachment attached) : group_(std::move(group)), attached_(std::move(attached)) {}
+  TensorParallel(comm::Group group, std::shared_ptr<tensor_parallel::Context> context, Attachment attached)
+      : group_(std::move(group)), context_(std::move(context)), attached_(std::move(attached)) {}
 
   const comm::Group& group() const { return group_; }
 
+  /// Says how long the whole sequence is in the passes that follow, where a part of it comes in (a stage of a pipeline). Who cuts a sequence knows by itself.
+  void set_sequence(int64_t length);
+
  private:
   comm::Group group_;
+  std::shared_ptr<tensor_parallel::Context> context_;
   Attachment attached_;
 };
 

@@ -1,6 +1,7 @@
 #include "tessera/train/compose.h"
 
 #include <map>
+#include <set>
 #include <string>
 
 #include <ATen/ops/empty.h>
@@ -41,22 +42,6 @@ namespace tessera {
 namespace {
 
 bool verify_hashes(const Config& config, const ResumePoint& resume) { return config.checkpoint.verify && !resume.hashed; }
-
-void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
-  const auto loaded =
-      checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
-                       {.verify = verify_hashes(config, resume), .ignore_prefixes = {hook_prefix}, .partial = config.checkpoint.partial, .convert = true});
-  if (first && !loaded.converted.empty()) {
-    std::map<std::string, int64_t> kinds;
-    for (const auto& [name, kind] : loaded.converted) ++kinds[kind];
-    std::string list;
-    for (const auto& [kind, count] : kinds) list += detail::concat(list.empty() ? "" : ", ", kind, " (", count, " tensors)");
-    log().info("{}: saved with another precision.params or precision.master; what was stored is read as {}", resume.folder.string(), list);
-  }
-  checkpoint::restore_optimizer(resume.manifest.optimizer, *run.optimizer, loaded);
-  const auto& progress = resume.manifest.progress;
-  if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
-}
 
 void refuse_coupled_batches(const Config& config, const torch::nn::Module& model, int ranks) {
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
@@ -146,7 +131,23 @@ void take_stages(const Config& config, const precision::Policy& policy, const Pi
   for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
   run.rank_of_stage = layout.rank_of;
   const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
-  run.stream = {.dim = config.model.dim, .dtype = policy.params, .part = in_parts ? run.layers.rank() : 0, .parts = in_parts ? run.layers.size() : 1};
+  run.stream = {.dim = config.model.dim, .dtype = policy.params};
+  if (!in_parts) return;
+  run.stream.part = run.layers.rank();
+  run.stream.parts = run.layers.size();
+  run.stream.of_length = [tensor = run.tensor.get()](int64_t length) { tensor->set_sequence(length); };
+}
+
+/// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
+void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
+  if (run.parts.empty() || !config.model.tie_embeddings) return;
+  const int rank = run.pipeline.rank();
+  std::vector<pipeline::TiedGradients::Copy> copies;
+  for (const auto& parameter : run.updated) {
+    if (nn::slice_of(parameter.tensor).name != "embed_tokens.weight") continue;
+    copies.push_back({run.rank_of_stage.front() == rank ? pipeline::End::First : pipeline::End::Last, parameter.tensor});
+  }
+  run.tied.emplace(mesh[mesh_roles(config).tied], copies);
 }
 
 /// In the order of the parts, tied ones once.
@@ -156,6 +157,53 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
     for (auto& parameter : nn::unique_parameters(*root)) all.push_back(std::move(parameter));
   }
   return all;
+}
+
+/// What a checkpoint of the whole model holds for other stages.
+std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const Composition& run) {
+  std::vector<std::string> others;
+  if (run.parts.empty()) return others;
+  const auto whole = on_meta([&] { return make_model(config.model); });
+  std::set<std::string> known;
+  for (const auto& parameter : nn::unique_parameters(*whole)) known.insert(parameter.name);
+  for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
+  for (const auto& [name, stored] : manifest.tensors) {
+    // "model.<name>", "buffer.<name>", "optimizer.<state>.<name>"
+    const size_t begin = name.starts_with("optimizer.") ? name.find('.', std::string_view("optimizer.").size()) : name.find('.');
+    if (begin != std::string::npos && known.contains(name.substr(begin + 1))) others.push_back(name);
+  }
+  return others;
+}
+
+/// The update counts of this rank's parameters alone.
+nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own) {
+  const auto counts = optimizer.find("update_counts");
+  if (counts == optimizer.end()) return optimizer;
+  nlohmann::json mine = nlohmann::json::object();
+  for (const auto& [name, count] : own.update_counts()) {
+    if (counts->contains(name)) mine[name] = counts->at(name);
+  }
+  *counts = std::move(mine);
+  return optimizer;
+}
+
+void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
+  const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
+                                       {.verify = verify_hashes(config, resume),
+                                        .expected = stored_for_others(config, resume.manifest, run),
+                                        .ignore_prefixes = {hook_prefix},
+                                        .partial = config.checkpoint.partial,
+                                        .convert = true});
+  if (first && !loaded.converted.empty()) {
+    std::map<std::string, int64_t> kinds;
+    for (const auto& [name, kind] : loaded.converted) ++kinds[kind];
+    std::string list;
+    for (const auto& [kind, count] : kinds) list += detail::concat(list.empty() ? "" : ", ", kind, " (", count, " tensors)");
+    log().info("{}: saved with another precision.params or precision.master; what was stored is read as {}", resume.folder.string(), list);
+  }
+  checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
+  const auto& progress = resume.manifest.progress;
+  if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
 }
 
 /// Stage 3, of a model on meta, so that no rank ever holds the whole of it: outside of a step each parameter is this rank's slice.
@@ -313,6 +361,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
 
   refuse_coupled_batches(config, *run.model, data.size());
   if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);
+  tie_stages(config, mesh, run);
   if (device != at::kMeta) resume_compression(config, mesh, resume, run);
   return run;
 }

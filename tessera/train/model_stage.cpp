@@ -12,6 +12,7 @@ void ModelStage::begin(const std::vector<data::MicroBatch>& micro_batches, doubl
 
 at::Tensor ModelStage::run(const data::MicroBatch& micro, const std::vector<at::Tensor>& inputs) {
   if (whole_ != nullptr) return whole_->loss_sum(micro.tokens, micro.labels);
+  if (stream_.of_length) stream_.of_length(micro.tokens.size(1));
   const auto labels = gives_loss() ? std::optional(micro.labels) : std::nullopt;
   return part_(part_->takes_tokens() ? micro.tokens : inputs.at(0), labels, micro.tokens.size(1));
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -15,7 +16,8 @@ namespace tessera {
 struct StreamShape {
   int64_t dim = 0;
   at::ScalarType dtype = at::kFloat;
-  int part = 0, parts = 1;  ///< of the sequence (sequence parallelism)
+  int part = 0, parts = 1;                           ///< of the sequence (sequence parallelism)
+  std::function<void(int64_t seq_len)> of_length{};  ///< told the length of the whole sequence before each forward; may be empty
 };
 
 /// A part of our models, or the whole, as a stage of a pipeline: the first takes tokens from the micro-batch, the last its labels.

@@ -148,6 +148,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
 at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
   const HostMemory beside(run_.offloaded);
   nn::sum_terms(run_.layers, run_.updated, run_.cut);
+  if (run_.tied) run_.tied->sum();
   run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
   return norm_of(config_, run_, device);

@@ -24,6 +24,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/models/flops.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/flop_rates.h"
@@ -140,6 +141,13 @@ nlohmann::json bucket_plans(const BucketPlan& plan, const comm::Group& tensor) {
   auto plans = checkpoint::gather_json(tensor, to_json(plan));
   const bool equal = std::ranges::all_of(plans, [&](const auto& each) { return each == plans.front(); });
   return equal ? plans.front() : nlohmann::json(plans);
+}
+
+// Each stage counts the updates of its own parameters. Collective over the pipeline.
+nlohmann::json optimizer_of_all_stages(const Composition& run) {
+  nlohmann::json whole = checkpoint::optimizer_json(*run.optimizer);
+  for (const auto& stage : checkpoint::gather_json(run.pipeline, whole)) whole["update_counts"].update(stage.at("update_counts"));
+  return whole;
 }
 
 // What is written while training goes on needs a group that no step uses.
@@ -335,7 +343,7 @@ void Trainer::save(int64_t step) {
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
   const MeshRoles roles = mesh_roles(config_);
   for (auto& held : hook_tensors(run.hook.get(), mesh_[roles.batch], mesh_[roles.layers])) state.tensors.push_back(std::move(held));
-  state.optimizer = checkpoint::optimizer_json(*run.optimizer);
+  state.optimizer = optimizer_of_all_stages(run);
   const auto plans = bucket_plans(run.bucket_plan(), mesh_[roles.layers]);
   state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.batch));
   state.progress["loss_scale"] = run.loss_scale.state();
@@ -373,18 +381,12 @@ void Trainer::dump_weights() const {
 }
 
 RunInfo Trainer::info() const {
-  int64_t parameters = 0;
-  for (const auto& p : stepper_.run().parameters) {
-    int64_t elements = 1;
-    for (int64_t size : nn::slice_of(p.tensor).shape) elements *= size;
-    parameters += elements;
-  }
   return {.name = config_.name,
           .log_dir = config_.log.dir,
           .first_step = loader_.cursor().step + 1,
           .last_step = config_.run.steps,
           .ranks = world_.size(),
-          .parameters = parameters};
+          .parameters = num_parameters(config_.model)};
 }
 
 }  // namespace tessera

@@ -84,12 +84,13 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 
 }  // namespace
 
-Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink) {
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead) {
   const auto tap = std::make_shared<Tap>(samples, sink);
   Attachment attached;
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));
   });
+  if (instead != nullptr) attached.add(nn::attach(*instead, tap));
   return attached;
 }
 

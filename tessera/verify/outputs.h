@@ -48,8 +48,9 @@ struct BatchShape {
 
 /// Hands the first output of every nn::Module under `root` (itself included) to `sink`, and the gradient that arrives at it, until what is returned dies. It
 /// sits outside of everything that is attached already, so it hears what the caller gets. Modules computed again in backward (recomputation) are not heard
-/// twice. Plain torch::nn modules cannot be intercepted and are passed over. `sink` must live until the last backward is done.
-[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink);
+/// twice. Plain torch::nn modules cannot be intercepted and are passed over. `instead`: a module beside the tree that is called in place of the root (the last
+/// part of one that is cut into stages). `sink` must live until the last backward is done.
+[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead = nullptr);
 
 /// What a rank gave out in a step, kept until it is compared: the values up to a budget of bytes, beyond it their hash.
 class RecordedOutputs : public OutputSink {

@@ -9,6 +9,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/stepper.h"
 #include "tessera/verify/bounds.h"
@@ -68,6 +69,9 @@ struct Shown {
   StepOutcome outcome;
 };
 
+/// Of a model that is cut into stages, what gives its output on this rank, if anything does.
+nn::Module* end_of(Composition& run) { return run.parts.empty() || !run.parts.back().module->gives_loss() ? nullptr : run.parts.back().module.get(); }
+
 class Verification {
  public:
   Verification(const Config& config, const MeshConfig& mesh, const VerifyOptions& options);
@@ -123,6 +127,7 @@ Config in_layout(Config config, const MeshConfig& mesh) {
 
 Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   validate(layout, world);
+  check_pipeline(layout, mesh_shape(layout.mesh, layout.zero.stage, world));
   Inputs inputs = open_inputs(layout);
   const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
   require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,
@@ -164,7 +169,7 @@ void Verification::run_rank(comm::World& world) {
   RecordedOutputs& outputs = recorded_[static_cast<size_t>(world.rank())];
   Composition& run = side.stepper.run();
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run));
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
     meeting_.show();

@@ -125,7 +125,7 @@ TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {
   EXPECT_EQ(layout.tensor_ranks, 2);
   EXPECT_THAT(refusal({"zero.stage=3"}, 2), AllOf(HasSubstr("zero.stage = 3: shards what training keeps"), HasSubstr("leave it out")));
   EXPECT_THAT(refusal({"mesh.dp_shard=2"}, 2), HasSubstr("mesh.dp_shard = 2"));
-  EXPECT_THAT(refusal({"mesh.pp=2"}, 2), HasSubstr("mesh.pp = 2: pipeline parallelism is not part of this build"));
+  EXPECT_THAT(refusal({"mesh.pp=2"}, 2), HasSubstr("mesh.pp = 2: a model that is only read is not cut into stages"));
   EXPECT_THAT(refusal({kBySequence}, 2), HasSubstr("tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1"));
   EXPECT_THAT(refusal({"mesh.tp=5"}, 5), HasSubstr("heads"));
   EXPECT_THAT(refusal({"mesh.tp=2"}, 3), HasSubstr("mesh"));

@@ -16,7 +16,7 @@ using testing_support::TrainFixture;
 class Pipeline : public TrainFixture {
  protected:
   Config piped(const std::string& family, std::vector<std::string> sets) const {
-    sets.insert(sets.begin(), {"batch.micro_size=1", "model.layers=6", "run.steps=3"});
+    sets.insert(sets.begin(), {"batch.micro_size=1", "batch.global_size=6", "model.layers=6", "run.steps=2"});
     return config(family, sets);
   }
 
@@ -24,7 +24,7 @@ class Pipeline : public TrainFixture {
     const auto trace = [&](int ranks, const std::vector<std::string>& more) {
       std::vector<std::string> all = sets;
       all.insert(all.end(), more.begin(), more.end());
-      return train(piped(family, all), ranks);
+      return train(piped(family, all), ranks, {}, /*recorded_step=*/1);  // an update makes of rounding what Adam makes of a small gradient
     };
     const Trace one = trace(1, {}), many = trace(world, layout);
     std::string name;
@@ -45,6 +45,89 @@ TEST_F(Pipeline, OneFOneBEqualsOneDevice) {
 TEST_F(Pipeline, EverySynchronousScheduleEqualsOneDevice) {
   for (const char* schedule : {"naive", "gpipe", "zb_h1"}) {
     expect_one_device("gpt2", 3, {"mesh.pp=3", std::string("pipeline.schedule=") + schedule}, {"model.dropout=0.1"});
+  }
+}
+
+TEST_F(Pipeline, ChunksOfAModelEqualOneDevice) {
+  expect_one_device("llama", 2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"});
+  expect_one_device("llama", 2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=4"}, {"batch.global_size=8"});
+  expect_one_device("gpt2", 3, {"mesh.pp=3", "pipeline.schedule=breadth_first", "pipeline.virtual_stages=2"}, {"model.dropout=0.1"});
+  expect_one_device("llama", 2, {"mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"});
+  expect_one_device("mlp", 2, {"mesh.pp=2", "pipeline.schedule=dualpipev", "pipeline.virtual_stages=2"});
+}
+
+TEST_F(Pipeline, FewerMicroBatchesThanStages) {
+  for (const char* schedule : {"gpipe", "1f1b", "zb_h1"}) {
+    expect_one_device("llama", 4, {"mesh.pp=4", std::string("pipeline.schedule=") + schedule}, {"batch.global_size=2"});
+  }
+}
+
+TEST_F(Pipeline, DataRanksWithUnequalRuns) {
+  expect_one_device("llama", 4, {"mesh.pp=2"}, {"batch.global_size=5"});
+  expect_one_device("llama", 6, {"mesh.pp=2", "mesh.dp_shard=3", "zero.stage=2", "pipeline.schedule=zb_h1"}, {"batch.global_size=7"});
+}
+
+TEST_F(Pipeline, ZeroOfEachStageEqualsOneDevice) {
+  for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
+    expect_one_device("llama", 4, {"mesh.pp=2", "mesh.dp_shard=2", stage});
+    expect_one_device("llama", 4, {"mesh.pp=2", "mesh.dp_shard=2", stage, "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"},
+                      {"batch.global_size=8"});
+  }
+}
+
+TEST_F(Pipeline, TiedEmbeddingsAreOneParameter) {
+  const std::vector<std::string> tied{"model.tie_embeddings=true"};
+  expect_one_device("llama", 2, {"mesh.pp=2"}, tied);
+  expect_one_device("gpt2", 3, {"mesh.pp=3", "pipeline.schedule=gpipe"}, tied);
+  for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) expect_one_device("llama", 6, {"mesh.pp=2", "mesh.dp_shard=3", stage}, tied);
+  expect_one_device("llama", 4, {"mesh.pp=2", "mesh.tp=2"}, tied);
+}
+
+TEST_F(Pipeline, LayersThatAreCutEqualOneDevice) {
+  expect_one_device("llama", 4, {"mesh.pp=2", "mesh.tp=2"});
+  expect_one_device("llama", 4, {"mesh.pp=2", "mesh.tp=2", "tensor.sequence_parallel=true"}, {"model.dropout=0.1"});
+  expect_one_device("gpt2", 8, {"mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "pipeline.schedule=zb_h1"});
+}
+
+TEST_F(Pipeline, RecomputationEqualsOneDevice) {
+  expect_one_device("llama", 2, {"mesh.pp=2", "recompute.mode=full", "pipeline.schedule=zb_h1"}, {"model.dropout=0.1"});
+  expect_one_device("llama", 4, {"mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3", "recompute.mode=selective"});
+}
+
+TEST_F(Pipeline, AnySplitEqualsOneDevice) {
+  expect_one_device("llama", 3, {"mesh.pp=3", "pipeline.split=[\"1\", \"6\", \"1\"]"});
+  expect_one_device("llama", 3, {"mesh.pp=3", "pipeline.split=[\"layers.0\", \"layers.5\"]"});
+}
+
+/// As with all techniques, bits do not depend on how the batch is dealt; those of stages are another order of sums than one device's.
+TEST_F(Pipeline, FixedTreesHaveTheSameBitsForAnyDataRanks) {
+  const auto of = [&](int world) {
+    return train(piped("llama", {"mesh.pp=2", "run.deterministic=true", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "batch.global_size=8"}),
+                 world);
+  };
+  const Trace two = of(2), four = of(4);
+  for (const auto& [name, gradient] : two.gradients) EXPECT_TRUE(at::equal(gradient, four.gradients.at(name))) << name;
+  EXPECT_EQ(two.steps.back().loss, four.steps.back().loss);
+  EXPECT_EQ(two.steps.back().grad_norm, four.steps.back().grad_norm);
+}
+
+/// Peaks in bytes, held against what GPipe takes for as many micro-batches as the schedule's formula has alive: 1F1B min(m, p - i), ZB-H1 at most p.
+TEST_F(Pipeline, PeaksFollowTheSchedulesFormulas) {
+  constexpr int p = 4, m = 6;
+  constexpr int64_t kBoundary = 16 * 24 * 4;  // what crosses, in bytes: received ahead, or not sent yet
+  const auto peaks = [&](const char* schedule, int micro_batches) {
+    return train(piped("llama", {"mesh.pp=4", std::string("pipeline.schedule=") + schedule, "batch.global_size=" + std::to_string(micro_batches)}), p)
+        .peak_of_rank;
+  };
+  std::map<int, std::vector<int64_t>> gpipe;
+  for (int alive = 1; alive <= m; ++alive) gpipe[alive] = peaks("gpipe", alive);
+  const auto one_f_one_b = peaks("1f1b", m);
+  for (const size_t rank : {1, 2}) {  // whose stages are two blocks each
+    const int alive = std::min(m, p - static_cast<int>(rank));
+    const int64_t activations = gpipe[3][rank] - gpipe[2][rank];
+    EXPECT_GT(activations, 20 * kBoundary);
+    EXPECT_EQ(gpipe[6][rank] - gpipe[5][rank], activations);
+    EXPECT_NEAR(one_f_one_b[rank], gpipe[alive][rank], 4 * kBoundary) << "rank " << rank;
   }
 }
 

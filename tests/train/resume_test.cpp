@@ -56,6 +56,23 @@ TEST_F(Resume, LayersThatAreCutGoOnCutInAnotherWayOrWhole) {
   }
 }
 
+TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
+  const std::vector<Layout> cut{{"pp2", 2, {"mesh.pp=2"}},
+                                {"one by itself", 1, {}},
+                                {"pp2 in chunks", 2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}},
+                                {"pp4", 4, {"mesh.pp=4", "pipeline.schedule=zb_h1"}},
+                                {"pp2 x tp2 of stage 3 over 2", 8, {"mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
+  for (size_t from = 0; from < cut.size(); ++from) {
+    const auto whole = run_saving(cut[from], {});
+    const auto state = stored(saved(cut[from], kSaved));
+    for (const size_t to : {from, (from + 1) % cut.size(), (from + 2) % cut.size()}) {
+      SCOPED_TRACE(std::string(cut[from].name) + " goes on as " + cut[to].name);
+      expect_same_bits(loaded(cut[to], {}, saved(cut[from], kSaved)), state);
+      expect_goes_on(cut[from], cut[to], {}, kLosses, whole);
+    }
+  }
+}
+
 /// One run that moves from layout to layout, each leg from the checkpoint of the last, beside one device that never moved.
 TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
   const Layout together{"tp2 x dp_shard2", 4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"}};

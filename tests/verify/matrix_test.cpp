@@ -150,6 +150,46 @@ TEST_P(TensorVerifyMatrix, DISABLED_Everything) {
   }
 }
 
+/// Stages: mesh, schedule and chunks.
+struct StageCut {
+  const char* mesh;
+  Settings sets;
+};
+
+const std::vector<StageCut>& stage_cuts() {
+  static const std::vector<StageCut> all{
+      {"pp=2", {}},
+      {"pp=3,dp_replicate=2", {"pipeline.schedule=gpipe"}},
+      {"pp=2,tp=2", {"pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "tensor.sequence_parallel=true"}},
+      {"pp=2,dp_shard=3", {"zero.stage=1", "pipeline.schedule=zb_h1"}},
+      {"pp=2,dp_shard=2", {"zero.stage=2", "pipeline.schedule=breadth_first", "pipeline.virtual_stages=2"}},
+      {"pp=2,dp_shard=2,tp=2", {"zero.stage=3"}},
+      {"pp=4,dp_shard=2", {"zero.stage=3", "pipeline.schedule=zb_h1"}},
+      {"pp=2,dp_shard=2,dp_replicate=2", {"zero.stage=3", "pipeline.schedule=gpipe"}},
+  };
+  return all;
+}
+
+class PipelineVerifyMatrix : public testing_support::VerifyFixture {
+ protected:
+  void expect_cell(size_t cut, size_t precision, size_t recompute, size_t family) const {
+    const StageCut& layout = stage_cuts()[cut % stage_cuts().size()];
+    const Choice& model = cut_models()[family % cut_models().size()];
+    Settings sets{"batch.global_size=8", "batch.micro_size=1", "run.steps=2", "optim.lr=1e-3", "zero.bucket_bytes=8000"};
+    for (const Settings& more :
+         {layout.sets, precisions()[precision % precisions().size()].sets, recomputations()[recompute % recomputations().size()].sets, model.sets}) {
+      sets.insert(sets.end(), more.begin(), more.end());
+    }
+    expect_passes(layout.mesh, model.name, sets);
+  }
+};
+
+/// Every layout in fp32, the forms of recomputation in turn, and every other number format.
+TEST_F(PipelineVerifyMatrix, EveryLayoutAndEveryFormat) {
+  for (size_t i = 0; i < stage_cuts().size(); ++i) expect_cell(i, 0, 0, i);
+  for (size_t i = 1; i < precisions().size(); ++i) expect_cell(3 * i, i, i, i);
+}
+
 INSTANTIATE_TEST_SUITE_P(Sequence, TensorVerifyMatrix, ::testing::Bool(), [](const auto& info) { return info.param ? "Cut" : "Whole"; });
 
 INSTANTIATE_TEST_SUITE_P(Stages, VerifyMatrix, ::testing::Range(0, 4), [](const auto& info) { return "Stage" + std::to_string(info.param); });
