@@ -68,6 +68,7 @@
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/sgd.h"
+#include "tessera/pipeline/split/pipeline.h"
 #include "tessera/precision/loss_scale.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"

@@ -1,0 +1,98 @@
+#include "tessera/pipeline/split/zeros.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+namespace tessera::tape {
+
+namespace {
+
+/// The device type whose autocast is on.
+std::optional<at::DeviceType> casting() {
+  for (const at::DeviceType type : {at::kCPU, at::kCUDA}) {
+    if (at::autocast::is_autocast_enabled(type)) return type;
+  }
+  return std::nullopt;
+}
+
+class NoCastCache {
+ public:
+  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoCastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
+
+ private:
+  bool before_;
+};
+
+/// Whether what it gives is new memory.
+bool makes_new(const c10::FunctionSchema& schema) {
+  const auto aliases = [](const c10::Argument& argument) { return argument.alias_info() != nullptr; };
+  return std::ranges::none_of(schema.arguments(), aliases) && std::ranges::none_of(schema.returns(), aliases);
+}
+
+template <class F>
+c10::IValue for_tensors(const c10::IValue& value, F&& change) {
+  if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value.toTensor();
+  if (value.isTensorList()) {
+    std::vector<at::Tensor> tensors = value.toTensorVector();
+    for (at::Tensor& tensor : tensors) tensor = tensor.defined() ? change(tensor) : tensor;
+    return tensors;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> tensors;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      tensors.push_back(tensor && tensor->defined() ? std::optional(change(*tensor)) : tensor);
+    }
+    return tensors;
+  }
+  return value;
+}
+
+/// The same tensor on another device, as far as its looks go.
+at::Tensor like(const at::Tensor& tensor, at::Device device) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).requires_grad(false));
+}
+
+void run_on_zeros(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first, at::DeviceType type) {
+  const NoCastCache no_cache;
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = first; i < stack.size(); ++i) {
+    if (arguments[i - first].name() == "device" && stack[i].isDevice()) stack[i] = c10::Device(type);
+    stack[i] = for_tensors(stack[i], [&](const at::Tensor& tensor) { return like(tensor, type).zero_().set_requires_grad(tensor.requires_grad()); });
+  }
+  op.callBoxed(stack);
+  for (size_t i = first; i < stack.size(); ++i) {
+    stack[i] = for_tensors(stack[i], [](const at::Tensor& tensor) {
+      const at::Tensor looks = like(tensor, at::kMeta);
+      return tensor.requires_grad() ? looks.set_requires_grad(true).clone() : looks;  // no leaf: it may be written in place
+    });
+  }
+}
+
+}  // namespace
+
+void run_without_data(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+  const bool is_new = makes_new(op.schema());
+  bool takes_tensors = false;
+  for (size_t i = first; i < stack.size(); ++i) takes_tensors |= stack[i].isTensor() || stack[i].isTensorList() || stack[i].isOptionalTensorList();
+  if (const auto type = casting(); type && is_new && takes_tensors) return run_on_zeros(op, stack, first, *type);
+  const torch::jit::Stack arguments(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
+  try {
+    op.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    if (!is_new) throw;
+    stack.resize(first);
+    stack.insert(stack.end(), arguments.begin(), arguments.end());
+    run_on_zeros(op, stack, first, at::kCPU);
+  }
+}
+
+}  // namespace tessera::tape

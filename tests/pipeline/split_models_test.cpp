@@ -1,0 +1,138 @@
+#include "tests/pipeline/split_models.h"
+
+#include <gmock/gmock.h>
+
+#include "tests/pipeline/split_support.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using enum SplitPoint;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+at::Tensor causal_mask(int64_t length) { return torch::full({length, length}, -INFINITY).triu(1); }
+
+/// What each stage holds, by name.
+std::vector<std::vector<std::string>> names_of(const SplitModel& split) {
+  std::vector<std::vector<std::string>> names;
+  for (int s = 0; s < split.stages(); ++s) {
+    names.emplace_back();
+    for (const auto& item : split.module(s)->named_parameters()) names.back().push_back(item.key());
+  }
+  return names;
+}
+
+TEST(Split, ClassicExample) {
+  torch::manual_seed(1);
+  const auto split = expect_split_equals_whole(Classic(), {torch::tensor({1, 2, 4, 5})}, {{"layers.1", Beginning}});
+  EXPECT_EQ(names_of(split), (std::vector<std::vector<std::string>>{{"emb.weight", "layers.0.fc.weight", "layers.0.fc.bias"},
+                                                                    {"layers.1.fc.weight", "layers.1.fc.bias", "lm.weight", "lm.bias"}}));
+  EXPECT_EQ(split.to_string(),
+            "ClassicImpl in 2 stages\n"
+            "stage 0: 3 parameters (42 elements), 168 B, 4 operators\n"
+            "  takes input 0: int64 [4]\n"
+            "  emb: embedding\n"
+            "  layers.0.fc: t addmm relu\n"
+            "  sends relu after 'layers.0.fc' to stage 1: float32 [4, 3], 48 B, and gets its gradient\n"
+            "stage 1: 4 parameters (52 elements), 208 B, 5 operators\n"
+            "  receives relu after 'layers.0.fc' from stage 0: float32 [4, 3]\n"
+            "  layers.1.fc: t addmm relu\n"
+            "  lm: t addmm\n"
+            "  gives float32 [4, 10]\n");
+}
+
+TEST(Split, EncoderInTrainingDrawsTheSameMasks) {
+  torch::manual_seed(1);
+  const auto split =
+      expect_split_equals_whole(Encoder(16, 4, 0.1), {torch::randint(50, {6, 3}), causal_mask(6)}, {{"enc.layers.1", Beginning}, {"enc.layers.2", End}});
+  EXPECT_EQ(split.stages(), 3);
+  const auto& plan = split.recording()->stages;
+  // The mask is an input that every stage takes from its own loader; one tensor crosses each boundary.
+  for (const auto& stage : plan.stages) EXPECT_EQ(std::ranges::count(stage.fed, 1), 1);
+  EXPECT_THAT(plan.crossings, SizeIs(2));
+}
+
+TEST(Split, EncoderInEvaluation) {
+  torch::manual_seed(1);
+  Encoder model(16, 4, 0.1);
+  model->eval();
+  expect_split_equals_whole(model, {torch::randint(50, {6, 3}), causal_mask(6)}, {{"enc.layers.1", Beginning}});
+}
+
+TEST(Split, LongSkipGoesStraightToWhereItIsUsed) {
+  torch::manual_seed(1);
+  const auto split = expect_split_equals_whole(LongSkip(), {torch::randn({2, 3, 8, 8})}, {{"blocks.1", Beginning}, {"blocks.3", Beginning}});
+  const auto recording = split.recording();
+  std::vector<std::pair<int, int>> ways;
+  for (const auto& crossing : recording->stages.crossings) ways.emplace_back(crossing.from, crossing.to);
+  EXPECT_EQ(ways, (std::vector<std::pair<int, int>>{{0, 1}, {0, 2}, {1, 2}}));
+}
+
+TEST(Split, TiedEmbeddingIsHeldByBothEnds) {
+  torch::manual_seed(1);
+  const auto split = expect_split_equals_whole(Tied(), {torch::randint(20, {2, 5})}, {{"layers.1", Beginning}, {"layers.2", End}});
+  const auto& shared = split.recording()->stages.shared;
+  ASSERT_THAT(shared, SizeIs(1));
+  EXPECT_EQ(shared[0].name, "emb.weight");
+  EXPECT_EQ(shared[0].stages, (std::vector<int>{0, 2}));
+  EXPECT_EQ(names_of(split)[2], (std::vector<std::string>{"emb.weight", "norm.weight", "norm.bias"}));
+}
+
+TEST(Split, LstmSendsItsStates) {
+  torch::manual_seed(1);
+  expect_split_equals_whole(Recurrent(), {torch::randint(20, {5, 2})}, {{"lstm", Beginning}, {"head", Beginning}});
+}
+
+TEST(Split, IntegersMasksAndViewsCross) {
+  torch::manual_seed(1);
+  const auto split = expect_split_equals_whole(Odd(), {torch::randint(20, {3, 5})}, {{"b", Beginning}, {"c", Beginning}});
+  const auto recording = split.recording();
+  std::set<at::ScalarType> types;
+  for (const auto& crossing : recording->stages.crossings) {
+    types.insert(crossing.form.dtype);
+    EXPECT_TRUE(!crossing.gradient || crossing.form.dtype == at::kFloat);
+  }
+  EXPECT_EQ(types, (std::set<at::ScalarType>{at::kLong, at::kBool, at::kFloat}));
+}
+
+TEST(Split, StageWritesIntoACopyOfWhatItReceives) {
+  torch::manual_seed(1);
+  expect_split_equals_whole(WritesReceived(), {torch::randn({2, 4})}, {{"n", Beginning, 0}});
+}
+
+TEST(Split, InPlaceActivationsInASequential) {
+  torch::manual_seed(1);
+  using torch::nn::Linear, torch::nn::ReLU, torch::nn::ReLUOptions, torch::nn::Sequential;
+  const Sequential model(Linear(4, 4), ReLU(ReLUOptions(true)), Linear(4, 4), ReLU(ReLUOptions(true)), Linear(4, 2));
+  expect_split_equals_whole(model, {torch::randn({2, 4})}, {{"0", End}, {"2", End}});
+}
+
+TEST(Split, SeveralResultsAndALabel) {
+  torch::manual_seed(1);
+  const auto split = expect_split_equals_whole(TwoResults(), {torch::randn({2, 4}), torch::randn({2, 4})}, {{"b", Beginning}});
+  const auto& stages = split.recording()->stages.stages;
+  EXPECT_EQ(stages[0].fed, (std::vector<int>{0}));
+  EXPECT_EQ(stages[1].fed, (std::vector<int>{1}));
+}
+
+TEST(Split, WithoutSplitPointsItIsOneStage) {
+  torch::manual_seed(1);
+  EXPECT_EQ(expect_split_equals_whole(LongSkip(), {torch::randn({2, 3, 8, 8})}, {}).stages(), 1);
+}
+
+TEST(Split, RecordingLeavesTheModelAndTheGeneratorAlone) {
+  torch::manual_seed(1);
+  LongSkip model;
+  const auto before = copies(model->named_buffers(), false);
+  torch::manual_seed(3);
+  const at::Tensor expected = torch::rand({2});
+  torch::manual_seed(3);
+  pipeline(model, {torch::randn({2, 3, 8, 8}, at::kMeta)}, {{"blocks.1", Beginning}});
+  EXPECT_TRUE(at::equal(torch::rand({2}), expected));
+  expect_same(copies(model->named_buffers(), false), before, "buffer");
+}
+
+}  // namespace
+}  // namespace tessera
