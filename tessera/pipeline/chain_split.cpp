@@ -1,0 +1,84 @@
+#include "tessera/pipeline/chain_split.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "tessera/config/config.h"
+#include "tessera/core/error.h"
+#include "tessera/layout/slice.h"
+
+namespace tessera::pipeline {
+namespace {
+
+using Runs = std::vector<std::pair<int64_t, int64_t>>;
+
+bool is_count(const std::string& text) {
+  return !text.empty() && text.size() < 10 && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
+}
+
+std::string list_of(const std::vector<std::string>& entries) {
+  std::string text;
+  for (const auto& entry : entries) text += (text.empty() ? "" : ", ") + entry;
+  return "pipeline.split = [" + text + "]: ";
+}
+
+Runs from_counts(const std::vector<int64_t>& counts) {
+  Runs runs;
+  int64_t begin = 0;
+  for (const int64_t count : counts) {
+    runs.emplace_back(begin, begin + count);
+    begin += count;
+  }
+  return runs;
+}
+
+Runs by_counts(int64_t links, int stages, const std::vector<std::string>& split) {
+  std::vector<int64_t> counts;
+  for (const auto& entry : split) {
+    require(is_count(entry), list_of(split), "'", entry,
+            "' stands among numbers of links; give a number for each stage, or the names of those that begin them");
+    counts.push_back(std::stoll(entry));
+    require(counts.back() > 0, list_of(split), "a stage has at least one link");
+  }
+  const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  require(std::ssize(counts) == stages, list_of(split), "names ", counts.size(), " stages, and mesh.pp x pipeline.virtual_stages = ", stages,
+          "; give one number of links for each, or auto");
+  require(sum == links, list_of(split), "adds up to ", sum, " links, and the model has ", links, ": the embedding, its blocks, and the norm with the head");
+  return from_counts(counts);
+}
+
+Runs by_names(const std::vector<std::string>& names, int stages, const std::vector<std::string>& split) {
+  Runs runs;
+  int64_t begin = 0;
+  for (const auto& entry : split) {
+    const auto found = std::ranges::find(names, entry);
+    require(found != names.end(), list_of(split), "the model's chain has no link '", entry, "'; the nearest is '", nearest(entry, names), "'");
+    const int64_t link = found - names.begin();
+    require(link > begin, list_of(split), "'", entry, "' ",
+            link == 0 ? "is where the first stage begins anyway" : "does not come behind what is named before it",
+            "; name the links that begin the stages after the first, in order");
+    runs.emplace_back(begin, link);
+    begin = link;
+  }
+  runs.emplace_back(begin, std::ssize(names));
+  require(std::ssize(runs) == stages, list_of(split), "makes ", runs.size(), " stages, and mesh.pp x pipeline.virtual_stages = ", stages, "; name ", stages - 1,
+          " links, or set auto");
+  return runs;
+}
+
+}  // namespace
+
+std::vector<std::pair<int64_t, int64_t>> split_chain(const std::vector<std::string>& names, int stages, const std::vector<std::string>& split) {
+  const int64_t links = std::ssize(names);
+  require(stages <= links, "mesh.pp x pipeline.virtual_stages = ", stages, " stages: the model is a chain of ", links,
+          " links (the embedding, its blocks, and the norm with the head), and a stage has at least one; at most ", links, " stages");
+  if (split == std::vector<std::string>{"auto"}) {
+    std::vector<int64_t> counts;
+    for (int stage = 0; stage < stages; ++stage) counts.push_back(chunk(links, stages, stage).second);
+    return from_counts(counts);
+  }
+  const bool counted = !split.empty() && is_count(split.front());
+  return counted ? by_counts(links, stages, split) : by_names(names, stages, split);
+}
+
+}  // namespace tessera::pipeline

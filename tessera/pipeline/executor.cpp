@@ -1,0 +1,259 @@
+#include "tessera/pipeline/executor.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
+
+namespace tessera::pipeline {
+namespace {
+
+using schedules::Action;
+using schedules::Kind;
+
+constexpr int64_t kMostDims = 8;
+
+/// Messages of one kind between two ranks have one tag each, so that engines that match by tags need no order.
+int tag_of(const Message& message, size_t crossings, bool header = false) {
+  return static_cast<int>((static_cast<size_t>(message.micro_batch) * crossings + static_cast<size_t>(message.crossing)) * 3 +
+                          (header ? 2 : (message.gradient ? 1 : 0)));
+}
+
+at::Tensor header_of(const at::Tensor& tensor) {
+  require(tensor.dim() <= kMostDims, "a value of ", tensor.dim(), " dimensions crosses between stages; at most ", kMostDims, " can be announced");
+  std::vector<int64_t> numbers(2 + kMostDims, 0);
+  numbers[0] = static_cast<int64_t>(tensor.scalar_type());
+  numbers[1] = tensor.dim();
+  std::ranges::copy(tensor.sizes(), numbers.begin() + 2);
+  return at::tensor(numbers, at::kLong);
+}
+
+TensorSpec spec_in(const at::Tensor& header) {
+  const int64_t* numbers = header.const_data_ptr<int64_t>();
+  return {.sizes = {numbers + 2, numbers + 2 + numbers[1]}, .dtype = static_cast<at::ScalarType>(numbers[0])};
+}
+
+TensorSpec spec_of(const at::Tensor& tensor) { return {.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()}; }
+
+at::Tensor room_for(const TensorSpec& spec, at::Device device) {
+  const MemoryScope scope(MemoryCategory::Activations);
+  return at::empty(spec.sizes, at::TensorOptions(spec.dtype).device(device));
+}
+
+/// Rethrows with the action before the text, as the same kind of error where it is one of ours.
+[[noreturn]] void rethrow_naming(const std::string& action) {
+  try {
+    throw;
+  } catch (const CommError& error) {
+    throw CommError(action + ": " + error.what());
+  } catch (const ConfigError& error) {
+    throw ConfigError(action + ": " + error.what());
+  } catch (const InternalError&) {
+    throw;
+  } catch (const Error& error) {
+    throw Error(action + ": " + error.what());
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // whoever counts memory knows more of it
+  } catch (const c10::Error& error) {
+    throw Error(action + ": " + error.what_without_backtrace());
+  }
+}
+
+}  // namespace
+
+std::string describe(const Action& action) {
+  const auto name = [](Kind kind) {
+    switch (kind) {
+      case Kind::Forward:
+        return "forward";
+      case Kind::Backward:
+        return "backward";
+      case Kind::BackwardInput:
+        return "backward of inputs";
+      case Kind::BackwardWeight:
+        return "gradients of weights";
+      default:
+        return "action";
+    }
+  };
+  return detail::concat("stage ", action.stage, ", ", name(action.kind), " of micro-batch ", action.micro_batch);
+}
+
+Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options)
+    : schedule_(schedule), crossings_(std::move(crossings)), stages_(std::move(stages)), options_(std::move(options)) {
+  invariant(!schedule.is_asynchronous(), "the schedule '", schedule.name, "' updates weights in the middle");
+  invariant(schedule.ranks() == options_.ranks.size(), "a schedule of ", schedule.ranks(), " ranks on ", options_.ranks.size());
+  check_crossings(crossings_, schedule.stages());
+  legs_ = itinerary(schedule, crossings_, options_.ranks.rank());
+  for (const Leg& leg : legs_) {
+    invariant(stages_.contains(leg.action.stage), "rank ", options_.ranks.rank(), " does not hold stage ", leg.action.stage);
+    if (leg.action.kind == Kind::BackwardWeight) splits_[{leg.action.stage, leg.action.micro_batch}] = true;
+  }
+}
+
+void Executor::run() {
+  arrivals_.clear();
+  leaving_.clear();
+  alive_.clear();
+  sending_.clear();  // what a step left that failed
+  for (const Leg& leg : legs_) {
+    const std::string name = describe(leg.action);
+    const comm::CallSite site(name);
+    try {
+      for (const Message& message : leg.posts) post(message);
+      for (const Message& message : leg.needs) wait_for(message);
+      carry_out(leg);
+      for (const Message& message : leg.sends) send(message);
+      drop_sent();
+    } catch (...) {
+      rethrow_naming(name);
+    }
+  }
+  const comm::CallSite site("pipeline.end");
+  for (auto& pending : sending_) pending.wait();
+  sending_.clear();
+  invariant(arrivals_.empty(), "a value came that no action of the schedule '", schedule_.name, "' takes");
+}
+
+void Executor::carry_out(const Leg& leg) {
+  const Action& action = leg.action;
+  const auto body = [&] {
+    switch (action.kind) {
+      case Kind::Forward:
+        return forward(action);
+      case Kind::Backward:
+        return backward(action, /*whole=*/true);
+      case Kind::BackwardInput:
+        return backward(action, /*whole=*/false);
+      case Kind::BackwardWeight:
+        alive(action).later->compute();
+        alive_.erase({action.stage, action.micro_batch});
+        return;
+      default:
+        invariant(false, describe(action), " is none that a rank computes");
+    }
+  };
+  options_.around ? options_.around(action, body) : body();
+}
+
+void Executor::forward(const Action& action) {
+  const bool recording = at::GradMode::is_enabled();
+  Alive now;
+  if (splits_.contains({action.stage, action.micro_batch})) now.later = std::make_shared<nn::WeightGradients>();
+  for (size_t c = 0; c < crossings_.size(); ++c) {
+    const Crossing& crossing = crossings_[c];
+    if (crossing.to != action.stage) continue;
+    at::Tensor input = take({static_cast<int>(c), action.micro_batch, false});
+    if (recording && crossing.takes_gradient) input.requires_grad_(true);
+    now.inputs.resize(std::max(now.inputs.size(), static_cast<size_t>(crossing.input) + 1));
+    now.inputs[static_cast<size_t>(crossing.input)] = std::move(input);
+  }
+  StageOutputs made;
+  {
+    const nn::LeaveWeightGradients leave(now.later);
+    made = stages_.at(action.stage)->forward(action.micro_batch, now.inputs);
+  }
+  for (size_t c = 0; c < crossings_.size(); ++c) {
+    const Crossing& crossing = crossings_[c];
+    if (crossing.from != action.stage) continue;
+    invariant(static_cast<size_t>(crossing.output) < made.values.size(), "stage ", action.stage, " gave ", made.values.size(), " values, and its number ",
+              crossing.output, " crosses");
+    const at::Tensor& value = made.values[static_cast<size_t>(crossing.output)];
+    const bool differentiable = crossing.takes_gradient && value.requires_grad();
+    now.outputs[static_cast<int>(c)] = {spec_of(value), differentiable ? torch::autograd::impl::gradient_edge(value) : torch::autograd::Edge()};
+    leaving_[{static_cast<int>(c), action.micro_batch, false}] = value.detach();
+  }
+  if (!recording) return;
+  now.loss = std::move(made.loss);
+  alive(action) = std::move(now);
+}
+
+void Executor::backward(const Action& action, bool whole) {
+  Alive& now = alive(action);
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list gradients;
+  if (now.loss.defined() && now.loss.requires_grad()) {
+    roots.push_back(torch::autograd::impl::gradient_edge(now.loss));
+    gradients.push_back(at::ones_like(now.loss));
+    now.loss.reset();
+  }
+  for (auto& [crossing, output] : now.outputs) {
+    if (!crossings_[static_cast<size_t>(crossing)].takes_gradient) continue;
+    at::Tensor gradient = take({crossing, action.micro_batch, true});
+    if (!output.second.is_valid()) continue;  // nothing before it is trained
+    roots.push_back(std::move(output.second));
+    gradients.push_back(std::move(gradient));
+  }
+  now.outputs.clear();
+  if (!roots.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+  }
+  for (size_t c = 0; c < crossings_.size(); ++c) {
+    const Crossing& crossing = crossings_[c];
+    if (crossing.to != action.stage || !crossing.takes_gradient) continue;
+    const at::Tensor& input = now.inputs[static_cast<size_t>(crossing.input)];
+    leaving_[{static_cast<int>(c), action.micro_batch, true}] = input.grad().defined() ? input.grad() : at::zeros_like(input.detach());
+  }
+  now.inputs.clear();
+  if (whole) alive_.erase({action.stage, action.micro_batch});
+}
+
+void Executor::post(const Message& message) {
+  const Crossing& crossing = crossings_[static_cast<size_t>(message.crossing)];
+  Arrival& arrival = arrivals_[{message.crossing, message.micro_batch, message.gradient}];
+  arrival.is_header = crossing.announced && !message.gradient;
+  if (arrival.is_header) {
+    arrival.tensor = at::empty({2 + kMostDims}, at::kLong);
+  } else if (message.gradient) {
+    arrival.tensor = room_for(alive_.at({crossing.from, message.micro_batch}).outputs.at(message.crossing).first, options_.device);
+  } else {
+    const auto spec = stages_.at(crossing.to)->input_spec(message.micro_batch, crossing.input);
+    invariant(spec.has_value(), "stage ", crossing.to, " does not know the shape of its input ", crossing.input, ", which is not announced");
+    arrival.tensor = room_for(*spec, options_.device);
+  }
+  arrival.pending = comm::recv_async(options_.ranks, arrival.tensor, message.peer, tag_of(message, crossings_.size(), arrival.is_header));
+}
+
+void Executor::wait_for(const Message& message) {
+  Arrival& arrival = arrivals_.at({message.crossing, message.micro_batch, message.gradient});
+  arrival.pending.wait();
+  if (!std::exchange(arrival.is_header, false)) return;
+  arrival.tensor = room_for(spec_in(arrival.tensor), options_.device);
+  comm::recv(options_.ranks, arrival.tensor, message.peer, tag_of(message, crossings_.size()));
+}
+
+void Executor::send(const Message& message) {
+  const auto made = leaving_.extract({message.crossing, message.micro_batch, message.gradient});
+  invariant(!made.empty(), "nothing to send");
+  const at::Tensor value = made.mapped().contiguous();
+  if (crossings_[static_cast<size_t>(message.crossing)].announced && !message.gradient) {
+    sending_.push_back(comm::send_async(options_.ranks, header_of(value), message.peer, tag_of(message, crossings_.size(), /*header=*/true)));
+  }
+  sending_.push_back(comm::send_async(options_.ranks, value, message.peer, tag_of(message, crossings_.size())));
+}
+
+/// What came, or was made here for another stage of this rank.
+at::Tensor Executor::take(const Value& value) {
+  auto found = arrivals_.extract(value);
+  if (!found.empty()) return std::move(found.mapped().tensor);
+  const auto made = leaving_.extract(value);
+  invariant(!made.empty(), "the schedule '", schedule_.name, "' takes a value of micro-batch ", std::get<1>(value), " that has not been made");
+  return made.mapped();
+}
+
+void Executor::drop_sent() {
+  while (!sending_.empty() && sending_.front().done()) {
+    sending_.front().wait();
+    sending_.pop_front();
+  }
+}
+
+}  // namespace tessera::pipeline

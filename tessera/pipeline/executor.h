@@ -1,0 +1,93 @@
+#pragma once
+
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/group.h"
+#include "tessera/nn/weight_gradients.h"
+#include "tessera/pipeline/itinerary.h"
+#include "tessera/pipeline/schedules/schedule.h"
+#include "tessera/pipeline/stage.h"
+
+namespace tessera::pipeline {
+
+/// Runs an action, given as `body`, with whatever has to be around it: announcements, scopes, clocks. What other ranks send is there when it is called.
+using Around = std::function<void(const schedules::Action& action, const std::function<void()>& body)>;
+
+struct ExecutorOptions {
+  comm::Group ranks{};           ///< of the pipeline: its ranks are the schedule's
+  at::Device device = at::kCPU;  ///< where what comes from other ranks is put
+  Around around{};
+};
+
+/// Carries out one rank's part of any synchronous schedule: forwards, backwards whole or in halves, and the messages between.
+///
+/// A receive is posted one action before it is needed, a send as soon as there is something to send, and is waited for when the step ends: so both ends of a
+/// link may send at once. A value for a stage of the same rank passes without a message. An output keeps the edge of its graph and no data once it is sent;
+/// inputs and graph go with the backward. Backward halves: the first leaves the gradients of weights (nn/weight_gradients.h), the second computes them.
+///
+///   traffic   each value that crosses to another rank once, each gradient once; an announced one 80 bytes more
+///   memory    the graphs of the micro-batches that are alive; a received value one action ahead; sent values until the peer has them
+///
+/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module.
+/// Asynchronous schedules and updates in the middle are refused (InternalError). One rank, one thread.
+class Executor {
+ public:
+  /// `stages`: those of this rank, by number; they have to outlive this.
+  Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options);
+
+  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts.
+  void run();
+
+ private:
+  struct Arrival {
+    at::Tensor tensor;
+    comm::Pending pending{};
+    bool is_header = false;  ///< what has come says what will come
+  };
+  /// Of a stage's micro-batch, from its forward to its last gradient.
+  struct Alive {
+    std::vector<at::Tensor> inputs;
+    std::map<int, std::pair<TensorSpec, torch::autograd::Edge>> outputs;  ///< by crossing
+    at::Tensor loss;
+    std::shared_ptr<nn::WeightGradients> later;
+  };
+  using Value = std::tuple<int, int, bool>;  // crossing, micro-batch, whether it is its gradient
+
+  void carry_out(const Leg& leg);
+  void forward(const schedules::Action& action);
+  void backward(const schedules::Action& action, bool whole);
+  void post(const Message& message);
+  void wait_for(const Message& message);
+  void send(const Message& message);
+  at::Tensor take(const Value& value);
+  void drop_sent();
+  Alive& alive(const schedules::Action& action) { return alive_[{action.stage, action.micro_batch}]; }
+
+  schedules::Schedule schedule_;
+  Crossings crossings_;
+  std::map<int, Stage*> stages_;
+  ExecutorOptions options_;
+  std::vector<Leg> legs_;
+  std::map<std::pair<int, int>, bool> splits_;  ///< stage and micro-batch whose gradients of weights come in an action of their own
+
+  std::map<Value, Arrival> arrivals_;    ///< for actions to come
+  std::map<Value, at::Tensor> leaving_;  ///< made by the action that runs, to be sent
+  std::map<std::pair<int, int>, Alive> alive_;
+  std::list<comm::Pending> sending_;
+};
+
+/// "stage 2, forward of micro-batch 5", as errors, flight records and verdicts name an action.
+std::string describe(const schedules::Action& action);
+
+}  // namespace tessera::pipeline
