@@ -190,4 +190,15 @@ struct TwoResultsImpl : torch::nn::Module {
 };
 TORCH_MODULE(TwoResults);
 
+/// Makes random numbers of its own.
+struct DrawsImpl : torch::nn::Module {
+  DrawsImpl() : a(4, 4), b(4, 4) {
+    register_module("a", a);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(a(x) + torch::randn({4})) * torch::rand_like(x); }
+  torch::nn::Linear a, b;
+};
+TORCH_MODULE(Draws);
+
 }  // namespace tessera::testing_support

@@ -1,21 +1,23 @@
 #include "tests/pipeline/split_models.h"
 
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 
+#include "tessera/nn/meta.h"
 #include "tests/pipeline/split_support.h"
 
 namespace tessera {
 namespace {
 
 using namespace testing_support;
-using enum SplitPoint;
+using enum pipeline::SplitPoint;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
 
 at::Tensor causal_mask(int64_t length) { return torch::full({length, length}, -INFINITY).triu(1); }
 
 /// What each stage holds, by name.
-std::vector<std::vector<std::string>> names_of(const SplitModel& split) {
+std::vector<std::vector<std::string>> names_of(const pipeline::SplitModel& split) {
   std::vector<std::vector<std::string>> names;
   for (int s = 0; s < split.stages(); ++s) {
     names.emplace_back();
@@ -30,7 +32,7 @@ TEST(Split, ClassicExample) {
   EXPECT_EQ(names_of(split), (std::vector<std::vector<std::string>>{{"emb.weight", "layers.0.fc.weight", "layers.0.fc.bias"},
                                                                     {"layers.1.fc.weight", "layers.1.fc.bias", "lm.weight", "lm.bias"}}));
   EXPECT_EQ(split.to_string(),
-            "ClassicImpl in 2 stages\n"
+            "Classic in 2 stages\n"
             "stage 0: 3 parameters (42 elements), 168 B, 4 operators\n"
             "  takes input 0: int64 [4]\n"
             "  emb: embedding\n"
@@ -67,7 +69,7 @@ TEST(Split, LongSkipGoesStraightToWhereItIsUsed) {
   const auto recording = split.recording();
   std::vector<std::pair<int, int>> ways;
   for (const auto& crossing : recording->stages.crossings) ways.emplace_back(crossing.from, crossing.to);
-  EXPECT_EQ(ways, (std::vector<std::pair<int, int>>{{0, 1}, {0, 2}, {1, 2}}));
+  EXPECT_EQ(ways, (std::vector<std::pair<int, int>>{{0, 2}, {0, 1}, {1, 2}}));
 }
 
 TEST(Split, TiedEmbeddingIsHeldByBothEnds) {
@@ -129,9 +131,54 @@ TEST(Split, RecordingLeavesTheModelAndTheGeneratorAlone) {
   torch::manual_seed(3);
   const at::Tensor expected = torch::rand({2});
   torch::manual_seed(3);
-  pipeline(model, {torch::randn({2, 3, 8, 8}, at::kMeta)}, {{"blocks.1", Beginning}});
+  pipeline::split(model, {torch::empty({2, 3, 8, 8}, at::kMeta)}, {{"blocks.1", Beginning}});
+  pipeline::split(on_meta([] { return Draws(); }), {torch::empty({2, 4}, at::kMeta)}, {{"b", Beginning}});
+  pipeline::split(on_meta([] { return Recurrent(); }), {torch::empty({5, 2}, at::dtype(at::kLong).device(at::kMeta))}, {{"head", Beginning}});
   EXPECT_TRUE(at::equal(torch::rand({2}), expected));
   expect_same(copies(model->named_buffers(), false), before, "buffer");
+}
+
+TEST(Split, NoiseIsDrawnAnewByEachPass) {
+  torch::manual_seed(1);
+  expect_split_equals_whole(Draws(), {torch::randn({2, 4})}, {{"b", Beginning}});
+}
+
+TEST(Split, AutocastIsRecordedWithItsTypes) {
+  torch::manual_seed(1);
+  Encoder model(16, 2, 0.1);
+  const std::vector<at::Tensor> inputs{torch::randint(50, {6, 3}), causal_mask(6)};
+  const auto split = expect_split_equals_whole(model, inputs, {{"enc.layers.1", Beginning}});
+  EXPECT_EQ(split.recording()->stages.crossings[0].form.dtype, at::kFloat);
+  struct Autocast {
+    Autocast() {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    }
+    ~Autocast() {
+      at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+    }
+  } autocast;
+  EXPECT_EQ(split.recording()->graph->values[split.recording()->graph->outputs[0]].last_form().dtype, at::kBFloat16);
+  const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+  at::autocast::clear_cache();
+  expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
+}
+
+TEST(Split, OtherShapesAndModesAreRecordedAnew) {
+  torch::manual_seed(1);
+  Recurrent model;
+  const auto split = expect_split_equals_whole(model, {torch::randint(20, {5, 2})}, {{"head", Beginning}});
+  const auto first = split.recording();
+  EXPECT_EQ(split.recording(), first);
+  for (const int64_t batch : {1, 4}) {
+    const std::vector<at::Tensor> inputs{torch::randint(20, {3, batch})};
+    const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+    expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
+    EXPECT_NE(split.recording()->fingerprint, first->fingerprint);
+  }
+  model->eval();
+  EXPECT_NE(split.recording()->fingerprint, first->fingerprint);
 }
 
 }  // namespace

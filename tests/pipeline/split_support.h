@@ -1,15 +1,19 @@
 #pragma once
 
+#include <list>
 #include <map>
 #include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/utils.h>
 
-#include "tessera/pipeline/split/pipeline.h"
+#include "tessera/pipeline/executor.h"
+#include "tessera/pipeline/schedules/generators.h"
+#include "tessera/pipeline/split/split.h"
+#include "tessera/pipeline/split/traced_stage.h"
 #include "tests/refusal.h"
 
 /// A split model against the whole one.
@@ -22,13 +26,15 @@ struct PassResult {
   Named gradients, buffers;
 };
 
-inline std::vector<at::Tensor> output_gradients(const std::vector<at::Tensor>& outputs) {
-  std::vector<at::Tensor> gradients;
+/// With some gradient for every element of every output.
+inline at::Tensor loss_of(const std::vector<at::Tensor>& outputs, int micro_batch = 0) {
+  at::Tensor loss;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    torch::manual_seed(11 + i);
-    gradients.push_back(at::randn_like(outputs[i]));
+    const auto generator = at::detail::createCPUGenerator(11 + i + 100 * static_cast<uint64_t>(micro_batch));
+    const at::Tensor term = (outputs[i] * at::randn(outputs[i].sizes(), generator)).sum();
+    loss = loss.defined() ? loss + term : term;
   }
-  return gradients;
+  return loss;
 }
 
 inline Named copies(const torch::OrderedDict<std::string, at::Tensor>& items, bool of_gradients) {
@@ -54,43 +60,35 @@ PassResult run_pass(torch::nn::Module& root, Pass&& pass) {
   return result;
 }
 
-/// All stages in this process, one after the other; every tensor that crosses is copied, as a message is.
-inline std::vector<at::Tensor> staged(const SplitModel& split, const std::vector<at::Tensor>& inputs) {
-  split.expect(inputs);
-  const auto recording = split.recording();
-  const auto& plan = recording->stages;
-  std::map<int, at::Tensor> wire, back;
-  std::vector<tape::StagePass> passes;
-  for (int s = 0; s < plan.size(); ++s) {
-    std::vector<at::Tensor> fed, received;
-    for (const int input : plan.stages[s].fed) fed.push_back(inputs[input]);
-    for (const int c : plan.stages[s].receives) received.push_back(wire.at(c));
-    passes.emplace_back(recording, s, fed, received);
-    const auto sent = passes.back().sends();
-    for (size_t i = 0; i < sent.size(); ++i) wire[plan.stages[s].sends[i]] = sent[i].clone();
+inline std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> detached;
+  for (const at::Tensor& tensor : tensors) detached.push_back(tensor.detach());
+  return detached;
+}
+
+/// All stages on one rank, one after the other.
+inline std::vector<at::Tensor> staged(const pipeline::SplitModel& model, const std::vector<at::Tensor>& inputs) {
+  model.expect(inputs);
+  std::vector<at::Tensor> outputs;
+  std::list<pipeline::TracedStage> stages;
+  std::map<int, pipeline::Stage*> by_number;
+  for (int s = 0; s < model.stages(); ++s) {
+    stages.emplace_back(
+        model, s, [&](int) { return inputs; },
+        [&](int, const std::vector<at::Tensor>& made) {
+          outputs = detached(made);
+          return loss_of(made);
+        });
+    by_number[s] = &stages.back();
   }
-  const auto outputs = passes.back().outputs();
-  for (int s = plan.size(); s-- > 0;) {
-    std::vector<at::Tensor> gradients;
-    if (s + 1 == plan.size()) {
-      gradients = output_gradients(outputs);
-    } else {
-      for (const int c : plan.stages[s].sends) gradients.push_back(back[c]);
-    }
-    const auto given = passes[s].backward(gradients);
-    for (size_t i = 0; i < given.size(); ++i) back[plan.stages[s].receives[i]] = given[i].defined() ? given[i].clone() : at::Tensor();
-  }
-  std::vector<at::Tensor> results;
-  for (const at::Tensor& output : outputs) results.push_back(output.detach());
-  return results;
+  pipeline::Executor(schedules::naive(1, 1, model.stages()), model.crossings(), by_number, {}).run();
+  return outputs;
 }
 
 inline std::vector<at::Tensor> eager(const tape::Forward& forward, const std::vector<at::Tensor>& inputs) {
   const auto outputs = forward(inputs);
-  torch::autograd::backward(outputs, output_gradients(outputs));
-  std::vector<at::Tensor> results;
-  for (const at::Tensor& output : outputs) results.push_back(output.detach());
-  return results;
+  loss_of(outputs).backward();
+  return detached(outputs);
 }
 
 inline void expect_same(const Named& actual, const Named& expected, const char* what) {
@@ -115,13 +113,13 @@ inline void expect_same(const PassResult& actual, const PassResult& expected) {
 template <class Model>
 tape::Forward forward_of(Model model) {
   using Impl = std::remove_cvref_t<decltype(*model)>;
-  return [model](const std::vector<at::Tensor>& inputs) mutable { return detail::call_with<Impl>(model, inputs); };
+  return [model](const std::vector<at::Tensor>& inputs) mutable { return pipeline::split_detail::call_with<Impl>(model, inputs); };
 }
 
 /// The model in stages gives what it gives whole; returns the split model.
 template <class Model>
-SplitModel expect_split_equals_whole(Model model, const std::vector<at::Tensor>& inputs, const SplitSpec& splits) {
-  const auto split = pipeline(model, inputs, splits);
+pipeline::SplitModel expect_split_equals_whole(Model model, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits) {
+  const auto split = pipeline::split(model, inputs, splits);
   const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
   const auto actual = run_pass(*model, [&] { return staged(split, inputs); });
   expect_same(actual, expected);

@@ -10,13 +10,15 @@
 
 namespace tessera {
 
-std::string to_string(const Split& split) {
+std::string pipeline::to_string(const Split& split) {
   return detail::concat(split.point == SplitPoint::Beginning ? "beginning" : "end", " of '", split.path, "'",
                         split.call < 0 ? "" : detail::concat(", call ", split.call));
 }
 
 namespace tape {
 namespace {
+
+using pipeline::Split, pipeline::SplitPoint, pipeline::SplitSpec;
 
 struct Run {
   int begin, end;
@@ -191,16 +193,16 @@ void check_split_points(const torch::nn::Module& root, const SplitSpec& splits) 
   for (size_t i = 0; i < splits.size(); ++i) {
     const Split& split = splits[i];
     const std::string near = nearest(split.path, paths);
-    require(std::ranges::find(paths, split.path) != paths.end(), "pipeline: split point ", to_string(split), ": ", root.name(), " has no such module",
-            near.empty() ? "" : "; the nearest path is '" + near + "'");
+    require(std::ranges::find(paths, split.path) != paths.end(), "pipeline: split point ", to_string(split), ": ", short_name(root.name()),
+            " has no such module", near.empty() ? "" : "; the nearest path is '" + near + "'");
     for (size_t j = 0; j < i; ++j) {
       require(splits[j].path != split.path || splits[j].point != split.point || splits[j].call != split.call, "pipeline: split point ", to_string(split),
               " is given twice; name each once");
     }
   }
   const size_t modules = paths_with_state(root).size(), stages = splits.size() + 1;
-  require(splits.empty() || stages <= std::max<size_t>(modules, 2), "pipeline: ", splits.size(), " split points make ", stages, " stages, and ", root.name(),
-          " has ", modules, " modules with parameters; give at most ", std::max<size_t>(modules, 1) - 1, " split points");
+  require(splits.empty() || stages <= std::max<size_t>(modules, 2), "pipeline: ", splits.size(), " split points make ", stages, " stages, and ",
+          short_name(root.name()), " has ", modules, " modules with parameters; give at most ", std::max<size_t>(modules, 1) - 1, " split points");
 }
 
 std::vector<int> choose_cuts(const torch::nn::Module& root, const Graph& graph, const SplitSpec& splits) {

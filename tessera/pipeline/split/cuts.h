@@ -8,7 +8,7 @@
 
 #include "tessera/pipeline/split/graph.h"
 
-namespace tessera {
+namespace tessera::pipeline {
 
 /// Which side of a module begins a new stage.
 enum class SplitPoint : uint8_t { Beginning, End };
@@ -22,10 +22,12 @@ struct Split {
 using SplitSpec = std::vector<Split>;
 std::string to_string(const Split& split);  ///< "beginning of 'layers.4'"
 
-namespace tape {
+}  // namespace tessera::pipeline
+
+namespace tessera::tape {
 
 /// Throws ConfigError for a path that names no module (naming the nearest), one that is given twice, and more stages than `root` has modules with parameters.
-void check_split_points(const torch::nn::Module& root, const SplitSpec& splits);
+void check_split_points(const torch::nn::Module& root, const pipeline::SplitSpec& splits);
 
 /// Where to cut `graph`: ascending positions, one for each split point; a stage's nodes lie from one to before the next.
 ///
@@ -35,7 +37,6 @@ void check_split_points(const torch::nn::Module& root, const SplitSpec& splits);
 ///
 /// Throws ConfigError for a module that uses no parameters and does not announce itself, one that the pass does not call, one that it calls several times where
 /// the split point does not say which, and stages that would have nothing to do.
-std::vector<int> choose_cuts(const torch::nn::Module& root, const Graph& graph, const SplitSpec& splits);
+std::vector<int> choose_cuts(const torch::nn::Module& root, const Graph& graph, const pipeline::SplitSpec& splits);
 
-}  // namespace tape
-}  // namespace tessera
+}  // namespace tessera::tape

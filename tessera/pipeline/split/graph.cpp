@@ -57,6 +57,12 @@ bool Value::is_called(const std::string& path) const {
   return is_under(name, path) || std::ranges::any_of(aliases, [&](const std::string& alias) { return is_under(alias, path); });
 }
 
+std::string short_name(const std::string& type) {
+  const auto colons = type.rfind("::");
+  const std::string name = colons == std::string::npos ? type : type.substr(colons + 2);
+  return name.ends_with("Impl") ? name.substr(0, name.size() - 4) : name;
+}
+
 bool uses_state(const Graph& graph, int node) {
   bool uses = false;
   for_each_use(graph.nodes[static_cast<size_t>(node)], [&](int value) { uses |= graph.values[static_cast<size_t>(value)].is_state(); });

@@ -111,6 +111,8 @@ void for_each_result(const Node& node, F&& visit) {
 bool uses_state(const Graph& graph, int node);
 bool is_under(const std::string& name, const std::string& path);  ///< is it, or lies below it
 
+std::string short_name(const std::string& type);  ///< "Net" of "my::NetImpl"
+
 /// The graph line by line, values by number: for whoever looks for why two differ.
 std::string to_string(const Graph& graph);
 

@@ -107,8 +107,7 @@ void KnownTensors::check_history(int value, const at::Tensor& tensor, const Wher
 
 int KnownTensors::argument(const at::Tensor& tensor, bool writes, const Where& where) {
   const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  if (found == numbers_.end()) return unknown(tensor, where);
-  const int value = found->second;
+  const int value = found == numbers_.end() ? unknown(tensor, where) : found->second;
   check_history(value, twin(tensor), where);
   if (unwritten_.erase(value) > 0 && !writes) become_constant(value, tensor);
   require(!writes || at(value).kind != Value::Kind::Constant || at(value).maker >= 0, "pipeline: ", where.text(),

@@ -137,4 +137,6 @@ std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
   return results;
 }
 
+int Program::result_number(int value) const { return static_cast<int>(std::ranges::find(results_, value) - results_.begin()); }
+
 }  // namespace tessera::tape

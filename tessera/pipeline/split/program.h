@@ -31,7 +31,7 @@ class Program {
   std::vector<at::Tensor> run(const std::vector<Given>& given) const;
 
   const std::vector<int>& results() const { return results_; }  ///< what is sent, once each, and in the last stage the outputs
-  int operators() const { return static_cast<int>(steps_.size()); }
+  int result_number(int value) const;                           ///< its place among them
 
  private:
   struct Step {

@@ -8,8 +8,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
@@ -115,8 +113,8 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
   /// A module's call as one node.
   nn::Values call(const std::string& path, nn::Module& module, nn::Values inputs, const nn::Next& next) {
     if (inside_ != nullptr) return next(std::move(inputs));
-    where_.op = "the call of '" + path + "' (" + module.name() + ")";
-    Node node{.call = next.recall(), .name = module.name(), .path = path, .grad_mode = at::GradMode::is_enabled()};
+    where_.op = "the call of '" + path + "' (" + short_name(module.name()) + ")";
+    Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled()};
     std::optional<nn::Unwatched> our_own(std::in_place);
     for (const c10::IValue& value : inputs) {
       require(!value.isCapsule() && !value.isObject(), "pipeline: ", where_.text(),
@@ -228,7 +226,7 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
     return shadow;
   }
 
-  /// Twins in place of what has data, and meta where an operator that takes tensors is asked for a device.
+  /// Twins in place of what has data, and meta where an operator that takes tensors, or draws, is asked for a device.
   void stand_in(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
     bool any = false;
     const auto twin = [&](const at::Tensor& tensor) {
@@ -252,8 +250,9 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
       }
     }
     const auto& arguments = op.schema().arguments();
-    for (size_t i = 0; any && i < arguments.size(); ++i) {
-      if (arguments[i].name() == "device" && stack[first + i].isDevice()) stack[first + i] = c10::Device(c10::kMeta);
+    const bool random = op.hasTag(at::Tag::nondeterministic_seeded);  // nothing is drawn while recording
+    for (size_t i = 0; (any || random) && i < arguments.size(); ++i) {
+      if (arguments[i].name() == "device" && (random || stack[first + i].isDevice())) stack[first + i] = c10::Device(c10::kMeta);
       if (arguments[i].name() == "pin_memory") stack[first + i] = c10::IValue();
     }
   }
@@ -323,24 +322,10 @@ class CallsOf final : public nn::Interceptor {
   bool whole_;
 };
 
-/// What operators on the CPU draw meanwhile is given back.
-class KeepGenerator {
- public:
-  KeepGenerator() : state_(generator().get_state()) {}
-  ~KeepGenerator() { generator().set_state(state_); }
-  KeepGenerator(const KeepGenerator&) = delete;
-  KeepGenerator& operator=(const KeepGenerator&) = delete;
-
- private:
-  static at::Generator generator() { return at::globalContext().defaultGenerator(at::kCPU); }
-  at::Tensor state_;
-};
-
 }  // namespace
 
 Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs,
              const std::function<bool(const std::string& path)>& inside) {
-  const KeepGenerator generator;
   const auto recorder = std::make_shared<Recorder>(root);
   Attachment attached;
   std::set<const torch::nn::Module*> seen;
@@ -363,7 +348,7 @@ Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<
       require(false, "pipeline: ", recorder->where().text(), " cannot be recorded: ", error.what_without_backtrace());
     }
   }
-  require(!outputs.empty(), "pipeline: the forward of ", root.name(), " returns no tensor; return what the last stage gives");
+  require(!outputs.empty(), "pipeline: the forward of ", short_name(root.name()), " returns no tensor; return what the last stage gives");
   for (const at::Tensor& output : outputs) recorder->output(output);
   return recorder->take();
 }

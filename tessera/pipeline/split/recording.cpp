@@ -13,8 +13,8 @@ namespace tessera::tape {
 namespace {
 
 /// Whether some split point lies in the module, so that its call must not be one node.
-bool is_above_a_split(const std::string& path, const SplitSpec& splits) {
-  for (const Split& split : splits) {
+bool is_above_a_split(const std::string& path, const pipeline::SplitSpec& splits) {
+  for (const pipeline::Split& split : splits) {
     if (split.path != path && is_under(split.path, path)) return true;
   }
   return splits.empty() && path.empty();
@@ -37,7 +37,8 @@ State state_of(const torch::nn::Module& root) {
   return state;
 }
 
-Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const SplitSpec& splits, const State& state) {
+Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits,
+                         const State& state) {
   const auto graph = std::make_shared<const Graph>(record(root, forward, inputs, [&](const std::string& path) { return is_above_a_split(path, splits); }));
   Recording recording{.graph = graph, .stages = plan_stages(*graph, choose_cuts(root, *graph, splits)), .programs = {}};
   for (int stage = 0; stage < recording.stages.size(); ++stage) recording.programs.emplace_back(graph, recording.stages, stage, state);

@@ -26,7 +26,8 @@ struct Recording {
 /// Parameters and buffers of `root` under all their names.
 State state_of(const torch::nn::Module& root);
 
-Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const SplitSpec& splits, const State& state);
+Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits,
+                         const State& state);
 
 /// What a recording depends on beside the inputs: the mode of every module, autocast, and whether gradients are taken.
 std::string mode_of(const torch::nn::Module& root);

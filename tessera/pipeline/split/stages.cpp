@@ -51,7 +51,8 @@ class Planner {
       }
     }
     refuse_torn_memory();
-    std::ranges::sort(plan_.crossings, {}, [](const Crossing& c) { return std::tuple(c.from, c.to, c.value); });
+    // Where a tensor goes to several stages, the last of them comes first: so its gradients are added up in autograd's order.
+    std::ranges::sort(plan_.crossings, {}, [](const Crossing& c) { return std::tuple(c.from, -c.to, c.value); });
     for (int i = 0; i < static_cast<int>(plan_.crossings.size()); ++i) {
       stage(plan_.crossings[static_cast<size_t>(i)].from).sends.push_back(i);
       stage(plan_.crossings[static_cast<size_t>(i)].to).receives.push_back(i);

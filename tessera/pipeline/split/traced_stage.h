@@ -1,41 +1,34 @@
 #pragma once
 
-#include <map>
-#include <memory>
+#include <functional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/pipeline/split/recording.h"
+#include "tessera/pipeline/split/split.h"
+#include "tessera/pipeline/stage.h"
 
-namespace tessera::tape {
+namespace tessera::pipeline {
 
-/// The forward of one stage for one micro-batch, and what its backward needs.
-///
-/// What is received is cut off from the sender's graph and is a leaf here, so that its gradient can go back. A gradient that autograd does not bring, though a
-/// stage expects it, is zeros.
-class StagePass {
+/// One stage of a split model, as an executor runs it (SplitModel::crossings() are what crosses).
+class TracedStage final : public Stage {
  public:
-  /// `fed`: the inputs of StagePlan::fed; `received`: of StagePlan::receives. Throws ConfigError where their shapes or dtypes are not the recorded ones.
-  StagePass(std::shared_ptr<const Recording> recording, int stage, const std::vector<at::Tensor>& fed, const std::vector<at::Tensor>& received);
+  /// The model's inputs for a micro-batch; those that this stage does not take (SplitModel::takes) may be undefined.
+  using Inputs = std::function<std::vector<at::Tensor>(int micro_batch)>;
+  /// In the last stage: of what the model gives for a micro-batch, the loss from which backward starts; undefined where there is none to start.
+  using Loss = std::function<at::Tensor(int micro_batch, const std::vector<at::Tensor>& outputs)>;
 
-  /// What goes out, in the order of StagePlan::sends; without a graph.
-  std::vector<at::Tensor> sends() const;
-  /// In the last stage, what the model gives; with its graph, so that a loss may be computed from it.
-  std::vector<at::Tensor> outputs() const;
+  TracedStage(SplitModel model, int stage, Inputs inputs, Loss loss = {});
 
-  /// Adds to the gradients of parameters. `gradients`: of sends(), in that order, undefined where Crossing::gradient is not set; in the last stage, of the
-  /// outputs, or none where the backward of a loss has run already. Returns those of what was received, in the order of StagePlan::receives, undefined where
-  /// none goes back. Once.
-  std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients);
+  /// Throws ConfigError where an input has another shape or dtype than expect() said.
+  StageOutputs forward(int micro_batch, const std::vector<at::Tensor>& inputs) override;
+  std::optional<TensorSpec> input_spec(int micro_batch, int input) const override;
 
  private:
-  const StagePlan& plan() const { return recording_->stages.stages[static_cast<size_t>(stage_)]; }
-  const Crossing& crossing(int c) const { return recording_->stages.crossings[static_cast<size_t>(c)]; }
-
-  std::shared_ptr<const Recording> recording_;
+  SplitModel model_;
   int stage_;
-  std::vector<at::Tensor> leaves_, results_;
+  Inputs inputs_;
+  Loss loss_;
 };
 
-}  // namespace tessera::tape
+}  // namespace tessera::pipeline

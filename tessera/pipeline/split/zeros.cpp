@@ -1,10 +1,12 @@
 #include "tessera/pipeline/split/zeros.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
@@ -38,6 +40,16 @@ bool makes_new(const c10::FunctionSchema& schema) {
   return std::ranges::none_of(schema.arguments(), aliases) && std::ranges::none_of(schema.returns(), aliases);
 }
 
+/// Also lstm, with its dropout between layers, and attention.
+bool draws(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name().starts_with("dropout") && stack[first + i].isDouble() && stack[first + i].toDouble() > 0) return true;
+  }
+  return false;
+}
+
 template <class F>
 c10::IValue for_tensors(const c10::IValue& value, F&& change) {
   if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value.toTensor();
@@ -61,8 +73,29 @@ at::Tensor like(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).requires_grad(false));
 }
 
+/// What is drawn meanwhile is given back.
+class KeepGenerator {
+ public:
+  explicit KeepGenerator(at::DeviceType type) : generator_(at::globalContext().defaultGenerator(type)) {
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state();
+  }
+  ~KeepGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  KeepGenerator(const KeepGenerator&) = delete;
+  KeepGenerator& operator=(const KeepGenerator&) = delete;
+
+ private:
+  at::Generator generator_;
+  at::Tensor state_;
+};
+
 void run_on_zeros(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first, at::DeviceType type) {
   const NoCastCache no_cache;
+  std::optional<KeepGenerator> generator;
+  if (draws(op, stack, first)) generator.emplace(type);
   const auto& arguments = op.schema().arguments();
   for (size_t i = first; i < stack.size(); ++i) {
     if (arguments[i - first].name() == "device" && stack[i].isDevice()) stack[i] = c10::Device(type);

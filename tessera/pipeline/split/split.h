@@ -20,9 +20,9 @@
 #include "tessera/nn/module.h"
 #include "tessera/pipeline/split/cuts.h"
 #include "tessera/pipeline/split/recording.h"
-#include "tessera/pipeline/split/traced_stage.h"
+#include "tessera/pipeline/stage.h"
 
-namespace tessera {
+namespace tessera::pipeline {
 
 /// A model cut into pipeline stages: any torch::nn::Module whose forward takes and returns tensors, unmodified.
 ///
@@ -36,34 +36,37 @@ namespace tessera {
 /// arithmetic, in a millisecond or two for a hundred operators. One rank, one thread, as the module.
 class SplitModel {
  public:
-  /// See pipeline().
+  /// See split().
   SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward forward, std::vector<at::Tensor> example_inputs, SplitSpec splits);
 
   int stages() const;
   /// The stage graph, for people.
   std::string to_string() const;
   /// The stage graph as data, for inputs of the current shapes and the modes of now.
-  std::shared_ptr<const tape::Recording> recording() const;
+  std::shared_ptr<const tape::Recording> recording(int micro_batch = 0) const;
+  /// What an executor sends from stage to stage.
+  Crossings crossings() const;
+  /// Which of the model's inputs a stage takes from its own loader, by their places.
+  std::vector<int> takes(int stage) const;
   /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
   std::shared_ptr<torch::nn::Module> module(int stage) const;
   /// Puts the parameters and buffers that none of `stages` uses on meta, which frees their memory.
   void keep_only(const std::vector<int>& stages) const;
 
-  /// Says what shapes and dtypes the inputs have from now on. Every rank says it: only the first stage could see it otherwise.
+  /// Says what shapes and dtypes the inputs have from now on, or in one micro-batch of the step alone. Every rank says it: only the first stage could see it.
   void expect(const std::vector<at::Tensor>& inputs) const;
+  void expect(const std::vector<at::Tensor>& inputs, int micro_batch) const;
   /// Throws ConfigError on every rank where the ranks of `group` have recorded different graphs. Traffic: 8 bytes a rank.
   void check_agreement(const comm::Group& group) const;
 
-  /// Stage by stage in this process, with each stage's values cut off from the graph of the one before; `backward` of the result's sum is the caller's.
-  /// For evaluation and tests; a pipeline is run by an executor.
-  std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs) const;
-
  private:
+  void check_stage(int stage) const;
+
   struct State;
   std::shared_ptr<State> state_;
 };
 
-namespace detail {
+namespace split_detail {
 
 inline void flatten_outputs(std::vector<at::Tensor>& all, const at::Tensor& output) { all.push_back(output); }
 inline void flatten_outputs(std::vector<at::Tensor>& all, const std::vector<at::Tensor>& outputs) { all.insert(all.end(), outputs.begin(), outputs.end()); }
@@ -110,15 +113,15 @@ std::vector<at::Tensor> call_with(Model& model, const std::vector<at::Tensor>& i
   return {};
 }
 
-}  // namespace detail
+}  // namespace split_detail
 
 /// Splits `model`, the holder or shared_ptr of any torch::nn::Module, into pipeline stages:
-///   auto split = pipeline(model, {tokens}, {{"layers.4", SplitPoint::Beginning}, {"layers.8", SplitPoint::Beginning}});
+///   auto stages = pipeline::split(model, {tokens}, {{"layers.4", SplitPoint::Beginning}, {"layers.8", SplitPoint::Beginning}});
 /// `example_inputs` give shapes and dtypes, and may be on meta, as the model may be. The splits need not be in order; each makes one stage more.
 /// Throws ConfigError for a path that names no module (with the nearest), stages that would be empty, and for what cannot be recorded, naming the module and
 /// the alternative.
 template <class Model>
-SplitModel pipeline(Model model, std::vector<at::Tensor> example_inputs, SplitSpec splits) {
+SplitModel split(Model model, std::vector<at::Tensor> example_inputs, SplitSpec splits) {
   using Impl = std::remove_cvref_t<decltype(*model)>;
   std::shared_ptr<torch::nn::Module> root;
   if constexpr (requires { model.ptr(); }) {
@@ -126,8 +129,8 @@ SplitModel pipeline(Model model, std::vector<at::Tensor> example_inputs, SplitSp
   } else {
     root = model;
   }
-  auto forward = [model](const std::vector<at::Tensor>& inputs) mutable { return detail::call_with<Impl>(model, inputs); };
+  auto forward = [model](const std::vector<at::Tensor>& inputs) mutable { return split_detail::call_with<Impl>(model, inputs); };
   return SplitModel(std::move(root), std::move(forward), std::move(example_inputs), std::move(splits));
 }
 
-}  // namespace tessera
+}  // namespace tessera::pipeline

@@ -1,4 +1,4 @@
-#include "tessera/pipeline/split/pipeline.h"
+#include "tessera/pipeline/split/split.h"
 
 #include <algorithm>
 #include <map>
@@ -13,14 +13,19 @@
 #include "tessera/nn/meta.h"
 #include "tessera/pipeline/split/own_modules.h"
 
-namespace tessera {
+namespace tessera::pipeline {
 
 namespace {
 
-/// What is kept of an input: its looks.
-at::Tensor looks_of(const at::Tensor& tensor) {
-  require(tensor.defined(), "pipeline: an example input is undefined; give a tensor of the shape and dtype that the pass gets");
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false)).set_requires_grad(tensor.requires_grad());
+/// What is kept of inputs: their looks.
+std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> looks;
+  for (const at::Tensor& tensor : inputs) {
+    require(tensor.defined(), "pipeline: example input ", looks.size(), " is undefined; give a tensor of the shape and dtype that the pass gets");
+    looks.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false)));
+    looks.back().set_requires_grad(tensor.requires_grad());
+  }
+  return looks;
 }
 
 }  // namespace
@@ -29,24 +34,32 @@ struct SplitModel::State {
   std::shared_ptr<torch::nn::Module> root;
   tape::Forward forward;
   SplitSpec splits;
-  std::vector<at::Tensor> inputs;  ///< as they look
+  std::vector<at::Tensor> inputs;                    ///< as they look
+  std::map<int, std::vector<at::Tensor>> inputs_of;  ///< of micro-batches that have others
   std::map<std::string, std::shared_ptr<const tape::Recording>> recordings;
   std::vector<std::set<std::string>> owned, called;  ///< by stage
 
-  std::string key() const {
+  const std::vector<at::Tensor>& inputs_for(int micro_batch) const {
+    const auto found = inputs_of.find(micro_batch);
+    return found == inputs_of.end() ? inputs : found->second;
+  }
+
+  std::string key(const std::vector<at::Tensor>& inputs) const {
     std::string key = tape::mode_of(*root);
     for (const at::Tensor& input : inputs) key += ", " + tape::to_string(tape::form_of(input)) + (input.requires_grad() ? " with gradient" : "");
     return key;
   }
 
-  std::shared_ptr<const tape::Recording> recording() {
-    auto& found = recordings[key()];
+  std::shared_ptr<const tape::Recording> recording(int micro_batch) {
+    const auto& inputs = inputs_for(micro_batch);
+    const std::string key = this->key(inputs);
+    auto& found = recordings[key];
     if (!found) {
       auto made = std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root)));
       if (owned.empty()) {
         deal(*made);
       } else {
-        check_owners(*made);
+        check_owners(*made, key);
       }
       found = std::move(made);
     }
@@ -82,11 +95,11 @@ struct SplitModel::State {
     for (const auto& item : root->named_buffers()) give(item.key());
   }
 
-  void check_owners(const tape::Recording& made) const {
+  void check_owners(const tape::Recording& made, const std::string& key) const {
     for (size_t s = 0; s < owned.size(); ++s) {
       for (const int v : made.stages.stages[s].state) {
         const std::string& name = made.graph->values[static_cast<size_t>(v)].name;
-        require(owned[s].contains(name), "pipeline: with these inputs and modes (", key(), ") stage ", s, " uses '", name,
+        require(owned[s].contains(name), "pipeline: with these inputs and modes (", key, ") stage ", s, " uses '", name,
                 "', which it did not when the model was split; split it in the mode and with the shapes that use all of it");
       }
     }
@@ -101,17 +114,37 @@ SplitModel::SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward fo
   state_->forward = std::move(forward);
   state_->splits = std::move(splits);
   expect(example_inputs);
-  state_->recording();
+  state_->recording(0);
 }
 
 int SplitModel::stages() const { return static_cast<int>(state_->splits.size()) + 1; }
 
-std::string SplitModel::to_string() const { return tape::to_string(*recording(), state_->root->name()); }
+std::string SplitModel::to_string() const { return tape::to_string(*recording(), tape::short_name(state_->root->name())); }
 
-std::shared_ptr<const tape::Recording> SplitModel::recording() const { return state_->recording(); }
+std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const { return state_->recording(micro_batch); }
+
+Crossings SplitModel::crossings() const {
+  const auto recording = this->recording();
+  Crossings crossings;
+  for (size_t c = 0; c < recording->stages.crossings.size(); ++c) {
+    const tape::Crossing& crossing = recording->stages.crossings[c];
+    const auto number = [&](const std::vector<int>& list) { return static_cast<int>(std::ranges::find(list, static_cast<int>(c)) - list.begin()); };
+    crossings.push_back({.from = crossing.from,
+                         .to = crossing.to,
+                         .output = number(recording->stages.stages[static_cast<size_t>(crossing.from)].sends),
+                         .input = number(recording->stages.stages[static_cast<size_t>(crossing.to)].receives),
+                         .takes_gradient = crossing.gradient});
+  }
+  return crossings;
+}
+
+std::vector<int> SplitModel::takes(int stage) const {
+  check_stage(stage);
+  return recording()->stages.stages[static_cast<size_t>(stage)].fed;
+}
 
 std::shared_ptr<torch::nn::Module> SplitModel::module(int stage) const {
-  require(stage >= 0 && stage < stages(), "pipeline: there is no stage ", stage, "; the model has stages 0 to ", stages() - 1);
+  check_stage(stage);
   return tape::own_modules(*state_->root, state_->owned[static_cast<size_t>(stage)], state_->called[static_cast<size_t>(stage)]);
 }
 
@@ -129,11 +162,16 @@ void SplitModel::keep_only(const std::vector<int>& stages) const {
   for (const at::Tensor& tensor : state_->root->buffers()) let_go(tensor);
 }
 
-void SplitModel::expect(const std::vector<at::Tensor>& inputs) const {
-  std::vector<at::Tensor> looks;
-  for (const at::Tensor& input : inputs) looks.push_back(looks_of(input));
-  state_->inputs = std::move(looks);
+void SplitModel::check_stage(int stage) const {
+  require(stage >= 0 && stage < stages(), "pipeline: there is no stage ", stage, "; the model has stages 0 to ", stages() - 1);
 }
+
+void SplitModel::expect(const std::vector<at::Tensor>& inputs) const {
+  state_->inputs = looks_of(inputs);
+  state_->inputs_of.clear();
+}
+
+void SplitModel::expect(const std::vector<at::Tensor>& inputs, int micro_batch) const { state_->inputs_of[micro_batch] = looks_of(inputs); }
 
 void SplitModel::check_agreement(const comm::Group& group) const {
   const auto mine = static_cast<int64_t>(recording()->fingerprint);
@@ -141,27 +179,9 @@ void SplitModel::check_agreement(const comm::Group& group) const {
   comm::all_gather(group, all, in);
   for (int rank = 0; rank < group.size(); ++rank) {
     require(all.data_ptr<int64_t>()[rank] == all.data_ptr<int64_t>()[0], "pipeline: ranks 0 and ", rank, " of group '", group.name(),
-            "' have recorded different graphs of ", state_->root->name(),
+            "' have recorded different graphs of ", tape::short_name(state_->root->name()),
             "; build the same model on every rank, give expect() the same shapes, and switch train() and autocast alike");
   }
 }
 
-std::vector<at::Tensor> SplitModel::forward(const std::vector<at::Tensor>& inputs) const {
-  expect(inputs);
-  const auto recording = this->recording();
-  std::map<int, at::Tensor> wire;  // by crossing
-  std::vector<at::Tensor> outputs;
-  for (int s = 0; s < stages(); ++s) {
-    const tape::StagePlan& plan = recording->stages.stages[static_cast<size_t>(s)];
-    std::vector<at::Tensor> fed, received;
-    for (const int input : plan.fed) fed.push_back(inputs[static_cast<size_t>(input)]);
-    for (const int c : plan.receives) received.push_back(wire.at(c));
-    const tape::StagePass pass(recording, s, fed, received);
-    const auto sent = pass.sends();
-    for (size_t i = 0; i < sent.size(); ++i) wire[plan.sends[i]] = sent[i];
-    outputs = pass.outputs();
-  }
-  return outputs;
-}
-
-}  // namespace tessera
+}  // namespace tessera::pipeline
