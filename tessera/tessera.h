@@ -68,6 +68,7 @@
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/sgd.h"
+#include "tessera/pipeline/split/shared_gradients.h"
 #include "tessera/pipeline/split/split.h"
 #include "tessera/pipeline/split/traced_stage.h"
 #include "tessera/precision/loss_scale.h"

@@ -138,7 +138,8 @@ struct OddImpl : torch::nn::Module {
     register_module("drop", drop);
   }
   at::Tensor forward(const at::Tensor& tokens) {
-    const at::Tensor mask = tokens > 3, ids = torch::arange(tokens.size(1), tokens.options()).unsqueeze(0).expand({tokens.size(0), -1});
+    const at::Tensor mask = tokens > 3, places = torch::arange(tokens.size(1), tokens.options());
+    const at::Tensor ids = (tokens.select(0, 0) + places).unsqueeze(0).expand({tokens.size(0), -1});
     at::Tensor y = a(emb(tokens) + emb(ids % 20));
     y.select(1, 0).mul_(2);
     at::Tensor scale;
@@ -151,7 +152,7 @@ struct OddImpl : torch::nn::Module {
     const at::Tensor half = y.slice(-1, 0, 4);
     half.relu_();
     y = torch::cat({half, y.slice(-1, 4, 8)}, -1) * torch::tensor({1.f, 2.f, 3.f, 4.f, 5.f, 6.f, 7.f, 8.f});
-    return c(y + ids.unsqueeze(-1)).masked_fill(mask.unsqueeze(-1), 0).transpose(1, 2);
+    return (c(y + ids.unsqueeze(-1)) + places.unsqueeze(-1)).masked_fill(mask.unsqueeze(-1), 0).transpose(1, 2);
   }
   torch::nn::Embedding emb;
   torch::nn::Linear a, b, c;

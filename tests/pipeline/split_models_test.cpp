@@ -97,6 +97,11 @@ TEST(Split, IntegersMasksAndViewsCross) {
     EXPECT_TRUE(!crossing.gradient || crossing.form.dtype == at::kFloat);
   }
   EXPECT_EQ(types, (std::set<at::ScalarType>{at::kLong, at::kBool, at::kFloat}));
+  // Positions are made again where they are used, of nothing but their number.
+  const auto& again = recording->stages.stages[2].again;
+  ASSERT_THAT(again, SizeIs(1));
+  EXPECT_EQ(recording->graph->nodes[again[0]].name, "arange");
+  EXPECT_THAT(recording->stages.stages[1].again, SizeIs(0));
 }
 
 TEST(Split, StageWritesIntoACopyOfWhatItReceives) {

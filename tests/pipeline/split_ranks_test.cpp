@@ -5,6 +5,7 @@
 
 #include "tessera/comm/testing.h"
 #include "tessera/nn/meta.h"
+#include "tessera/pipeline/split/shared_gradients.h"
 #include "tests/pipeline/split_models.h"
 #include "tests/pipeline/split_support.h"
 
@@ -42,7 +43,6 @@ Trained in_one_process(Build build, const Inputs& inputs) {
   return trained;
 }
 
-/// Gradients of a parameter that several ranks hold are added up; `seen` are the names that each rank holds.
 template <class Build>
 Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, const Inputs& inputs, Generator schedule) {
   Trained trained;
@@ -64,11 +64,12 @@ Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, cons
           return loss_of(made, micro_batch);
         });
     pipeline::Executor(schedule(ranks, static_cast<int>(inputs.size())), split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()}).run();
+    pipeline::sum_shared_gradients(split, schedule(ranks, static_cast<int>(inputs.size())), world.group());
 
     const std::lock_guard lock(mutex);
     for (const auto& [name, gradient] : copies(own->named_parameters(), true)) {
-      at::Tensor& sum = trained.gradients[name];
-      sum = sum.defined() && gradient.defined() ? gradient + sum : gradient;
+      if (trained.gradients.contains(name)) EXPECT_TRUE(at::equal(trained.gradients[name], gradient)) << name << " on several ranks";
+      trained.gradients[name] = gradient;
     }
     for (const auto& [name, buffer] : copies(own->named_buffers(), false)) trained.buffers[name] = buffer;
     if (world.rank() + 1 == ranks) trained.outputs = outputs;

@@ -22,7 +22,7 @@ void print_operators(std::ostream& out, const Graph& graph, const StagePlan& sta
     out << "\n";
     names.clear();
   };
-  for (int i = stage.begin; i < stage.end; ++i) {
+  for (const int i : nodes_of(stage)) {
     const Node& node = graph.nodes[static_cast<size_t>(i)];
     if (!node.path.empty() && node.path != path) {
       flush();
@@ -54,7 +54,7 @@ void print_state(std::ostream& out, const Graph& graph, const StagePlan& stage) 
   }
   out << parameters << " parameters (" << elements << " elements)";
   if (buffers > 0) out << ", " << buffers << " buffers";
-  out << ", " << format_bytes(bytes) << ", " << stage.end - stage.begin << " operators\n";
+  out << ", " << format_bytes(bytes) << ", " << nodes_of(stage).size() << " operators\n";
 }
 
 }  // namespace

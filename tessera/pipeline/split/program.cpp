@@ -82,8 +82,9 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
   for (const int value : plan.copied) copied_[static_cast<size_t>(value)] = true;
 
   std::vector<bool> seen = kept;
-  for (int i = plan.end - 1; i >= plan.begin; --i) {
-    const Node& node = graph_->nodes[static_cast<size_t>(i)];
+  const std::vector<int> nodes = nodes_of(plan);
+  for (size_t n = nodes.size(); n-- > 0;) {
+    const Node& node = graph_->nodes[static_cast<size_t>(nodes[n])];
     Step step{.node = &node};
     const auto look = [&](int value) {
       if (!seen[static_cast<size_t>(value)]) step.dead.push_back(value);

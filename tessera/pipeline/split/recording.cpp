@@ -46,14 +46,21 @@ Recording make_recording(torch::nn::Module& root, const Forward& forward, const 
   return recording;
 }
 
-std::string mode_of(const torch::nn::Module& root) {
+std::string mode_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
   std::string mode = at::GradMode::is_enabled() ? "gradients" : "no gradients";
   for (const at::DeviceType type : {at::kCPU, at::kCUDA}) {
-    if (at::autocast::is_autocast_enabled(type)) mode += detail::concat(" autocast ", type, " ", at::autocast::get_autocast_dtype(type));
+    if (at::autocast::is_autocast_enabled(type)) mode += detail::concat(", autocast ", type, " ", at::autocast::get_autocast_dtype(type));
   }
-  mode += ' ';
-  for (const auto& module : root.modules(/*include_self=*/false)) mode += module->is_training() ? 't' : 'e';
-  return mode + (root.is_training() ? 't' : 'e');
+  // The number of modules in each run of one mode: short for all of a large model.
+  size_t run = 0;
+  for (size_t i = 0; i < modules.size(); ++i, ++run) {
+    if (i == 0 || modules[i]->is_training() != modules[i - 1]->is_training()) {
+      if (i > 0) mode += std::to_string(run);
+      mode += modules[i]->is_training() ? ", training " : ", evaluating ";
+      run = 0;
+    }
+  }
+  return mode + std::to_string(run);
 }
 
 }  // namespace tessera::tape

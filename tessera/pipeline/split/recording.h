@@ -30,7 +30,7 @@ Recording make_recording(torch::nn::Module& root, const Forward& forward, const 
                          const State& state);
 
 /// What a recording depends on beside the inputs: the mode of every module, autocast, and whether gradients are taken.
-std::string mode_of(const torch::nn::Module& root);
+std::string mode_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules);
 
 /// The stage graph: for each stage its parameters, the operators by module, and what is sent from where to where.
 std::string to_string(const Recording& recording, const std::string& name);

@@ -32,6 +32,7 @@ std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
 
 struct SplitModel::State {
   std::shared_ptr<torch::nn::Module> root;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;  ///< root and what is in it
   tape::Forward forward;
   SplitSpec splits;
   std::vector<at::Tensor> inputs;                    ///< as they look
@@ -45,7 +46,7 @@ struct SplitModel::State {
   }
 
   std::string key(const std::vector<at::Tensor>& inputs) const {
-    std::string key = tape::mode_of(*root);
+    std::string key = tape::mode_of(modules);
     for (const at::Tensor& input : inputs) key += ", " + tape::to_string(tape::form_of(input)) + (input.requires_grad() ? " with gradient" : "");
     return key;
   }
@@ -110,6 +111,8 @@ SplitModel::SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward fo
     : state_(std::make_shared<State>()) {
   tape::check_split_points(*root, splits);
   nn::assign_paths(*root);
+  state_->modules = root->modules(/*include_self=*/false);
+  state_->modules.push_back(root);
   state_->root = std::move(root);
   state_->forward = std::move(forward);
   state_->splits = std::move(splits);

@@ -17,6 +17,12 @@ int stage_of(const Stages& stages, int node) {
   return static_cast<int>(behind - stages.stages.begin()) - 1;
 }
 
+std::vector<int> nodes_of(const StagePlan& stage) {
+  std::vector<int> nodes = stage.again;
+  for (int node = stage.begin; node < stage.end; ++node) nodes.push_back(node);
+  return nodes;
+}
+
 namespace {
 
 class Planner {
@@ -37,6 +43,7 @@ class Planner {
     for (const int value : graph.outputs) uses_[static_cast<size_t>(value)].insert(last());
     for (size_t v = 0; v < graph.values.size(); ++v) by_storage_[graph.values[v].storage].push_back(static_cast<int>(v));
     find_differentiated();
+    find_free();
   }
 
   Stages take() {
@@ -85,6 +92,29 @@ class Planner {
     }
   }
 
+  /// Values that are made of nothing but numbers and constants, the same ones each time: a stage makes them again rather than being sent them.
+  void find_free() {
+    free_.assign(graph_.values.size(), false);
+    for (int i = 0; i < graph_.size(); ++i) {
+      const Node& node = graph_.nodes[static_cast<size_t>(i)];
+      bool is_free = node.writes.empty() && node.state.empty() && !(node.op && node.op->hasTag(at::Tag::nondeterministic_seeded));
+      for_each_use(node, [&](int v) { is_free &= free_[static_cast<size_t>(v)] || (value(v).kind == Value::Kind::Constant && is_unwritten(v)); });
+      for_each_result(node, [&](int v) { is_free &= value(v).maker == i && is_unwritten(v) && !value(v).last_form().requires_grad; });
+      for_each_result(node, [&](int v) { free_[static_cast<size_t>(v)] = is_free; });
+    }
+  }
+  bool is_unwritten(int v) const { return !written_storages_.contains(value(v).storage); }
+
+  void make_again(int v, int s) {
+    if (!free_[static_cast<size_t>(v)]) return;
+    const int maker = value(v).maker;
+    auto& again = stage(s).again;
+    const auto place = std::ranges::lower_bound(again, maker);
+    if (maker >= stage(s).begin || (place != again.end() && *place == maker)) return;
+    again.insert(place, maker);
+    for_each_use(graph_.nodes[static_cast<size_t>(maker)], [&](int u) { make_again(u, s); });
+  }
+
   void place_state(int v) {
     const auto& stages = uses_[static_cast<size_t>(v)];
     for (const int s : stages) stage(s).state.push_back(v);
@@ -97,6 +127,10 @@ class Planner {
   }
 
   void place(int v) {
+    if (free_[static_cast<size_t>(v)]) {
+      for (const int s : uses_[static_cast<size_t>(v)]) make_again(v, s);
+      return;
+    }
     int source = home(v);
     for (const int s : uses_[static_cast<size_t>(v)]) {
       if (s > source) {
@@ -182,6 +216,7 @@ class Planner {
   std::map<int, std::set<int>> written_storages_;  ///< stages that write into it
   std::map<int, std::vector<int>> by_storage_;
   std::vector<bool> differentiated_;  ///< nodes
+  std::vector<bool> free_;            ///< values
 };
 
 }  // namespace

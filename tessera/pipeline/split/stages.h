@@ -22,6 +22,7 @@ struct Crossing {
 
 struct StagePlan {
   int begin = 0, end = 0;       ///< nodes
+  std::vector<int> again{};     ///< nodes of earlier stages that it runs for itself, ascending: what they make (positions, masks), they make of nothing
   std::vector<int> state{};     ///< parameters and buffers that it uses
   std::vector<int> fed{};       ///< which of the model's inputs it takes, by their places among them
   std::vector<int> receives{};  ///< crossings, ascending
@@ -50,5 +51,8 @@ Stages plan_stages(const Graph& graph, const std::vector<int>& cuts);
 
 /// The stage in which node number `node` runs.
 int stage_of(const Stages& stages, int node);
+
+/// All nodes of a stage, in their order.
+std::vector<int> nodes_of(const StagePlan& stage);
 
 }  // namespace tessera::tape
