@@ -4,6 +4,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/sequential.h"
 #include "tests/pipeline/split_support.h"
 
@@ -118,6 +119,28 @@ TEST(SplitModules, InterceptorsArePassed) {
   const auto doubled = run_pass(*model, [&] { return staged(split, inputs); });
   EXPECT_FALSE(at::equal(plain.outputs[0], doubled.outputs[0]));
   expect_same(doubled, run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
+}
+
+/// Who watches operators for another reason sees those of a recording, and of each replay.
+TEST(SplitModules, OtherWatchersSeeThePass) {
+  struct Names final : nn::OperatorWatcher {
+    void before(const c10::OperatorHandle& op, torch::jit::Stack&) override { seen.push_back(op.schema().name()); }
+    std::vector<std::string> seen;
+  };
+  const auto names = std::make_shared<Names>();
+  const std::vector<at::Tensor> inputs{torch::randn({3, 4})};
+  torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::ReLU());
+  nn::OperatorWatch watch(names);
+  watch.wake();
+  const auto split = pipeline::split(model, inputs, {});
+  const std::vector<std::string> expected{"aten::t", "aten::addmm", "aten::relu"};
+  std::vector<std::string> of_recording = names->seen;
+  std::erase_if(of_recording, [](const std::string& name) { return name.starts_with("aten::empty"); });
+  EXPECT_EQ(of_recording, expected);
+  pipeline::TracedStage stage(split, 0, [&](int) { return inputs; });
+  names->seen.clear();
+  stage.forward(0, {});
+  EXPECT_EQ(names->seen, expected);
 }
 
 TEST(SplitModules, ASplitInsideLooksIntoTheModule) {

@@ -57,7 +57,7 @@ void call(const Node& node, torch::jit::Stack& stack) {
 }  // namespace
 
 Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int stage, const State& state)
-    : graph_(std::move(graph)), first_registers_(graph_->values.size()), copied_(graph_->values.size()) {
+    : graph_(std::move(graph)), first_registers_(graph_->values.size()), is_stored_(graph_->values.size(), true), copied_(graph_->values.size()) {
   const StagePlan& plan = stages.stages[static_cast<size_t>(stage)];
   for (const int c : plan.sends) {
     const int value = stages.crossings[static_cast<size_t>(c)].value;
@@ -77,6 +77,7 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
   for (size_t v = 0; v < graph_->values.size(); ++v) {
     if (graph_->values[v].kind != Value::Kind::Constant) continue;
     kept[v] = true;
+    is_stored_[v] = false;
     first_registers_[v] = graph_->values[v].constant;
   }
   for (const int value : plan.copied) copied_[static_cast<size_t>(value)] = true;
@@ -86,12 +87,12 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
   for (size_t n = nodes.size(); n-- > 0;) {
     const Node& node = graph_->nodes[static_cast<size_t>(nodes[n])];
     Step step{.node = &node};
-    const auto look = [&](int value) {
-      if (!seen[static_cast<size_t>(value)]) step.dead.push_back(value);
+    const auto look = [&](int value, std::vector<int>& last) {
+      if (!seen[static_cast<size_t>(value)]) last.push_back(value);
       seen[static_cast<size_t>(value)] = true;
     };
-    for_each_result(node, look);
-    for_each_use(node, look);
+    for_each_result(node, [&](int value) { look(value, step.unused); });
+    for_each_use(node, [&](int value) { look(value, step.dead); });
     steps_.push_back(std::move(step));
   }
   std::ranges::reverse(steps_);
@@ -111,7 +112,7 @@ std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
   }
   const bool gradients = at::GradMode::is_enabled();
   torch::jit::Stack stack;
-  for (const auto& [node, dead] : steps_) {
+  for (const auto& [node, dead, unused] : steps_) {
     stack.clear();
     for (const Slot& slot : node->arguments) push(stack, slot, registers, device.value_or(at::kCPU));
     for (const int value : dead) registers[static_cast<size_t>(value)].reset();  // the stack holds what the operator takes
@@ -121,17 +122,18 @@ std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
       const at::NoGradGuard no_grad;
       call(*node, stack);
     }
-    const auto store = [&](int value, const at::Tensor& tensor) {
-      if (value < 0 || graph_->values[static_cast<size_t>(value)].kind == Value::Kind::Constant) return;
-      if (std::ranges::find(dead, value) == dead.end()) registers[static_cast<size_t>(value)] = tensor;
-    };
     for (size_t r = 0; r < node->results.size(); ++r) {
       const Slot& slot = node->results[r];
-      if (slot.kind == Slot::Kind::Tensor) store(slot.values[0], stack[r].toTensor());
-      if (slot.kind != Slot::Kind::List) continue;
-      const std::vector<at::Tensor> tensors = stack[r].toTensorVector();
-      for (size_t k = 0; k < slot.values.size(); ++k) store(slot.values[k], tensors[k]);
+      if (slot.kind == Slot::Kind::Tensor) {
+        if (is_stored_[static_cast<size_t>(slot.values[0])]) registers[static_cast<size_t>(slot.values[0])] = std::move(stack[r]).toTensor();
+      } else if (slot.kind == Slot::Kind::List) {
+        std::vector<at::Tensor> tensors = stack[r].toTensorVector();
+        for (size_t k = 0; k < slot.values.size(); ++k) {
+          if (slot.values[k] >= 0 && is_stored_[static_cast<size_t>(slot.values[k])]) registers[static_cast<size_t>(slot.values[k])] = std::move(tensors[k]);
+        }
+      }
     }
+    for (const int value : unused) registers[static_cast<size_t>(value)].reset();
   }
   std::vector<at::Tensor> results;
   for (const int value : results_) results.push_back(at(registers, value));

@@ -36,13 +36,15 @@ class Program {
  private:
   struct Step {
     const Node* node;
-    std::vector<int> dead;  ///< values that nobody needs behind it
+    std::vector<int> dead{};    ///< of what it takes, what nobody needs any more
+    std::vector<int> unused{};  ///< of what it gives, what nobody needs
   };
 
   std::shared_ptr<const Graph> graph_;
   std::vector<Step> steps_;
   std::vector<at::Tensor> first_registers_;  ///< state and constants
   std::vector<int> results_;
+  std::vector<bool> is_stored_;  ///< not constants, which the program filled by hand
   std::vector<bool> copied_;
 };
 

@@ -55,6 +55,8 @@ std::string above(const std::string& name) {
 
 std::string plain_name(const std::string& name) { return name.starts_with("aten::") ? name.substr(6) : name; }
 
+std::string first_line(const std::string& text) { return text.substr(0, text.find_first_of(".\n")); }
+
 /// MultiheadAttention asks whether query, key and value are the same tensor.
 bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
   return a.is_same(b) || (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
@@ -345,7 +347,9 @@ Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<
     try {
       outputs = forward(given);
     } catch (const c10::NotImplementedError& error) {
-      require(false, "pipeline: ", recorder->where().text(), " cannot be recorded: ", error.what_without_backtrace());
+      require(false, "pipeline: ", recorder->where().text(),
+              ": it has no kernel for meta tensors, and writes into what it takes or has none on the CPU either (", first_line(error.what_without_backtrace()),
+              "); use the form that makes a new tensor");
     }
   }
   require(!outputs.empty(), "pipeline: the forward of ", short_name(root.name()), " returns no tensor; return what the last stage gives");

@@ -119,9 +119,10 @@ class Planner {
     const auto& stages = uses_[static_cast<size_t>(v)];
     for (const int s : stages) stage(s).state.push_back(v);
     if (stages.size() < 2) return;
-    const auto& written = writes_[static_cast<size_t>(v)];
-    require(written.empty(), "pipeline: stages ", *stages.begin(), " and ", *stages.rbegin(), " use the ",
-            value(v).kind == Value::Kind::Buffer ? "buffer" : "parameter", " '", value(v).name, "', and stage ", written.empty() ? 0 : *written.begin(),
+    const auto written = written_storages_.find(value(v).storage);
+    require(written == written_storages_.end(), "pipeline: stages ", *stages.begin(), " and ", *stages.rbegin(), " use the ",
+            value(v).kind == Value::Kind::Buffer ? "buffer" : "parameter", " '", value(v).name, "', and stage ",
+            written == written_storages_.end() ? 0 : *written->second.begin(),
             " writes into it, which the others would not see; split elsewhere, or give each stage its own");
     if (value(v).kind == Value::Kind::Parameter) plan_.shared.push_back({value(v).name, {stages.begin(), stages.end()}});
   }
