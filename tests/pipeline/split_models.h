@@ -197,9 +197,23 @@ struct DrawsImpl : torch::nn::Module {
     register_module("a", a);
     register_module("b", b);
   }
-  at::Tensor forward(const at::Tensor& x) { return b(a(x) + torch::randn({4})) * torch::rand_like(x); }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor noise = torch::randn({4});
+    return b(a(x) + noise) * torch::rand_like(x) + noise;
+  }
   torch::nn::Linear a, b;
 };
 TORCH_MODULE(Draws);
+
+/// In evaluation the first layer comes again behind the second.
+struct SometimesUsedImpl : torch::nn::Module {
+  SometimesUsedImpl() : a(4, 4), b(4, 4) {
+    register_module("a", a);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) { return is_training() ? b(a(x)) : a(b(a(x))); }
+  torch::nn::Linear a, b;
+};
+TORCH_MODULE(SometimesUsed);
 
 }  // namespace tessera::testing_support

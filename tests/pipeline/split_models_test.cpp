@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include "tessera/nn/meta.h"
+#include "tessera/pipeline/split/wire.h"
 #include "tests/pipeline/split_support.h"
 
 namespace tessera {
@@ -184,6 +185,36 @@ TEST(Split, OtherShapesAndModesAreRecordedAnew) {
   }
   model->eval();
   EXPECT_NE(split.recording()->fingerprint, first->fingerprint);
+  const auto cut_elsewhere = pipeline::split(model, {torch::zeros({3, 4}, at::kLong)}, {{"lstm", Beginning}});
+  EXPECT_NE(split.recording()->fingerprint, cut_elsewhere.recording()->fingerprint);
+}
+
+/// In evaluation one layer more runs, which stage 1 does not hold.
+TEST(Split, AModeThatNeedsAnotherStagesParametersIsRefused) {
+  SometimesUsed model;
+  const auto split = pipeline::split(model, {torch::randn({2, 4})}, {{"b", Beginning}});
+  model->eval();
+  EXPECT_THAT(refusal([&] { split.recording(); }), HasSubstr("stage 1 uses 'a.weight', which it did not when the model was split"));
+}
+
+TEST(Split, StridesArriveAsTheyWere) {
+  const at::Tensor base = at::arange(24, at::kFloat).view({2, 3, 4});
+  for (const at::Tensor& tensor : {base, base.transpose(0, 2), base.permute({1, 2, 0}), base.select(0, 1).unsqueeze(1).expand({3, 5, 4}),
+                                   base.transpose(1, 2).unsqueeze(0).expand({2, 2, 4, 3}), at::zeros({}), at::zeros({0, 3}), base.view({24, 1}).t()}) {
+    const tape::Form form = tape::form_of(tensor);
+    const at::Tensor wire = tape::to_wire(tensor, form);
+    EXPECT_EQ(wire.sizes(), at::IntArrayRef(tape::wire_spec(form).sizes));
+    EXPECT_EQ(static_cast<int64_t>(wire.nbytes()), form.bytes());
+    const at::Tensor arrived = tape::from_wire(wire.contiguous(), form);
+    EXPECT_TRUE(at::equal(arrived, tensor));
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+      EXPECT_TRUE(tensor.size(dim) < 2 || tensor.numel() == 0 || arrived.stride(dim) == tensor.stride(dim)) << tensor.sizes() << dim;
+  }
+  // Gaps are closed.
+  const at::Tensor columns = base.view({6, 4}).narrow(1, 1, 2);
+  const at::Tensor arrived = tape::from_wire(tape::to_wire(columns, tape::form_of(columns)).contiguous(), tape::form_of(columns));
+  EXPECT_TRUE(at::equal(arrived, columns));
+  EXPECT_TRUE(arrived.is_contiguous());
 }
 
 }  // namespace
