@@ -165,6 +165,11 @@ TEST(Split, AutocastIsRecordedWithItsTypes) {
       at::autocast::set_autocast_enabled(at::kCPU, false);
     }
   } autocast;
+  torch::manual_seed(3);
+  const at::Tensor drawn = torch::rand({2});
+  torch::manual_seed(3);
+  split.recording();
+  EXPECT_TRUE(at::equal(torch::rand({2}), drawn));
   EXPECT_EQ(split.recording()->graph->values[split.recording()->graph->outputs[0]].last_form().dtype, at::kBFloat16);
   const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
   at::autocast::clear_cache();

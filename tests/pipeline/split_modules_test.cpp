@@ -36,7 +36,10 @@ struct BlockImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& scale) {
     at::Tensor y = Tripled::apply(fc(x), weight) * torch::tensor({1.f, 2.f, 3.f, 4.f});
     ++calls;
-    if (!y.is_meta() && y.sum().item<double>() > 1e6) y = y / 2;
+    if (y.sum().item<double>() > 0) y = y / 2;
+    const at::Tensor sums = torch::zeros({y.size(0), 4});
+    sums.add_(y);
+    y = sums;
     if (scale) y = y * *scale;
     return is_training() ? y : y + 1;
   }

@@ -18,7 +18,23 @@ struct HalfGradient : torch::autograd::Function<HalfGradient> {
   static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list gradients) { return {gradients[0]}; }
 };
 
-enum class Fault { None, ItemBranch, Function, HookOnResult, ByHand, Table, TrainedTable, WrittenTable, Momentum, Masked, BoolIndex, WritesOther, Unused };
+enum class Fault {
+  None,
+  ItemBranch,
+  Function,
+  HookOnResult,
+  ByHand,
+  Table,
+  TrainedTable,
+  WrittenTable,
+  Momentum,
+  Masked,
+  BoolIndex,
+  WritesOther,
+  TwoParts,
+  Sparse,
+  Unused
+};
 
 struct FaultyImpl : torch::nn::Module {
   explicit FaultyImpl(Fault fault) : a(4, 4), b(4, 4), unused(4, 4), n(torch::nn::BatchNorm1dOptions(4).momentum(std::nullopt)), fault(fault) {
@@ -68,6 +84,15 @@ struct FaultyImpl : torch::nn::Module {
         view.mul_(2);
         return y + x;
       }
+      case Fault::TwoParts: {
+        const at::Tensor left = x.narrow(1, 0, 2), right = x.narrow(1, 2, 2);
+        const at::Tensor y = b(torch::ones({3, 4}));
+        left.mul_(2);
+        return y + torch::cat({left, right}, 1);
+      }
+      case Fault::Sparse:
+        x = x.to_sparse().to_dense();
+        break;
       default:
         x = act(x);
     }
@@ -98,6 +123,8 @@ TEST(SplitRefusals, ShapesThatDependOnValues) {
   EXPECT_THAT(refused(Fault::BoolIndex), HasSubstr("aten::index (after 'a.bias' was used): the shape of its result depends on values"));
 }
 
+TEST(SplitRefusals, LayoutsThatCannotBeSent) { EXPECT_THAT(refused(Fault::Sparse), HasSubstr("aten::to_sparse (after 'a.bias' was used): ")); }
+
 TEST(SplitRefusals, WhatIsDoneBehindTheOperatorsBack) {
   EXPECT_THAT(refused(Fault::Function), AllOf(HasSubstr("HalfGradient"), HasSubstr("TESSERA_MODULE")));
   EXPECT_THAT(refused(Fault::HookOnResult), AllOf(HasSubstr("is given a tensor with a hook (register_hook)"), HasSubstr("TESSERA_MODULE")));
@@ -114,6 +141,7 @@ TEST(SplitRefusals, TensorsThatNobodyOwns) {
 
 TEST(SplitRefusals, MemoryThatALaterStageChanges) {
   pipeline::split(Faulty(Fault::WritesOther), {torch::randn({3, 4})}, {{"b", Beginning}});  // cut before the view
+  expect_split_equals_whole(Faulty(Fault::TwoParts), {torch::randn({3, 4})}, {{"b", Beginning}});
   EXPECT_THAT(refused(Fault::WritesOther, {{"unused", Beginning}}),
               AllOf(HasSubstr("stage 1 writes in place into memory that came before it"), HasSubstr("view after 'a'"), HasSubstr("split elsewhere")));
 }

@@ -33,8 +33,8 @@ std::string Where::text() const {
 }
 
 int KnownTensors::storage_number(const at::Tensor& tensor) {
-  require(tensor.layout() == at::kStrided && tensor.has_storage(), "pipeline: a tensor of layout ", tensor.layout(),
-          " has no memory that could be sent; split a model of strided tensors");
+  require(tensor.layout() == at::kStrided && tensor.has_storage(), "pipeline: ", where_.text(), ": a tensor of layout ", tensor.layout(),
+          " cannot be sent; use strided ones");
   const auto [it, is_new] = storages_.emplace(tensor.storage().unsafeGetStorageImpl(), static_cast<int>(handles_.size()));
   if (is_new) {
     kept_storages_.push_back(tensor.storage().getWeakStorageImpl());
@@ -91,26 +91,26 @@ int64_t KnownTensors::version(int value) const {
   return 0;
 }
 
-void KnownTensors::check_history(int value, const at::Tensor& tensor, const Where& where) const {
+void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
   const Value& known = graph_.values[static_cast<size_t>(value)];
   if (known.kind != Value::Kind::Result) return;
   const auto* const maker = maker_of(tensor);
-  require(makers_.at(value) == maker, "pipeline: ", where.text(), " is given a tensor that '", maker ? maker->name() : "nothing",
+  require(makers_.at(value) == maker, "pipeline: ", where_.text(), " is given a tensor that '", maker ? maker->name() : "nothing",
           "' has made of what an operator gave", kFunctionWayOut);
-  require(tensor.requires_grad() == known.last_form().requires_grad, "pipeline: ", where.text(),
+  require(tensor.requires_grad() == known.last_form().requires_grad, "pipeline: ", where_.text(),
           " is given a tensor whose requires_grad was changed by hand (set_requires_grad), which no operator repeats; use detach(), or NoGradGuard around what "
           "makes it");
-  require(!tensor.unsafeGetTensorImpl()->autograd_meta() || torch::autograd::impl::hooks(tensor).empty(), "pipeline: ", where.text(),
+  require(!tensor.unsafeGetTensorImpl()->autograd_meta() || torch::autograd::impl::hooks(tensor).empty(), "pipeline: ", where_.text(),
           " is given a tensor with a hook (register_hook), which a replay would not call; put the call into a module that is declared with TESSERA_MODULE, or "
           "the hook on a parameter");
 }
 
-int KnownTensors::argument(const at::Tensor& tensor, bool writes, const Where& where) {
+int KnownTensors::argument(const at::Tensor& tensor, bool writes) {
   const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  const int value = found == numbers_.end() ? unknown(tensor, where) : found->second;
-  check_history(value, twin(tensor), where);
+  const int value = found == numbers_.end() ? unknown(tensor) : found->second;
+  check_history(value, twin(tensor));
   if (unwritten_.erase(value) > 0 && !writes) become_constant(value, tensor);
-  require(!writes || at(value).kind != Value::Kind::Constant || at(value).maker >= 0, "pipeline: ", where.text(),
+  require(!writes || at(value).kind != Value::Kind::Constant || at(value).maker >= 0, "pipeline: ", where_.text(),
           " writes into a tensor that is no parameter and no buffer, and was there before the pass; register it as a buffer");
   return value;
 }
@@ -120,8 +120,8 @@ void KnownTensors::become_constant(int value, const at::Tensor& tensor) {
   at(value).constant = tensor;
 }
 
-int KnownTensors::unknown(const at::Tensor& tensor, const Where& where) {
-  require(!tensor.grad_fn(), "pipeline: ", where.text(), " is given a tensor that no operator made: it comes from '",
+int KnownTensors::unknown(const at::Tensor& tensor) {
+  require(!tensor.grad_fn(), "pipeline: ", where_.text(), " is given a tensor that no operator made: it comes from '",
           tensor.grad_fn() ? tensor.grad_fn()->name() : std::string(), "'", kFunctionWayOut);
   const auto memory = tensor.has_storage() ? storages_.find(tensor.storage().unsafeGetStorageImpl()) : storages_.end();
   if (memory != storages_.end()) {
@@ -137,12 +137,12 @@ int KnownTensors::unknown(const at::Tensor& tensor, const Where& where) {
       }
       return detached(value, tensor);
     }
-    require(false, "pipeline: ", where.text(),
+    require(false, "pipeline: ", where_.text(),
             " is given a part of a tensor's memory that no operator has cut out (a view that is kept from an earlier pass?); make it anew in each forward");
   }
-  require(!tensor.is_meta(), "pipeline: ", where.text(),
+  require(!tensor.is_meta(), "pipeline: ", where_.text(),
           " is given a tensor on meta that is no parameter, no buffer and no input, so that nobody would give it values; register it as a buffer");
-  require(!tensor.requires_grad(), "pipeline: ", where.text(),
+  require(!tensor.requires_grad(), "pipeline: ", where_.text(),
           " is given a tensor that requires gradients, and is no parameter, so that no stage would own it; register it as a parameter");
   const int value = add(tensor, Value::Kind::Constant, "");
   become_constant(value, tensor);

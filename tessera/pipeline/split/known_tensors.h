@@ -32,14 +32,14 @@ struct Where {
 /// Parameters and buffers have twins also where they are on meta themselves, so that the pass leaves them as they are.
 class KnownTensors {
  public:
-  explicit KnownTensors(Graph& graph) : graph_(graph) {}
+  KnownTensors(Graph& graph, const Where& where) : graph_(graph), where_(where) {}
 
   int add(const at::Tensor& tensor, Value::Kind kind, std::string name, int maker = -1);
   /// A further name of one that is known, or a new one.
   int add_state(const at::Tensor& tensor, bool is_buffer, const std::string& name);
 
   /// The number of what an operator is given. `writes`: the operator writes into it.
-  int argument(const at::Tensor& tensor, bool writes, const Where& where);
+  int argument(const at::Tensor& tensor, bool writes);
   /// The number of what node number `node` gives. `unwritten`: memory without values, which the program may fill by hand.
   int result(const at::Tensor& tensor, int node, bool unwritten);
   /// Node number `node` wrote into it: everything that shows the same memory may have another history now.
@@ -61,13 +61,14 @@ class KnownTensors {
   int storage_number(const at::Tensor& tensor);
   void name_tensor(const at::Tensor& tensor, int value);
   void look_again(int value, const at::Tensor& tensor, int node);
-  int unknown(const at::Tensor& tensor, const Where& where);
+  int unknown(const at::Tensor& tensor);
   int detached(int value, const at::Tensor& tensor);
   void become_constant(int value, const at::Tensor& tensor);
-  void check_history(int value, const at::Tensor& tensor, const Where& where) const;
+  void check_history(int value, const at::Tensor& tensor) const;
   Value& at(int value) { return graph_.values[static_cast<size_t>(value)]; }
 
   Graph& graph_;
+  const Where& where_;
   std::unordered_map<const c10::TensorImpl*, int> numbers_;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> twins_;
   std::unordered_map<const c10::StorageImpl*, int> storages_;

@@ -27,9 +27,16 @@ bool is_among(const std::string& name, std::initializer_list<const char*> names)
   return std::ranges::any_of(names, [&](const char* one) { return name == one; });
 }
 
-bool reads_on_host(const c10::OperatorHandle& op) {
-  return op.hasTag(at::Tag::data_dependent_output) ||
-         is_among(op.schema().name(), {"aten::item", "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"});
+bool is_host_read(const std::string& name) {
+  return is_among(name, {"aten::item", "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"});
+}
+
+bool reads_on_host(const c10::OperatorHandle& op) { return op.hasTag(at::Tag::data_dependent_output) || is_host_read(op.schema().name()); }
+
+/// What a module that is recorded whole reads meanwhile: its forward runs anew with data, so this decides nothing but what its outputs look like.
+c10::IValue nothing_read(const std::string& name, at::ScalarType dtype) {
+  if (!is_among(name, {"aten::item", "aten::_local_scalar_dense"}) || dtype == at::kBool) return false;
+  return at::isFloatingType(dtype) ? c10::IValue(0.0) : c10::IValue(0);
 }
 
 /// Indexing by integers is tagged as indexing by a mask is.
@@ -63,9 +70,9 @@ bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
                           a.storage_offset() == b.storage_offset());
 }
 
-class Recorder final : public nn::OperatorWatcher, public std::enable_shared_from_this<Recorder> {
+class Recorder final : public nn::OperatorWatcher {
  public:
-  explicit Recorder(torch::nn::Module& root) : known_(graph_) {
+  explicit Recorder(torch::nn::Module& root) : known_(graph_, where_) {
     root.apply([&](const std::string& path, torch::nn::Module& module) {
       const auto name = [&](const std::string& key) { return path.empty() ? key : path + "." + key; };
       for (const auto& item : module.named_parameters(/*recurse=*/false)) add_state(item.value(), false, name(item.key()));
@@ -80,7 +87,7 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
   }
   void output(const at::Tensor& tensor) {
     where_ = {.op = "the end of the pass"};
-    graph_.outputs.push_back(known_.argument(tensor, /*writes=*/false, where_));
+    graph_.outputs.push_back(known_.argument(tensor, /*writes=*/false));
   }
   Graph take() { return std::move(graph_); }
   const Where& where() const { return where_; }
@@ -91,6 +98,12 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
     const auto& schema = op.schema();
     const size_t first = stack.size() - schema.arguments().size();
     if (inside_ != nullptr) {
+      if (is_host_read(op.schema().name())) {
+        const at::ScalarType dtype = stack[first].toTensor().scalar_type();
+        torch::jit::drop(stack, stack.size() - first);
+        stack.push_back(nothing_read(op.schema().name(), dtype));
+        return true;
+      }
       note_statistics(op, stack, first);
       stand_in(op, stack, first);
       run_without_data(op, stack, first);
@@ -177,12 +190,15 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
       }
       Recorder& recorder;
     } inside(*this, node);
-    return next(std::move(inputs));
+    nn::Values outputs = next(std::move(inputs));
+    // Memory that the module made and wrote into has its history on what stands in for it.
+    for (c10::IValue& value : outputs) value = for_tensors(value, [this](const at::Tensor& tensor) { return stand_in(tensor); });
+    return outputs;
   }
 
   Slot slot_of(const c10::IValue& value, bool writes) {
     Slot slot;
-    const auto use = [&](const at::Tensor& tensor) { slot.values.push_back(tensor.defined() ? known_.argument(tensor, writes, where_) : -1); };
+    const auto use = [&](const at::Tensor& tensor) { slot.values.push_back(tensor.defined() ? known_.argument(tensor, writes) : -1); };
     if (value.isTensor() && value.toTensor().defined()) {
       slot.kind = Slot::Kind::Tensor;
       use(value.toTensor());
@@ -231,25 +247,11 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
   /// Twins in place of what has data, and meta where an operator that takes tensors, or draws, is asked for a device.
   void stand_in(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
     bool any = false;
-    const auto twin = [&](const at::Tensor& tensor) {
-      any |= tensor.defined();
-      return tensor.defined() ? stand_in(tensor) : tensor;
-    };
     for (size_t i = first; i < stack.size(); ++i) {
-      c10::IValue& value = stack[i];
-      if (value.isTensor()) {
-        value = twin(value.toTensor());
-      } else if (value.isTensorList()) {
-        std::vector<at::Tensor> tensors = value.toTensorVector();
-        for (at::Tensor& tensor : tensors) tensor = twin(tensor);
-        value = std::move(tensors);
-      } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> tensors;
-        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-          tensors.push_back(tensor ? std::optional(twin(*tensor)) : std::nullopt);
-        }
-        value = std::move(tensors);
-      }
+      stack[i] = for_tensors(stack[i], [&](const at::Tensor& tensor) {
+        any = true;
+        return stand_in(tensor);
+      });
     }
     const auto& arguments = op.schema().arguments();
     const bool random = op.hasTag(at::Tag::nondeterministic_seeded);  // nothing is drawn while recording
@@ -303,8 +305,8 @@ class Recorder final : public nn::OperatorWatcher, public std::enable_shared_fro
   }
 
   Graph graph_;
-  KnownTensors known_;
   Where where_;
+  KnownTensors known_;
   std::unordered_map<const c10::TensorImpl*, int> state_;
   std::unordered_map<const c10::TensorImpl*, std::pair<at::Tensor, at::Tensor>> shadows_;
   Node* inside_ = nullptr;  ///< the module whose call is under way as a whole
@@ -347,9 +349,8 @@ Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<
     try {
       outputs = forward(given);
     } catch (const c10::NotImplementedError& error) {
-      require(false, "pipeline: ", recorder->where().text(),
-              ": it has no kernel for meta tensors, and writes into what it takes or has none on the CPU either (", first_line(error.what_without_backtrace()),
-              "); use the form that makes a new tensor");
+      require(false, "pipeline: ", recorder->where().text(), ": it has no kernel for meta tensors, and none that could be tried on zeros (",
+              first_line(error.what_without_backtrace()), "); use an operator that makes a new, strided tensor");
     }
   }
   require(!outputs.empty(), "pipeline: the forward of ", short_name(root.name()), " returns no tensor; return what the last stage gives");

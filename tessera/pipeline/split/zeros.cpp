@@ -50,24 +50,6 @@ bool draws(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t
   return false;
 }
 
-template <class F>
-c10::IValue for_tensors(const c10::IValue& value, F&& change) {
-  if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value.toTensor();
-  if (value.isTensorList()) {
-    std::vector<at::Tensor> tensors = value.toTensorVector();
-    for (at::Tensor& tensor : tensors) tensor = tensor.defined() ? change(tensor) : tensor;
-    return tensors;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> tensors;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      tensors.push_back(tensor && tensor->defined() ? std::optional(change(*tensor)) : tensor);
-    }
-    return tensors;
-  }
-  return value;
-}
-
 /// The same tensor on another device, as far as its looks go.
 at::Tensor like(const at::Tensor& tensor, at::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).requires_grad(false));
@@ -104,6 +86,7 @@ void run_on_zeros(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_
   op.callBoxed(stack);
   for (size_t i = first; i < stack.size(); ++i) {
     stack[i] = for_tensors(stack[i], [](const at::Tensor& tensor) {
+      TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, "it gives a tensor of layout ", tensor.layout());
       const at::Tensor looks = like(tensor, at::kMeta);
       return tensor.requires_grad() ? looks.set_requires_grad(true).clone() : looks;  // no leaf: it may be written in place
     });
