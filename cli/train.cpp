@@ -38,6 +38,7 @@
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
 #include "tessera/train/observers/tensorboard.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/state_bytes.h"
 #include "tessera/train/stop.h"
@@ -227,6 +228,7 @@ int train(const TrainFlags& flags) {
   const int attempt = comm::read_environment().restart_count;
   Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
   precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
+  check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, size));
   check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).layers));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));

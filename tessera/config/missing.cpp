@@ -25,7 +25,6 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
   };
   const auto& offload = config.offload;
   const std::vector<Setting> settings = {
-      {"mesh.pp", axis("pp"), {"1"}, "pipeline parallelism"},
       {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
       {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
       {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},

@@ -9,8 +9,10 @@ MeshRoles mesh_roles(const Config& config) {
           .replicate = "dp_replicate",
           .shard = "dp_shard",
           .layers = "tp",
-          .samples = {"pp", "cp", "tp"},
-          .elements = config.zero.stage > 0 ? Axes{"dp_shard", "tp"} : Axes("tp"),
+          .stages = "pp",
+          .samples = {"cp", "tp"},
+          .cut = config.zero.stage > 0 ? Axes{"dp_shard", "tp"} : Axes("tp"),
+          .elements = config.zero.stage > 0 ? Axes{"dp_shard", "pp", "tp"} : Axes{"pp", "tp"},
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 

@@ -13,8 +13,10 @@ struct MeshRoles {
   Axes replicate;  ///< of those, ranks that hold the same part of what is sharded
   Axes shard;      ///< of those, ranks that hold other parts
   Axes layers;     ///< ranks that compute the same samples, each a part of every layer
-  Axes samples;    ///< ranks that work on the same samples in any way, and so have the same losses
-  Axes elements;   ///< ranks that hold other elements of the gradients: what a norm sums over
+  Axes stages;     ///< ranks that compute the same samples one after the other, each some of the layers
+  Axes samples;    ///< of one stage, ranks that work on the same samples in any way, and so have the same losses
+  Axes cut;        ///< of one stage, ranks that hold other elements of the gradients of its layers
+  Axes elements;   ///< ranks that hold other elements of any gradients: what a norm sums over
   Axes world;      ///< all ranks
 };
 

@@ -36,6 +36,9 @@ class Gpt2Impl : public LanguageModel {
   at::Tensor normed(const at::Tensor& stream) override { return norm_(stream); }
   std::string attention_pattern() const override { return "layers.*.attention.core"; }
 
+ protected:
+  std::vector<std::string> embedding_children() const override { return {"embed_tokens", "embed_positions", "dropout"}; }
+
  private:
   nn::Embedding embed_tokens_, embed_positions_;
   nn::Dropout dropout_;

@@ -37,6 +37,9 @@ class LlamaImpl : public LanguageModel {
   at::Tensor normed(const at::Tensor& stream) override { return norm_(stream); }
   std::string attention_pattern() const override { return "layers.*.attention.core"; }
 
+ protected:
+  std::vector<std::string> embedding_children() const override { return {"embed_tokens", "dropout"}; }
+
  private:
   nn::Embedding embed_tokens_;
   nn::RotaryEmbedding rotary_;

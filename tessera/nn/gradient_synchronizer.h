@@ -20,9 +20,10 @@ enum class ActionKind {
 /// Where a micro-batch stands in its step.
 struct MicroBatchPosition {
   int64_t index = 0;           ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
-  bool last = false;           ///< of this rank in this step: gradients are final after its backward, or after those that it has left for later
+  bool last = false;           ///< the action is the last of its kind in this step: gradients are final after the last backward, or after those left for later
   bool padding = false;        ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
   bool weights_later = false;  ///< of a backward: an action of its own brings the weights' gradients, on every rank
+  int part = 0;                ///< which of the parts of the model that this rank holds; each has a synchronizer of its own, which need not look
 };
 
 /// What the last finished step cost this rank.

@@ -24,6 +24,8 @@
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
+#include "tessera/train/part_synchronizers.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -94,9 +96,9 @@ at::ScalarType network_dtype(const Config& config, const precision::Policy& poli
 
 FullyShardOptions stage_3_options(const Config& config, const precision::Policy& policy, LanguageModel& model) {
   const ZeroConfig& zero = config.zero;
-  check_pattern("zero.wrap", model, zero.wrap);
   FullyShardOptions options;
-  options.wrap = zero.wrap;
+  // check_modules() has seen that the whole model has such modules; a stage of it need not.
+  if (!zero.wrap.empty()) options.policy = [wrap = zero.wrap](const std::string& path, const torch::nn::Module&) { return nn::matches(wrap, path); };
   options.prefetch.units = zero.prefetch;
   if (zero.prefetch_bytes > 0) options.prefetch.bytes = zero.prefetch_bytes;
   options.reshard_after_forward = zero.reshard_after_forward;
@@ -116,6 +118,40 @@ ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
   return parallel_plan(model, config.tensor.sequence_parallel, config.tensor.keep_gathered);
 }
 
+/// What is synchronized by itself: each stage of the model that this rank holds, or the whole.
+std::vector<torch::nn::Module*> roots_of(const Composition& run) {
+  std::vector<torch::nn::Module*> roots;
+  for (const ModelShare& part : run.parts) roots.push_back(part.module.ptr().get());
+  if (roots.empty()) roots.push_back(run.model.get());
+  return roots;
+}
+
+std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<GradientSynchronizer>> parts) {
+  if (parts.size() == 1) return std::move(parts.front());
+  return std::make_unique<PartSynchronizers>(std::move(parts));
+}
+
+/// Keeps of a model on meta the stages that are this rank's.
+void take_stages(const Config& config, const precision::Policy& policy, const PipelineLayout& layout, Composition& run) {
+  const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
+  std::vector<ChainRange> links;
+  for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
+  run.model->keep(links);
+  for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
+  run.rank_of_stage = layout.rank_of;
+  const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
+  run.stream = {.dim = config.model.dim, .dtype = policy.params, .part = in_parts ? run.layers.rank() : 0, .parts = in_parts ? run.layers.size() : 1};
+}
+
+/// In the order of the parts, tied ones once.
+std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
+  std::vector<nn::NamedParameter> all;
+  for (torch::nn::Module* root : roots_of(run)) {
+    for (auto& parameter : nn::unique_parameters(*root)) all.push_back(std::move(parameter));
+  }
+  return all;
+}
+
 /// Stage 3, of a model on meta, so that no rank ever holds the whole of it: outside of a step each parameter is this rank's slice.
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
@@ -124,7 +160,9 @@ void shard_parameters(const Config& config, const precision::Policy& policy, con
   run.offloaded = config.offload.params == "host";
   if (run.offloaded) options.offload = Offload::Host;
   run.shard = mesh[mesh_roles(config).shard];
-  run.synchronizer = fully_shard(*run.model, run.shard, std::move(options));
+  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
+  for (torch::nn::Module* root : roots_of(run)) parts.push_back(fully_shard(*root, run.shard, options));
+  run.synchronizer = as_one(std::move(parts));
 }
 
 /// Stages 1 and 2: parameters stay whole, and what the optimizer updates is one part of them on each rank of dp_shard.
@@ -137,9 +175,14 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   options.reduce_dtype = policy.gradient_dtype();
   if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
   run.shard = mesh[mesh_roles(config).shard];
-  auto zero = std::make_unique<ShardedDataParallel>(*run.model, ShardGroups{.shard = run.shard, .replicate = mesh[mesh_roles(config).replicate]}, options);
-  run.updated = zero->shards();
-  run.synchronizer = std::move(zero);
+  run.updated.clear();
+  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
+  for (torch::nn::Module* root : roots_of(run)) {
+    auto zero = std::make_unique<ShardedDataParallel>(*root, ShardGroups{.shard = run.shard, .replicate = mesh[mesh_roles(config).replicate]}, options);
+    for (const auto& shard : zero->shards()) run.updated.push_back(shard);
+    parts.push_back(std::move(zero));
+  }
+  run.synchronizer = as_one(std::move(parts));
 }
 
 /// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
@@ -166,26 +209,35 @@ std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const comm::Grou
   return plan;
 }
 
+std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, const comm::Group& data, torch::nn::Module& root) {
+  TreeReductionOptions options;
+  options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
+  options.buffers = BufferBroadcast::AtStart;
+  options.gradient_dtype = precision::policy_from(config.precision).gradient_dtype();
+  return std::make_unique<TreeReduction>(root, data, options);
+}
+
 /// Stage 0: whole gradients meet on every rank.
 void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
   const comm::Group data = mesh[mesh_roles(config).batch];
+  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
   if (config.run.deterministic) {
-    TreeReductionOptions options;
-    options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
-    options.buffers = BufferBroadcast::AtStart;
-    options.gradient_dtype = precision::policy_from(config.precision).gradient_dtype();
-    run.synchronizer = std::make_unique<TreeReduction>(*run.model, data, options);
+    for (torch::nn::Module* root : roots_of(run)) parts.push_back(reduce_in_a_tree(config, data, *root));
+    run.synchronizer = as_one(std::move(parts));
     return;
   }
   DdpOptions options;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
-  if (resume && data.size() > 1) options.plan = saved_plan(*resume, data, run, options);
+  if (resume && data.size() > 1 && run.parts.empty()) options.plan = saved_plan(*resume, data, run, options);
   options.hook = run.hook = make_hook(config, resume);
-  auto ddp = std::make_unique<DistributedDataParallel>(*run.model, data, options);
-  run.buckets = ddp.get();
-  run.synchronizer = std::move(ddp);
+  for (torch::nn::Module* root : roots_of(run)) {
+    auto ddp = std::make_unique<DistributedDataParallel>(*root, data, options);
+    if (run.parts.empty()) run.buckets = ddp.get();
+    parts.push_back(std::move(ddp));
+  }
+  run.synchronizer = as_one(std::move(parts));
 }
 
 /// What holds for the process, once a rank.
@@ -214,13 +266,17 @@ void check_modules(const Config& config, int tensor_ranks) {
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
   const Attachment recomputed = recompute_blocks(config, *model);
-  if (config.zero.stage == 3) fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
+  if (config.zero.stage < 3) return;
+  check_pattern("zero.wrap", *model, config.zero.wrap);
+  fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
 }
 
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
   const MeshRoles roles = mesh_roles(config);
   Composition run;
-  run.model = on_meta([&] { return make_model(config.model); });
+  run.pipeline = mesh[roles.stages];
+  const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
+  run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
@@ -228,11 +284,13 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   precision::apply(*run.model, policy);
   run.layers = mesh[roles.layers];
   run.tensor = cut_layers(config, *run.model, run.layers);
+  run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
   run.recomputed = recompute_blocks(config, *run.model);
+  if (layout.stages() > 1) take_stages(config, policy, layout, run);
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
-  run.parameters = run.updated = nn::unique_parameters(*run.model);
+  run.parameters = run.updated = parameters_of(run);
   const comm::Group data = mesh[roles.batch];
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);

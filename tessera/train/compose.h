@@ -21,20 +21,32 @@
 #include "tessera/precision/loss_scale.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/train/inputs.h"
+#include "tessera/train/model_stage.h"
 
 namespace tessera {
+
+/// A stage's share of a model.
+struct ModelShare {
+  int stage = 0;
+  ModelPart module = nullptr;
+};
 
 /// A model with everything that a configuration attaches to it. Members are destroyed from the last to the first: what is attached goes before the
 /// model it is attached to.
 struct Composition {
-  std::shared_ptr<LanguageModel> model;
+  std::shared_ptr<LanguageModel> model;        ///< or what this rank holds of it
   std::unique_ptr<TensorParallel> tensor;      ///< null where layers are whole
+  std::vector<ModelShare> parts;               ///< the model's stages on this rank, in their order; empty where it is whole
+  comm::Group pipeline;                        ///< ranks that hold the other stages
+  std::vector<int> rank_of_stage{0};           ///< of that group, for every stage
+  StreamShape stream;                          ///< what crosses between stages
   Attachment recomputed;                       ///< what of it is computed again in backward
   std::vector<nn::NamedParameter> parameters;  ///< tied ones once
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
   comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
   comm::Group layers;                          ///< ranks that layers are cut over
+  comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
   precision::LossScale loss_scale;          ///< what the loss is multiplied by before backward
@@ -59,8 +71,8 @@ void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len);
 void check_modules(const Config& config, int tensor_ranks = 1);
 
 /// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
-/// one order that works: precision, tensor parallelism, recompute, then data parallelism, plain or sharded (later techniques enter before them, see the order
-/// in docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
+/// one order that works: precision, tensor parallelism, recompute, the cut into stages, then data parallelism of each, plain or sharded (later techniques enter
+/// before them, see the order in docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt);
 
 }  // namespace tessera

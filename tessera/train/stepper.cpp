@@ -42,7 +42,8 @@ kernels::KernelChoice choice_of(const Config& config) {
 /// `device` is that of the model, whose engine adds up.
 at::Tensor norm_of(const Config& config, const Composition& run, at::Device device) {
   // A rank's own rows are added up in a tree in any case. Where layers are cut, it is that of this mesh.tp, as the products' sums are, for any data ranks.
-  const auto order = config.run.deterministic && !run.tensor ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
+  // Stages have different rows: each adds its own up.
+  const auto order = config.run.deterministic && !run.tensor && run.parts.empty() ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
   optim::NormGroup group{.parameters = nn::counted_once(run.updated), .reduce = {}};
   if (run.elements.size() > 1) {
     group.reduce = [&run, device](at::Tensor& sums) {
@@ -55,10 +56,14 @@ at::Tensor norm_of(const Config& config, const Composition& run, at::Device devi
   return optim::global_norm(std::vector{std::move(group)}, order);
 }
 
-std::vector<bool> first_of_their_data_rank(const Mesh& mesh, const Axes& samples, const comm::Group& group) {
-  std::vector<bool> first;
-  for (int member = 0; member < group.size(); ++member) first.push_back(mesh.rank(group.world_rank(member), samples) == 0);
-  return first;
+/// Of the ranks that hold the last stage, and so have the losses, one for each data rank.
+std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, int last_stage, const comm::Group& group) {
+  std::vector<bool> brings;
+  for (int member = 0; member < group.size(); ++member) {
+    const int rank = group.world_rank(member);
+    brings.push_back(mesh.rank(rank, roles.samples) == 0 && mesh.rank(rank, roles.stages) == last_stage);
+  }
+  return brings;
 }
 
 MemoryByCategory bytes_at(const double* numbers) {
@@ -95,9 +100,9 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
     : config_(config),
       data_group_(mesh[mesh_roles(config).batch]),
       all_ranks_(mesh[mesh_roles(config).world]),
-      brings_losses_(first_of_their_data_rank(mesh, mesh_roles(config).samples, all_ranks_)),
       scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),
+      brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
       learning_rate_(config.optim, config.run.steps) {
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
@@ -138,7 +143,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
 
 at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
   const HostMemory beside(run_.offloaded);
-  nn::sum_terms(run_.layers, run_.updated, run_.elements);
+  nn::sum_terms(run_.layers, run_.updated, run_.cut);
   run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
   return norm_of(config_, run_, device);
@@ -173,7 +178,7 @@ bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
     engine_.forward_backward(batch);
-    const std::string where = precision::describe_non_finite(watch, data_group_);
+    const std::string where = precision::describe_non_finite(watch, run_.parts.empty() ? data_group_ : all_ranks_);
     const std::string tried =
         scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))
                         : "";

@@ -110,9 +110,9 @@ class Stepper {
 
   const Config& config_;
   comm::Group data_group_, all_ranks_;
-  std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: false for those that computed the same losses as another (the same data rank)
   RankScope& scope_;
   Composition run_;
+  std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: of the ranks that have the same losses (the same data rank), and those that have none, one
   Engine engine_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank

@@ -1,47 +1,26 @@
 // Schedules as values, and as an engine carries them out: one that lets forwards run ahead, and computes weights' gradients late, gives the bits of the plain
 // one in every layout. What a pipeline's stage does, on a model that is whole.
 
-#include "tessera/train/schedule.h"
+#include "tessera/pipeline/schedules/schedule.h"
 
 #include <ATen/ops/equal.h>
 
 #include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/generators.h"
 #include "tessera/train/engine.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
 
+using schedules::WeightGradients;
 using testing_support::TrainFixture;
-using enum WeightGradientTime;
 
-TEST(Schedule, OneFOneBIsAsThePapersDrawIt) {
-  EXPECT_EQ(to_string(one_after_the_other(3)), "F0 B0 F1 B1 F2 B2");
-  EXPECT_EQ(to_string(one_f_one_b(5, 0, 4)), "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4");
-  EXPECT_EQ(to_string(one_f_one_b(5, 2, 4)), "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4");
-  EXPECT_EQ(to_string(one_f_one_b(3, 3, 4)), to_string(one_after_the_other(3)));
-  EXPECT_EQ(to_string(one_f_one_b(2, 0, 4)), "F0 F1 B0 B1");  // fewer micro-batches than stages
-  EXPECT_EQ(to_string(one_f_one_b(3, 0, 2, BehindBackward)), "F0 F1 B0 W0 F2 B1 W1 B2 W2");
-  EXPECT_EQ(to_string(one_f_one_b(3, 0, 2, AtTheEnd)), "F0 F1 B0 F2 B1 B2 W0 W1 W2");
-  EXPECT_EQ(to_string(all_forward_all_backward(3)), "F0 F1 F2 B0 B1 B2");
-}
-
-TEST(Schedule, HoldsWhatItSays) {
-  for (const int stages : {1, 2, 3, 5, 8}) {
-    for (int stage = 0; stage < stages; ++stage) {
-      for (const size_t count : {0, 1, 2, 5, 13}) {
-        for (const auto weights : {InBackward, BehindBackward, AtTheEnd}) {
-          const Schedule schedule = one_f_one_b(count, stage, stages, weights);
-          EXPECT_NO_THROW(check_schedule(schedule, count));
-          EXPECT_EQ(most_alive(schedule), std::min<size_t>(count, static_cast<size_t>(stages - stage)));
-        }
-      }
-    }
-  }
-  EXPECT_THROW(one_f_one_b(3, 2, 2), InternalError);
-  EXPECT_THROW(check_schedule(one_f_one_b(3, 0, 2), 4), InternalError);
-  EXPECT_THROW(check_schedule({{ActionKind::Backward, 0}, {ActionKind::Forward, 0}}, 1), InternalError);
-  EXPECT_THROW(check_schedule({{ActionKind::Forward, 1}, {ActionKind::Forward, 0}}, 2), InternalError);
+/// Rank 0's order of `schedule`, on a model that is whole.
+schedules::Schedule alone(const schedules::Schedule& schedule, int rank = 0) {
+  schedules::Schedule one{.name = schedule.name, .micro_batches = schedule.micro_batches, .rank_of = {0}, .actions = {schedule.actions.at(rank)}};
+  for (schedules::Action& action : one.actions[0]) action.stage = 0;
+  return one;
 }
 
 class Scheduled : public TrainFixture {
@@ -89,12 +68,13 @@ class Scheduled : public TrainFixture {
   void expect_one_result(int world, std::vector<std::string> sets, const std::string& family = "llama") const {
     sets.insert(sets.end(), {"batch.micro_size=1", "zero.bucket_bytes=20000", "run.threads=1"});
     const Config config = TrainFixture::config(family, sets);
-    const auto plain = run(config, world, one_after_the_other);
+    const auto plain = run(config, world, {});
     const std::vector<std::pair<const char*, Engine::MakeSchedule>> schedules{
-        {"1F1B", [](size_t m) { return one_f_one_b(m, 0, 4); }},
-        {"1F1B, weights behind", [](size_t m) { return one_f_one_b(m, 1, 3, BehindBackward); }},
-        {"1F1B, weights at the end", [](size_t m) { return one_f_one_b(m, 0, 4, AtTheEnd); }},
-        {"all forward, all backward", all_forward_all_backward},
+        {"1F1B", [](int m) { return alone(schedules::one_f_one_b(4, m)); }},
+        {"1F1B, weights behind", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(3, m), WeightGradients::BehindBackward), 1); }},
+        {"1F1B, weights at the end", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(4, m), WeightGradients::AtTheEnd)); }},
+        {"ZB-H1", [](int m) { return alone(schedules::zb_h1(4, m), 2); }},
+        {"all forward, all backward", [](int m) { return alone(schedules::gpipe(1, m)); }},
     };
     for (const auto& [name, schedule] : schedules) {
       SCOPED_TRACE(std::to_string(world) + " ranks" + (sets.empty() ? "" : ", " + sets.front()) + ", " + name);

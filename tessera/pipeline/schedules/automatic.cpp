@@ -22,7 +22,8 @@ struct Policy {
   bool in_turns = false;  ///< a forward follows a backward where both could run; otherwise backwards go first
   double patience = 0;    ///< how much of its own cost a gradient of weights has to fit into, before what is known to arrive
   double lag = 0;         ///< how many gradients of weights a rank leaves for later, for each rank before it
-  int lazy = 0;           ///< that many last micro-batches leave as many as there is memory for: they fill the end, where forwards are lacking
+  int lazy_first = 0;     ///< that many first micro-batches leave as many as there is memory for: backwards return early
+  int lazy_last = 0;      ///< that many last ones too: their gradients of weights fill the end, where forwards are lacking
 };
 
 /// What a rank has done and what has reached it.
@@ -30,12 +31,13 @@ struct RankState {
   double free = 0;
   std::vector<double> input, gradient;  ///< when they arrive, per micro-batch; kNever as long as nobody knows
   int forwards = 0, backwards = 0, weights = 0;
+  int weights_in_a_row = 0;
   bool last_was_forward = false;
 };
 
 class ListScheduling {
  public:
-  ListScheduling(int ranks, int micro_batches, const Costs& costs, int limit, const Policy& policy)
+  ListScheduling(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit, const Policy& policy)
       : costs_(costs), policy_(policy), limit_(limit), micro_batches_(micro_batches), ranks_(ranks), lists_(ranks, detail::ListBuilder(micro_batches)) {
     for (auto& rank : ranks_) {
       rank.input.assign(micro_batches, kNever);
@@ -68,12 +70,14 @@ class ListScheduling {
 
   void decide(int rank, double now) {
     RankState& state = ranks_[rank];
-    const bool room = state.forwards - state.weights < limit_ && state.forwards - state.backwards < most_ahead(rank);
+    const int left = state.backwards - state.weights;
+    const double held = state.forwards - state.backwards + limit_.kept * left;
+    const bool room = held + 1 <= limit_.micro_batches + 1e-9 && state.forwards - state.backwards < most_ahead(rank);
     const double forward = state.forwards < micro_batches_ && room ? state.input[state.forwards] : kNever;
     const double backward = state.backwards < micro_batches_ ? state.gradient[state.backwards] : kNever;
-    const bool lazy = state.backwards > micro_batches_ - policy_.lazy;
-    const int left = state.backwards - state.weights;
-    if (!lazy && left > static_cast<int>(policy_.lag * rank)) return run_weights(rank, now);
+    const bool lazy = state.backwards <= policy_.lazy_first || state.backwards > micro_batches_ - policy_.lazy_last;
+    // Two for each backward at most: what was left in the first phase is not made good in one go, for which all others would wait.
+    if (!lazy && left > static_cast<int>(policy_.lag * rank) && state.weights_in_a_row < 2) return run_weights(rank, now);
     const bool forward_first = policy_.in_turns && !state.last_was_forward;
     if (backward <= now && !(forward_first && forward <= now)) return run_backward(rank, now);
     if (forward <= now) return run_forward(rank, now);
@@ -103,6 +107,7 @@ class ListScheduling {
   void run_backward(int rank, double now) {
     const int micro_batch = ranks_[rank].backwards++;
     ranks_[rank].last_was_forward = false;
+    ranks_[rank].weights_in_a_row = 0;
     lists_[rank].backward_input(rank);
     const double end = occupy(rank, now, cost(rank, costs_.backward_input));
     if (rank > 0) arrive(rank - 1, ranks_[rank - 1].gradient[micro_batch], end + costs_.communication);
@@ -110,6 +115,7 @@ class ListScheduling {
 
   void run_weights(int rank, double now) {
     ++ranks_[rank].weights;
+    ++ranks_[rank].weights_in_a_row;
     lists_[rank].weights();
     occupy(rank, now, cost(rank, costs_.backward_weight));
   }
@@ -121,7 +127,8 @@ class ListScheduling {
 
   const Costs& costs_;
   const Policy& policy_;
-  int limit_, micro_batches_;
+  MemoryLimit limit_;
+  int micro_batches_;
   std::vector<RankState> ranks_;
   std::vector<detail::ListBuilder> lists_;
   std::priority_queue<std::pair<double, int>, std::vector<std::pair<double, int>>, std::greater<>> wakes_;
@@ -150,13 +157,14 @@ class Best {
 
 }  // namespace
 
-Schedule automatic(int ranks, int micro_batches, const Costs& costs, int limit) {
+Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit) {
   detail::check_counts("zb_auto", ranks, micro_batches);
-  require(limit >= 1, "zb_auto: memory_limit = ", limit, ": a rank holds at least one micro-batch; take 1 or more");
+  require(limit.micro_batches >= 1, "zb_auto: memory_limit = ", limit.micro_batches, ": a rank holds at least one micro-batch; take 1 or more");
+  require(limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
   require(costs.scale.empty() || costs.scale.size() == static_cast<size_t>(ranks), "zb_auto: costs of ", costs.scale.size(), " stages for ", ranks);
   Best best(costs);
-  if (limit >= std::min(ranks, micro_batches)) best.offer(zb_h1(ranks, micro_batches));
-  if (limit >= std::min(2 * ranks - 1, micro_batches)) best.offer(zb_h2(ranks, micro_batches));
+  if (limit.micro_batches >= std::min(ranks, micro_batches)) best.offer(zb_h1(ranks, micro_batches));
+  if (limit.micro_batches >= std::min(2 * ranks - 1, micro_batches)) best.offer(zb_h2(ranks, micro_batches));
   Policy policy;
   const auto try_policy = [&] {
     Schedule schedule{.name = "", .micro_batches = micro_batches, .rank_of = loop_placement(ranks, 1), .actions = {}};
@@ -174,7 +182,8 @@ Schedule automatic(int ranks, int micro_batches, const Costs& costs, int limit) 
   };
   for (int round = 0; round < 2; ++round) {
     settle(policy.ahead, {1.0, 1.5, 2.0, 3.0, 1e9});
-    settle(policy.lazy, {0, ranks / 2, ranks, ranks * 3 / 2, ranks * 2, ranks * 3, micro_batches});
+    settle(policy.lazy_last, {0, ranks / 2, ranks, ranks * 3 / 2, ranks * 2, ranks * 3, micro_batches});
+    settle(policy.lazy_first, {0, ranks / 2, ranks, ranks * 3 / 2, ranks * 2, ranks * 3});
     settle(policy.lag, {0.0, 0.5, 1.0, 2.0});
     settle(policy.more_ahead, {0, 1, 2});
     settle(policy.in_turns, {false, true});

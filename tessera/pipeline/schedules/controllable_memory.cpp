@@ -64,22 +64,42 @@ std::optional<std::vector<Block>> blocks_of(int ranks, const Slopes& slopes, con
   return blocks;
 }
 
-/// The blocks with the least waiting at the turns.
-std::vector<Block> shortest_blocks(int ranks, const Slopes& slopes) {
-  for (int total = 0; total <= 3 * (kPeriod - 1); ++total) {
-    for (int first = 0; first <= std::min(total, kPeriod - 1); ++first) {
-      for (int second = 0; second <= std::min(total - first, kPeriod - 1); ++second) {
-        if (auto blocks = blocks_of(ranks, slopes, {first, second, total - first - second})) return *blocks;
-      }
-    }
+int floor_of(int a, int b) { return a / b - (a % b < 0 ? 1 : 0); }
+
+/// Chunks that a rank holds at once where its block is repeated for ever.
+int held_at_most(const Block& block) {
+  int most = 0;
+  for (int slot = 0; slot < kPeriod; ++slot) {
+    int held = 0;  // micro-batches whose forward has begun by this slot, without those whose gradients of weights ended before it
+    for (size_t chunk = 0; chunk < 2; ++chunk) held += floor_of(slot - block.forward[chunk], kPeriod) - floor_of(slot - block.weights[chunk] - 1, kPeriod);
+    most = std::max(most, held);
   }
-  throw InternalError("internal error: no block of a V schedule for " + std::to_string(ranks) + " ranks");
+  return most;
+}
+
+/// The blocks that hold least, with the least waiting at the turns among those.
+std::vector<Block> best_blocks(int ranks, const Slopes& slopes) {
+  std::vector<Block> best;
+  std::pair<int, int> lowest;
+  for (int gaps = 0; gaps < kPeriod * kPeriod * kPeriod; ++gaps) {
+    const std::array<int, 3> each{gaps % kPeriod, gaps / kPeriod % kPeriod, gaps / kPeriod / kPeriod};
+    const auto blocks = blocks_of(ranks, slopes, each);
+    if (!blocks) continue;
+    int most = 0;
+    for (const Block& block : *blocks) most = std::max(most, held_at_most(block));
+    const std::pair price(most, each[0] + each[1] + each[2]);
+    if (!best.empty() && price >= lowest) continue;
+    best = *blocks;
+    lowest = price;
+  }
+  invariant(!best.empty(), "no block of a V schedule for ", ranks, " ranks");
+  return best;
 }
 
 Schedule repeated(const char* name, int ranks, int micro_batches, const Slopes& slopes) {
   detail::check_counts(name, ranks, micro_batches, 2);
   Schedule schedule{.name = name, .micro_batches = micro_batches, .rank_of = v_placement(ranks, 2), .actions = {}};
-  const auto blocks = shortest_blocks(ranks, slopes);
+  const auto blocks = best_blocks(ranks, slopes);
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<std::pair<int64_t, Action>> timed;
     const std::array<int, 2> stages{rank, 2 * ranks - 1 - rank};

@@ -57,9 +57,15 @@ Schedule dualpipev(int ranks, int micro_batches);
 Schedule v_min(int ranks, int micro_batches);
 Schedule v_half(int ranks, int micro_batches);
 
-/// Made for measured costs and a limit of activations, in micro-batches a rank, by list scheduling: the best of many simulated orders by the span of the
-/// longest rank (arXiv:2401.10241, section 3; it calls the limits p and 2p ZB-1p and ZB-2p). Never worse than 1F1B with split backwards, ZB-H1 and ZB-H2 where
-/// the limit allows them. One stage a rank. Domain: a limit of at least min(p, m).
-Schedule automatic(int ranks, int micro_batches, const Costs& costs, int limit);
+/// What a rank has room for.
+struct MemoryLimit {
+  int micro_batches = 0;  ///< whose activations it may hold
+  double kept = 1;        ///< share of a micro-batch's activations that is left between its backward of inputs and the gradients of its weights
+};
+
+/// Made for measured costs and a limit of activations by list scheduling: the best of some hundred simulated orders by the span of the longest rank
+/// (arXiv:2401.10241, section 3; with limits of p and 2p it calls the results ZB-1p and ZB-2p). Never worse than ZB-H1 and ZB-H2 where the limit allows them.
+/// One stage a rank. Domain: a limit of at least 1, 0 < kept <= 1.
+Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit);
 
 }  // namespace tessera::schedules

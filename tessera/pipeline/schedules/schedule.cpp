@@ -55,7 +55,7 @@ bool Schedule::splits_backward() const {
 }
 
 bool Schedule::is_lowered() const {
-  return any_action(*this, [](const Action& action) { return action.sends(); });
+  return any_action(*this, [](const Action& action) { return action.sends() || action.receives(); });
 }
 
 std::vector<int> loop_placement(int ranks, int chunks) {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 /// Pipeline schedules as values: what every rank of a pipeline does, in which order. Pure functions make them (generators.h), prove them (check.h), foretell
@@ -49,6 +50,8 @@ std::vector<Action> parts(const Action& action);
 
 /// "2F0", "3SEND_F1", "2UNSHARD", "(0F7;7B3)OVERLAP_F_B": PyTorch's text. Ours adds "@1", the version of the weights, where it is not 0, and UPDATE.
 std::string to_string(const Action& action);
+/// Reads it again. Throws ConfigError, which names the text and what it should look like.
+Action parse_action(std::string_view text);
 
 /// One rank's actions of a step, in their order.
 using RankActions = std::vector<Action>;

@@ -1,0 +1,204 @@
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "cli/bench/bench.h"
+#include "cli/commands.h"
+#include "cli/common.h"
+#include "tessera/config/config.h"
+#include "tessera/core/columns.h"
+#include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/csv.h"
+#include "tessera/pipeline/schedules/lower.h"
+#include "tessera/pipeline/schedules/picture.h"
+#include "tessera/pipeline/schedules/registry.h"
+
+namespace tessera::cli {
+namespace {
+
+struct ScheduleFlags {
+  schedules::Request request{.name = "", .costs = {}};
+  std::string costs = "1,1,1,0", per_rank{};
+  std::string csv{}, svg{}, trace{};
+  bool list = false, json = false, lower = false;
+};
+
+/// "1,2.5,0": finite numbers, none below 0.
+std::vector<double> read_numbers(const char* flag, const std::string& text, const std::string& expected) {
+  std::vector<double> numbers;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (true) {
+    double number = 0;
+    const auto [next, error] = std::from_chars(at, end, number);
+    const bool good = error == std::errc() && std::isfinite(number) && number >= 0 && number <= 1e15 && (next == end || *next == ',');
+    require(good, flag, " = ", text, ": expected ", expected, ", numbers of at least 0 with commas between them");
+    numbers.push_back(number);
+    if (next == end) return numbers;
+    at = next + 1;
+  }
+}
+
+schedules::Costs read_costs(const ScheduleFlags& flags) {
+  const std::string expected = "F,B,W,comm or F,B,W,comm,F&B";
+  const auto numbers = read_numbers("--costs", flags.costs, expected);
+  require(numbers.size() == 4 || numbers.size() == 5, "--costs = ", flags.costs, ": expected ", expected, ", and there are ", numbers.size(), " numbers");
+  require(numbers[0] > 0 && numbers[1] > 0, "--costs = ", flags.costs, ": a forward and a backward of inputs take time; give both more than 0");
+  return {.forward = numbers[0],
+          .backward_input = numbers[1],
+          .backward_weight = numbers[2],
+          .communication = numbers[3],
+          .overlap = numbers.size() == 5 ? numbers[4] : 0};
+}
+
+/// The factors of each rank's costs, for each of its stages.
+std::vector<double> scale_of(const std::string& per_rank, const std::vector<int>& rank_of, int ranks) {
+  if (per_rank.empty()) return {};
+  const auto factors = read_numbers("--per-rank", per_rank, "a factor of the costs for each rank");
+  require(factors.size() == static_cast<size_t>(ranks), "--per-rank = ", per_rank, ": ", factors.size(), " factors for ", ranks, " ranks; give ", ranks);
+  std::vector<double> scale;
+  for (const int rank : rank_of) scale.push_back(factors[rank]);
+  for (const double factor : factors) require(factor > 0, "--per-rank = ", per_rank, ": each factor is more than 0");
+  return scale;
+}
+
+void check_request(const schedules::Request& request) {
+  require(!request.name.empty(), "schedule: no name; --list shows what there is");
+  if (schedules::is_schedule_file(request.name)) return;
+  const auto names = schedules::schedule_names();
+  if (std::ranges::find(names, request.name) == names.end()) {
+    throw ConfigError(detail::concat(request.name, ": no such schedule, and no CSV file; did you mean ", nearest(request.name, names),
+                                     "? There are: ", fmt::format("{}", fmt::join(names, " "))));
+  }
+  require(request.ranks != 0, request.name, ": --stages = 0: say how many ranks the pipeline has, at least 1");
+  require(request.micro_batches != 0, request.name, ": --micro-batches = 0: say how many a step has, at least 1");
+}
+
+struct Simulated {
+  schedules::Schedule schedule;
+  schedules::Costs costs;
+  schedules::Timeline timeline;
+  schedules::Measures measures;
+};
+
+Simulated simulate(const ScheduleFlags& flags) {
+  auto request = flags.request;
+  check_request(request);
+  request.costs = read_costs(flags);
+  // A list that is made for costs holds one stage a rank: the ranks' factors are the stages'.
+  if (schedules::is_made_for_costs(request.name)) request.costs.scale = scale_of(flags.per_rank, schedules::loop_placement(request.ranks, 1), request.ranks);
+  Simulated result{.schedule = schedules::make_schedule(request), .costs = request.costs, .timeline = {}, .measures = {}};
+  result.costs.scale = scale_of(flags.per_rank, result.schedule.rank_of, result.schedule.ranks());
+  if (flags.lower && !result.schedule.is_lowered()) result.schedule = schedules::lower(result.schedule, {.reduce_gradients = true, .costs = result.costs});
+  result.timeline = schedules::simulate(result.schedule, result.costs);
+  result.measures = schedules::measure(result.schedule, result.timeline);
+  return result;
+}
+
+std::string title_of(const ScheduleFlags& flags, const Simulated& simulated) {
+  const auto& schedule = simulated.schedule;
+  auto text = fmt::format("{}: {} ranks, ", flags.request.name, schedule.ranks());
+  if (schedule.stages() != schedule.ranks()) text += fmt::format("{} stages, ", schedule.stages());
+  return text + fmt::format("{} micro-batches; costs {}", schedule.micro_batches, flags.costs) +
+         (flags.per_rank.empty() ? "" : ", of ranks x " + flags.per_rank);
+}
+
+nlohmann::json json_of(const Simulated& simulated) {
+  const auto& [schedule, costs, timeline, measures] = simulated;
+  nlohmann::json actions = nlohmann::json::array(), spans = nlohmann::json::array();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    nlohmann::json texts = nlohmann::json::array(), times = nlohmann::json::array();
+    for (const auto& action : schedule.actions[rank]) texts.push_back(to_string(action));
+    for (const auto& span : timeline[rank]) times.push_back({span.start, span.end});
+    actions.push_back(std::move(texts));
+    spans.push_back(std::move(times));
+  }
+  return {{"name", schedule.name},
+          {"stages", schedule.ranks()},
+          {"micro_batches", schedule.micro_batches},
+          {"rank_of_stage", schedule.rank_of},
+          {"makespan", measures.makespan},
+          {"bubble_fraction", measures.bubble_fraction},
+          {"bubble_over_ideal", measures.bubble_over_ideal},
+          {"span_bubble_rate", measures.span_bubble_rate},
+          {"peak_activations", measures.peak_activations},
+          {"weight_versions", measures.weight_versions},
+          {"actions", std::move(actions)},
+          {"timeline", std::move(spans)}};
+}
+
+std::string text_of(const ScheduleFlags& flags, const Simulated& simulated) {
+  const auto& [schedule, costs, timeline, measures] = simulated;
+  std::string text = title_of(flags, simulated) + "\n\n" + (flags.lower ? to_string(schedule) : grid_of(schedule, timeline));
+  text += fmt::format("\nmakespan {:.6g}, of which the ranks idle {:.2f}%; idle over busy time {:.4f}\n", measures.makespan, 100 * measures.bubble_fraction,
+                      measures.bubble_over_ideal);
+  text += fmt::format("bubble within the longest rank's span {:.2f}%\n", 100 * measures.span_bubble_rate);
+  text += fmt::format("peak activations, in micro-batches of a rank's share: {:.4g}\n", fmt::join(measures.peak_activations, " "));
+  if (schedule.is_asynchronous()) text += fmt::format("versions of the weights: {}\n", fmt::join(measures.weight_versions, " "));
+  return text;
+}
+
+std::string list_text() {
+  std::vector<std::vector<std::string>> rows{{"name", "what", "takes", "bubble", "peak of rank i"}};
+  for (const auto& known : schedules::known_schedules()) rows.push_back({known.name, known.what, known.domain, known.bubble, known.peak});
+  return format_columns(rows, {0, 1, 2, 3, 4}) +
+         "p stages, m micro-batches, v chunks a rank; a bubble is the idle share of the makespan where F = B = W and nothing is sent, a peak counts "
+         "micro-batches\n";
+}
+
+int show_schedule(const ScheduleFlags& flags) {
+  if (flags.list) {
+    std::fputs(list_text().c_str(), stdout);
+    return 0;
+  }
+  const std::vector<std::string> inputs = schedules::is_schedule_file(flags.request.name) ? std::vector{flags.request.name} : std::vector<std::string>{};
+  check_output_file("--csv", flags.csv, inputs);
+  check_output_file("--svg", flags.svg, inputs);
+  check_output_file("--trace", flags.trace, inputs);
+  const auto simulated = simulate(flags);
+  std::fputs((flags.json ? json_of(simulated).dump() + "\n" : text_of(flags, simulated)).c_str(), stdout);
+  std::fflush(stdout);
+  const std::vector<schedules::Drawing> drawings{{title_of(flags, simulated), simulated.schedule, simulated.timeline}};
+  if (!flags.csv.empty()) write_file("--csv", flags.csv, to_csv(simulated.schedule));
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, svg_of(drawings));
+  if (!flags.trace.empty()) write_file("--trace", flags.trace, trace_of(drawings));
+  return 0;
+}
+
+}  // namespace
+
+void add_schedule(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<ScheduleFlags>();
+  auto* command = app.add_subcommand("schedule", "A pipeline's schedule: its grid, bubble and peak of activations");
+  auto& request = flags->request;
+  command->add_option("name", request.name, "Name of a schedule (--list), or a CSV file in PyTorch's text");
+  command->add_option("--stages", request.ranks, "Ranks of the pipeline");
+  command->add_option("--micro-batches", request.micro_batches, "Micro-batches of a step");
+  command->add_option("--virtual", request.chunks, "Chunks of the model per rank (default: 1, or the 2 that a schedule demands)");
+  command
+      ->add_option("--costs", flags->costs,
+                   "F,B,W,comm of a stage, any one unit: forward, backward of inputs and of weights, a message; and F&B, of both at once")
+      ->capture_default_str();
+  command->add_option("--per-rank", flags->per_rank, "A factor of these costs for each rank: 1,1,1,1.2");
+  command->add_option("--memory-limit", request.memory_limit, "zb_auto: micro-batches whose activations a rank may hold");
+  command->add_option("--kept", request.kept, "zb_1p, zb_2p, zb_auto: share of the activations that gradients of weights still need")->capture_default_str();
+  command->add_option("--group", request.group, "interleaved: micro-batches that pass a chunk before the next, as Megatron has it");
+  command->add_option("--per-update", request.per_update, "pipedream_2bw: micro-batches that an update sums");
+  command->add_flag("--vertical-sync", request.vertical_sync, "pipedream: one version of the weights for a micro-batch on all stages");
+  command->add_flag("--lower", flags->lower, "Add sends, receives and reductions of gradients");
+  command->add_option("--csv", flags->csv, "Write the actions, a row a rank");
+  command->add_option("--svg", flags->svg, "Draw it");
+  command->add_option("--trace", flags->trace, "Write it for Perfetto (JSON)");
+  command->add_flag("--list", flags->list, "Say which schedules there are");
+  command->add_flag("--json", flags->json, "Print JSON");
+  command->callback([flags, &exit_code] { exit_code = show_schedule(*flags); });
+}
+
+}  // namespace tessera::cli
