@@ -1,4 +1,5 @@
-#include <cstring>
+#include <list>
+#include <map>
 #include <mutex>
 
 #include <gmock/gmock.h>
@@ -52,36 +53,47 @@ Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, cons
     const auto split = pipeline::split(model, inputs[0], splits);
     for (int i = 0; i < static_cast<int>(inputs.size()); ++i) split.expect(inputs[i], i);
     split.check_agreement(world.group());
-    const auto own = split.module(world.rank());
-    materialize(*own, kSeed);
-    for (const auto& item : model->named_parameters()) EXPECT_EQ(item.value().is_meta(), own->named_parameters().find(item.key()) == nullptr) << item.key();
-
+    const schedules::Schedule plan = schedule(ranks, static_cast<int>(inputs.size()));
     std::vector<at::Tensor> outputs(inputs.size());
-    pipeline::TracedStage stage(
-        split, world.rank(), [&](int micro_batch) { return inputs[micro_batch]; },
-        [&](int micro_batch, const std::vector<at::Tensor>& made) {
-          outputs[micro_batch] = made[0].detach();
-          return loss_of(made, micro_batch);
-        });
-    pipeline::Executor(schedule(ranks, static_cast<int>(inputs.size())), split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()}).run();
-    pipeline::sum_shared_gradients(split, schedule(ranks, static_cast<int>(inputs.size())), world.group());
+    std::list<pipeline::TracedStage> stages;
+    std::map<int, pipeline::Stage*> by_number;
+    Named held;
+    for (const int number : plan.stages_of(world.rank())) {
+      const auto own = split.module(number);
+      materialize(*own, kSeed);
+      for (const auto& item : own->named_parameters()) held[item.key()] = item.value();
+      stages.emplace_back(
+          split, number, [&](int micro_batch) { return inputs[micro_batch]; },
+          [&](int micro_batch, const std::vector<at::Tensor>& made) {
+            outputs[micro_batch] = made[0].detach();
+            return loss_of(made, micro_batch);
+          });
+      by_number[number] = &stages.back();
+    }
+    for (const auto& item : model->named_parameters()) EXPECT_EQ(item.value().is_meta(), !held.contains(item.key())) << item.key();
+    pipeline::Executor(plan, split.crossings(), by_number, {.ranks = world.group()}).run();
+    pipeline::sum_shared_gradients(split, plan, world.group());
 
     const std::lock_guard lock(mutex);
-    for (const auto& [name, gradient] : copies(own->named_parameters(), true)) {
+    for (const auto& [name, parameter] : held) {
+      const at::Tensor& gradient = parameter.grad();
       if (trained.gradients.contains(name)) EXPECT_TRUE(at::equal(trained.gradients[name], gradient)) << name << " on several ranks";
       trained.gradients[name] = gradient;
     }
-    for (const auto& [name, buffer] : copies(own->named_buffers(), false)) trained.buffers[name] = buffer;
-    if (world.rank() + 1 == ranks) trained.outputs = outputs;
+    for (const auto& item : model->named_buffers()) {
+      if (!item.value().is_meta()) trained.buffers[item.key()] = item.value();
+    }
+    if (by_number.contains(plan.stages() - 1)) trained.outputs = outputs;
   });
   return trained;
 }
 
 template <class Build>
-void expect_ranks_equal_one(Build build, const pipeline::SplitSpec& splits, const Inputs& inputs, double tolerance = 0) {
+void expect_ranks_equal_one(Build build, const pipeline::SplitSpec& splits, const Inputs& inputs, double tolerance = 0,
+                            std::vector<Generator> schedules = {&schedules::gpipe, &schedules::one_f_one_b, &schedules::zb_h1}, int chunks = 1) {
   const Trained expected = in_one_process(build, inputs);
-  for (const Generator schedule : {&schedules::gpipe, &schedules::one_f_one_b, &schedules::zb_h1}) {
-    const Trained actual = on_ranks(static_cast<int>(splits.size()) + 1, build, splits, inputs, schedule);
+  for (const Generator schedule : schedules) {
+    const Trained actual = on_ranks((static_cast<int>(splits.size()) + 1) / chunks, build, splits, inputs, schedule);
     for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::equal(actual.outputs[i], expected.outputs[i])) << "micro-batch " << i;
     expect_same(actual.buffers, expected.buffers, "buffer");
     if (tolerance == 0) {
@@ -120,6 +132,24 @@ TEST(SplitRanks, LongSkipOnThree) {
   Inputs inputs;
   for (int i = 0; i < kMicroBatches; ++i) inputs.push_back({at::randn({2, 3, 8, 8}, at::detail::createCPUGenerator(40 + static_cast<uint64_t>(i)))});
   expect_ranks_equal_one([] { return LongSkip(); }, {{"blocks.1", Beginning}, {"blocks.3", Beginning}}, inputs);
+}
+
+/// The stem's output is used twice in stage 1 and once in the last: the terms of its gradient are added up in another order.
+TEST(SplitRanks, LongSkipOnFiveAndEight) {
+  Inputs inputs;
+  for (int i = 0; i < kMicroBatches; ++i) inputs.push_back({at::randn({2, 3, 4, 4}, at::detail::createCPUGenerator(40 + static_cast<uint64_t>(i)))});
+  const auto build = [] { return LongSkip(); };
+  pipeline::SplitSpec splits{{"blocks.0", Beginning}, {"blocks.1", Beginning}, {"blocks.2", Beginning}, {"blocks.3", Beginning}};
+  expect_ranks_equal_one(build, splits, inputs, /*tolerance=*/1e-5, {&schedules::one_f_one_b});
+  splits.insert(splits.end(), {{"blocks.1.b", Beginning}, {"blocks.3.b", Beginning}, {"head", Beginning}});
+  expect_ranks_equal_one(build, splits, inputs, /*tolerance=*/1e-5, {&schedules::one_f_one_b});
+}
+
+/// The first and the last stage on one rank: the tied weight is one tensor there.
+TEST(SplitRanks, TwoStagesARank) {
+  const pipeline::SplitSpec splits{{"layers.0", Beginning}, {"layers.1", Beginning}, {"layers.2", End}};
+  const Generator looped = [](int ranks, int micro_batches) { return schedules::breadth_first(ranks, micro_batches, 2); };
+  expect_ranks_equal_one([] { return Tied(); }, splits, tokens(20, {2, 5}), 1e-5, {looped, &schedules::zb_v, &schedules::v_half}, /*chunks=*/2);
 }
 
 TEST(SplitRanks, TiedEmbeddingSumsTheGradientsOfBothEnds) {
