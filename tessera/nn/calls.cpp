@@ -83,6 +83,12 @@ Values Next::operator()(Values inputs) const {
   return forward_(*module_, inputs);
 }
 
+Values Recall::operator()(Values inputs) const {
+  const auto& chain = module_->chain();
+  if (!chain) return forward_(*module_, inputs);
+  return Next(chain, chain->size(), module_, forward_)(std::move(inputs));
+}
+
 Attachment expect_call(Module& module, std::string who) {
   auto call = std::make_shared<ExpectedCall>();
   call->who = std::move(who);

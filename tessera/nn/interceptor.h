@@ -17,17 +17,34 @@ class Interceptor;
 /// is under way, and one that is kept to be repeated, see the chain they began with.
 using Chain = std::vector<std::shared_ptr<Interceptor>>;
 
+/// A call of a module, from the outside: through what is attached to it by the time it is made. Keeps nothing alive; to be used for as long as the module lives.
+class Recall {
+ public:
+  using Forward = Values (*)(Module&, const Values&);
+
+  Recall(Module* module, Forward forward) : module_(module), forward_(forward) {}
+
+  Values operator()(Values inputs) const;
+
+ private:
+  Module* module_;
+  Forward forward_;
+};
+
 /// The rest of a call: what lies further in, and at last `forward` itself. A small value that may be copied, kept and called again later
 /// (recompute does) for as long as the module lives; it keeps the interceptors it passes alive. Collectives further in carry the module's path
 /// (comm::CallSite); a call that nothing intercepts does not name itself, for that would cost it a tenth of its time.
 class Next {
  public:
-  using Forward = Values (*)(Module&, const Values&);
+  using Forward = Recall::Forward;
 
   Next(std::shared_ptr<const Chain> chain, size_t remaining, Module* module, Forward forward)
       : chain_(std::move(chain)), remaining_(remaining), module_(module), forward_(forward) {}
 
   Values operator()(Values inputs) const;
+
+  /// The whole call, to be made again later.
+  Recall recall() const { return {module_, forward_}; }
 
  private:
   std::shared_ptr<const Chain> chain_;

@@ -51,6 +51,10 @@ void watch_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     }
   }
   if (sleepers || count == 0) forget_sleepers();
+  for (size_t i = 0; i < entries().size(); ++i) {
+    const std::shared_ptr<OperatorWatch::Entry> entry = entries()[i];
+    if (entry->awake && entry->watcher->instead(op, *stack)) return;
+  }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey), stack);
 }
 

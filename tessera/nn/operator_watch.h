@@ -18,6 +18,10 @@ class OperatorWatcher {
   /// backward are, one by one.
   virtual void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
 
+  /// After everybody's before(): who runs the operator, or does something in its place, puts the results where the arguments were and returns true. The first
+  /// who does is the only one.
+  virtual bool instead(const c10::OperatorHandle& op, torch::jit::Stack& stack) { return false; }
+
   /// Whether it has nothing to see any more; asked by watch_until_done.
   virtual bool done() const { return false; }
 };

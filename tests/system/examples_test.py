@@ -14,6 +14,7 @@ TOY = BUILD / "examples/toy_ddp"
 TOY_FSDP = BUILD / "examples/toy_fsdp"
 FEED_FORWARD = BUILD / "examples/feed_forward_tp"
 ROW_COLUMN = BUILD / "examples/row_column"
+PIPELINE_SPLIT = BUILD / "examples/pipeline_split"
 
 
 class Examples(SystemTest):
@@ -58,6 +59,16 @@ class Examples(SystemTest):
         self.assertGreater(wrong, 0.1)
         self.assertEqual(len(differences), 4)
         self.assertLess(max(map(float, differences.values())), 1e-5)
+
+    def test_a_model_in_two_stages(self):
+        graph = self.command(PIPELINE_SPLIT, "--print")
+        self.assertTrue(graph.startswith("Model in 2 stages\nstage 0: "), graph)
+        self.assertIn("\n  sends relu after 'layers.0.fc' to stage 1: float32 [4, 3], 48 B, and gets its gradient\nstage 1: ", graph)
+        alone, two = self.command(PIPELINE_SPLIT), self.torchrun(PIPELINE_SPLIT)
+        for out in alone, two:
+            self.assertIn(graph, out)
+        self.assertIn("2 stages on 1 rank: losses equal the whole model's", alone)
+        self.assertIn("2 stages on 2 ranks: losses equal the whole model's", two)
 
 
 if __name__ == "__main__":

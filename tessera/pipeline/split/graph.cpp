@@ -1,0 +1,120 @@
+#include "tessera/pipeline/split/graph.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include <c10/core/ScalarType.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::tape {
+
+int64_t Form::bytes() const {
+  int64_t elements = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) elements *= strides[d] == 0 && sizes[d] > 1 ? 1 : sizes[d];
+  return elements * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+Form form_of(const at::Tensor& tensor) {
+  return {.sizes = tensor.sizes().vec(),
+          .strides = tensor.strides().vec(),
+          .offset = tensor.storage_offset(),
+          .dtype = tensor.scalar_type(),
+          .requires_grad = tensor.requires_grad()};
+}
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+std::string to_string(const Form& form) { return detail::concat(dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes)); }
+
+const Form& Value::form_before(int position) const {
+  const auto after = std::ranges::find_if(forms, [&](const Change& change) { return change.node >= position; });
+  return after == forms.begin() ? after->form : std::prev(after)->form;
+}
+
+bool is_under(const std::string& name, const std::string& path) { return path.empty() || name == path || name.starts_with(path + "."); }
+
+bool Value::is_called(const std::string& path) const {
+  return is_under(name, path) || std::ranges::any_of(aliases, [&](const std::string& alias) { return is_under(alias, path); });
+}
+
+std::string short_name(const std::string& type) {
+  const auto colons = type.rfind("::");
+  const std::string name = colons == std::string::npos ? type : type.substr(colons + 2);
+  return name.ends_with("Impl") ? name.substr(0, name.size() - 4) : name;
+}
+
+bool uses_state(const Graph& graph, int node) {
+  bool uses = false;
+  for_each_use(graph.nodes[static_cast<size_t>(node)], [&](int value) { uses |= graph.values[static_cast<size_t>(value)].is_state(); });
+  return uses;
+}
+
+namespace {
+
+void print_slots(std::ostream& out, const Graph& graph, const std::vector<Slot>& slots) {
+  const char* before = "";
+  for (const Slot& slot : slots) {
+    out << std::exchange(before, ", ");
+    if (slot.kind == Slot::Kind::Plain) {
+      // What is printed is compared between ranks: no addresses.
+      if (slot.plain.isTensor() || slot.plain.isGenerator() || slot.plain.isDevice() || slot.plain.isCapsule() || slot.plain.isObject()) {
+        out << slot.plain.tagKind();
+      } else {
+        out << slot.plain;
+      }
+      continue;
+    }
+    if (slot.kind != Slot::Kind::Tensor) out << "[";
+    const char* comma = "";
+    for (const int value : slot.values) {
+      out << std::exchange(comma, ", ");
+      if (value < 0) {
+        out << "none";
+      } else if (const Value& known = graph.values[static_cast<size_t>(value)]; known.name.empty()) {
+        out << "%" << value;
+      } else {
+        out << "'" << known.name << "'";
+      }
+    }
+    if (slot.kind != Slot::Kind::Tensor) out << "]";
+  }
+}
+
+}  // namespace
+
+std::string to_string(const Graph& graph) {
+  std::ostringstream out;
+  for (size_t i = 0; i < graph.nodes.size(); ++i) {
+    const Node& node = graph.nodes[i];
+    out << i << ": ";
+    print_slots(out, graph, node.results);
+    out << " = " << (node.op ? detail::concat(node.op->schema().operator_name()) : node.name + " '" + node.path + "'") << "(";
+    print_slots(out, graph, node.arguments);
+    out << ")" << (node.grad_mode ? "" : " without gradients");
+    for_each_result(node, [&](int value) { out << "  " << to_string(graph.values[static_cast<size_t>(value)].form_before(static_cast<int>(i) + 1)); });
+    out << "\n";
+  }
+  return std::move(out).str();
+}
+
+}  // namespace tessera::tape

@@ -1,0 +1,187 @@
+#include "tessera/pipeline/split/known_tensors.h"
+
+#include <utility>
+
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::tape {
+
+namespace {
+
+const torch::autograd::Node* maker_of(const at::Tensor& tensor) { return tensor.is_leaf() ? nullptr : tensor.grad_fn().get(); }
+
+bool same_place(const Form& a, const at::Tensor& b) {
+  return a.sizes == b.sizes() && a.strides == b.strides() && a.offset == b.storage_offset() && a.dtype == b.scalar_type();
+}
+
+constexpr const char* kFunctionWayOut =
+    "; a torch::autograd::Function is no operator, and its backward would be lost: put it into a module that is declared with TESSERA_MODULE, whose call is "
+    "recorded as a whole, or write it with operators";
+
+}  // namespace
+
+std::string Where::text() const {
+  std::string text = op;
+  const char* separator = " (";
+  if (!module.empty()) text += std::exchange(separator, ", ") + ("in '" + module + "'");
+  if (!state.empty()) text += std::exchange(separator, ", ") + ("after '" + state + "' was used");
+  return *separator == ',' ? text + ")" : text;
+}
+
+int KnownTensors::storage_number(const at::Tensor& tensor) {
+  require(tensor.layout() == at::kStrided && tensor.has_storage(), "pipeline: ", where_.text(), ": a tensor of layout ", tensor.layout(),
+          " cannot be sent; use strided ones");
+  const auto [it, is_new] = storages_.emplace(tensor.storage().unsafeGetStorageImpl(), static_cast<int>(handles_.size()));
+  if (is_new) {
+    kept_storages_.push_back(tensor.storage().getWeakStorageImpl());
+    handles_.emplace_back();
+  }
+  return it->second;
+}
+
+void KnownTensors::name_tensor(const at::Tensor& tensor, int value) {
+  numbers_.emplace(tensor.unsafeGetTensorImpl(), value);
+  handles_[static_cast<size_t>(at(value).storage)].push_back({Weak(tensor.getIntrusivePtr()), value});
+}
+
+int KnownTensors::add(const at::Tensor& tensor, Value::Kind kind, std::string name, int maker) {
+  const int value = static_cast<int>(graph_.values.size());
+  graph_.values.push_back({.kind = kind, .name = std::move(name), .storage = storage_number(tensor), .maker = maker, .forms = {{maker, form_of(tensor)}}});
+  name_tensor(tensor, value);
+  if (tensor.is_meta() && !at(value).is_state()) {
+    makers_[value] = maker_of(tensor);
+    return value;
+  }
+  at::Tensor twin = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
+  twin.set_requires_grad(tensor.requires_grad());
+  storages_.emplace(twin.storage().unsafeGetStorageImpl(), at(value).storage);
+  kept_storages_.push_back(twin.storage().getWeakStorageImpl());
+  name_tensor(twin, value);
+  makers_[value] = nullptr;
+  twins_.emplace(tensor.unsafeGetTensorImpl(), std::move(twin));
+  originals_.push_back(tensor);
+  return value;
+}
+
+int KnownTensors::add_state(const at::Tensor& tensor, bool is_buffer, const std::string& name) {
+  if (const auto found = numbers_.find(tensor.unsafeGetTensorImpl()); found != numbers_.end()) {
+    at(found->second).aliases.push_back(name);
+    return found->second;
+  }
+  return add(tensor, is_buffer ? Value::Kind::Buffer : Value::Kind::Parameter, name);
+}
+
+at::Tensor KnownTensors::twin(const at::Tensor& tensor) const {
+  const auto found = twins_.find(tensor.unsafeGetTensorImpl());
+  return found == twins_.end() ? tensor : found->second;
+}
+
+int64_t KnownTensors::version(int value) const {
+  for (const Handle& handle : handles_[static_cast<size_t>(graph_.values[static_cast<size_t>(value)].storage)]) {
+    if (handle.value != value) continue;
+    auto impl = handle.tensor.lock();
+    if (!impl) continue;
+    const at::Tensor tensor = twin(at::Tensor(std::move(impl)));
+    return tensor.is_inference() ? 0 : tensor._version();
+  }
+  return 0;
+}
+
+void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
+  const Value& known = graph_.values[static_cast<size_t>(value)];
+  if (known.kind != Value::Kind::Result) return;
+  const auto* const maker = maker_of(tensor);
+  require(makers_.at(value) == maker, "pipeline: ", where_.text(), " is given a tensor that '", maker ? maker->name() : "nothing",
+          "' has made of what an operator gave", kFunctionWayOut);
+  require(tensor.requires_grad() == known.last_form().requires_grad, "pipeline: ", where_.text(),
+          " is given a tensor whose requires_grad was changed by hand (set_requires_grad), which no operator repeats; use detach(), or NoGradGuard around what "
+          "makes it");
+  require(!tensor.unsafeGetTensorImpl()->autograd_meta() || torch::autograd::impl::hooks(tensor).empty(), "pipeline: ", where_.text(),
+          " is given a tensor with a hook (register_hook), which a replay would not call; put the call into a module that is declared with TESSERA_MODULE, or "
+          "the hook on a parameter");
+}
+
+int KnownTensors::argument(const at::Tensor& tensor, bool writes) {
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  const int value = found == numbers_.end() ? unknown(tensor) : found->second;
+  check_history(value, twin(tensor));
+  if (unwritten_.erase(value) > 0 && !writes) become_constant(value, tensor);
+  require(!writes || at(value).kind != Value::Kind::Constant || at(value).maker >= 0, "pipeline: ", where_.text(),
+          " writes into a tensor that is no parameter and no buffer, and was there before the pass; register it as a buffer");
+  return value;
+}
+
+void KnownTensors::become_constant(int value, const at::Tensor& tensor) {
+  at(value).kind = Value::Kind::Constant;
+  at(value).constant = tensor;
+}
+
+int KnownTensors::unknown(const at::Tensor& tensor) {
+  require(!tensor.grad_fn(), "pipeline: ", where_.text(), " is given a tensor that no operator made: it comes from '",
+          tensor.grad_fn() ? tensor.grad_fn()->name() : std::string(), "'", kFunctionWayOut);
+  const auto memory = tensor.has_storage() ? storages_.find(tensor.storage().unsafeGetStorageImpl()) : storages_.end();
+  if (memory != storages_.end()) {
+    // The same memory by another handle, as torch::zeros makes one, and data().
+    const auto& handles = handles_[static_cast<size_t>(memory->second)];
+    for (size_t i = handles.size(); i-- > 0;) {
+      const int value = handles[i].value;
+      if (!same_place(at(value).last_form(), tensor)) continue;
+      if (unwritten_.erase(value) > 0) {
+        become_constant(value, tensor);
+        name_tensor(tensor, value);
+        return value;
+      }
+      return detached(value, tensor);
+    }
+    require(false, "pipeline: ", where_.text(),
+            " is given a part of a tensor's memory that no operator has cut out (a view that is kept from an earlier pass?); make it anew in each forward");
+  }
+  require(!tensor.is_meta(), "pipeline: ", where_.text(),
+          " is given a tensor on meta that is no parameter, no buffer and no input, so that nobody would give it values; register it as a buffer");
+  require(!tensor.requires_grad(), "pipeline: ", where_.text(),
+          " is given a tensor that requires gradients, and is no parameter, so that no stage would own it; register it as a parameter");
+  const int value = add(tensor, Value::Kind::Constant, "");
+  become_constant(value, tensor);
+  return value;
+}
+
+int KnownTensors::detached(int value, const at::Tensor& tensor) {
+  static const auto detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+  const int node = graph_.size();
+  const int made = add(tensor, Value::Kind::Result, "", node);
+  const auto slot = [](int number) { return Slot{.kind = Slot::Kind::Tensor, .values = {number}}; };
+  graph_.nodes.push_back({.op = detach, .name = "detach", .arguments = {slot(value)}, .results = {slot(made)}});
+  return made;
+}
+
+int KnownTensors::result(const at::Tensor& tensor, int node, bool unwritten) {
+  if (const auto found = numbers_.find(tensor.unsafeGetTensorImpl()); found != numbers_.end()) {
+    look_again(found->second, twin(tensor), node);
+    return found->second;
+  }
+  const int value = add(tensor, Value::Kind::Result, "", node);
+  if (unwritten && !tensor.is_meta()) unwritten_.insert(value);
+  return value;
+}
+
+void KnownTensors::look_again(int value, const at::Tensor& tensor, int node) {
+  Value& known = at(value);
+  if (known.kind == Value::Kind::Result) makers_[value] = maker_of(tensor);
+  Form now = form_of(tensor);
+  if (now != known.last_form()) known.forms.push_back({node, std::move(now)});
+}
+
+void KnownTensors::written(int value, int node) {
+  for (const Handle& handle : handles_[static_cast<size_t>(at(value).storage)]) {
+    auto impl = handle.tensor.lock();
+    if (!impl) continue;
+    const at::Tensor tensor(std::move(impl));
+    if (!twins_.contains(tensor.unsafeGetTensorImpl())) look_again(handle.value, tensor, node);
+  }
+}
+
+}  // namespace tessera::tape

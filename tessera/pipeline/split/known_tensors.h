@@ -1,0 +1,82 @@
+#pragma once
+
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "tessera/pipeline/split/graph.h"
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace tessera::tape {
+
+/// Where in the pass the recording is, for messages.
+struct Where {
+  std::string op{};      ///< the operator at hand
+  std::string module{};  ///< the innermost module that announced itself and is under way
+  std::string state{};   ///< the parameter or buffer that was used last
+
+  std::string text() const;  ///< "aten::mul (in 'layers.0', after 'layers.0.fc.bias' was used)"
+};
+
+/// Which value of the graph each tensor of the program is, while a pass is recorded; and what was done to tensors behind the back of all operators, which a
+/// replay would not repeat: it is refused by name (ConfigError).
+///
+/// A pass is recorded without memory and without arithmetic: what has data is stood in for by a meta tensor (its twin), which operators take in its place.
+/// Parameters and buffers have twins also where they are on meta themselves, so that the pass leaves them as they are.
+class KnownTensors {
+ public:
+  KnownTensors(Graph& graph, const Where& where) : graph_(graph), where_(where) {}
+
+  int add(const at::Tensor& tensor, Value::Kind kind, std::string name, int maker = -1);
+  /// A further name of one that is known, or a new one.
+  int add_state(const at::Tensor& tensor, bool is_buffer, const std::string& name);
+
+  /// The number of what an operator is given. `writes`: the operator writes into it.
+  int argument(const at::Tensor& tensor, bool writes);
+  /// The number of what node number `node` gives. `unwritten`: memory without values, which the program may fill by hand.
+  int result(const at::Tensor& tensor, int node, bool unwritten);
+  /// Node number `node` wrote into it: everything that shows the same memory may have another history now.
+  void written(int value, int node);
+
+  /// The tensor itself, or what stands in for it.
+  at::Tensor twin(const at::Tensor& tensor) const;
+
+  /// How often a value's tensor was written into, as libtorch counts.
+  int64_t version(int value) const;
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Handle {
+    Weak tensor;  ///< keeps the address from being used again, and not the memory
+    int value;
+  };
+
+  int storage_number(const at::Tensor& tensor);
+  void name_tensor(const at::Tensor& tensor, int value);
+  void look_again(int value, const at::Tensor& tensor, int node);
+  int unknown(const at::Tensor& tensor);
+  int detached(int value, const at::Tensor& tensor);
+  void become_constant(int value, const at::Tensor& tensor);
+  void check_history(int value, const at::Tensor& tensor) const;
+  Value& at(int value) { return graph_.values[static_cast<size_t>(value)]; }
+
+  Graph& graph_;
+  const Where& where_;
+  std::unordered_map<const c10::TensorImpl*, int> numbers_;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> twins_;
+  std::unordered_map<const c10::StorageImpl*, int> storages_;
+  std::vector<std::vector<Handle>> handles_;                      ///< by number of the storage; the last list: of tensors that have none
+  std::unordered_map<int, const torch::autograd::Node*> makers_;  ///< grad_fn as the last operator left it
+  std::unordered_set<int> unwritten_;
+  std::vector<at::Tensor> originals_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> kept_storages_;
+};
+
+}  // namespace tessera::tape

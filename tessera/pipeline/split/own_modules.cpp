@@ -1,0 +1,58 @@
+#include "tessera/pipeline/split/own_modules.h"
+
+#include "tessera/nn/attach.h"
+
+namespace tessera::tape {
+
+namespace {
+
+struct PartOfModule final : torch::nn::Module {
+  explicit PartOfModule(const std::string& name) : torch::nn::Module(name) {}
+};
+
+std::string below(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
+
+class Owner {
+ public:
+  Owner(const std::set<std::string>& owned, const std::set<std::string>& called) : owned_(owned), called_(called) {}
+
+  std::shared_ptr<torch::nn::Module> part(torch::nn::Module& module, const std::string& path) const {
+    bool all = true, any = false;
+    const auto look = [&](const auto& items) {
+      for (const auto& item : items) {
+        if (!item.value().defined()) continue;
+        (owned_.contains(below(path, item.key())) ? any : all) = owned_.contains(below(path, item.key()));
+      }
+    };
+    look(module.named_parameters());
+    look(module.named_buffers());
+    if (all && (any || called_.contains(path))) return nn::share(module);
+    auto part = std::make_shared<PartOfModule>(module.name());
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (owned_.contains(below(path, item.key()))) part->register_parameter(item.key(), item.value(), item.value().requires_grad());
+    }
+    for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+      if (owned_.contains(below(path, item.key()))) part->register_buffer(item.key(), item.value());
+    }
+    bool has_children = false;
+    for (const auto& child : module.named_children()) {
+      auto inner = this->part(*child.value(), below(path, child.key()));
+      if (!inner) continue;
+      part->register_module(child.key(), std::move(inner));
+      has_children = true;
+    }
+    return any || has_children ? part : nullptr;
+  }
+
+ private:
+  const std::set<std::string>&owned_, &called_;
+};
+
+}  // namespace
+
+std::shared_ptr<torch::nn::Module> own_modules(torch::nn::Module& root, const std::set<std::string>& owned, const std::set<std::string>& called) {
+  auto part = Owner(owned, called).part(root, "");
+  return part ? part : std::make_shared<PartOfModule>(root.name());
+}
+
+}  // namespace tessera::tape

@@ -1,0 +1,145 @@
+#include "tessera/pipeline/split/program.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/core/error.h"
+
+namespace tessera::tape {
+
+namespace {
+
+using Registers = std::vector<at::Tensor>;
+
+const at::Tensor& at(const Registers& registers, int value) { return registers[static_cast<size_t>(value)]; }
+
+void push(torch::jit::Stack& stack, const Slot& slot, const Registers& registers, at::Device device) {
+  switch (slot.kind) {
+    case Slot::Kind::Plain:
+      // It was recorded on meta; a stage runs where its tensors are.
+      if (slot.plain.isDevice() && slot.plain.toDevice().is_meta()) {
+        stack.emplace_back(device);
+      } else {
+        stack.push_back(slot.plain);
+      }
+      return;
+    case Slot::Kind::Tensor:
+      stack.emplace_back(at(registers, slot.values[0]));
+      return;
+    case Slot::Kind::List: {
+      c10::List<at::Tensor> list;
+      list.reserve(slot.values.size());
+      for (const int value : slot.values) list.push_back(value < 0 ? at::Tensor() : at(registers, value));
+      stack.emplace_back(std::move(list));
+      return;
+    }
+    case Slot::Kind::OptionalList: {
+      c10::List<std::optional<at::Tensor>> list;
+      list.reserve(slot.values.size());
+      for (const int value : slot.values) list.push_back(value < 0 ? std::nullopt : std::optional(at(registers, value)));
+      stack.emplace_back(std::move(list));
+      return;
+    }
+  }
+}
+
+void call(const Node& node, torch::jit::Stack& stack) {
+  if (node.op) {
+    node.op->callBoxed(stack);
+  } else {
+    stack = (*node.call)(std::move(stack));
+  }
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int stage, const State& state)
+    : graph_(std::move(graph)), first_registers_(graph_->values.size()), is_stored_(graph_->values.size(), true), copied_(graph_->values.size()) {
+  const StagePlan& plan = stages.stages[static_cast<size_t>(stage)];
+  for (const int c : plan.sends) {
+    const int value = stages.crossings[static_cast<size_t>(c)].value;
+    if (std::ranges::find(results_, value) == results_.end()) results_.push_back(value);
+  }
+  if (stage + 1 == stages.size()) results_.insert(results_.end(), graph_->outputs.begin(), graph_->outputs.end());
+  std::vector<bool> kept(graph_->values.size());
+  const auto keep = [&](int value) { kept[static_cast<size_t>(value)] = true; };
+  std::ranges::for_each(results_, keep);
+  for (const int value : plan.state) {
+    keep(value);
+    const Value& known = graph_->values[static_cast<size_t>(value)];
+    const auto found = state.find(known.name);
+    invariant(found != state.end(), "pipeline: stage ", stage, " has no '", known.name, "'");
+    first_registers_[static_cast<size_t>(value)] = found->second;
+  }
+  for (size_t v = 0; v < graph_->values.size(); ++v) {
+    if (graph_->values[v].kind != Value::Kind::Constant) continue;
+    kept[v] = true;
+    is_stored_[v] = false;
+    first_registers_[v] = graph_->values[v].constant;
+  }
+  for (const int value : plan.copied) copied_[static_cast<size_t>(value)] = true;
+
+  std::vector<bool> seen = kept;
+  const std::vector<int> nodes = nodes_of(plan);
+  for (size_t n = nodes.size(); n-- > 0;) {
+    const Node& node = graph_->nodes[static_cast<size_t>(nodes[n])];
+    Step step{.node = &node};
+    const auto look = [&](int value, std::vector<int>& last) {
+      if (!seen[static_cast<size_t>(value)]) last.push_back(value);
+      seen[static_cast<size_t>(value)] = true;
+    };
+    for_each_result(node, [&](int value) { look(value, step.unused); });
+    for_each_use(node, [&](int value) { look(value, step.dead); });
+    steps_.push_back(std::move(step));
+  }
+  std::ranges::reverse(steps_);
+}
+
+std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
+  Registers registers = first_registers_;
+  std::optional<at::Device> device;
+  for (const auto& [value, tensor] : given) {
+    registers[static_cast<size_t>(value)] = copied_[static_cast<size_t>(value)] ? tensor.clone() : tensor;
+    device = tensor.device();
+  }
+  for (size_t v = 0; v < registers.size(); ++v) {
+    if (!registers[v].defined()) continue;
+    if (copied_[v] && graph_->values[v].kind == Value::Kind::Constant) registers[v] = registers[v].clone();
+    if (graph_->values[v].is_state()) device = registers[v].device();
+  }
+  const bool gradients = at::GradMode::is_enabled();
+  torch::jit::Stack stack;
+  for (const auto& [node, dead, unused] : steps_) {
+    stack.clear();
+    for (const Slot& slot : node->arguments) push(stack, slot, registers, device.value_or(at::kCPU));
+    for (const int value : dead) registers[static_cast<size_t>(value)].reset();  // the stack holds what the operator takes
+    if (node->grad_mode || !gradients) {
+      call(*node, stack);
+    } else {
+      const at::NoGradGuard no_grad;
+      call(*node, stack);
+    }
+    for (size_t r = 0; r < node->results.size(); ++r) {
+      const Slot& slot = node->results[r];
+      if (slot.kind == Slot::Kind::Tensor) {
+        if (is_stored_[static_cast<size_t>(slot.values[0])]) registers[static_cast<size_t>(slot.values[0])] = std::move(stack[r]).toTensor();
+      } else if (slot.kind == Slot::Kind::List) {
+        std::vector<at::Tensor> tensors = stack[r].toTensorVector();
+        for (size_t k = 0; k < slot.values.size(); ++k) {
+          if (slot.values[k] >= 0 && is_stored_[static_cast<size_t>(slot.values[k])]) registers[static_cast<size_t>(slot.values[k])] = std::move(tensors[k]);
+        }
+      }
+    }
+    for (const int value : unused) registers[static_cast<size_t>(value)].reset();
+  }
+  std::vector<at::Tensor> results;
+  for (const int value : results_) results.push_back(at(registers, value));
+  return results;
+}
+
+int Program::result_number(int value) const { return static_cast<int>(std::ranges::find(results_, value) - results_.begin()); }
+
+}  // namespace tessera::tape

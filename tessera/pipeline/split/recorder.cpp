@@ -1,0 +1,361 @@
+#include "tessera/pipeline/split/recorder.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/module.h"
+#include "tessera/nn/operator_watch.h"
+#include "tessera/pipeline/split/known_tensors.h"
+#include "tessera/pipeline/split/zeros.h"
+
+namespace tessera::tape {
+
+namespace {
+
+bool is_among(const std::string& name, std::initializer_list<const char*> names) {
+  return std::ranges::any_of(names, [&](const char* one) { return name == one; });
+}
+
+bool is_host_read(const std::string& name) {
+  return is_among(name, {"aten::item", "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"});
+}
+
+bool reads_on_host(const c10::OperatorHandle& op) { return op.hasTag(at::Tag::data_dependent_output) || is_host_read(op.schema().name()); }
+
+/// What a module that is recorded whole reads meanwhile: its forward runs anew with data, so this decides nothing but what its outputs look like.
+c10::IValue nothing_read(const std::string& name, at::ScalarType dtype) {
+  if (!is_among(name, {"aten::item", "aten::_local_scalar_dense"}) || dtype == at::kBool) return false;
+  return at::isFloatingType(dtype) ? c10::IValue(0.0) : c10::IValue(0);
+}
+
+/// Indexing by integers is tagged as indexing by a mask is.
+bool has_shape_of_values(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (op.schema().name() == "aten::repeat_interleave") return stack.back().isNone();
+  if (op.schema().name() != "aten::index") return true;
+  return std::ranges::any_of(stack[first + 1].toOptionalTensorVector(), [](const std::optional<at::Tensor>& index) {
+    return index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+  });
+}
+
+/// Running statistics, which these write without saying so in their schema: the arguments, and the one that says whether.
+bool updates_statistics(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
+  return is_among(name, {"aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm"}) && arguments[5].toBool();
+}
+constexpr std::initializer_list<size_t> kStatistics{3, 4};
+
+std::string above(const std::string& name) {
+  const auto dot = name.rfind('.');
+  return dot == std::string::npos ? std::string() : name.substr(0, dot);
+}
+
+std::string plain_name(const std::string& name) { return name.starts_with("aten::") ? name.substr(6) : name; }
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find_first_of(".\n")); }
+
+/// MultiheadAttention asks whether query, key and value are the same tensor.
+bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_same(b) || (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+                          a.storage_offset() == b.storage_offset());
+}
+
+class Recorder final : public nn::OperatorWatcher {
+ public:
+  explicit Recorder(torch::nn::Module& root) : known_(graph_, where_) {
+    root.apply([&](const std::string& path, torch::nn::Module& module) {
+      const auto name = [&](const std::string& key) { return path.empty() ? key : path + "." + key; };
+      for (const auto& item : module.named_parameters(/*recurse=*/false)) add_state(item.value(), false, name(item.key()));
+      for (const auto& item : module.named_buffers(/*recurse=*/false)) add_state(item.value(), true, name(item.key()));
+    });
+  }
+
+  at::Tensor input(const at::Tensor& tensor) {
+    const int value = known_.add(tensor, Value::Kind::Input, detail::concat("input ", graph_.inputs.size()));
+    graph_.inputs.push_back(value);
+    return tensor;
+  }
+  void output(const at::Tensor& tensor) {
+    where_ = {.op = "the end of the pass"};
+    graph_.outputs.push_back(known_.argument(tensor, /*writes=*/false));
+  }
+  Graph take() { return std::move(graph_); }
+  const Where& where() const { return where_; }
+
+  void before(const c10::OperatorHandle&, torch::jit::Stack&) override {}
+
+  bool instead(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    const auto& schema = op.schema();
+    const size_t first = stack.size() - schema.arguments().size();
+    if (inside_ != nullptr) {
+      if (is_host_read(op.schema().name())) {
+        const at::ScalarType dtype = stack[first].toTensor().scalar_type();
+        torch::jit::drop(stack, stack.size() - first);
+        stack.push_back(nothing_read(op.schema().name(), dtype));
+        return true;
+      }
+      note_statistics(op, stack, first);
+      stand_in(op, stack, first);
+      run_without_data(op, stack, first);
+      return true;
+    }
+    where_.op = schema.name();
+    if (schema.name() == "aten::equal") {
+      const bool same = is_same_tensor(stack[first].toTensor(), stack[first + 1].toTensor());
+      torch::jit::drop(stack, 2);
+      stack.emplace_back(same);
+      return true;
+    }
+    require(!reads_on_host(op), "pipeline: ", where_.text(),
+            ": the host reads a tensor's value here, and a replay would go on with the one it read first; compute with the tensor instead (torch::where), give "
+            "BatchNorm a momentum, or put the read into a module that is declared with TESSERA_MODULE, whose forward runs anew each time");
+    require(!has_shape_of_values(op, stack, first), "pipeline: ", where_.text(),
+            ": the shape of its result depends on values, so that no stage could expect it; use masks of a fixed shape (torch::where, masked_fill)");
+    record(op, stack, first);
+    return true;
+  }
+
+  /// A module's call as one node.
+  nn::Values call(const std::string& path, nn::Module& module, nn::Values inputs, const nn::Next& next) {
+    if (inside_ != nullptr) return next(std::move(inputs));
+    where_.op = "the call of '" + path + "' (" + short_name(module.name()) + ")";
+    Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled()};
+    std::optional<nn::Unwatched> our_own(std::in_place);
+    for (const c10::IValue& value : inputs) {
+      require(!value.isCapsule() && !value.isObject(), "pipeline: ", where_.text(),
+              ": an argument is an object of the program's own, which the tape cannot keep; split around its caller, or make the object inside the module");
+      node.arguments.push_back(slot_of(value, /*writes=*/false));
+    }
+    for (const auto& item : module.named_parameters()) hold(node, item.value());
+    for (const auto& item : module.named_buffers()) hold(node, item.value());
+    std::set<int> touched(node.state.begin(), node.state.end());
+    for_each_use(node, [&](int value) { touched.insert(value); });
+    std::map<int, int64_t> versions;
+    for (const int value : touched) versions[value] = known_.version(value);
+
+    our_own.reset();
+    nn::Values outputs = run_inside(node, std::move(inputs), next);
+    our_own.emplace();
+    for (const auto& [value, version] : versions) {
+      if (known_.version(value) != version) add_write(node, value);
+    }
+    for (const c10::IValue& value : outputs) node.results.push_back(result_slot(value));
+    finish(std::move(node));
+    graph_.spans.push_back({path, graph_.size() - 1, graph_.size()});
+    return outputs;
+  }
+
+  /// A module whose insides are told apart.
+  nn::Values enter(const std::string& path, nn::Values inputs, const nn::Next& next) {
+    if (inside_ != nullptr) return next(std::move(inputs));
+    const int begin = graph_.size();
+    const std::string outer = std::exchange(where_.module, path);
+    nn::Values outputs = next(std::move(inputs));
+    where_.module = outer;
+    graph_.spans.push_back({path, begin, graph_.size()});
+    return outputs;
+  }
+
+ private:
+  void add_state(const at::Tensor& tensor, bool is_buffer, const std::string& name) {
+    if (tensor.defined()) state_[tensor.unsafeGetTensorImpl()] = known_.add_state(tensor, is_buffer, name);
+  }
+
+  void hold(Node& node, const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const auto found = state_.find(tensor.unsafeGetTensorImpl());
+    if (found != state_.end() && std::ranges::find(node.state, found->second) == node.state.end()) node.state.push_back(found->second);
+  }
+
+  static void add_write(Node& node, int value) {
+    if (std::ranges::find(node.writes, value) == node.writes.end()) node.writes.push_back(value);
+  }
+
+  nn::Values run_inside(Node& node, nn::Values inputs, const nn::Next& next) {
+    struct Inside {
+      Inside(Recorder& recorder, Node& node) : recorder(recorder) { recorder.inside_ = &node; }
+      ~Inside() {
+        recorder.inside_ = nullptr;
+        recorder.shadows_.clear();
+      }
+      Recorder& recorder;
+    } inside(*this, node);
+    nn::Values outputs = next(std::move(inputs));
+    // Memory that the module made and wrote into has its history on what stands in for it.
+    for (c10::IValue& value : outputs) value = for_tensors(value, [this](const at::Tensor& tensor) { return stand_in(tensor); });
+    return outputs;
+  }
+
+  Slot slot_of(const c10::IValue& value, bool writes) {
+    Slot slot;
+    const auto use = [&](const at::Tensor& tensor) { slot.values.push_back(tensor.defined() ? known_.argument(tensor, writes) : -1); };
+    if (value.isTensor() && value.toTensor().defined()) {
+      slot.kind = Slot::Kind::Tensor;
+      use(value.toTensor());
+    } else if (value.isTensorList()) {
+      slot.kind = Slot::Kind::List;
+      for (const at::Tensor& tensor : value.toTensorVector()) use(tensor);
+    } else if (value.isOptionalTensorList()) {
+      slot.kind = Slot::Kind::OptionalList;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) use(tensor.value_or(at::Tensor()));
+    } else {
+      slot.plain = value;
+    }
+    return slot;
+  }
+
+  Slot result_slot(const c10::IValue& value, bool unwritten = false) {
+    Slot slot;
+    const auto add = [&](const at::Tensor& tensor) { slot.values.push_back(tensor.defined() ? known_.result(tensor, graph_.size(), unwritten) : -1); };
+    if (value.isTensor() && value.toTensor().defined()) {
+      slot.kind = Slot::Kind::Tensor;
+      add(value.toTensor());
+    } else if (value.isTensorList()) {
+      slot.kind = Slot::Kind::List;
+      for (const at::Tensor& tensor : value.toTensorVector()) add(tensor);
+    } else {
+      require(!value.isCapsule() && !value.isObject(), "pipeline: ", where_.text(),
+              ": it returns an object of the program's own, which the tape cannot keep; return tensors");
+      slot.plain = value;
+    }
+    return slot;
+  }
+
+  at::Tensor stand_in(const at::Tensor& tensor) {
+    at::Tensor twin = known_.twin(tensor);
+    if (twin.is_meta()) return twin;
+    // Of a module that is recorded whole: nobody else sees it.
+    auto& [original, shadow] = shadows_[tensor.unsafeGetTensorImpl()];
+    if (!shadow.defined()) {
+      original = tensor;
+      shadow = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
+      shadow.set_requires_grad(tensor.requires_grad());
+    }
+    return shadow;
+  }
+
+  /// Twins in place of what has data, and meta where an operator that takes tensors, or draws, is asked for a device.
+  void stand_in(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+    bool any = false;
+    for (size_t i = first; i < stack.size(); ++i) {
+      stack[i] = for_tensors(stack[i], [&](const at::Tensor& tensor) {
+        any = true;
+        return stand_in(tensor);
+      });
+    }
+    const auto& arguments = op.schema().arguments();
+    const bool random = op.hasTag(at::Tag::nondeterministic_seeded);  // nothing is drawn while recording
+    for (size_t i = 0; (any || random) && i < arguments.size(); ++i) {
+      if (arguments[i].name() == "device" && (random || stack[first + i].isDevice())) stack[first + i] = c10::Device(c10::kMeta);
+      if (arguments[i].name() == "pin_memory") stack[first + i] = c10::IValue();
+    }
+  }
+
+  void note_statistics(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+    const at::ArrayRef<c10::IValue> arguments(stack.data() + first, stack.size() - first);
+    if (!updates_statistics(op.schema().name(), arguments)) return;
+    for (const size_t i : kStatistics) {
+      const auto found = arguments[i].isTensor() ? state_.find(arguments[i].toTensor().unsafeGetTensorImpl()) : state_.end();
+      if (found != state_.end()) add_write(*inside_, found->second);
+    }
+  }
+
+  void record(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+    const auto& schema = op.schema();
+    Node node{.op = op, .name = plain_name(schema.name()), .grad_mode = at::GradMode::is_enabled()};
+    const at::ArrayRef<c10::IValue> arguments(stack.data() + first, stack.size() - first);
+    const bool statistics = updates_statistics(schema.name(), arguments);
+    std::optional<std::string> state;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto* const alias = schema.arguments()[i].alias_info();
+      const bool writes = (alias && alias->isWrite()) || (statistics && std::ranges::find(kStatistics, i) != kStatistics.end());
+      node.arguments.push_back(slot_of(arguments[i], writes));
+      for (const int value : node.arguments.back().values) {
+        if (value < 0) continue;
+        if (writes) add_write(node, value);
+        const Value& used = graph_.values[static_cast<size_t>(value)];
+        if (used.is_state() && !state) state = used.name;
+      }
+    }
+    if (state) {
+      node.path = above(*state);
+      where_.state = *state;
+    }
+    stand_in(op, stack, first);
+    run_without_data(op, stack, first);
+    const bool unwritten = schema.name().starts_with("aten::empty") || schema.name().starts_with("aten::new_empty");
+    for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); ++i) node.results.push_back(result_slot(stack[i], unwritten));
+    finish(std::move(node));
+  }
+
+  void finish(Node node) {
+    const int number = graph_.size();
+    for (const int value : node.writes) known_.written(value, number);
+    graph_.nodes.push_back(std::move(node));
+  }
+
+  Graph graph_;
+  Where where_;
+  KnownTensors known_;
+  std::unordered_map<const c10::TensorImpl*, int> state_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<at::Tensor, at::Tensor>> shadows_;
+  Node* inside_ = nullptr;  ///< the module whose call is under way as a whole
+};
+
+/// Tells the recorder of a module's calls.
+class CallsOf final : public nn::Interceptor {
+ public:
+  CallsOf(std::shared_ptr<Recorder> recorder, std::string path, bool whole) : recorder_(std::move(recorder)), path_(std::move(path)), whole_(whole) {}
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    return whole_ ? recorder_->call(path_, module, std::move(inputs), next) : recorder_->enter(path_, std::move(inputs), next);
+  }
+
+ private:
+  std::shared_ptr<Recorder> recorder_;
+  std::string path_;
+  bool whole_;
+};
+
+}  // namespace
+
+Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs,
+             const std::function<bool(const std::string& path)>& inside) {
+  const auto recorder = std::make_shared<Recorder>(root);
+  Attachment attached;
+  std::set<const torch::nn::Module*> seen;
+  root.apply([&](const std::string& path, torch::nn::Module& module) {
+    auto* const ours = dynamic_cast<nn::Module*>(&module);
+    if (ours && seen.insert(ours).second) attached.add(nn::attach(*ours, std::make_shared<CallsOf>(recorder, path, !inside(path))));
+  });
+  std::vector<at::Tensor> given, outputs;
+  for (const at::Tensor& input : inputs) {
+    require(input.defined(), "pipeline: example input ", given.size(), " is undefined; give a tensor of the shape and dtype that the pass gets");
+    at::Tensor shape = at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta).requires_grad(false));
+    given.push_back(recorder->input(shape.set_requires_grad(input.requires_grad())));
+  }
+  {
+    nn::OperatorWatch watch(recorder);
+    watch.wake();
+    try {
+      outputs = forward(given);
+    } catch (const c10::NotImplementedError& error) {
+      require(false, "pipeline: ", recorder->where().text(), ": it has no kernel for meta tensors, and none that could be tried on zeros (",
+              first_line(error.what_without_backtrace()), "); use an operator that makes a new, strided tensor");
+    }
+  }
+  require(!outputs.empty(), "pipeline: the forward of ", short_name(root.name()), " returns no tensor; return what the last stage gives");
+  for (const at::Tensor& output : outputs) recorder->output(output);
+  return recorder->take();
+}
+
+}  // namespace tessera::tape

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "tessera/pipeline/split/cuts.h"
+#include "tessera/pipeline/split/graph.h"
+#include "tessera/pipeline/split/program.h"
+#include "tessera/pipeline/split/recorder.h"
+#include "tessera/pipeline/split/stages.h"
+
+namespace tessera::tape {
+
+/// A graph, cut into stages that are ready to run: for inputs of one shape, in one mode.
+struct Recording {
+  std::shared_ptr<const Graph> graph;
+  Stages stages;
+  std::vector<Program> programs;
+  uint64_t fingerprint = 0;  ///< of operators, constants, shapes and cuts: equal on ranks that will run the same
+};
+
+/// Parameters and buffers of `root` under all their names.
+State state_of(const torch::nn::Module& root);
+
+Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits,
+                         const State& state);
+
+/// What a recording depends on beside the inputs: the mode of every module, autocast, and whether gradients are taken.
+std::string mode_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules);
+
+/// The stage graph: for each stage its parameters, the operators by module, and what is sent from where to where.
+std::string to_string(const Recording& recording, const std::string& name);
+
+}  // namespace tessera::tape

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/module.h"
+#include "tessera/pipeline/split/cuts.h"
+#include "tessera/pipeline/split/recording.h"
+#include "tessera/pipeline/stage.h"
+
+namespace tessera::pipeline {
+
+/// A model cut into pipeline stages: any torch::nn::Module whose forward takes and returns tensors, unmodified.
+///
+/// Libtorch's modules have no hooks in C++, so the forward pass is recorded as a list of operators (tessera/pipeline/split/recorder.h says what that takes and
+/// refuses), and the list is cut at the split points (cuts.h says where). A stage runs its part of the list again, bit for bit what the whole model's forward
+/// does, buffers and gradients included. What one stage makes and another uses (skip connections, masks, several tensors) goes straight from the one to the
+/// other. One exception to bit for bit: where a tensor is used twice in a stage between and once behind it, or a parameter is shared by stages, terms of a
+/// gradient are added up in another order.
+///
+/// A recording is for one set of input shapes, modes of modules (train(), eval()) and autocast; it is made anew where these change, without memory and
+/// arithmetic, in a millisecond or two for a hundred operators. One rank, one thread, as the module.
+class SplitModel {
+ public:
+  /// See split().
+  SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward forward, std::vector<at::Tensor> example_inputs, SplitSpec splits);
+
+  int stages() const;
+  /// The stage graph, for people.
+  std::string to_string() const;
+  /// The stage graph as data, for inputs of the current shapes and the modes of now.
+  std::shared_ptr<const tape::Recording> recording(int micro_batch = 0) const;
+  /// What an executor sends from stage to stage.
+  Crossings crossings() const;
+  /// Which of the model's inputs a stage takes from its own loader, by their places.
+  std::vector<int> takes(int stage) const;
+  /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
+  std::shared_ptr<torch::nn::Module> module(int stage) const;
+  /// Puts the parameters and buffers that none of `stages` uses on meta, which frees their memory.
+  void keep_only(const std::vector<int>& stages) const;
+
+  /// Says what shapes and dtypes the inputs have from now on, or in one micro-batch of the step alone. Every rank says it: only the first stage could see it.
+  void expect(const std::vector<at::Tensor>& inputs) const;
+  void expect(const std::vector<at::Tensor>& inputs, int micro_batch) const;
+  /// Throws ConfigError on every rank where the ranks of `group` have recorded different graphs. Traffic: 8 bytes a rank.
+  void check_agreement(const comm::Group& group) const;
+
+ private:
+  void check_stage(int stage) const;
+
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+namespace split_detail {
+
+inline void flatten_outputs(std::vector<at::Tensor>& all, const at::Tensor& output) { all.push_back(output); }
+inline void flatten_outputs(std::vector<at::Tensor>& all, const std::vector<at::Tensor>& outputs) { all.insert(all.end(), outputs.begin(), outputs.end()); }
+template <class T>
+void flatten_outputs(std::vector<at::Tensor>& all, const std::optional<T>& output) {
+  if (output) flatten_outputs(all, *output);
+}
+template <class... T>
+void flatten_outputs(std::vector<at::Tensor>& all, const std::tuple<T...>& outputs) {
+  std::apply([&](const T&... output) { (flatten_outputs(all, output), ...); }, outputs);
+}
+template <class A, class B>
+void flatten_outputs(std::vector<at::Tensor>& all, const std::pair<A, B>& outputs) {
+  flatten_outputs(all, outputs.first);
+  flatten_outputs(all, outputs.second);
+}
+
+template <size_t>
+using TensorArgument = const at::Tensor&;
+template <class Impl, size_t... I>
+concept TakesTensors = requires(Impl& impl, const at::Tensor& tensor) { impl.forward(static_cast<TensorArgument<I>>(tensor)...); };
+
+/// Calls the module with as many tensors as there are inputs; through its holder where it has one, so that what is attached to it is passed.
+template <class Impl, class Model, size_t N = 0>
+std::vector<at::Tensor> call_with(Model& model, const std::vector<at::Tensor>& inputs) {
+  constexpr size_t most = 12;
+  if constexpr (N <= most) {
+    if (inputs.size() != N) return call_with<Impl, Model, N + 1>(model, inputs);
+    std::vector<at::Tensor> outputs;
+    const bool called = [&]<size_t... I>(std::index_sequence<I...>) {
+      if constexpr (!TakesTensors<Impl, I...>) {
+        return false;
+      } else if constexpr (std::derived_from<Impl, nn::Module>) {
+        flatten_outputs(outputs, nn::call(*model, inputs[I]...));
+        return true;
+      } else {
+        flatten_outputs(outputs, model->forward(inputs[I]...));
+        return true;
+      }
+    }(std::make_index_sequence<N>());
+    if (called) return outputs;
+  }
+  require(false, "pipeline: the forward of ", model->name(), " cannot be called with ", inputs.size(), " tensors; give an example of each input that it takes");
+  return {};
+}
+
+}  // namespace split_detail
+
+/// Splits `model`, the holder or shared_ptr of any torch::nn::Module, into pipeline stages:
+///   auto stages = pipeline::split(model, {tokens}, {{"layers.4", SplitPoint::Beginning}, {"layers.8", SplitPoint::Beginning}});
+/// `example_inputs` give shapes and dtypes, and may be on meta, as the model may be. The splits need not be in order; each makes one stage more.
+/// Throws ConfigError for a path that names no module (with the nearest), stages that would be empty, and for what cannot be recorded, naming the module and
+/// the alternative.
+template <class Model>
+SplitModel split(Model model, std::vector<at::Tensor> example_inputs, SplitSpec splits) {
+  using Impl = std::remove_cvref_t<decltype(*model)>;
+  std::shared_ptr<torch::nn::Module> root;
+  if constexpr (requires { model.ptr(); }) {
+    root = model.ptr();
+  } else {
+    root = model;
+  }
+  auto forward = [model](const std::vector<at::Tensor>& inputs) mutable { return split_detail::call_with<Impl>(model, inputs); };
+  return SplitModel(std::move(root), std::move(forward), std::move(example_inputs), std::move(splits));
+}
+
+}  // namespace tessera::pipeline

@@ -1,0 +1,57 @@
+#include "tessera/pipeline/split/traced_stage.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/pipeline/split/wire.h"
+
+namespace tessera::pipeline {
+
+TracedStage::TracedStage(SplitModel model, int stage, Inputs inputs, Loss loss)
+    : model_(std::move(model)), stage_(stage), inputs_(std::move(inputs)), loss_(std::move(loss)) {
+  require(stage >= 0 && stage < model_.stages(), "pipeline: there is no stage ", stage, "; the model has stages 0 to ", model_.stages() - 1);
+}
+
+StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>& inputs) {
+  const auto recording = model_.recording(micro_batch);
+  const tape::Graph& graph = *recording->graph;
+  const tape::StagePlan& plan = recording->stages.stages[static_cast<size_t>(stage_)];
+  const tape::Program& program = recording->programs[static_cast<size_t>(stage_)];
+  const auto crossing = [&](int c) -> const tape::Crossing& { return recording->stages.crossings[static_cast<size_t>(c)]; };
+  invariant(inputs.size() == plan.receives.size(), "stage ", stage_, " receives ", plan.receives.size(), " tensors, and is given ", inputs.size());
+
+  std::vector<tape::Program::Given> given;
+  const std::vector<at::Tensor> own = plan.fed.empty() ? std::vector<at::Tensor>() : inputs_(micro_batch);
+  for (const int number : plan.fed) {
+    const int value = graph.inputs[static_cast<size_t>(number)];
+    const tape::Form& form = graph.values[static_cast<size_t>(value)].forms.front().form;
+    const at::Tensor tensor = static_cast<size_t>(number) < own.size() ? own[static_cast<size_t>(number)] : at::Tensor();
+    require(tensor.defined() && tensor.sizes() == at::IntArrayRef(form.sizes) && tensor.scalar_type() == form.dtype, "pipeline: stage ", stage_, " is given ",
+            tensor.defined() ? tape::to_string(tape::form_of(tensor)) : "nothing", " for input ", number, ", where ", tape::to_string(form),
+            " is expected; sizes are part of a recording: call expect() with inputs of these shapes, on every rank");
+    given.push_back({value, tensor});
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const tape::Crossing& from = crossing(plan.receives[i]);
+    const TensorSpec expected = tape::wire_spec(from.form);
+    require(inputs[i].sizes() == at::IntArrayRef(expected.sizes) && inputs[i].scalar_type() == expected.dtype, "pipeline: stage ", stage_, " receives ",
+            tape::to_string(tape::form_of(inputs[i])), " for ", from.name, ", where ", tape::dtype_name(expected.dtype), " ", at::IntArrayRef(expected.sizes),
+            " is expected; call expect() with the same shapes on every rank");
+    given.push_back({from.value, tape::from_wire(inputs[i], from.form)});
+  }
+
+  const std::vector<at::Tensor> results = program.run(given);
+  StageOutputs outputs;
+  for (const int c : plan.sends)
+    outputs.values.push_back(tape::to_wire(results[static_cast<size_t>(program.result_number(crossing(c).value))], crossing(c).form));
+  if (stage_ + 1 == model_.stages() && loss_) outputs.loss = loss_(micro_batch, results);
+  return outputs;
+}
+
+std::optional<TensorSpec> TracedStage::input_spec(int micro_batch, int input) const {
+  const auto recording = model_.recording(micro_batch);
+  const tape::StagePlan& plan = recording->stages.stages[static_cast<size_t>(stage_)];
+  return tape::wire_spec(recording->stages.crossings[static_cast<size_t>(plan.receives[static_cast<size_t>(input)])].form);
+}
+
+}  // namespace tessera::pipeline

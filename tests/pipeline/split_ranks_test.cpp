@@ -1,0 +1,177 @@
+#include <list>
+#include <map>
+#include <mutex>
+
+#include <gmock/gmock.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/nn/meta.h"
+#include "tessera/pipeline/split/shared_gradients.h"
+#include "tests/pipeline/split_models.h"
+#include "tests/pipeline/split_support.h"
+
+/// Each rank builds the whole model on meta, gives memory to its own stage alone, and runs it by a schedule: against one process.
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using enum pipeline::SplitPoint;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kSeed = 5;
+constexpr int kMicroBatches = 5;
+
+using Inputs = std::vector<std::vector<at::Tensor>>;  // of each micro-batch
+using Generator = schedules::Schedule (*)(int ranks, int micro_batches);
+
+struct Trained {
+  std::vector<at::Tensor> outputs;  ///< by micro-batch
+  Named gradients, buffers;
+};
+
+template <class Build>
+Trained in_one_process(Build build, const Inputs& inputs) {
+  auto model = build();
+  materialize(*model, kSeed);
+  Trained trained;
+  for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
+    const auto outputs = forward_of(model)(inputs[i]);
+    loss_of(outputs, i).backward();
+    trained.outputs.push_back(outputs[0].detach());
+  }
+  trained.gradients = copies(model->named_parameters(), true);
+  trained.buffers = copies(model->named_buffers(), false);
+  return trained;
+}
+
+template <class Build>
+Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, const Inputs& inputs, Generator schedule) {
+  Trained trained;
+  std::mutex mutex;
+  comm::run_ranks(ranks, [&](comm::World& world) {
+    auto model = on_meta(build);
+    const auto split = pipeline::split(model, inputs[0], splits);
+    for (int i = 0; i < static_cast<int>(inputs.size()); ++i) split.expect(inputs[i], i);
+    split.check_agreement(world.group());
+    const schedules::Schedule plan = schedule(ranks, static_cast<int>(inputs.size()));
+    std::vector<at::Tensor> outputs(inputs.size());
+    std::list<pipeline::TracedStage> stages;
+    std::map<int, pipeline::Stage*> by_number;
+    Named held;
+    for (const int number : plan.stages_of(world.rank())) {
+      const auto own = split.module(number);
+      materialize(*own, kSeed);
+      for (const auto& item : own->named_parameters()) held[item.key()] = item.value();
+      stages.emplace_back(
+          split, number, [&](int micro_batch) { return inputs[micro_batch]; },
+          [&](int micro_batch, const std::vector<at::Tensor>& made) {
+            outputs[micro_batch] = made[0].detach();
+            return loss_of(made, micro_batch);
+          });
+      by_number[number] = &stages.back();
+    }
+    for (const auto& item : model->named_parameters()) EXPECT_EQ(item.value().is_meta(), !held.contains(item.key())) << item.key();
+    pipeline::Executor(plan, split.crossings(), by_number, {.ranks = world.group()}).run();
+    pipeline::sum_shared_gradients(split, plan, world.group());
+
+    const std::lock_guard lock(mutex);
+    for (const auto& [name, parameter] : held) {
+      const at::Tensor& gradient = parameter.grad();
+      if (trained.gradients.contains(name)) EXPECT_TRUE(at::equal(trained.gradients[name], gradient)) << name << " on several ranks";
+      trained.gradients[name] = gradient;
+    }
+    for (const auto& item : model->named_buffers()) {
+      if (!item.value().is_meta()) trained.buffers[item.key()] = item.value();
+    }
+    if (by_number.contains(plan.stages() - 1)) trained.outputs = outputs;
+  });
+  return trained;
+}
+
+template <class Build>
+void expect_ranks_equal_one(Build build, const pipeline::SplitSpec& splits, const Inputs& inputs, double tolerance = 0,
+                            std::vector<Generator> schedules = {&schedules::gpipe, &schedules::one_f_one_b, &schedules::zb_h1}, int chunks = 1) {
+  const Trained expected = in_one_process(build, inputs);
+  for (const Generator schedule : schedules) {
+    const Trained actual = on_ranks((static_cast<int>(splits.size()) + 1) / chunks, build, splits, inputs, schedule);
+    for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(at::equal(actual.outputs[i], expected.outputs[i])) << "micro-batch " << i;
+    expect_same(actual.buffers, expected.buffers, "buffer");
+    if (tolerance == 0) {
+      expect_same(actual.gradients, expected.gradients, "gradient");
+      continue;
+    }
+    ASSERT_EQ(actual.gradients.size(), expected.gradients.size());
+    for (const auto& [name, gradient] : expected.gradients) {
+      EXPECT_LE((actual.gradients.at(name) - gradient).abs().max().item<double>(), tolerance * gradient.abs().max().item<double>()) << name;
+    }
+  }
+}
+
+Inputs tokens(int64_t vocabulary, std::vector<int64_t> sizes) {
+  Inputs inputs;
+  for (int i = 0; i < kMicroBatches; ++i) {
+    inputs.push_back({at::randint(vocabulary, sizes, at::detail::createCPUGenerator(30 + static_cast<uint64_t>(i)), at::kLong)});
+  }
+  return inputs;
+}
+
+TEST(SplitRanks, ClassicExampleOnTwoThreeAndFour) {
+  const auto build = [] { return Classic(); };
+  expect_ranks_equal_one(build, {{"layers.1", Beginning}}, tokens(10, {4}));
+  expect_ranks_equal_one(build, {{"layers.1", Beginning}, {"layers.0", Beginning}}, tokens(10, {4}));
+  expect_ranks_equal_one(build, {{"layers.0", Beginning}, {"layers.1", Beginning}, {"layers.1", End}}, tokens(10, {4}));
+}
+
+TEST(SplitRanks, EncoderOnFour) {
+  Inputs inputs = tokens(50, {6, 3});
+  for (auto& input : inputs) input.push_back(torch::full({6, 6}, -INFINITY).triu(1));
+  expect_ranks_equal_one([] { return Encoder(16, 4, 0.0); }, {{"enc.layers.1", Beginning}, {"enc.layers.2", Beginning}, {"enc.layers.2", End}}, inputs);
+}
+
+TEST(SplitRanks, LongSkipOnThree) {
+  Inputs inputs;
+  for (int i = 0; i < kMicroBatches; ++i) inputs.push_back({at::randn({2, 3, 8, 8}, at::detail::createCPUGenerator(40 + static_cast<uint64_t>(i)))});
+  expect_ranks_equal_one([] { return LongSkip(); }, {{"blocks.1", Beginning}, {"blocks.3", Beginning}}, inputs);
+}
+
+/// The stem's output is used twice in stage 1 and once in the last: the terms of its gradient are added up in another order.
+TEST(SplitRanks, LongSkipOnFiveAndEight) {
+  Inputs inputs;
+  for (int i = 0; i < kMicroBatches; ++i) inputs.push_back({at::randn({2, 3, 4, 4}, at::detail::createCPUGenerator(40 + static_cast<uint64_t>(i)))});
+  const auto build = [] { return LongSkip(); };
+  pipeline::SplitSpec splits{{"blocks.0", Beginning}, {"blocks.1", Beginning}, {"blocks.2", Beginning}, {"blocks.3", Beginning}};
+  expect_ranks_equal_one(build, splits, inputs, /*tolerance=*/1e-5, {&schedules::one_f_one_b});
+  splits.insert(splits.end(), {{"blocks.1.b", Beginning}, {"blocks.3.b", Beginning}, {"head", Beginning}});
+  expect_ranks_equal_one(build, splits, inputs, /*tolerance=*/1e-5, {&schedules::one_f_one_b});
+}
+
+/// The first and the last stage on one rank: the tied weight is one tensor there.
+TEST(SplitRanks, TwoStagesARank) {
+  const pipeline::SplitSpec splits{{"layers.0", Beginning}, {"layers.1", Beginning}, {"layers.2", End}};
+  const Generator looped = [](int ranks, int micro_batches) { return schedules::breadth_first(ranks, micro_batches, 2); };
+  expect_ranks_equal_one([] { return Tied(); }, splits, tokens(20, {2, 5}), 1e-5, {looped, &schedules::zb_v, &schedules::v_half}, /*chunks=*/2);
+}
+
+TEST(SplitRanks, TiedEmbeddingSumsTheGradientsOfBothEnds) {
+  expect_ranks_equal_one([] { return Tied(); }, {{"layers.1", Beginning}, {"layers.2", End}}, tokens(20, {2, 5}), /*tolerance=*/1e-5);
+}
+
+TEST(SplitRanks, MicroBatchesOfOtherShapes) {
+  Inputs inputs;
+  for (int64_t i = 0; i < kMicroBatches; ++i) inputs.push_back(tokens(10, {2 + i % 3})[0]);
+  expect_ranks_equal_one([] { return Classic(); }, {{"layers.1", Beginning}}, inputs);
+}
+
+TEST(SplitRanks, DifferentGraphsAreRefusedOnEveryRank) {
+  const auto run = [] {
+    comm::run_ranks(2, [](comm::World& world) {
+      const auto split = pipeline::split(on_meta([&] { return Encoder(16, 2 + world.rank(), 0.0); }), {torch::zeros({6, 3}, at::kLong), torch::zeros({6, 6})},
+                                         {{"enc.layers.1", Beginning}});
+      split.check_agreement(world.group());
+    });
+  };
+  EXPECT_THAT(refusal(run), HasSubstr("ranks 0 and 1 of group 'world' have recorded different graphs of "));
+}
+
+}  // namespace
+}  // namespace tessera
