@@ -17,7 +17,8 @@ class Interceptor;
 /// is under way, and one that is kept to be repeated, see the chain they began with.
 using Chain = std::vector<std::shared_ptr<Interceptor>>;
 
-/// A call of a module, from the outside: through what is attached to it by the time it is made. Keeps nothing alive; to be used for as long as the module lives.
+/// A call of a module, from the outside: through what is attached to it by the time it is made. Keeps nothing alive; to be used for as long as the module
+/// lives.
 class Recall {
  public:
   using Forward = Values (*)(Module&, const Values&);

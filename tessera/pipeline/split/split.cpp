@@ -31,6 +31,8 @@ std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
 }  // namespace
 
 struct SplitModel::State {
+  static constexpr size_t kMostRecordings = 64;  // where every step has new shapes, none of them is worth keeping
+
   std::shared_ptr<torch::nn::Module> root;
   std::vector<std::shared_ptr<torch::nn::Module>> modules;  ///< root and what is in it
   tape::Forward forward;
@@ -54,6 +56,7 @@ struct SplitModel::State {
   std::shared_ptr<const tape::Recording> recording(int micro_batch) {
     const auto& inputs = inputs_for(micro_batch);
     const std::string key = this->key(inputs);
+    if (recordings.size() >= kMostRecordings && !recordings.contains(key)) recordings.clear();
     auto& found = recordings[key];
     if (!found) {
       auto made = std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root)));
