@@ -18,6 +18,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/step_protocol.h"
+#include "tessera/nn/write_watch.h"
 
 // Floating-point addition does not associate, so bits that are to be the same for any number of ranks need one order of additions that knows no ranks: a binary
 // tree over the micro-batches' index. A leaf is the gradient of one micro-batch, hence each begins at zero and nothing accumulates between them. Within a
@@ -117,6 +118,7 @@ class TreeReduction::Impl {
   void lay_out() {
     trained_ = trained_parameters(parameters_, &self_);
     used_.want(trained_);
+    forms_ = nn::ParameterForms(parameters_);
     offsets_.assign(parameters_.size(), 0);
     numel_ = 0;
     dtype_ = at::kFloat;
@@ -131,6 +133,7 @@ class TreeReduction::Impl {
   /// Views of a flat tensor of zeros, so that autograd adds into it and nothing is copied.
   void begin_leaf() {
     if (plain_ && next_index_ > run().begin) settle_cleared();
+    forms_.require_same("TreeReduction", parameters_);
     require(next_index_ < run().begin + run().size, "TreeReduction: backward pass ", next_index_ - run().begin + 1, " of a step in which rank ", group_.rank(),
             " has ", run().size, " of ", options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
     show_leaf(new_flat(/*zeroed=*/true));
@@ -327,6 +330,7 @@ class TreeReduction::Impl {
   std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
   std::vector<bool> trained_;                   ///< which of them want a gradient in this step
   std::vector<int64_t> offsets_;                ///< of each of these in a flat gradient
+  nn::ParameterForms forms_{parameters_};       ///< as the offsets follow from them
   int64_t numel_ = 0;
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;

@@ -37,6 +37,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
       self_(self),
       module_(module),
       options_(std::move(options)),
+      forms_(parameters_),
       bucket_of_(parameters_.size()),
       used_(parameters_),
       protocol_(options_.technique, std::move(holds),
@@ -49,7 +50,6 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble, options_.technique,
           ": reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
   nn::assign_paths(module_);
-  for (const auto& [name, tensor, aliases] : parameters_) forms_.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device()});
   int place = 0;  // among those that share a batch
   for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
   nn::drop_apart(module_, place);
@@ -75,19 +75,6 @@ void BucketedStep::listen() {
     hooks_.add(dispatcher.listen(mine(&BucketedStep::accumulated)));
     hooks_.add(dispatcher.listen_final(mine(&BucketedStep::final)));
   }
-}
-
-void BucketedStep::require_same_form(size_t i) const {
-  const auto& [name, tensor, aliases] = parameters_[i];
-  const Form& form = forms_[i];
-  require(tensor.sizes() == form.sizes && tensor.scalar_type() == form.dtype && tensor.device() == form.device, options_.technique, ": '", name,
-          "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ", tensor.device(),
-          " (torch::load, set_data, Module::to) after it was wrapped as ", at::IntArrayRef(form.sizes), ", ", form.dtype, " on ", form.device,
-          "; change a model's form before it is wrapped");
-}
-
-void BucketedStep::require_same_forms() const {
-  for (size_t i = 0; i < parameters_.size(); ++i) require_same_form(i);
 }
 
 bool BucketedStep::synchronizes(size_t i) const {
@@ -129,7 +116,7 @@ void BucketedStep::open(bool plain) {
   if (!plain) clear_gradients();
   if (!active()) return;
   drop_reductions();
-  require_same_forms();
+  forms_.require_same(options_.technique, parameters_);
   follow_trained();
   starts_early_ = std::ranges::all_of(options_.groups, [&](const comm::Group& group) {
     return group.in_backward().may_start_early(/*ordered=*/!plain, /*same_graph=*/!options_.find_unused_parameters);
@@ -162,7 +149,7 @@ void BucketedStep::begin_round() {
 }
 
 void BucketedStep::begin_pass(bool last) {
-  require_same_forms();
+  forms_.require_same(options_.technique, parameters_);
   if (own_phase_) own_phase_->last_micro_batch = last || (in_action_ && options_.each_micro_batch);
   if (plain_) offer_places();
 }

@@ -106,7 +106,7 @@ class BucketedStep {
   bool drop_cleared(size_t i);
 
   /// Throws ConfigError, by name, where the parameter has another shape, dtype or device than when it was wrapped: places in buckets follow from these.
-  void require_same_form(size_t i) const;
+  void require_same_form(size_t i) const { forms_.require_same(options_.technique, i, parameters_[i]); }
 
   /// Says anew which parameters are trained.
   void follow_trained();
@@ -128,13 +128,6 @@ class BucketedStep {
   SynchronizationStatistics statistics_;
 
  private:
-  struct Form {
-    std::vector<int64_t> sizes;
-    at::ScalarType dtype;
-    at::Device device;
-  };
-
-  void require_same_forms() const;
   bool synchronizes(size_t i) const;
   void listen();
   void open(bool plain);
@@ -160,7 +153,7 @@ class BucketedStep {
   GradientSynchronizer& self_;
   torch::nn::Module& module_;
   Options options_;
-  std::vector<Form> forms_;                   ///< of the parameters, as they were wrapped
+  nn::ParameterForms forms_;                  ///< as they were wrapped
   int num_ranks_ = 1;                         ///< that share a batch
   std::vector<size_t> bucket_of_;             ///< by parameter
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed

@@ -40,6 +40,23 @@ bool GradientWrites::cleared(size_t index, const NamedParameter& parameter, cons
   return true;
 }
 
+ParameterForms::ParameterForms(const std::vector<NamedParameter>& parameters) {
+  for (const auto& [name, tensor, aliases] : parameters) forms_.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device()});
+}
+
+void ParameterForms::require_same(const std::string& technique, size_t index, const NamedParameter& parameter) const {
+  const auto& [name, tensor, aliases] = parameter;
+  const Form& form = forms_[index];
+  require(tensor.sizes() == form.sizes && tensor.scalar_type() == form.dtype && tensor.device() == form.device, technique, ": '", name,
+          "' was given values of shape ", tensor.sizes(), ", ", tensor.scalar_type(), " on ", tensor.device(),
+          " (torch::load, set_data, Module::to), and is wrapped in another form, ", at::IntArrayRef(form.sizes), ", ", form.dtype, " on ", form.device,
+          "; change a model's form before it is wrapped");
+}
+
+void ParameterForms::require_same(const std::string& technique, const std::vector<NamedParameter>& parameters) const {
+  for (size_t i = 0; i < parameters.size(); ++i) require_same(technique, i, parameters[i]);
+}
+
 std::array<uint64_t, ParameterWrites::kSamples> ParameterWrites::samples_of(const at::Tensor& tensor) {
   std::array<uint64_t, kSamples> samples{};
   if (!tensor.is_cpu() || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return samples;

@@ -9,7 +9,7 @@
 
 #include "tessera/nn/parameter.h"
 
-/// What a program has written between two backward passes of one step. Not part of the public surface.
+/// What a program has written where memory was laid out, or between two backward passes of one step. Not part of the public surface.
 namespace tessera::nn {
 
 /// What became of the gradients that a pass left. zero_grad(set_to_none = false) zeros them in place, of an optimizer by the tensor itself, of a module by an
@@ -33,6 +33,23 @@ class GradientWrites {
     int64_t version = 0;
   };
   std::vector<Seen> seen_;
+};
+
+/// Shapes, dtypes and devices of parameters, as memory was laid out for them and their gradients.
+class ParameterForms {
+ public:
+  explicit ParameterForms(const std::vector<NamedParameter>& parameters);
+  /// Throws ConfigError, by name and with both forms, where parameter `index` has another one now.
+  void require_same(const std::string& technique, size_t index, const NamedParameter& parameter) const;
+  void require_same(const std::string& technique, const std::vector<NamedParameter>& parameters) const;
+
+ private:
+  struct Form {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    at::Device device;
+  };
+  std::vector<Form> forms_;
 };
 
 /// Whether parameters were written. libtorch's optimizers write behind the version's back (Tensor::data), so on the CPU a few elements are compared besides.

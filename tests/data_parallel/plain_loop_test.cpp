@@ -577,6 +577,19 @@ TEST(TreePlainLoop, ClearingWithinARunStartsItAnew) {
   }
 }
 
+TEST(TreePlainLoop, AParameterThatGetsAnotherFormWithinARunIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    TreeReduction tree(net, world.group(), {.num_micro_batches = 4});
+    {
+      const Attachment local = tree.no_sync();
+      backward(net, whole_batch(samples));
+    }
+    net.scale.set_data(at::ones({70}));
+    EXPECT_THAT(refusal([&] { net.scale.sum().backward(); }), HasSubstr("TreeReduction: 'scale' was given values of shape [70], Float on cpu"));
+  });
+}
+
 TEST(TreePlainLoop, HasTheBitsOfTheExplicitCalls) {
   constexpr int64_t micro_batches = 6;
   const auto run = [&](bool plain, int ranks) {
