@@ -29,6 +29,7 @@
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/ranks_agree.h"
 
 namespace tessera {
 
@@ -63,8 +64,9 @@ void on_first_rank(const comm::World& world, const std::function<void()>& work) 
   require(first.is_null(), first.is_string() ? first.get<std::string>() : std::string());
 }
 
-// Of a caller who has not settled it.
-Config settled(Config config, const comm::World& world) {
+// Of a caller who has not settled it. Ranks that were told different things end here, before they make groups of them.
+Config settled(Config config, const Inputs& inputs, const comm::World& world) {
+  check_ranks_agree(world.group(), run_settings(config, inputs, world.options()));
   precision::settle_compute(config, at::kCPU, world.group());
   return config;
 }
@@ -156,7 +158,7 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
-    : config_(settled(std::move(config), world)),
+    : config_(settled(std::move(config), inputs, world)),
       world_(world),
       inputs_(agreed(std::move(inputs), config_, world)),
       identity_(begun(config_, inputs_, world)),
