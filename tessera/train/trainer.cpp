@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -305,6 +306,10 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
 void Trainer::validate_model(int64_t step) {
   mark_memory("validation");
   const auto found = evaluate(stepper_.forward_only(), inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
+  if (world_.rank() == 0 && !std::isfinite(found.loss)) {
+    log().warn("step {}: the validation loss is not finite: of some text in data.validation_files the model makes no number, whatever its training loss says",
+               step);
+  }
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 
