@@ -11,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/log.h"
 #include "tessera/launch/local.h"
 
 namespace tessera::cli {
@@ -24,22 +25,24 @@ int world_size(int nproc) {
   return environment.size;
 }
 
-void check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs) {
-  if (file.empty()) return;
-  const auto folder = std::filesystem::absolute(file).parent_path();
-  require(is_folder(folder), knob, " = ", file, ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
-  require(!is_folder(file), knob, " = ", file, ": is a folder; name a file in it");
-  if (!is_there(file)) {
-    const std::string problem = problem_of_writing_in(folder);
-    require(problem.empty(), knob, " = ", file, ": nothing can be written in ", folder.string(), ": ", problem,
-            "; name a file in a folder that can be written");
-    return;
-  }
+std::string check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs) {
+  if (file.empty()) return file;
+  const auto place = output_place(file, knob);
+  const auto folder = std::filesystem::absolute(place).parent_path();
+  const std::string problem = problem_of_writing_in(folder);
+  require(problem.empty(), knob, " = ", file, ": nothing can be written in ", folder.string(), ": ", problem, "; name a file in a folder that can be written");
+  if (!is_there(place)) return place.string();
   for (const auto& input : inputs) {
     std::error_code neither;
     const bool is_input = std::filesystem::equivalent(file, input, neither) || std::filesystem::equivalent(folder, input, neither);
     require(!is_input, knob, " = ", file, ": is what this command reads (", input, "), and would be overwritten; name another file");
   }
+  return place.string();
+}
+
+void say_once(const std::vector<std::string>& remarks) {
+  if (comm::read_environment().rank != 0) return;
+  for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
 std::string problem_of_writing_in(const std::filesystem::path& folder) {

@@ -19,9 +19,12 @@ int run_copies(int nproc, const std::vector<std::string>& more = {}, const std::
 /// code, however often somebody asks for the end while the launcher is already done.
 void leave_signals_to_the_launcher();
 
-/// Refuses a file to write, where one is asked for, in a folder that does not exist or in which nothing can be made, or that is a folder itself, or one of the
-/// `inputs` (files, or folders of them) that the command reads: before anything is computed for it.
-void check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs = {});
+/// Refuses a file to write, where one is asked for, in a folder that does not exist or in which nothing can be made, or that is a folder or a device itself, or
+/// one of the `inputs` (files, or folders of them) that the command reads: before anything is computed for it. Returns where to write (output_place).
+std::string check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs = {});
+
+/// Says remarks aloud, on the first rank alone.
+void say_once(const std::vector<std::string>& remarks);
 
 /// Why nothing can be written in a folder; empty: it can. Makes a file in it to see, and removes that.
 std::string problem_of_writing_in(const std::filesystem::path& folder);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "tessera/core/error.h"
 #include "tessera/train/load_model.h"
 
@@ -29,6 +30,7 @@ int convert(const ConvertFlags& flags) {
   require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
+  say_once(source.remarks);
   const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out,
                                                         {.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes});
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),

@@ -1,8 +1,11 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <ATen/ops/isfinite.h>
 
 #include "cli/commands.h"
 #include "cli/common.h"
@@ -18,6 +21,8 @@
 #include "tessera/train/compose.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/load_model.h"
+#include "tessera/train/ranks_agree.h"
+#include "tessera/train/reading.h"
 #include "tessera/train/stepper.h"
 
 namespace tessera::cli {
@@ -33,13 +38,25 @@ struct EvalFlags {
 };
 
 // The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
-void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, int64_t micro_size, bool writes) {
+void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, const std::string& file, int64_t micro_size,
+                  bool writes) {
   data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size);
   const at::Tensor logits = ForwardEngine(model).logits(loader.next()->tokens).to(at::kFloat);
   if (!writes) return;
-  checkpoint::SafetensorsWriter writer(flags.dump_logits, {{"logits", at::kFloat, logits.sizes().vec()}});
+  checkpoint::SafetensorsWriter writer(file, {{"logits", at::kFloat, logits.sizes().vec()}});
   writer.write(logits);
   writer.finish();
+}
+
+/// JSON has no word for a number that is not finite.
+std::string json_number(double value) { return std::isfinite(value) ? format_float(value) : "null"; }
+
+/// Of the part of the model that this rank has.
+std::string first_not_finite(const LanguageModel& model) {
+  for (const auto& parameter : model.named_parameters()) {
+    if (!at::isfinite(parameter.value()).all().item<bool>()) return parameter.key() + " holds weights that are not; the model is damaged";
+  }
+  return "its weights are, and what it makes of them for this text is not; compute in a wider type (precision.compute), or take another checkpoint";
 }
 
 int eval(const EvalFlags& flags) {
@@ -48,12 +65,13 @@ int eval(const EvalFlags& flags) {
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
-  check_output_file("--dump-logits", flags.dump_logits,
-                    {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
+  const std::string dump =
+      check_output_file("--dump-logits", flags.dump_logits,
+                        {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
-  const auto tokenizer = flags.tokenizer.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flags.tokenizer, "--tokenizer");
-  data::check_vocabulary(*tokenizer, model.vocab_size);
+  const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
+  const auto remarks = reading_remarks(source, flags.sets);
   const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file");
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
@@ -61,24 +79,34 @@ int eval(const EvalFlags& flags) {
   reading_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
+  say_once(remarks);
+  say_once(said_of_it);
+  Settings settings = reading_settings(source, *tokenizer);
+  settings.emplace_back("--file", "content " + corpus->content());
+  settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
+  settings.emplace_back("--micro-size", std::to_string(flags.micro_size));
+  settings.emplace_back("--dump-logits", dump.empty() ? "not given" : "given");
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   Evaluation found;
+  std::string damaged;
   world.guard([&] {
+    check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
     const auto loaded = load_model(source, mesh[roles.layers]);
     found = evaluate(ForwardEngine(*loaded.model), corpus, flags.seq_len, micro_size, mesh[roles.batch]);
-    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(*loaded.model, corpus, flags, micro_size, world.rank() == 0);
+    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(*loaded.model, corpus, flags, dump, micro_size, world.rank() == 0);
+    if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model);
   });
-  if (world.rank() != 0) return 0;
-  if (flags.json) {
-    std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", format_float(found.loss).c_str(), static_cast<long long>(found.tokens),
-                format_float(found.bits_per_byte).c_str());
-  } else {
+  if (world.rank() == 0 && flags.json) {
+    std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", json_number(found.loss).c_str(), static_cast<long long>(found.tokens),
+                json_number(found.bits_per_byte).c_str());
+  } else if (world.rank() == 0 && std::isfinite(found.loss)) {
     std::printf("loss %.4f nats per token over %lld tokens, %.4f bits per byte\n", found.loss, static_cast<long long>(found.tokens), found.bits_per_byte);
   }
+  require(std::isfinite(found.loss), "the model's loss on ", flags.file, " is not finite: ", damaged);
   return 0;
 }
 

@@ -10,12 +10,15 @@
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/load_model.h"
+#include "tessera/train/ranks_agree.h"
+#include "tessera/train/reading.h"
 #include "tessera/train/stepper.h"
 
 namespace tessera::cli {
@@ -92,6 +95,16 @@ void check_layout(const Config& config, int ranks) {
           ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks, ", or start fewer");
 }
 
+/// All ranks draw every token.
+Settings flag_settings(const GenerateFlags& flags) {
+  return {{"--prompt", nlohmann::json(flags.prompt).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)},
+          {"--max-tokens", std::to_string(flags.max_tokens)},
+          {"--seed", std::to_string(flags.seed)},
+          {"--temperature", format_float(flags.sample.temperature)},
+          {"--top-k", std::to_string(flags.sample.top_k)},
+          {"--top-p", format_float(flags.sample.top_p)}};
+}
+
 int generate_text(const GenerateFlags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
   check_sampling(flags.sample);
@@ -100,8 +113,8 @@ int generate_text(const GenerateFlags& flags) {
   sample.seed = static_cast<uint64_t>(flags.seed);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
-  const auto tokenizer = flags.tokenizer.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flags.tokenizer, "--tokenizer");
-  data::check_vocabulary(*tokenizer, config.model.vocab_size);
+  const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
+  const auto remarks = reading_remarks(source, flags.sets);
   const auto ids = tokenizer->encode(flags.prompt);
   require(!ids.empty(), "--prompt is empty: give the text to continue");
   const std::vector<int64_t> prompt(ids.begin(), ids.end());
@@ -110,9 +123,14 @@ int generate_text(const GenerateFlags& flags) {
   check_layout(config, ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
+  say_once(remarks);
+  say_once(said_of_it);
+  Settings settings = reading_settings(source, *tokenizer);
+  for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
   if (comm::read_environment().rank == 0) say_what_is_forgotten(static_cast<int64_t>(prompt.size()), config.model);
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   world.guard([&] {
+    check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));

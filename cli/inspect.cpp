@@ -13,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
 
 namespace tessera::cli {
@@ -78,6 +79,7 @@ json describe(const std::filesystem::path& path) {
     if (is_there(path / "manifest.json")) return checkpoint_json(path);
     const auto latest = checkpoint::find_latest(path);
     require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint; give a checkpoint, a .safetensors file or a packed .bin");
+    for (const auto& reason : latest.skipped) log().warn("passing over {}", reason);
     return checkpoint_json(*latest.folder);
   }
   if (path.extension() == ".bin") return corpus_json(path);
@@ -87,7 +89,7 @@ json describe(const std::filesystem::path& path) {
 std::string table(const json& found) {
   std::string out;
   for (const auto& [key, value] : found.items())
-    if (!value.is_structured()) out += fmt::format("{:<12}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
+    if (!value.is_structured() && value != "") out += fmt::format("{:<12}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
   if (!found.contains("tensors")) return out;
   for (const auto& tensor : found["tensors"]) {
     out += fmt::format("{:<48} {:<5} {}\n", tensor["name"].get<std::string>(), tensor["dtype"].get<std::string>(), shape_text(tensor["shape"]));

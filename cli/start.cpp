@@ -36,12 +36,11 @@ bool is_a_rank() {
 }
 
 // A standard stream that is closed gives its number to the next file that is opened: a checkpoint or a packed text would take what is meant for the console.
+// What stands in for standard output takes nothing, so that a result is not lost without a word.
 void hold_standard_streams() {
-  for (int stream = open("/dev/null", O_RDWR); stream >= 0; stream = open("/dev/null", O_RDWR)) {
-    if (stream > STDERR_FILENO) {
-      close(stream);
-      return;
-    }
+  for (int stream = STDIN_FILENO; stream <= STDERR_FILENO; ++stream) {
+    if (fcntl(stream, F_GETFD) >= 0) continue;
+    open("/dev/null", stream == STDERR_FILENO ? O_WRONLY : O_RDONLY);  // the lowest number that is free: this one
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -29,22 +30,18 @@ std::vector<std::filesystem::path> paths(const std::vector<std::string>& names) 
 
 /// Before any text is read. What is written must not take the place of what it is made from.
 std::string output_of(const TokenizeFlags& flags, const std::string& output) {
-  std::error_code neither;
   const std::string named = std::filesystem::path(flags.output).filename().string();
-  require(!std::filesystem::is_directory(output, neither) && named != "." && named != ".." && !flags.output.ends_with('/'), "--output = ", flags.output,
-          ": is a folder; name a file in it");
+  require(named != "." && named != ".." && !flags.output.ends_with('/'), "--output = ", flags.output, ": is a folder; name a file in it");
   std::vector<std::string> inputs = flags.files;
   if (!flags.tokenizer.empty()) inputs.push_back(flags.tokenizer);
-  for (const auto& file : inputs) {
-    require(!std::filesystem::equivalent(file, output, neither), "--output = ", output,
-            ": is read by this command, and would be overwritten; name another file");
-  }
+  check_output_file("--output", output, inputs);
   return output;
 }
 
 void train_tokenizer(const TokenizeFlags& flags) {
   require(flags.vocab_size.has_value(), "--vocab-size is not given: how many ids the tokenizer has, for example 4096");
   require(flags.tokenizer.empty(), "--tokenizer and --train exclude each other: --train makes a new one");
+  require(flags.training.sample_bytes >= 0, "--sample-bytes = ", flags.training.sample_bytes, ": it must be at least 1, or 0 for all of the text");
   std::filesystem::path output = flags.output.empty() ? "tokenizer.model" : flags.output;
   if (output.extension() != ".model") output += ".model";
   const auto model = data::train_tokenizer(paths(flags.files), *flags.vocab_size, output_of(flags, output.string()), flags.training);

@@ -40,6 +40,7 @@
 #include "tessera/train/observers/tensorboard.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/ranks_agree.h"
 #include "tessera/train/state_bytes.h"
 #include "tessera/train/stop.h"
 #include "tessera/train/trainer.h"
@@ -270,6 +271,9 @@ int train(const TrainFlags& flags) {
   std::optional<StopSignals> signals;
   const MemoryTracker memory;
   const auto run = [&] {
+    Settings settings = run_settings(config, inputs, world.options());
+    settings.emplace_back("--dump-step", dump ? std::to_string(dump->step) : "not given");
+    check_ranks_agree(world.group(), settings);
     hash_together(config, world, inputs);
     precision::settle_compute(config, at::kCPU, world.group());
     if (world.rank() == 0) {

@@ -111,8 +111,9 @@ std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& 
   for (const auto& [step, folder] : checkpoint_folders(dir)) {
     written.push_back({.step = step, .folder = folder, .writer = std::nullopt});
     try {
-      written.back().writer = read_manifest(folder).run;
-    } catch (const ConfigError&) {  // whoever loads it says what is wrong
+      const Manifest manifest = read_manifest(folder);
+      if (manifest.step == step) written.back().writer = manifest.run;  // nobody wrote it under this name
+    } catch (const ConfigError&) {                                      // whoever loads it says what is wrong
     }
   }
   return written;
@@ -177,12 +178,24 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
   }
 }
 
+namespace {
+
+/// A folder that somebody copied or renamed says another step than what it holds: going on from there would lose what lies between.
+std::optional<std::string> problem_with_named(const std::filesystem::path& folder, int64_t step, Thoroughness thoroughness) {
+  if (auto problem = problem_with(folder, thoroughness)) return problem;
+  const int64_t held = read_manifest(folder).step;
+  if (held == step) return std::nullopt;
+  return fmt::format("{}: holds step {}, whatever its name says; rename it to {}, or move it elsewhere", folder.string(), held, folder_name(held));
+}
+
+}  // namespace
+
 Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, int64_t before) {
   Latest latest;
   const auto folders = checkpoint_folders(dir);
   for (auto newest = folders.rbegin(); newest != folders.rend(); ++newest) {
     if (newest->first >= before) continue;
-    const auto problem = problem_with(newest->second, thoroughness);
+    const auto problem = problem_with_named(newest->second, newest->first, thoroughness);
     if (!problem) {
       latest.folder = newest->second;
       break;

@@ -21,7 +21,7 @@ std::string temporary_name(int64_t step);
 /// Everything in `dir` that is named as a checkpoint, by step. Empty where `dir` does not exist.
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);
 
-/// A checkpoint and who wrote it; nobody is known where its manifest cannot be read.
+/// A checkpoint and who wrote it; nobody is known where its manifest cannot be read, or is of another step than the folder's name.
 struct WrittenCheckpoint {
   int64_t step = 0;
   std::filesystem::path folder;

@@ -25,7 +25,21 @@ HuggingFaceFamily family_of(const HuggingFaceConfig& config) {
   });
   require(found != families.end(), config.file().string(), ": architecture '", architectures.empty() ? model_type : architectures.front(),
           "' is not supported; supported: ", list_of(families));
+  require(model_type.empty() || model_type == found->model_type, config.file().string(), ": model_type = \"", model_type,
+          "\" contradicts architectures, which say ", found->architecture, ": its model_type is \"", found->model_type, "\"; correct the one that is wrong");
   return *found;
+}
+
+/// What neither family computes here, whatever its own class in transformers makes of it.
+void refuse_other_numbers(const HuggingFaceConfig& config) {
+  const auto refuse = [&](const std::string& key, const std::string& what) {
+    const auto value = config.find<nlohmann::json>(key);
+    require(!value, config.file().string(), ": ", key, " = ", value.value_or(nullptr).dump(), ": ", what);
+  };
+  refuse("quantization_config", "quantized weights are not supported; give the weights as fp32, fp16 or bf16, without it");
+  if (config.find<bool>("use_sliding_window").value_or(true))
+    refuse("sliding_window", "attention here sees the whole sequence; remove it where the model does too");
+  config.expect("partial_rotary_factor", 1.0, 1.0);
 }
 
 template <class T>
@@ -94,6 +108,7 @@ ModelConfig read_hugging_face_config(const Config& config) {
   require(is_there(dir / "config.json"), "model.from_hf = ", dir.string(), ": no config.json there; it must be the folder of a Hugging Face model");
   const HuggingFaceConfig file(dir / "config.json");
   const HuggingFaceFamily family = family_of(file);
+  refuse_other_numbers(file);
   ModelConfig model = family.read_config(file);
   model.family = family.family;
   model.from_hf = config.model.from_hf;

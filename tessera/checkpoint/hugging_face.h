@@ -30,6 +30,9 @@ std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConf
 /// activation, an attention bias, or a key that disagrees (with both values).
 ModelConfig read_hugging_face_config(const Config& config);
 
+/// Tells one model's weights from another's, wherever the folder lies: a hash of the names and of the first 4 KiB of each tensor. Throws ConfigError.
+std::string hugging_face_fingerprint(const std::filesystem::path& dir);
+
 /// Fills `targets` (slices named as our parameters) from `dir`/model.safetensors or its sharded index; fp32, fp16 and bf16 files are converted to the targets'
 /// dtype. Only what the slices need is read. Throws ConfigError with the full list of missing, extra and mis-shaped tensors before anything is touched.
 void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& model, const std::vector<SlicedTensor>& targets);

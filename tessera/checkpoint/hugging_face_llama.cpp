@@ -7,7 +7,8 @@ namespace {
 
 /// The wavelengths' base. transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling.
 double read_rope_theta(const HuggingFaceConfig& config) {
-  double theta = config.find<double>("rope_theta").value_or(10000.0);
+  std::optional<double> theta = config.find<double>("rope_theta");
+  std::string contradiction;
   for (const std::string key : {"rope_parameters", "rope_scaling"}) {
     const auto rope = config.find<nlohmann::json>(key);
     if (!rope) continue;
@@ -18,6 +19,7 @@ double read_rope_theta(const HuggingFaceConfig& config) {
     for (const auto& [name, value] : rope->items()) {
       if (value.is_null()) continue;
       if (name == "rope_theta" && value.is_number()) {
+        if (theta.value_or(value) != value) contradiction = detail::concat("rope_theta = ", *theta, " contradicts ", key, ", where it is ", value.dump());
         theta = value.get<double>();
       } else if (name == "rope_type" || name == "type") {
         if (value != "default") refuse("rope type " + value.dump());
@@ -28,8 +30,9 @@ double read_rope_theta(const HuggingFaceConfig& config) {
       }
     }
   }
-  require(theta > 0, config.file().string(), ": rope_theta = ", theta, " must be positive");
-  return theta;
+  require(contradiction.empty(), config.file().string(), ": ", contradiction, "; correct the one that is wrong");
+  require(theta.value_or(1) > 0, config.file().string(), ": rope_theta = ", theta.value_or(1), " must be positive");
+  return theta.value_or(10000.0);
 }
 
 ModelConfig read_llama_config(const HuggingFaceConfig& config) {

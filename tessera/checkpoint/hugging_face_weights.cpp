@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <set>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/hash.h"
 
 // Tensors are read where they lie in the mapped files, as views: transposed, narrowed, and of those this rank's slice, so a rank reads its part from disk and
 // holds no whole model. As in our own checkpoints, all that does not fit is told before anything is written.
@@ -56,6 +58,11 @@ std::map<std::string, SafetensorsFile> with_prefix(std::map<std::string, Safeten
   return renamed;
 }
 
+bool same_bytes(const SafetensorsFile& a, const std::string& name_in_a, const SafetensorsFile& b, const std::string& name_in_b) {
+  const auto x = a.bytes(name_in_a), y = b.bytes(name_in_b);
+  return a.entry(name_in_a).dtype == b.entry(name_in_b).dtype && std::ranges::equal(x, y);
+}
+
 bool fits(const FileTensor& expected, const std::vector<int64_t>& shape) {
   if (!expected.leading) return shape == expected.shape;
   auto leading = shape;
@@ -65,6 +72,16 @@ bool fits(const FileTensor& expected, const std::vector<int64_t>& shape) {
 }
 
 }  // namespace
+
+std::string hugging_face_fingerprint(const std::filesystem::path& dir) {
+  constexpr size_t beginning = 4096;  // of a tensor: another model's, or another step's, differs there
+  Hasher hasher;
+  for (const auto& [name, file] : open_files(dir)) {
+    const auto bytes = file.bytes(name);
+    hasher.update(name.data(), name.size()).update(bytes.data(), std::min(bytes.size(), beginning));
+  }
+  return hasher.hex();
+}
 
 void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& model, const std::vector<SlicedTensor>& targets) {
   const auto families = hugging_face_families();
@@ -95,8 +112,13 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
     }
   }
   for (const auto& [name, file] : files) {
-    const bool tied_head = model.tie_embeddings && name == "lm_head.weight";  // some tied files repeat the embedding
+    const bool tied_head = model.tie_embeddings && name == "lm_head.weight";
     if (!expected.contains(name) && !family->ignorable(name) && !tied_head) problems.add("extra ", name);
+    // Some tied files repeat the embedding; one that holds another head was not tied.
+    const auto embedding = files.find(family->table(model).front().theirs);
+    if (tied_head && embedding != files.end() && !same_bytes(file, name, embedding->second, stored_name(embedding->first, embedding->second))) {
+      problems.add(name, " is not the embedding ", embedding->first, " (config.json says tie_word_embeddings = true, by its own word or its default)");
+    }
   }
   for (const auto& target : targets) {
     if (!rows.contains(target.slice.name)) problems.add("nothing for the model's ", target.slice.name);

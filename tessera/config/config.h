@@ -24,6 +24,7 @@ struct FieldRule {
   bool path = false;              ///< relative paths are made absolute; `choices` stand for themselves
   bool number = false;            ///< a number is taken beside `choices`
   std::string_view refused = {};  ///< comma-separated strings that are understood, and that validate() refuses with their reason
+  bool per_rank = false;          ///< each rank may have its own, as it is of its host and changes no number; paths are so by themselves
 };
 
 namespace field_rules {
@@ -34,6 +35,7 @@ constexpr FieldRule number_or(std::string_view choices) { return {.choices = cho
 constexpr FieldRule path() { return {.path = true}; }
 constexpr FieldRule path_or(std::string_view choices) { return {.choices = choices, .path = true}; }
 constexpr FieldRule unset(std::string_view text) { return {.unset = text}; }
+constexpr FieldRule own() { return {.per_rank = true}; }
 }  // namespace field_rules
 
 #define TESSERA_DECLARE_FIELD(type, name, value, rule, doc) type name = value;
@@ -104,6 +106,9 @@ void resolve(Config& config);
 /// What a configuration is checked for: a plan needs no text, and may be asked for more data ranks than there are micro-batches.
 enum class Purpose { Train, Plan };
 
+/// Of a rank. More than any host has cores; what the thread pool cannot start ends the process.
+inline constexpr int most_threads = 1024;
+
 /// Every rule between fields, and the techniques that this build lacks; throws ConfigError naming knob, value, rule and way out. Expects a resolved
 /// configuration (from_hf already read into it). Opens no file and starts no process group.
 void validate(const Config& config, int world_size, Purpose purpose = Purpose::Train);
@@ -114,6 +119,16 @@ void validate_reading(const Config& config);
 /// The settings that somebody gave ("optim.momentum = 0.9: has no effect with optim.name = adamw"), other than their defaults, and that say nothing beside the
 /// others, each with the reason: to be said aloud. Expects a validated configuration.
 std::vector<std::string> settings_without_effect(const Config& config, int world_size);
+
+/// Settings by key, each as to_toml() writes it ("unset" where it is not), in the order of the fields.
+using Settings = std::vector<std::pair<std::string, std::string>>;
+
+/// What all ranks of a run must have alike: every setting but paths, whose content may be compared instead, and those that each rank may have of its own
+/// (FieldRule::per_rank).
+Settings shared_settings(const Config& config);
+
+/// The settings of `sets` ("optim.lr=1") that say nothing where a model is only read (`eval`, `generate`), each with the reason: to be said aloud.
+std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets);
 
 /// Sizes of the axes in `mesh.order`, slowest first, with -1 and unset replaced: their product is `world_size`.
 /// Throws ConfigError naming the knob, or printing the whole product.

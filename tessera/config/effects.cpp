@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -25,6 +26,7 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
       {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
       {checkpoint.dir.empty() || !checkpoint.async, "without checkpoint.async", {"checkpoint.staging_bytes"}},
+      {config.run.validate_every == 0, "without run.validate_every", {"data.validation_files"}},
       {checkpoint.resume.empty(), "without checkpoint.resume", {"checkpoint.partial"}},
       {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
@@ -39,6 +41,24 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
 }
 
 }  // namespace
+
+std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets) {
+  // Sections, and keys.
+  static const std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero."};
+  static const std::vector<std::string> keys{"data.tokenizer",       "data.cache_dir",        "comm.backend",       "comm.algorithm",   "comm.table",
+                                             "comm.interface",       "comm.timeout_s",        "comm.check",         "precision.params", "precision.compute",
+                                             "precision.fp8_scales", "checkpoint.verify",     "checkpoint.partial", "run.threads",      "run.deterministic",
+                                             "run.kernels",          "run.memory_limit_bytes"};
+  std::vector<std::string> idle;
+  for (const auto& set : sets) {
+    std::string key = set.substr(0, set.find('='));
+    std::erase_if(key, [](char c) { return c == ' ' || c == '\t'; });
+    const bool read = std::ranges::find(keys, key) != keys.end() || std::ranges::any_of(sections, [&](const auto& each) { return key.starts_with(each); });
+    if (read) continue;
+    idle.push_back(detail::concat(key, " = ", detail::value_text(config, key).value_or(""), ": has no effect on a model that is only read"));
+  }
+  return idle;
+}
 
 std::vector<std::string> settings_without_effect(const Config& config, int world_size) {
   const Config defaults;

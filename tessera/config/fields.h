@@ -10,6 +10,7 @@
 ///   number_or("a, b")      a number, or one of these strings
 ///   path()                 a file or folder: relative to the file it stands in, or to the working directory when given by --set
 ///   path_or("a, b")        the same, except that these strings stand for themselves
+///   own()                  whatever the type allows; ranks of one run may each have their own
 ///   unset("text")          the field is an optional; `text` says what it becomes when it is not given
 /// 0 on an integer without a stated default means "not given": validate() asks for it by name where the run needs it.
 
@@ -75,7 +76,7 @@
   X(std::string, backend, "auto", one_of("auto, gloo, shm, mpi, nccl"), "What carries the collectives.")                              \
   X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto`: the measured best of `table`, else the backend's own.")     \
   X(std::string, table, "", path(), "Measured times of the algorithms, as `tessera bench comm` writes them; empty: none.")            \
-  X(std::string, interface, "", any(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
+  X(std::string, interface, "", own(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
   X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                                \
   X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")                            \
   X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"),                                                           \
@@ -146,18 +147,18 @@
 
 #define TESSERA_LOG_FIELDS(X)                                                                                                            \
   X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.")      \
-  X(bool, record, true, any(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")             \
+  X(bool, record, true, own(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")             \
   X(double, straggler_ratio, 1.2, any(), "A rank that computes this many times longer than the median of all ranks is named; 0 is off.") \
-  X(double, peak_tflops, 0, any(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
+  X(double, peak_tflops, 0, own(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
 
 #define TESSERA_RUN_FIELDS(X)                                                                                                              \
   X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                        \
   X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                       \
   X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")    \
-  X(std::optional<int>, threads, std::nullopt, unset("cores / local ranks"), "Threads per rank.")                                          \
+  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                  \
   X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                                  \
   X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                              \
-  X(int64_t, memory_limit_bytes, 0, any(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.") \
+  X(int64_t, memory_limit_bytes, 0, own(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.") \
   X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                        \
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 

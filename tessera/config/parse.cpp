@@ -285,7 +285,8 @@ Config load_config(const std::filesystem::path& file, const std::vector<std::str
   std::ostringstream text;
   text << stream.rdbuf();
   Config config = parse_config(text.str(), file.parent_path(), sets, file.string());
-  config.name = file.stem().string();
+  const std::string stem = file.stem().string();
+  if (stem != "." && stem != "..") config.name = stem;  // it names a folder: of "...toml" it would be the one above
   return config;
 }
 

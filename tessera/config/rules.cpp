@@ -162,8 +162,6 @@ void validate_process(const Config& config) {
   constexpr double longest_s = 1'000'000;
   require(config.comm.timeout_s > 0 && config.comm.timeout_s <= longest_s, "comm.timeout_s = ", format_float(config.comm.timeout_s),
           ": expected a positive number of seconds, at most 1000000 (11 days); set comm.timeout_s");
-  // More than any host has cores; what the thread pool cannot start ends the process.
-  constexpr int most_threads = 1024;
   at_least("run.threads", config.run.threads.value_or(1), 1);
   require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
           " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");

@@ -92,6 +92,16 @@ std::optional<std::string> detail::value_text(const Config& config, const std::s
   return text;
 }
 
+Settings shared_settings(const Config& config) {
+  Settings settings;
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view) {
+      if (!rule.path && !rule.per_rank) settings.emplace_back(detail::concat(section, ".", name), toml_of(field, rule).value_or("unset"));
+    });
+  });
+  return settings;
+}
+
 bool is_saved_config(const std::filesystem::path& file) {
   std::ifstream in(file, std::ios::binary);
   std::string text;
@@ -132,14 +142,15 @@ std::string configuration_markdown() {
          "An integer is accepted for a number with a fraction, and one string for a list of strings. Any other type is refused, as is an unknown section or "
          "key, with the nearest\n"
          "known one. Relative paths in the file are relative to the file, those in `--set` to the working directory. An integer with default 0 and no\n"
-         "meaning given for 0 has to be set. The complete configuration of a run, with these defaults filled in, is saved as `config.toml` in `log.dir`.\n";
+         "meaning given for 0 has to be set. All ranks of a run need the same settings, but for paths and those marked \"per rank\" (docs/launch.md). The\n"
+         "complete configuration of a run, with these defaults filled in, is saved as `config.toml` in `log.dir`.\n";
   const Config defaults;
   Config::for_each_section(defaults, [&](const char* section, const auto& fields, std::string_view section_doc) {
     out << "\n## [" << section << "]\n\n" << section_doc << "\n\n| key | default | values | meaning |\n|---|---|---|---|\n";
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view doc) {
       const auto value = toml_of(field, FieldRule{});
       out << "| " << name << " | " << (value ? "`" + *value + "`" : std::string(rule.unset)) << " | "
-          << values_column(detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << " |\n";
+          << values_column(detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << (rule.per_rank ? " Per rank." : "") << " |\n";
     });
   });
   return std::move(out).str();

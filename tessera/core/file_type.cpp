@@ -24,6 +24,21 @@ std::filesystem::file_type file_type_of(const std::filesystem::path& path) {
 bool is_there(const std::filesystem::path& path) { return file_type_of(path) != std::filesystem::file_type::not_found; }
 bool is_folder(const std::filesystem::path& path) { return file_type_of(path) == std::filesystem::file_type::directory; }
 
+std::filesystem::path output_place(const std::filesystem::path& file, const std::string& knob) {
+  is_there(file);  // which refuses links in a loop
+  std::filesystem::path place = file;
+  std::error_code error;
+  while (std::filesystem::is_symlink(std::filesystem::symlink_status(place, error))) {
+    place = place.parent_path() / std::filesystem::read_symlink(place, error);  // an absolute target stands for itself
+  }
+  const auto folder = std::filesystem::absolute(place).parent_path();
+  require(is_folder(folder), knob, " = ", file.string(), ": there is no folder ", folder.string(), "; make it, or name a file in one that exists");
+  require(!is_folder(place) && place.has_filename(), knob, " = ", file.string(), ": is a folder; name a file in it");
+  require(!is_there(place) || file_type_of(place) == std::filesystem::file_type::regular, knob, " = ", file.string(),
+          ": is a device, a pipe or a socket, and not a regular file, whose place another one could take; name another file");
+  return place;
+}
+
 std::filesystem::directory_iterator entries_of(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::directory_iterator entries(folder, error);

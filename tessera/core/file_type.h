@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 namespace tessera {
 
@@ -8,6 +9,10 @@ namespace tessera {
 /// the cause, where the question itself fails: in a folder that this user may not enter, in a loop of links, for a name that is too long.
 bool is_there(const std::filesystem::path& path);
 bool is_folder(const std::filesystem::path& path);
+
+/// Where a file of that name is to be written so that a rename puts it in its place: the target where the name is a link, also one that leads to nothing yet.
+/// Throws ConfigError, with `knob`, where the folder does not exist, or what is there is no regular file: a device or a pipe would be replaced by a file.
+std::filesystem::path output_place(const std::filesystem::path& file, const std::string& knob);
 
 /// To read the names in a folder; the same errors.
 std::filesystem::directory_iterator entries_of(const std::filesystem::path& folder);

@@ -161,10 +161,11 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
 std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& out, int threads,
                                             const std::string& knob) {
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
+  const auto place = output_place(out, kOutputKnob);
   const std::string content = content_hash(files, tokenizer, knob);
   for (;;) {
-    check_leftover(out.string() + ".partial");
-    PartialFile file(out, kOutputKnob);
+    check_leftover(place.string() + ".partial");
+    PartialFile file(place, kOutputKnob);
     if (!file.held()) continue;
     pack(files, tokenizer, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob), threads, knob);
     file.commit();

@@ -62,9 +62,8 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
 }
 
 void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob, const std::string& seq_len_knob) {
-  require(corpus.windows(seq_len) >= needed, seq_len_knob, " = ", seq_len, ": ", corpus.path().filename().string(), " holds ", corpus.tokens(),
-          " tokens and gives ", corpus.windows(seq_len), " windows of ", seq_len, " + 1; ", knob, " needs ", needed, "; give more text, or a smaller ",
-          seq_len_knob);
+  require(corpus.windows(seq_len) >= needed, seq_len_knob, " = ", seq_len, ": the text holds ", corpus.tokens(), " tokens and gives ", corpus.windows(seq_len),
+          " windows of ", seq_len, " + 1; ", knob, " needs ", needed, "; give more text, or a smaller ", seq_len_knob);
 }
 
 Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/data/sample.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/data/utf8.h"
@@ -85,6 +86,7 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
           ": it must hold 3 special ids, 256 bytes and some pieces; give 300 or more, or use `byte`");
   std::filesystem::path path = out;
   if (path.extension() != ".model") path += ".model";
+  const std::filesystem::path place = output_place(path, "tokenizer");
 
   Lines lines(sample_text(files, options.sample_bytes));
   require(!lines.done(), "tokenizer: ", files.front().string(), files.size() > 1 ? " and the other files hold" : " holds", " no text to train on");
@@ -111,15 +113,14 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
   require(status.ok(), explain(status.ToString(), vocab_size));
 
   // Nobody else's name: whoever trains another tokenizer to the same one writes beside this, and what is called .partial may be somebody's.
-  const std::filesystem::path partial = detail::concat(path.string(), ".", ::getpid(), ".", std::random_device()(), ".partial");
+  const std::filesystem::path partial = detail::concat(place.string(), ".", ::getpid(), ".", std::random_device()(), ".partial");
   std::error_code error;
-  if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   std::ofstream file(partial, std::ios::binary);
   file.write(model.data(), static_cast<std::streamsize>(model.size()));
   file.close();
   bool written = file.good();
   if (written) {
-    std::filesystem::rename(partial, path, error);
+    std::filesystem::rename(partial, place, error);
     written = !error;
   }
   if (!written) std::filesystem::remove(partial, error);

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int c10d_port = 29400;
 constexpr int static_port = 29500;
+constexpr int largest_port = 65535;
 
 const std::vector<Flag>& table() {
   static const std::vector<Flag> flags{
@@ -150,6 +151,7 @@ void read_place(const FlagValues& flags, AgentOptions& options) {
   rendezvous.node_rank = flags.number("node-rank", 0, 0);
   require(rendezvous.node_rank < high, "--node-rank = ", rendezvous.node_rank, ": less than --nnodes = ", high);
   const int port = flags.number("master-port", 1, static_port);
+  require(port <= largest_port, "--master-port = ", port, ": a port, 1 to ", largest_port, "; give one that is free");
   const auto master = comm::parse_endpoint(flags.text("master-addr").value_or("127.0.0.1"), "--master-addr", port);
   rendezvous.endpoint = endpoint ? comm::parse_endpoint(*endpoint, "--rdzv-endpoint", port) : master;
   options.master_is_rendezvous = true;

@@ -20,13 +20,14 @@ namespace tessera {
 
 namespace {
 
-std::filesystem::path checkpoint_folder(const std::filesystem::path& given, const std::string& flag) {
+std::filesystem::path checkpoint_folder(const std::filesystem::path& given, const std::string& flag, std::vector<std::string>& remarks) {
   if (is_there(given / "manifest.json")) return given;
   const auto found = checkpoint::find_latest(given);
   std::string skipped;
   for (const auto& reason : found.skipped) skipped += "; " + reason;
   require(found.folder.has_value(), flag, " ", given.string(), ": no valid checkpoint there", skipped,
           "; name a folder that `tessera train` wrote with checkpoint.dir");
+  for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
   return *found.folder;
 }
 
@@ -46,7 +47,7 @@ LoadedModel build(const Config& config, const comm::Group& tensor, at::Device de
 
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets) {
   FoundCheckpoint found;
-  found.folder = checkpoint_folder(given, flag);
+  found.folder = checkpoint_folder(given, flag, found.remarks);
   found.manifest = checkpoint::read_manifest(found.folder);
   const std::string source = found.folder.string();
   Config saved = config_of(found.manifest.progress, source);
@@ -101,7 +102,7 @@ LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, at::D
     checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_tensors(*loaded.model));
     return loaded;
   }
-  const auto& [folder, manifest, config] = *found.checkpoint;
+  const auto& [folder, manifest, config, remarks] = *found.checkpoint;
   checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr),
                    {.verify = config.checkpoint.verify, .ignore_prefixes = {"optimizer.", hook_prefix}, .partial = config.checkpoint.partial});
   return loaded;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <thread>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
@@ -23,6 +22,7 @@
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/non_finite.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/threads.h"
 
 // A Stepper is one rank of a run and the one step that changes it: gradients of the global batch, their norm, the update, and what all ranks report. Where
 // steps come from and what becomes of them it does not know, so that train loops over it, plan runs it on meta, and verify two of them side by side. All that
@@ -31,13 +31,6 @@
 namespace tessera {
 
 namespace {
-
-// With run.deterministic the number of threads is part of the arithmetic, so it must not follow from how many ranks share a machine.
-int threads_per_rank(const Config& config, int local_ranks) {
-  if (config.run.threads) return *config.run.threads;
-  if (config.run.deterministic) return 1;
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, local_ranks));
-}
 
 kernels::KernelChoice choice_of(const Config& config) {
   return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
@@ -94,7 +87,7 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
-  at::set_num_threads(threads_per_rank(config, local_ranks));
+  at::set_num_threads(threads_per_rank(config.run, local_ranks));
   if (config.run.memory_limit_bytes == 0) return;
   memory_.set_limit(config.run.memory_limit_bytes);
   memory_.keep_details();

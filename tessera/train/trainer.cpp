@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -30,6 +31,7 @@
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/ranks_agree.h"
 
 // A Trainer is a run: from where it goes on, over its steps, to its end, with loading, saving, validation and observers around a Stepper. It is made in the
 // order in which it may be refused: what ranks disagree on, a folder that another run holds, a checkpoint that does not replay. Only when nothing stands in its
@@ -68,8 +70,9 @@ void on_first_rank(const comm::World& world, const std::function<void()>& work) 
   require(first.is_null(), first.is_string() ? first.get<std::string>() : std::string());
 }
 
-// Of a caller who has not settled it.
-Config settled(Config config, const comm::World& world) {
+// Of a caller who has not settled it. Ranks that were told different things end here, before they make groups of them.
+Config settled(Config config, const Inputs& inputs, const comm::World& world) {
+  check_ranks_agree(world.group(), run_settings(config, inputs, world.options()));
   precision::settle_compute(config, at::kCPU, world.group());
   return config;
 }
@@ -168,7 +171,7 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 }  // namespace
 
 Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
-    : config_(settled(std::move(config), world)),
+    : config_(settled(std::move(config), inputs, world)),
       world_(world),
       inputs_(agreed(std::move(inputs), config_, world)),
       identity_(begun(config_, inputs_, world)),
@@ -315,6 +318,10 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
 void Trainer::validate_model(int64_t step) {
   mark_memory("validation");
   const auto found = evaluate(stepper_.forward_only(), inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
+  if (world_.rank() == 0 && !std::isfinite(found.loss)) {
+    log().warn("step {}: the validation loss is not finite: of some text in data.validation_files the model makes no number, whatever its training loss says",
+               step);
+  }
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 

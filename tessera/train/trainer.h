@@ -38,7 +38,7 @@ struct MemoryWishes {
 /// Trains one rank from its first step (or the resumed one) to run.steps. Collective over the world.
 class Trainer {
  public:
-  /// `config` must be validated for this world, `inputs` opened from it.
+  /// `config` must be validated for this world, `inputs` opened from it; both alike on all ranks, or ConfigError (check_ranks_agree).
   Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump = std::nullopt, MemoryWishes memory = {});
 
   /// Hears of the run on rank 0; other ranks drop it.

@@ -272,6 +272,16 @@ TEST(Save, NamesTheTensorThatHasNoDtypeInAFile) {
   });
 }
 
+TEST(FindLatest, BelievesNoFolderByItsName) {
+  const TemporaryFolder folder;
+  for (const int64_t step : {2, 4}) save_with(Layout::Rows, 2, folder.path(), step);
+  fs::copy(folder / "step-00000002", folder / "step-00000050", fs::copy_options::recursive);
+  const auto latest = find_latest(folder.path());
+  EXPECT_EQ(latest.folder->filename(), "step-00000004");
+  EXPECT_THAT(latest.skipped, testing::ElementsAre(AllOf(HasSubstr("step-00000050: holds step 2"), HasSubstr("rename it to step-00000002"))));
+  EXPECT_FALSE(written_checkpoints(folder.path()).back().writer) << "nor does it count as one of the newest that are kept";
+}
+
 TEST(FindLatest, TakesTheNewestValidOneAndSaysWhatItSkipped) {
   const TemporaryFolder folder;
   EXPECT_FALSE(find_latest(folder / "missing").folder);

@@ -113,6 +113,14 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   expect_refused(llama_config(), "rope_parameters", {{"rope_type", "default"}, {"partial_rotary_factor", 0.5}}, "partial");
   expect_refused(llama_config(), "rope_parameters", 3, "rope_parameters = 3");
   expect_refused(llama_config(), "attention_bias", true, "attention_bias = true");
+  expect_refused(llama_config(), "rope_parameters", {{"rope_type", "default"}, {"rope_theta", 7.0}}, "rope_theta = 5000 contradicts rope_parameters");
+  expect_refused(llama_config(), "model_type", "mistral", "model_type = \"mistral\" contradicts architectures");
+  expect_refused(gpt2_config(), "model_type", "llama", "its model_type is \"gpt2\"");
+  for (const auto& config : {llama_config(), gpt2_config()}) {
+    expect_refused(config, "sliding_window", 4, "sliding_window = 4");
+    expect_refused(config, "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5");
+    expect_refused(config, "quantization_config", {{"bits", 4}}, "quantization_config = {\"bits\":4}");
+  }
   expect_refused(llama_config(), "hidden_act", "gelu", "hidden_act = \"gelu\"");
   expect_refused(llama_config(), "head_dim", 4, "head_dim = 4");
   expect_refused(llama_config(), "hidden_size", "8", "hidden_size = \"8\"");
@@ -274,6 +282,27 @@ TEST(LoadHuggingFace, TiedFilesNeedNoHead) {
   const auto targets = targets_for(model);
   load_hugging_face(folder.path(), model, targets);
   EXPECT_EQ(targets.size(), tensors.size());
+}
+
+TEST(LoadHuggingFace, ATiedHeadIsTheEmbedding) {
+  for (auto [json, tensors] :
+       {std::pair(llama_config(), llama_tensors()), std::pair(gpt2_config(), gpt2_tensors()), std::pair(gpt2_config(), gpt2_tensors(""))}) {
+    const TemporaryFolder folder;
+    json["tie_word_embeddings"] = true;
+    const bool llama = tensors.contains("model.embed_tokens.weight");
+    const at::Tensor embedding = tensors.at(llama ? "model.embed_tokens.weight" : tensors.contains("wte.weight") ? "wte.weight" : "transformer.wte.weight");
+    tensors["lm_head.weight"] = embedding;
+    write_model(folder, json, tensors);
+    const auto model = read_hugging_face_config(config_for(folder.path()));
+    EXPECT_NO_THROW(load_hugging_face(folder.path(), model, targets_for(model))) << "some files repeat it";
+    const std::string before = hugging_face_fingerprint(folder.path());
+    EXPECT_EQ(hugging_face_fingerprint(folder.path()), before);
+    tensors["lm_head.weight"] = embedding + 1;
+    write_model(folder, json, tensors);
+    EXPECT_NE(hugging_face_fingerprint(folder.path()), before);
+    EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets_for(model)); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("lm_head.weight is not the embedding"), HasSubstr("tie_word_embeddings"))));
+  }
 }
 
 TEST(Dump, GivesBackTheFilesThatWereRead) {

@@ -254,5 +254,40 @@ TEST(Nearest, FindsTheSmallestEditDistance) {
   EXPECT_EQ(nearest("x", {}), "");
 }
 
+TEST(SharedSettings, AreAllButPathsAndWhatIsOfOneHost) {
+  const Config config;
+  const Settings settings = shared_settings(config);
+  std::set<std::string> shared;
+  for (const auto& [key, value] : settings) shared.insert(key);
+  std::set<std::string> own;
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto&, const FieldRule&, std::string_view) {
+      if (const auto key = detail::concat(section, ".", name); !shared.contains(key)) own.insert(key);
+    });
+  });
+  EXPECT_EQ(own, (std::set<std::string>{"model.from_hf", "data.files", "data.validation_files", "data.tokenizer", "data.cache_dir", "comm.table",
+                                        "comm.interface", "pipeline.schedule", "checkpoint.dir", "checkpoint.resume", "log.dir", "log.record",
+                                        "log.peak_tflops", "run.memory_limit_bytes"}));
+  EXPECT_THAT(settings, testing::Contains(std::pair<std::string, std::string>("run.threads", "unset")));
+}
+
+TEST(SettingsWithoutEffect, OnAModelThatIsOnlyRead) {
+  const auto said = [](const std::vector<std::string>& sets) { return settings_without_effect_on_reading(parse("", sets), sets); };
+  EXPECT_THAT(said({"model.rope_theta=5", "mesh.tp=2", "run.threads=1", " precision.compute =bf16", "data.tokenizer=byte"}), testing::IsEmpty());
+  EXPECT_THAT(
+      said({"optim.lr=0.5", "run.threads=2", "data.files=a", "comm.compression=bf16"}),
+      testing::ElementsAre("optim.lr = 0.5: has no effect on a model that is only read", HasSubstr("data.files = "), HasSubstr("comm.compression = \"bf16\"")));
+}
+
+TEST(ConfigFile, NamesNoFolderAboveItsOwn) {
+  const fs::path folder = fs::path(testing::TempDir()) / "tessera_config_names";
+  fs::create_directories(folder);
+  for (const auto& [file, name] : {std::pair("...toml", "run"), {"..toml", "run"}, {"a.b.toml", "a.b"}, {".toml", ".toml"}}) {
+    std::ofstream(folder / file) << "[run]\nsteps = 3\n";
+    EXPECT_EQ(load_config(folder / file).name, name);
+  }
+  fs::remove_all(folder);
+}
+
 }  // namespace
 }  // namespace tessera

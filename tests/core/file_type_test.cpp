@@ -7,6 +7,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "tests/refusal.h"
 
@@ -16,6 +17,28 @@ namespace {
 namespace fs = std::filesystem;
 using testing::AllOf;
 using testing::HasSubstr;
+
+TEST(FileType, PutsAFileWhereItsNameLeadsAndInPlaceOfFilesAlone) {
+  const fs::path folder = fs::path(testing::TempDir()) / "tessera_output_place";
+  fs::remove_all(folder);
+  fs::create_directories(folder / "inner");
+  std::ofstream(folder / "file") << "text";
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  fs::create_symlink("inner/new", folder / "to_nothing");
+  fs::create_symlink("to_nothing", folder / "twice");
+  fs::create_symlink(folder / "file", folder / "absolute");
+  fs::create_symlink("pipe", folder / "to_pipe");
+  fs::create_symlink("none/new", folder / "to_no_folder");
+
+  for (const char* name : {"file", "new"}) EXPECT_EQ(output_place(folder / name, "--output"), folder / name);
+  for (const char* name : {"to_nothing", "twice"}) EXPECT_EQ(output_place(folder / name, "--output"), folder / "inner" / "new");
+  EXPECT_EQ(output_place(folder / "absolute", "--output"), folder / "file");
+  const auto refusal = [&](const char* name) { return testing_support::refusal([&] { output_place(folder / name, "--output"); }); };
+  for (const char* name : {"pipe", "to_pipe"}) EXPECT_THAT(refusal(name), AllOf(HasSubstr("--output = "), HasSubstr("a pipe"))) << name;
+  for (const char* name : {"inner", "inner/"}) EXPECT_THAT(refusal(name), HasSubstr("is a folder")) << name;
+  for (const char* name : {"none/new", "to_no_folder"}) EXPECT_THAT(refusal(name), HasSubstr("there is no folder")) << name;
+  fs::remove_all(folder);
+}
 
 TEST(FileType, TellsWhatIsThereFromWhatCannotBeAsked) {
   const fs::path folder = fs::path(testing::TempDir()) / "tessera_file_type";

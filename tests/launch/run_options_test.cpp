@@ -133,6 +133,8 @@ TEST(RunOptions, RefuseByName) {
       {{"--nnodes=2", "--rdzv-backend=c10d"}, "--rdzv-endpoint is missing"},
       {{"--nnodes=2", "--rdzv-endpoint=h:0"}, "give one that is free"},
       {{"--nnodes=2", "--rdzv-endpoint=h:99999"}, "the port must be a number"},
+      {{"--master-port=65536"}, "--master-port = 65536: a port, 1 to 65535"},
+      {{"--nnodes=2", "--master-port=95526"}, "--master-port = 95526"},
       {{"--nnodes=2", "--rdzv-endpoint=[::1"}, "the bracket is not closed"},
       {{"--nnodes=2", "--rdzv-endpoint=:5"}, "there is no host"},
       {{"--nnodes=1:2"}, "a static rendezvous cannot grow"},

@@ -49,6 +49,13 @@ class Console(SystemTest):
             self.assertEqual(done.returncode, 1, command)
             self.assertIn("standard output cannot be written", done.stderr.splitlines()[-1])
 
+    def test_a_closed_output_takes_no_result(self):
+        _, _, saved = self.train_as("lost", 1, None)
+        for command in (("inspect", saved), ("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--nproc", 2)):
+            done = subprocess.run([TESSERA, *map(str, command)], env=environment(), timeout=120, preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE, text=True)
+            self.assertEqual(done.returncode, 1, command)
+            self.assertIn("standard output cannot be written", done.stderr)
+
     def test_files_that_may_not_grow_end_no_training(self):
         self.train_as("cut", 1, None, "checkpoint.dir=")  # packs the text
         code, log, saved = self.train_as("cut", 1, small_files, "run.steps=60")

@@ -7,6 +7,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing_support::Settings;
 using testing_support::SliceCollector;
 using namespace testing_support;
 class Resume : public ResumeFixture {};

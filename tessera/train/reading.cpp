@@ -1,0 +1,55 @@
+#include "tessera/train/reading.h"
+
+#include "tessera/checkpoint/hugging_face.h"
+#include "tessera/core/error.h"
+#include "tessera/train/progress.h"
+
+namespace tessera {
+
+FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) {
+  const Config& config = model.config;
+  FoundTokenizer found;
+  found.tokenizer = flag.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flag, "--tokenizer");
+  data::check_vocabulary(*found.tokenizer, config.model.vocab_size);
+  if (!model.checkpoint) return found;
+  const auto& [folder, manifest, unused, remarks] = *model.checkpoint;
+  const auto identity = manifest.agreement.value("data.files", nlohmann::json());  // data_identity()
+  if (!identity.is_object() || identity.value("tokenizer", "") == found.tokenizer->fingerprint()) return found;
+  const std::string saved = config_of(manifest.progress, folder.string()).data.tokenizer;
+  const bool named = !flag.empty() || config.data.tokenizer != saved;
+  const std::string knob = flag.empty() ? "data.tokenizer = " + config.data.tokenizer : "--tokenizer = " + flag;
+  const std::string what = knob + ": is not the tokenizer that " + folder.string() + " was trained with (" + saved + ", as it was then)";
+  require(named, what, "; put that one back, or name it with --tokenizer");
+  found.remarks.push_back(what + ": the same ids stand for other text");
+  return found;
+}
+
+Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokenizer) {
+  Settings settings = shared_settings(model.config);
+  if (model.checkpoint) {
+    const auto& manifest = model.checkpoint->manifest;
+    settings.emplace_back("--checkpoint", detail::concat("step ", manifest.step, " of run ", manifest.run.run));
+  } else {
+    settings.emplace_back("--from-hf", "content " + checkpoint::hugging_face_fingerprint(model.config.model.from_hf));
+  }
+  settings.emplace_back("--tokenizer", "content " + tokenizer.fingerprint());
+  return settings;
+}
+
+std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets) {
+  const auto idle = settings_without_effect_on_reading(model.config, sets);
+  if (!model.checkpoint) return idle;
+  if (!idle.empty()) {  // of a run of one rank, as its layout is not the reader's
+    Config run = model.config;
+    run.mesh = {};
+    run.zero = {};
+    run.tensor = {};
+    run.offload = {};
+    validate(run, 1, Purpose::Plan);
+  }
+  auto remarks = model.checkpoint->remarks;
+  remarks.insert(remarks.end(), idle.begin(), idle.end());
+  return remarks;
+}
+
+}  // namespace tessera

@@ -1,0 +1,101 @@
+"""What `eval` and `generate` take a model by: its tokenizer as it was, a checkpoint of the step that its name says, numbers that are numbers."""
+
+import json
+import shutil
+import struct
+import unittest
+
+import numpy
+
+from support import SystemTest, english, run
+
+
+def with_value(path, tensor, value):
+    """Sets the first element of a tensor (F32) of a safetensors file."""
+    data = bytearray(path.read_bytes())
+    (size,) = struct.unpack("<Q", data[:8])
+    begin = 8 + size + json.loads(data[8 : 8 + size])[tensor]["data_offsets"][0]
+    data[begin : begin + 4] = numpy.float32(value).tobytes()
+    path.write_bytes(data)
+
+
+class Reading(SystemTest):
+    def saved(self, *sets):
+        folder = self.folder / "ckpt"
+        self.train("log", sets=[f"checkpoint.dir={folder}", "run.steps=4", *sets])
+        return folder
+
+    def eval(self, *source, **extra):
+        return run("eval", *source, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--micro-size", 16, "--json", **extra)
+
+    def test_a_tokenizer_that_changed_is_refused_and_another_is_said_to_be(self):
+        model, kept = self.folder / "t.model", self.folder / "kept.model"
+        make = lambda text: self.assertEqual(run("tokenize", "--train", "--vocab-size", 300, self.folder / text, "-o", model).returncode, 0)
+        make("text.txt")
+        shutil.copy(model, kept)
+        ckpt = self.saved(f"data.tokenizer={model}", "model.vocab_size=300")
+        whole = json.loads(self.eval("--checkpoint", ckpt).stdout)
+        english(self.folder / "other.txt", seed=9)
+        make("other.txt")
+        prompt = ("generate", "--checkpoint", ckpt, "--prompt", "the", "--max-tokens", 3)
+        for done in (self.eval("--checkpoint", ckpt), run(*prompt)):
+            line = self.refusal(done)
+            self.assertIn(f"data.tokenizer = {model}: is not the tokenizer that", line)
+            self.assertIn("--tokenizer", line)
+        same = self.eval("--checkpoint", ckpt, "--tokenizer", kept)
+        self.assertEqual([json.loads(same.stdout), same.stderr.count("is not the tokenizer")], [whole, 0], same.stderr)
+        for done in (self.eval("--checkpoint", ckpt, "--tokenizer", model, "--nproc", 2), self.eval("--checkpoint", ckpt, "--tokenizer", "byte")):
+            self.assertEqual([done.returncode, done.stderr.count("is not the tokenizer")], [0, 1], done.stderr)
+
+    def test_a_loss_that_is_no_number_is_none(self):
+        exported = self.folder / "hf"
+        self.assertEqual(run("convert", self.saved(), exported, "--to", "hf").returncode, 0)
+        with_value(exported / "model.safetensors", "model.norm.weight", float("nan"))
+        source = ("--from-hf", exported, "--tokenizer", "byte")
+        for nproc in (1, 2):
+            done = self.eval(*source, "--nproc", nproc)
+            self.assertIn("norm.weight holds weights that are not", self.refusal(done))
+            found = json.loads(done.stdout, parse_constant=lambda word: self.fail(f"{word} is not JSON"))
+            self.assertEqual([found["loss"], found["bits_per_byte"]], [None, None])
+        text = run("eval", *source, "--file", self.folder / "held_out.txt", "--seq-len", 32)
+        self.assertEqual([text.returncode, text.stdout], [2, ""])
+
+    def test_a_validation_loss_that_is_no_number_is_said_to_be_none(self):
+        """The held-out text has a byte that the training text lacks, and the embedding of that byte is damaged."""
+        exported = self.folder / "hf"
+        self.assertEqual(run("convert", self.saved("model.tie_embeddings=false"), exported, "--to", "hf").returncode, 0)
+        data = bytearray((exported / "model.safetensors").read_bytes())
+        (size,) = struct.unpack("<Q", data[:8])
+        begin = 8 + size + json.loads(data[8 : 8 + size])["model.embed_tokens.weight"]["data_offsets"][0] + 1 * 48 * 4
+        data[begin : begin + 4] = numpy.float32("nan").tobytes()
+        (exported / "model.safetensors").write_bytes(data)
+        (self.folder / "held_out.txt").write_text("some text \x01 of another kind " * 20)
+        done, log = self.train("run", sets=[f"model.from_hf={exported}", "run.steps=4", "run.validate_every=2"])
+        self.assertEqual(done.stderr.count("the validation loss is not finite"), 2, done.stderr)
+        self.assertEqual([json.loads(line)["loss"] for line in (log / "validation.jsonl").read_text().splitlines()], [None, None])
+
+    def test_a_folder_is_not_believed_by_its_name(self):
+        ckpt = self.saved("checkpoint.every=1", "run.steps=4")
+        shutil.copytree(ckpt / "step-00000002", ckpt / "step-00000050")
+        text = f"passing over {ckpt / 'step-00000050'}: holds step 2, whatever its name says"
+        newest, evaluated = self.eval("--checkpoint", ckpt / "step-00000004"), self.eval("--checkpoint", ckpt)
+        self.assertEqual([evaluated.stdout, evaluated.stderr.count(text)], [newest.stdout, 1], evaluated.stderr)
+        inspected = run("inspect", ckpt, "--json")
+        self.assertEqual([json.loads(inspected.stdout)["step"], inspected.stderr.count(text)], [4, 1])
+        done, _ = self.train("log", sets=[f"checkpoint.dir={ckpt}", "run.steps=6", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=latest"])
+        self.assertEqual(done.stderr.count(text), 1, done.stderr)
+        self.assertEqual(sorted(path.name for path in ckpt.iterdir()), ["set-aside-1", "step-00000005", "step-00000006"])
+
+    def test_settings_that_say_nothing_to_a_reader_are_said_to(self):
+        ckpt = self.saved()
+        idle = ("--set", "optim.lr=0.5", "--set", "data.seq_len=8", "--set", "run.threads=1")
+        for done in (self.eval("--checkpoint", ckpt, *idle, "--nproc", 2), run("generate", "--checkpoint", ckpt, "--prompt", "the", "--max-tokens", 2, *idle)):
+            self.assertEqual(done.returncode, 0, done.stderr)
+            for text in ("optim.lr = 0.5: has no effect on a model that is only read", "data.seq_len = 8: has no effect"):
+                self.assertEqual(done.stderr.count(text), 1, done.stderr)
+            self.assertNotIn("run.threads", done.stderr)
+        self.assertIn("optim.lr = -1", self.refusal(self.eval("--checkpoint", ckpt, "--set", "optim.lr=-1")))
+
+
+if __name__ == "__main__":
+    unittest.main()

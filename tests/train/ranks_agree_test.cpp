@@ -1,0 +1,68 @@
+#include "tessera/train/ranks_agree.h"
+
+#include <atomic>
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/error.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+TEST(RanksAgree, NamesTheSettingItsValuesAndWhoHasThem) {
+  const tessera::Settings most{{"model.dim", "32"}, {"optim.lr", "0.003"}, {"run.seed", "1"}}, odd{{"model.dim", "32"}, {"optim.lr", "0.3"}, {"run.seed", "2"}};
+  EXPECT_EQ(disagreement({most, most, most}), std::nullopt);
+  EXPECT_EQ(disagreement({most}), std::nullopt);
+  EXPECT_EQ(disagreement({most, most, most, odd}),
+            "optim.lr = 0.003 on ranks 0-2, 0.3 on rank 3: all ranks of a run need the same (as of run.seed, which differ too); start each with the same "
+            "recipe, flags and texts");
+  EXPECT_EQ(disagreement({{{"a", "1"}}, {{"a", "1"}, {"--dump-step", "4"}}}),
+            "--dump-step = not given on rank 0, 4 on rank 1: all ranks of a run need the same; start each with the same recipe, flags and texts");
+}
+
+TEST(RanksAgree, AllRanksRefuse) {
+  for (const int size : {1, 2, 3, 5}) {
+    std::atomic<int> refused = 0;
+    comm::run_ranks(size, [&](comm::World& world) {
+      EXPECT_NO_THROW(check_ranks_agree(world.group(), {{"optim.lr", "0.1"}}));
+      try {
+        check_ranks_agree(world.group(), {{"optim.lr", world.rank() + 1 == world.size() ? "0.3" : "0.1"}});
+      } catch (const ConfigError& error) {
+        EXPECT_THAT(error.what(), AllOf(HasSubstr("optim.lr = 0.1 on rank"), HasSubstr(detail::concat("0.3 on rank ", size - 1))));
+        ++refused;
+      }
+    });
+    EXPECT_EQ(refused, size == 1 ? 0 : size);
+  }
+}
+
+class RunSettings : public testing_support::TrainFixture {
+ protected:
+  tessera::Settings settings(const std::string& text, const std::vector<std::string>& sets = {}) const {
+    std::filesystem::create_directories(folder_ / text);
+    std::ofstream(folder_ / text / "text.txt") << std::string(600, 'a') << text.back() << std::string(600, 'b');
+    const Config read = config("llama", [&] {
+      auto all = sets;
+      all.push_back("data.files=" + (folder_ / text / "text.txt").string());
+      return all;
+    }());
+    return run_settings(read, open_inputs(read), comm::world_options(read.comm));
+  }
+};
+
+TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
+  const tessera::Settings here = settings("one/x");
+  EXPECT_EQ(disagreement({here, settings("elsewhere/x", {"log.dir=/other", "checkpoint.dir=/tmp/other", "comm.interface=eth1", "run.memory_limit_bytes=9"})}),
+            std::nullopt);
+  EXPECT_THAT(disagreement({here, settings("one/y")}).value_or(""), HasSubstr("data.files = content "));
+  EXPECT_THAT(disagreement({here, settings("one/x", {"data.validation_files=" + (folder_ / "text.txt").string()})}).value_or(""),
+              HasSubstr("data.validation_files = none on rank 0, content "));
+  EXPECT_THAT(disagreement({here, settings("one/x", {"optim.lr=0.3"})}).value_or(""), HasSubstr("optim.lr = 0.01 on rank 0, 0.3 on rank 1"));
+}
+
+}  // namespace
+}  // namespace tessera
