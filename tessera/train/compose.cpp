@@ -123,7 +123,7 @@ std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<Gradien
 }
 
 /// Keeps of a model on meta the stages that are this rank's.
-void take_stages(const Config& config, const precision::Policy& policy, const PipelineLayout& layout, Composition& run) {
+void take_stages(const Config& config, const PipelineLayout& layout, Composition& run) {
   const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
   std::vector<ChainRange> links;
   for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
@@ -131,7 +131,7 @@ void take_stages(const Config& config, const precision::Policy& policy, const Pi
   for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
   run.rank_of_stage = layout.rank_of;
   const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
-  run.stream = {.dim = config.model.dim, .dtype = policy.params};
+  run.stream.dim = config.model.dim;
   if (!in_parts) return;
   run.stream.part = run.layers.rank();
   run.stream.parts = run.layers.size();
@@ -341,7 +341,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
   run.recomputed = recompute_blocks(config, *run.model);
-  if (layout.stages() > 1) take_stages(config, policy, layout, run);
+  if (layout.stages() > 1) take_stages(config, layout, run);
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
   run.parameters = run.updated = parameters_of(run);
