@@ -8,7 +8,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
@@ -33,7 +32,7 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 
-/// No query gives nothing, a query without keys zeros. The fused kernel divides by how many of its tiles there are.
+/// No query gives nothing, a query without keys zeros. The fused forward divides by how many of its tiles there are.
 bool is_empty(const at::Tensor& q, const at::Tensor& k) { return q.size(1) == 0 || q.size(2) == 0 || k.size(2) == 0; }
 
 // By name: on meta the public operator decomposes into the unfused form, whose memory is another.
@@ -105,7 +104,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
                                                                         std::optional<double> scale) {
   const at::NoGradGuard no_grad;
-  if (is_empty(q, k)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
   return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);
 }
 
