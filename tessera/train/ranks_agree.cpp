@@ -60,7 +60,7 @@ std::optional<std::string> disagreement(const std::vector<Settings>& of_ranks) {
     }
   }
   if (first.empty()) return std::nullopt;
-  return first + others + (others.empty() ? "" : ", which differ too") + "; start each with the same recipe, flags and texts";
+  return first + others + (others.empty() ? "" : ", which differ too)") + "; start each with the same recipe, flags and texts";
 }
 
 void check_ranks_agree(const comm::Group& group, const Settings& mine) {

@@ -122,6 +122,8 @@ class SentencePiece : public testing::TestWithParam<std::string> {};
 TEST_P(SentencePiece, TrainsAndIsLossless) {
   Folder folder;
   const auto text = folder.write("text.txt", words(1000) + "caf\u00e9 \u4e2d\u6587\n" + words(100, 9));
+  EXPECT_THROW(train_tokenizer({text}, 400, folder / "sub/small", {.type = GetParam()}), ConfigError) << "no folder is made for it";
+  std::filesystem::create_directories(folder / "sub");
   const auto path = train_tokenizer({text}, 400, folder / "sub/small", {.type = GetParam()});
   EXPECT_EQ(path, folder / "sub/small.model");
   EXPECT_FALSE(std::filesystem::exists(folder / "sub/small.model.partial"));

@@ -12,7 +12,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-class Reading : public testing_support::TrainFixture {
+class FoundModels : public testing_support::TrainFixture {
  protected:
   /// As find_model gives it: trained with the tokenizer of that fingerprint, whose file was `saved`.
   FoundModel found(const std::string& fingerprint, const std::string& saved = "byte") const {
@@ -29,7 +29,7 @@ class Reading : public testing_support::TrainFixture {
   const std::string byte_ = data::Tokenizer::load("byte")->fingerprint();
 };
 
-TEST_F(Reading, TakesTheTokenizerThatTheModelWasTrainedWith) {
+TEST_F(FoundModels, TakesTheTokenizerThatTheModelWasTrainedWith) {
   EXPECT_THAT(find_tokenizer(found(byte_), "").remarks, IsEmpty());
   EXPECT_THAT(find_tokenizer(found(byte_, "/moved.model"), "byte").remarks, IsEmpty()) << "what it holds counts, not where it lies";
   EXPECT_THAT(testing_support::refusal([&] { find_tokenizer(found("other"), ""); }),
@@ -40,7 +40,7 @@ TEST_F(Reading, TakesTheTokenizerThatTheModelWasTrainedWith) {
   EXPECT_THAT(find_tokenizer({.config = config("llama"), .checkpoint = {}}, "").remarks, IsEmpty()) << "of a Hugging Face model none is known";
 }
 
-TEST_F(Reading, SaysWhatWasPassedOverAndWhatHasNoEffect) {
+TEST_F(FoundModels, SaysWhatWasPassedOverAndWhatHasNoEffect) {
   EXPECT_THAT(reading_remarks(found(byte_), {"run.threads=1"}), ElementsAre("passing over another"));
   EXPECT_THAT(reading_remarks(found(byte_), {"optim.lr=0.01"}), ElementsAre("passing over another", HasSubstr("optim.lr = 0.01: has no effect")));
   FoundModel wrong = found(byte_);
@@ -48,7 +48,7 @@ TEST_F(Reading, SaysWhatWasPassedOverAndWhatHasNoEffect) {
   EXPECT_THAT(testing_support::refusal([&] { reading_remarks(wrong, {"optim.lr=-1"}); }), HasSubstr("optim.lr = -1"));
 }
 
-TEST_F(Reading, TellsCheckpointsApart) {
+TEST_F(FoundModels, TellsCheckpointsApart) {
   const auto tokenizer = data::Tokenizer::load("byte");
   EXPECT_THAT(reading_settings(found(byte_), *tokenizer), testing::Contains(std::pair<std::string, std::string>("--checkpoint", "step 2 of run abc")));
 }
