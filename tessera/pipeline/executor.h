@@ -39,8 +39,8 @@ struct ExecutorOptions {
 ///   traffic   each value that crosses to another rank once, each gradient once; an announced one 80 bytes more
 ///   memory    the graphs of the micro-batches that are alive; a received value one action ahead; sent values until the peer has them
 ///
-/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module.
-/// Asynchronous schedules and updates in the middle are refused (InternalError). One rank, one thread.
+/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module. One
+/// stage has no name. Asynchronous schedules and updates in the middle are refused (InternalError). One rank, one thread.
 class Executor {
  public:
   /// `stages`: those of this rank, by number; they have to outlive this.
