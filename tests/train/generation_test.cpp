@@ -18,14 +18,14 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Settings = std::vector<std::string>;
+using Sets = std::vector<std::string>;
 
 const std::string kBySequence = "tensor.sequence_parallel=true";
 
 class Reading : public testing_support::TrainFixture {
  protected:
   /// Trains on `ranks` ranks and leaves a checkpoint.
-  void train_and_save(const std::string& family, int ranks, Settings sets) const {
+  void train_and_save(const std::string& family, int ranks, Sets sets) const {
     sets.insert(sets.end(), {"checkpoint.dir=" + checkpoints(), "run.steps=20", "run.threads=1", "batch.global_size=4", "batch.micro_size=1"});
     const Config settings = config(family, sets);
     comm::run_ranks(ranks, [&](comm::World& world) {
@@ -34,7 +34,7 @@ class Reading : public testing_support::TrainFixture {
     });
   }
   std::string checkpoints() const { return (folder_ / "checkpoints").string(); }
-  FoundModel found(const Settings& sets = {}) const { return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets); }
+  FoundModel found(const Sets& sets = {}) const { return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets); }
 
   struct Read {
     std::vector<int64_t> greedy, sampled;
@@ -42,7 +42,7 @@ class Reading : public testing_support::TrainFixture {
   };
 
   /// What `ranks` ranks together make of the checkpoint: 20 tokens after a prompt (more than max_seq_len, so that the context is cut), and the loss.
-  Read read(int ranks, const Settings& sets) const {
+  Read read(int ranks, const Sets& sets) const {
     const FoundModel model = found(sets);
     const auto text = corpus(model.config);
     std::vector<Read> all(static_cast<size_t>(ranks));
@@ -61,7 +61,7 @@ class Reading : public testing_support::TrainFixture {
     return all[0];
   }
 
-  void expect_read_alike(const std::vector<std::pair<int, Settings>>& layouts) const {
+  void expect_read_alike(const std::vector<std::pair<int, Sets>>& layouts) const {
     const Read one = read(1, {});
     EXPECT_NE(one.greedy, one.sampled);
     for (const auto& [ranks, sets] : layouts) {
@@ -111,7 +111,7 @@ TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {
   train_and_save("llama", 2, {"model.kv_heads=2", "mesh.dp_shard=2", "zero.stage=2"});
-  const auto refusal = [&](const Settings& sets, int ranks) -> std::string {
+  const auto refusal = [&](const Sets& sets, int ranks) -> std::string {
     try {
       reading_layout(found(sets).config, ranks);
     } catch (const ConfigError& error) {

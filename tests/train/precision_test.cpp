@@ -14,19 +14,19 @@ using ::testing::HasSubstr;
 using testing_support::difference;
 using testing_support::TrainFixture;
 
-using Settings = std::vector<std::string>;
+using Sets = std::vector<std::string>;
 
-const Settings kHalf{"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"};
-const Settings kBfloat{"precision.params=bf16", "precision.compute=bf16"};
+const Sets kHalf{"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"};
+const Sets kBfloat{"precision.params=bf16", "precision.compute=bf16"};
 
-Settings with(Settings base, const Settings& more) {
+Sets with(Sets base, const Sets& more) {
   base.insert(base.end(), more.begin(), more.end());
   return base;
 }
 
 class Precision : public TrainFixture {
  protected:
-  double final_loss(const Settings& sets, int world = 1) const {
+  double final_loss(const Sets& sets, int world = 1) const {
     const auto trace = train(config("llama", with({"run.steps=10", "batch.global_size=6"}, sets)), world);
     EXPECT_LT(trace.steps.back().loss, 0.8 * trace.steps.front().loss) << ::testing::PrintToString(sets);
     return trace.steps.back().loss;
@@ -35,7 +35,7 @@ class Precision : public TrainFixture {
 
 TEST_F(Precision, SixteenBitsEndWithinAPercentOfFp32) {
   const double fp32 = final_loss({});
-  const auto expect_near = [&](const Settings& sets, double bound = 0.01, int world = 1) {
+  const auto expect_near = [&](const Sets& sets, double bound = 0.01, int world = 1) {
     EXPECT_NEAR(final_loss(sets, world), fp32, bound * fp32) << ::testing::PrintToString(sets) << " on " << world;
   };
   expect_near(kHalf);
@@ -55,8 +55,8 @@ TEST_F(Precision, SixteenBitsEndWithinAPercentOfFp32) {
 
 TEST_F(Precision, Gpt2AndMlpTrainInEveryFormat) {
   for (const std::string family : {"gpt2", "mlp"}) {
-    for (const Settings& sets :
-         {kHalf, kBfloat, with(kBfloat, {"precision.master=bf16"}), Settings{"precision.compute=fp8"}, with(kHalf, {"run.kernels=reference"})}) {
+    for (const Sets& sets :
+         {kHalf, kBfloat, with(kBfloat, {"precision.master=bf16"}), Sets{"precision.compute=fp8"}, with(kHalf, {"run.kernels=reference"})}) {
       const auto trace = train(config(family, with({"model.dropout=0.1", "run.steps=3", "batch.global_size=2"}, sets)), 1);
       EXPECT_LT(trace.steps.back().loss, trace.steps.front().loss) << family << ::testing::PrintToString(sets);
     }
@@ -64,22 +64,22 @@ TEST_F(Precision, Gpt2AndMlpTrainInEveryFormat) {
 }
 
 TEST_F(Precision, Tf32OnACpuIsFp32) {
-  const Settings few{"run.steps=2", "batch.global_size=2"};
+  const Sets few{"run.steps=2", "batch.global_size=2"};
   const auto fp32 = train(config("llama", few), 1), tf32 = train(config("llama", with(few, {"precision.compute=tf32"})), 1);
   EXPECT_EQ(difference(tf32.weights, fp32.weights), 0);
 }
 
 TEST_F(Precision, AScaleThatIsAPowerOfTwoChangesNoBit) {
   // fp16 on the network alone: on one rank nothing crosses it, so all is fp32.
-  const Settings crossing{"precision.reduce=fp16", "run.steps=3", "batch.global_size=4"};
+  const Sets crossing{"precision.reduce=fp16", "run.steps=3", "batch.global_size=4"};
   const auto plain = train(config("llama", crossing), 1), scaled = train(config("llama", with(crossing, {"precision.loss_scale=4096"})), 1);
   EXPECT_EQ(difference(scaled.weights, plain.weights), 0);
   EXPECT_EQ(difference(scaled.gradients, plain.gradients), 0) << "what is recorded is unscaled";
 }
 
 TEST_F(Precision, LayoutsAgree) {
-  for (const Settings& sets : {kBfloat, with(kBfloat, {"precision.master=bf16"}), kHalf, Settings{"precision.compute=bf16"}}) {
-    const Settings all = with({"run.steps=3", "batch.global_size=6"}, sets);
+  for (const Sets& sets : {kBfloat, with(kBfloat, {"precision.master=bf16"}), kHalf, Sets{"precision.compute=bf16"}}) {
+    const Sets all = with({"run.steps=3", "batch.global_size=6"}, sets);
     const auto one = train(config("llama", all), 1);
     for (const int world : {2, 3}) {
       for (const char* stage : {"zero.stage=0", "zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
@@ -95,8 +95,8 @@ TEST_F(Precision, LayoutsAgree) {
 
 /// A sum that leaves fp16 does not leave fp32: neither in the tree nor in what the optimizer takes from it.
 TEST_F(Precision, TheTreeHandsSumsOfSixteenBitGradientsOverInFp32) {
-  for (const Settings& sets : {kHalf, kBfloat}) {
-    const Settings all = with({"run.steps=1", "batch.global_size=4", "batch.micro_size=1"}, sets);
+  for (const Sets& sets : {kHalf, kBfloat}) {
+    const Sets all = with({"run.steps=1", "batch.global_size=4", "batch.micro_size=1"}, sets);
     const auto plain = train(config("llama", all), 1, {}, 1);
     for (const int world : {1, 3}) {
       const auto tree = train(config("llama", with(all, {"run.deterministic=true"})), world, {}, 1);
@@ -108,7 +108,7 @@ TEST_F(Precision, TheTreeHandsSumsOfSixteenBitGradientsOverInFp32) {
 /// Weights that are gathered in the type that their layer computes in are those that it would have rounded itself.
 TEST_F(Precision, GatheringInTheTypeOfTheProductsChangesNoBit) {
   for (const char* compute : {"precision.compute=bf16", "precision.compute=fp16"}) {
-    const Settings sets{"run.steps=2", "batch.global_size=4", "precision.loss_scale=none", compute};
+    const Sets sets{"run.steps=2", "batch.global_size=4", "precision.loss_scale=none", compute};
     // One micro-batch a rank, and two terms a sum: the order of no sum differs.
     const auto whole = train(config("llama", with(sets, {"zero.stage=2"})), 2), sharded = train(config("llama", with(sets, {"zero.stage=3"})), 2);
     EXPECT_EQ(difference(sharded.gradients, whole.gradients), 0) << compute;
@@ -201,7 +201,7 @@ TEST_F(Overflowing, WithoutScalingStopsBeforeTheUpdate) {
 TEST_F(Precision, CompressionToSixteenBitsIsReductionInThemWhereStateIsSharded) {
   for (const int stage : {1, 2, 3}) {
     for (const std::string format : {"bf16", "fp16"}) {
-      const Settings sharded{"run.steps=3", "zero.stage=" + std::to_string(stage)};
+      const Sets sharded{"run.steps=3", "zero.stage=" + std::to_string(stage)};
       const auto reduced = train(config("llama", with(sharded, {"precision.reduce=" + format})), 2);
       const auto compressed = train(config("llama", with(sharded, {"comm.compression=" + format})), 2);
       EXPECT_EQ(difference(compressed.weights, reduced.weights), 0) << format << " " << stage;

@@ -13,14 +13,14 @@
 namespace tessera::testing_support {
 
 using testing_support::SliceCollector;
-using Settings = std::vector<std::string>;
+using Sets = std::vector<std::string>;
 
 inline constexpr int64_t kSaved = 3, kLast = 13;
 
 struct Layout {
   const char* name;
   int ranks;
-  Settings sets;
+  Sets sets;
 };
 
 inline const std::vector<Layout>& layouts() {
@@ -48,15 +48,15 @@ class Listener : public Observer {
 
 class ResumeFixture : public TrainFixture {
  protected:
-  Config settings(const Layout& layout, const Settings& more) const {
-    Settings sets{"model.kv_heads=2", "model.tie_embeddings=true", "batch.global_size=4", "batch.micro_size=1", "run.steps=13",
+  Config settings(const Layout& layout, const Sets& more) const {
+    Sets sets{"model.kv_heads=2", "model.tie_embeddings=true", "batch.global_size=4", "batch.micro_size=1", "run.steps=13",
                   "run.threads=1",    "zero.bucket_bytes=9000"};
-    for (const Settings& added : {layout.sets, more}) sets.insert(sets.end(), added.begin(), added.end());
+    for (const Sets& added : {layout.sets, more}) sets.insert(sets.end(), added.begin(), added.end());
     return config("llama", sets);
   }
 
   /// Trains to the end; returns the steps that were run.
-  std::vector<StepResult> run(const Layout& layout, const Settings& sets, const OpenOptions& open = {}) const {
+  std::vector<StepResult> run(const Layout& layout, const Sets& sets, const OpenOptions& open = {}) const {
     const Config config = settings(layout, sets);
     std::vector<StepResult> steps;
     const auto body = [&](comm::World& ranks) {
@@ -75,13 +75,13 @@ class ResumeFixture : public TrainFixture {
   }
 
   /// The whole run, with a checkpoint on its way and at its end.
-  std::vector<StepResult> run_saving(const Layout& layout, Settings sets) const {
+  std::vector<StepResult> run_saving(const Layout& layout, Sets sets) const {
     sets.insert(sets.end(), {"checkpoint.dir=" + saved(layout).string(), "checkpoint.every=" + std::to_string(kSaved)});
     return run(layout, sets);
   }
 
   /// The training state that `layout` holds after loading, put together: weights, masters, optimizer state.
-  std::map<std::string, at::Tensor> loaded(const Layout& layout, const Settings& sets, const std::filesystem::path& checkpoint) const {
+  std::map<std::string, at::Tensor> loaded(const Layout& layout, const Sets& sets, const std::filesystem::path& checkpoint) const {
     auto all = sets;
     all.push_back("checkpoint.resume=" + checkpoint.string());
     const Config config = settings(layout, all);
@@ -114,7 +114,7 @@ class ResumeFixture : public TrainFixture {
     for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
   }
 
-  void expect_goes_on(const Layout& source, const Layout& target, const Settings& sets, double bound, const std::vector<StepResult>& whole) const {
+  void expect_goes_on(const Layout& source, const Layout& target, const Sets& sets, double bound, const std::vector<StepResult>& whole) const {
     SCOPED_TRACE(std::string(source.name) + " to " + target.name);
     const auto from = saved(source, kSaved);
     auto all = sets;

@@ -7,7 +7,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using testing_support::Settings;
+using testing_support::Sets;
 using testing_support::SliceCollector;
 using namespace testing_support;
 class Resume : public ResumeFixture {};
@@ -15,7 +15,7 @@ class Resume : public ResumeFixture {};
 TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
   const Layout host{"zero3x2 on the host", 2, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}};
   const Layout device{"zero3x2", 2, {"zero.stage=3"}};
-  for (const Settings& sets : {Settings{}, Settings{"precision.params=bf16", "precision.compute=bf16"}}) {
+  for (const Sets& sets : {Sets{}, Sets{"precision.params=bf16", "precision.compute=bf16"}}) {
     for (const Layout* layout : {&host, &device}) std::filesystem::remove_all(saved(*layout));
     const auto on_host = run_saving(host, sets), on_device = run_saving(device, sets);
     expect_same_bits(stored(saved(host, kLast)), stored(saved(device, kLast)));
@@ -80,9 +80,9 @@ TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
   const std::vector<Layout> legs{{"tp4", 4, {"mesh.tp=4"}}, {"dp2", 2, {}}, together, {"one", 1, {}}};
   constexpr int64_t kLeg = 4;  // steps
   const auto last_step = [&](size_t leg) { return kLeg * static_cast<int64_t>(leg + 1); };
-  for (const Settings& model : {Settings{"model.family=gpt2", "model.kv_heads=4", "model.tie_embeddings=true"}, Settings{"model.tie_embeddings=false"}}) {
+  for (const Sets& model : {Sets{"model.family=gpt2", "model.kv_heads=4", "model.tie_embeddings=true"}, Sets{"model.tie_embeddings=false"}}) {
     SCOPED_TRACE(model.front());
-    const auto with = [&](Settings sets, size_t leg) {
+    const auto with = [&](Sets sets, size_t leg) {
       sets.insert(sets.begin(), model.begin(), model.end());
       sets.push_back("run.steps=" + std::to_string(last_step(leg)));
       return sets;
@@ -92,7 +92,7 @@ TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
     std::filesystem::remove_all(saved(moving));
     for (size_t leg = 0; leg < legs.size(); ++leg) {
       SCOPED_TRACE(legs[leg].name);
-      Settings sets{"checkpoint.dir=" + saved(moving).string()};
+      Sets sets{"checkpoint.dir=" + saved(moving).string()};
       const auto before = saved(moving, last_step(leg) - kLeg);
       if (leg > 0) {  // weights and Adam's state arrive to the bit
         const auto state = stored(before);
@@ -114,7 +114,7 @@ TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
 /// Masters and the loss scale travel, too. Across layouts a 16-bit weight may be rounded the other way, so after the first loss the bound is that of its type.
 TEST_F(Resume, SixteenBitsWithMastersGoOn) {
   for (const std::string type : {"bf16", "fp16"}) {
-    Settings sets{"precision.params=" + type, "precision.compute=" + type};
+    Sets sets{"precision.params=" + type, "precision.compute=" + type};
     if (type == "fp16") sets.insert(sets.end(), {"precision.loss_scale=dynamic", "precision.growth_steps=2"});
     const double bound = replay_bound({type});
     for (const auto& [from, targets] : std::vector<std::pair<size_t, std::vector<size_t>>>{{3, {3, 2}}, {5, {5, 1}}}) {
@@ -133,7 +133,7 @@ TEST_F(Resume, SixteenBitsWithMastersGoOn) {
 
 /// The type of the weights may change: fp32 weights become the masters of 16-bit ones and come back from them.
 TEST_F(Resume, WeightsOfAnotherTypeGoOn) {
-  const std::map<std::string, Settings> types{
+  const std::map<std::string, Sets> types{
       {"fp32", {}},
       {"bf16 with masters", {"precision.params=bf16", "precision.compute=bf16"}},
       {"fp16 with masters", {"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic"}},

@@ -15,12 +15,12 @@ using ::testing::Not;
 using ::testing::ThrowsMessage;
 using testing_support::kSaved;
 using testing_support::Layout;
-using testing_support::Settings;
+using testing_support::Sets;
 
 class Runs : public testing_support::ResumeFixture {
  protected:
   /// A run of two ranks into `dir`, saved every second step; returns what it says.
-  std::string run_into(const std::string& dir, int64_t last, Settings more, const OpenOptions& open = {}) {
+  std::string run_into(const std::string& dir, int64_t last, Sets more, const OpenOptions& open = {}) {
     more.insert(more.end(), {"checkpoint.dir=" + (folder_ / dir).string(), "checkpoint.every=2", "run.steps=" + std::to_string(last)});
     ::testing::internal::CaptureStderr();
     try {
@@ -106,7 +106,7 @@ TEST_F(Runs, ARewindThatIsRefusedLeavesEverythingWhereItWas) {
 
 TEST_F(Runs, ARestartGoesOnFromTheNewestThatThisJobWrote) {
   run_into("a", 6, {});
-  const Settings from{"checkpoint.resume=" + at("a", 2)};
+  const Sets from{"checkpoint.resume=" + at("a", 2)};
   run_into("a", 5, from);
   EXPECT_EQ(first_step(), 3);
   EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 5));
@@ -120,7 +120,7 @@ TEST_F(Runs, ARestartGoesOnFromTheNewestThatThisJobWrote) {
   EXPECT_THAT(steps_in("b/set-aside-1"), ElementsAre(4));
   // `keep` may have removed the named one, which is of the run's own line.
   run_into("d", 2, {});
-  const Settings gone{"checkpoint.resume=" + at("d", 2), "checkpoint.keep=1"};
+  const Sets gone{"checkpoint.resume=" + at("d", 2), "checkpoint.keep=1"};
   run_into("d", 4, gone);
   EXPECT_THAT(steps_in("d"), ElementsAre(4));
   run_into("d", 6, gone, {.restarted = true});
@@ -189,7 +189,7 @@ TEST_F(Runs, ShorterWindowsGoOnWhereOneBegins) {
 /// Every rank that holds other parts of the layers has a plan of its own: a resumed run takes up its own, and another cut makes another.
 class CutPlans : public Runs {
  protected:
-  static Settings sets(int tensor_ranks, Settings more = {}) {
+  static Sets sets(int tensor_ranks, Sets more = {}) {
     more.push_back("mesh.tp=" + std::to_string(tensor_ranks));
     return more;
   }
@@ -220,7 +220,7 @@ TEST_F(CutPlans, AnotherCutAtEqualDataRanksMakesItsOwnPlanAndSaysSo) {
 
 /// Each tensor-parallel rank approximates its own part of a matrix, by a Q of its own.
 TEST_F(CutPlans, PowerSgdResumesWithLayersCutEvenlyAndUnevenly) {
-  const Settings powersgd{"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=1"};
+  const Sets powersgd{"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=1"};
   for (const Layout& layout : {Layout{"even", 4, sets(2, powersgd)}, Layout{"uneven", 6, sets(3, powersgd)}}) {
     SCOPED_TRACE(layout.name);
     const auto whole = run_saving(layout, {});

@@ -42,7 +42,7 @@ TEST_P(ShardedMemory, IsThatOfTheFormulas) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Settings, ShardedMemory,
+    Sets, ShardedMemory,
     ::testing::Values(Setting{"Fp32", {}}, Setting{"CastAtGather", {"precision.compute=bf16", "precision.reduce=bf16"}},
                       Setting{"Masters", {"precision.params=bf16", "precision.compute=bf16"}},
                       Setting{"OfZerosPaper", {"precision.params=bf16", "precision.compute=bf16", "precision.reduce=bf16"}},
