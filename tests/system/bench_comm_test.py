@@ -64,11 +64,10 @@ class BenchComm(SystemTest):
     def test_what_a_rank_refuses_is_refused(self):
         self.assertIn("comm.interface = nope", self.refusal(run("bench", "comm", *FAST, "--bytes", "4K", "--interface", "nope")))
 
-    def test_files_on_a_full_disk_are_named_with_the_reason(self):
-        for flag, what in (("--svg", "--svg = /dev/full"), ("--table", "table /dev/full")):
-            self.assertIn(f"{what}: cannot be written: No space left on device", self.refusal(run("bench", "comm", *FAST, "--bytes", "4K", flag, "/dev/full")))
+    def test_files_in_place_of_a_device_are_refused(self):
+        for flag in ("--svg", "--table"):
+            self.assertIn(f"{flag} = /dev/full: is a device", self.refusal(run("bench", "comm", *FAST, "--bytes", "4K", flag, "/dev/full")))
 
-    @unittest.skipUnless(shutil.which("mpirun"), "there is no mpirun in PATH")
     def test_mpi_ranks_are_started_by_mpirun(self):
         rows = self.rows("--backend", "mpi", "--bytes", "4K,1M")
         self.assertEqual([(row["backend"], row["bytes"], row["ranks"]) for row in rows], [("mpi", 4096, 2), ("mpi", 1048576, 2)])

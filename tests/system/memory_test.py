@@ -2,11 +2,13 @@
 
 import json
 import re
+import resource
+import subprocess
 import time
 import unittest
 import xml.etree.ElementTree as xml
 
-from support import SystemTest, metrics, run
+from support import SystemTest, TESSERA, environment, metrics, run
 
 CATEGORIES = ["params", "gradients", "optimizer", "activations", "outputs", "comm", "other"]
 
@@ -64,10 +66,17 @@ class MemoryTest(SystemTest):
         self.assertIn("--memory-report = ", self.refusal(done))
         self.assertIn("there is no folder", self.refusal(done))
 
-    def test_a_report_on_a_full_disk_costs_the_report_alone(self):
-        done, log = self.train("full", "--memory-report=/dev/full", sets=["run.steps=3"])
-        self.assertIn("--memory-report: picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk; training "
-                      "goes on without it", done.stderr)
+    def test_a_report_that_finds_no_room_costs_the_report_alone(self):
+        self.train("before", sets=["run.steps=1", "optim.warmup_steps=0"])  # makes the packed text
+        log, picture = self.folder / "full", self.folder / "mine.svg"
+
+        def small_files():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        done = subprocess.run([TESSERA, "train", self.recipe, f"--memory-report={picture}", "--set", f"log.dir={log}", "--set", "run.steps=3"], env=environment(),
+                              timeout=120, capture_output=True, text=True, preexec_fn=small_files)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(f"--memory-report: picture {picture}: cannot be written: File too large; make room there, or name a file on another disk; training goes on "
+                      "without it", done.stderr)
         self.assertNotIn("picture: ", done.stdout)
         self.assertIn("the largest tensors alive at the peak", done.stdout, "the text is there")
         self.assertEqual(len(metrics(log)), 3)
