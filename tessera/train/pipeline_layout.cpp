@@ -1,46 +1,24 @@
 #include "tessera/train/pipeline_layout.h"
 
-#include <functional>
-#include <map>
+#include <algorithm>
+#include <set>
 #include <string>
 
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/pipeline/chain_split.h"
-#include "tessera/pipeline/schedules/generators.h"
+#include "tessera/pipeline/schedules/registry.h"
 
 namespace tessera {
 namespace {
 
-/// A schedule by its name in a configuration.
-struct Named {
-  int least_chunks, most_chunks;
-  std::function<schedules::Schedule(int ranks, int micro_batches, int chunks)> make;
-};
-
-constexpr int kAny = 1 << 20;
-
-const std::map<std::string, Named>& synchronous_schedules() {
-  static const std::map<std::string, Named> known{
-      {"naive", {1, kAny, [](int p, int m, int v) { return schedules::naive(p, m, v); }}},
-      {"gpipe", {1, 1, [](int p, int m, int) { return schedules::gpipe(p, m); }}},
-      {"1f1b", {1, 1, [](int p, int m, int) { return schedules::one_f_one_b(p, m); }}},
-      {"interleaved", {1, kAny, [](int p, int m, int v) { return schedules::interleaved(p, m, v); }}},
-      {"breadth_first", {1, kAny, [](int p, int m, int v) { return schedules::breadth_first(p, m, v); }}},
-      {"zb_h1", {1, 1, [](int p, int m, int) { return schedules::zb_h1(p, m); }}},
-      {"zb_v", {2, 2, [](int p, int m, int) { return schedules::zb_v(p, m); }}},
-      {"dualpipev", {2, 2, [](int p, int m, int) { return schedules::dualpipev(p, m); }}},
-  };
-  return known;
-}
-
-const Named& schedule_named(const PipelineConfig& config) {
-  const auto& known = synchronous_schedules();
-  const auto found = known.find(config.schedule);
-  if (found != known.end()) return found->second;
+/// A schedule that ends where a step does.
+const schedules::KnownSchedule& schedule_named(const PipelineConfig& config) {
+  static const std::set<std::string> synchronous{"naive", "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v", "dualpipev"};
+  if (synchronous.contains(config.schedule)) return *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
   std::string names;
-  for (const auto& [name, schedule] : known) names += (names.empty() ? "" : ", ") + name;
+  for (const auto& name : synchronous) names += (names.empty() ? "" : ", ") + name;
   require(config.schedule != "pipedream" && config.schedule != "pipedream_2bw", "pipeline.schedule = ", config.schedule,
           ": updates weights in the middle of a step, which train does not do; set one that ends where the step does: ", names);
   throw ConfigError(detail::concat("pipeline.schedule = ", config.schedule, ": train carries out ", names, "; set pipeline.schedule to one of them"));
@@ -64,15 +42,16 @@ std::vector<int> PipelineLayout::stages_of(int rank) const {
 }
 
 schedules::Schedule make_schedule(const Config& config, int ranks, int micro_batches) {
-  if (ranks == 1) return schedules::naive(1, micro_batches);
-  const Named& named = schedule_named(config.pipeline);
+  if (ranks == 1) return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches});
+  const schedules::KnownSchedule& known = schedule_named(config.pipeline);
   const int chunks = config.pipeline.virtual_stages;
-  require(chunks >= named.least_chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", config.pipeline.schedule, " has ", named.least_chunks,
-          " chunks of the model on each rank; set pipeline.virtual_stages = ", named.least_chunks);
-  require(chunks <= named.most_chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", config.pipeline.schedule, " has ", named.most_chunks,
-          named.most_chunks == 1 ? " chunk" : " chunks", " of the model on each rank; set pipeline.virtual_stages = ", named.most_chunks,
+  const bool any = known.chunks == 0;
+  require(any || chunks >= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
+          " chunks of the model on each rank; set pipeline.virtual_stages = ", known.chunks);
+  require(any || chunks <= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
+          known.chunks == 1 ? " chunk" : " chunks", " of the model on each rank; set pipeline.virtual_stages = ", known.chunks,
           ", or pipeline.schedule = interleaved");
-  return named.make(ranks, micro_batches, chunks);
+  return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = micro_batches, .chunks = chunks});
 }
 
 PipelineLayout pipeline_layout(const Config& config, int ranks) {

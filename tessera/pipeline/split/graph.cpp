@@ -5,6 +5,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "tessera/comm/dtype_name.h"
 #include "tessera/core/error.h"
 
 namespace tessera::tape {
@@ -23,28 +24,7 @@ Form form_of(const at::Tensor& tensor) {
           .requires_grad = tensor.requires_grad()};
 }
 
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kLong:
-      return "int64";
-    case at::kInt:
-      return "int32";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
-std::string to_string(const Form& form) { return detail::concat(dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes)); }
+std::string to_string(const Form& form) { return detail::concat(comm::dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes)); }
 
 const Form& Value::form_before(int position) const {
   const auto after = std::ranges::find_if(forms, [&](const Change& change) { return change.node >= position; });

@@ -29,7 +29,6 @@ struct Form {
 };
 Form form_of(const at::Tensor& tensor);
 std::string to_string(const Form& form);  ///< "float32 [4, 3]"
-std::string dtype_name(at::ScalarType dtype);
 
 /// A tensor of the pass.
 struct Value {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "tessera/comm/dtype_name.h"
 #include "tessera/core/error.h"
 #include "tessera/pipeline/split/wire.h"
 
@@ -35,7 +36,7 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
     const tape::Crossing& from = crossing(plan.receives[i]);
     const TensorSpec expected = tape::wire_spec(from.form);
     require(inputs[i].sizes() == at::IntArrayRef(expected.sizes) && inputs[i].scalar_type() == expected.dtype, "pipeline: stage ", stage_, " receives ",
-            tape::to_string(tape::form_of(inputs[i])), " for ", from.name, ", where ", tape::dtype_name(expected.dtype), " ", at::IntArrayRef(expected.sizes),
+            tape::to_string(tape::form_of(inputs[i])), " for ", from.name, ", where ", comm::dtype_name(expected.dtype), " ", at::IntArrayRef(expected.sizes),
             " is expected; call expect() with the same shapes on every rank");
     given.push_back({from.value, tape::from_wire(inputs[i], from.form)});
   }
