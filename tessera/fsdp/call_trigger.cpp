@@ -150,7 +150,7 @@ void CallTrigger::leave(size_t owner) {
   for (const size_t unit : plan_.owners[owner].units) {
     --uses_[unit].active;
     // In backward a call is a recomputation, and what it used is what backward needs next, unless that is done.
-    if (step_.in_backward() ? step_.retired(unit) : freed_after(owner, unit)) units_.release_for_now(unit);
+    if ((step_.in_backward() ? step_.retired(unit) : freed_after(owner, unit)) && !step_.leaves_gathered(unit)) units_.release_for_now(unit);
   }
   if (*depth_ == 0) leave_outermost();
 }

@@ -174,6 +174,10 @@ class FullyShardedDataParallel::Impl {
     if (active()) step_->after(action);
   }
 
+  void expect(ActionKind action) {
+    if (active()) step_->expect(action);
+  }
+
   void finish() {
     explicit_calls_.finish();
     if (active()) step_->finish();
@@ -353,6 +357,7 @@ FullyShardedDataParallel::~FullyShardedDataParallel() { wrappers().remove(impl_-
 void FullyShardedDataParallel::begin_step() { impl_->begin_step(); }
 void FullyShardedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
 void FullyShardedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->after(action); }
+void FullyShardedDataParallel::expect(ActionKind action) { impl_->expect(action); }
 void FullyShardedDataParallel::finish() { impl_->finish(); }
 void FullyShardedDataParallel::after_update() { impl_->after_update(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }

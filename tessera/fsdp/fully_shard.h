@@ -148,6 +148,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void begin_step() override;
   void before(ActionKind action, const MicroBatchPosition& position) override;
   void after(ActionKind action, const MicroBatchPosition& position) override;
+  void expect(ActionKind action) override;
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;

@@ -144,22 +144,23 @@ void ShardedStep::begin(Drive drive) {
   final_.assign(units_.size(), false);
   drive_ = drive;
   running_ = engine_last_ = last_ = complete_ = true;
-  last_done_ = in_weights_ = false;
+  last_done_ = in_weights_ = foretold_ = stays_ = false;
   alive_forwards_.clear();
   end_pass();
 }
 
 /// Forwards may run ahead: what one leaves gathered for a backward is there for whoever comes next.
 void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) {
+  stays_ = position.stays && !find_unused_;
+  foretold_ = stays_ || position.coming.has_value();
+  order_.follow_with(!position.coming                               ? UseOrder::Follows::Unknown
+                     : position.coming->part != position.part       ? UseOrder::Follows::Nothing
+                     : position.coming->kind == ActionKind::Forward ? UseOrder::Follows::Forward
+                                                                    : UseOrder::Follows::Backward);
   switch (action) {
     case ActionKind::Forward:
-      if (alive_forwards_.empty() && !in_backward_) {
-        end_pass();
-      } else {
-        order_.begin_forward();
-        ++pass_;
-      }
-      alive_forwards_.push_back(pass_);
+      order_.begin_forward();
+      alive_forwards_.push_back(++pass_);
       return;
     case ActionKind::Backward:
       engine_last_ = last_ = position.last;
@@ -172,8 +173,18 @@ void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) 
   }
 }
 
+void ShardedStep::expect(ActionKind action) {
+  if (!driven()) return;
+  order_.follow_with(action == ActionKind::Forward ? UseOrder::Follows::Forward : UseOrder::Follows::Backward);
+  units_.prefetch(order_);
+}
+
 void ShardedStep::after(ActionKind action) {
   if (action == ActionKind::Backward) alive_forwards_.pop_front();
+  if (action == ActionKind::Forward && foretold_) {
+    order_.end();
+    for (size_t unit = 0; stays_ && unit < units_.size(); ++unit) units_.keep(unit);
+  }
   if (action != ActionKind::Weights) return;
   in_weights_ = false;
   if (!reduce_each_ && !last_) return;
@@ -223,7 +234,7 @@ void ShardedStep::abandon() noexcept {
 
 void ShardedStep::leave() {
   const nn::Unwatched quietly;
-  running_ = false;
+  running_ = foretold_ = stays_ = false;
   withdraw_places();
   end_pass();
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
@@ -341,9 +352,17 @@ void ShardedStep::take_up(size_t parameter) {
   used_.mark(parameter);
 }
 
+/// What the next action begins with would only be gathered again.
+bool ShardedStep::leaves_gathered(size_t unit) {
+  const bool leaves = stays_ || (foretold_ && units_.is_due(order_, unit));
+  if (leaves) units_.keep(unit);
+  return leaves;
+}
+
 void ShardedStep::retire(size_t unit) {
   retired_[unit] = true;
-  if (!find_unused_ || !retire_when_complete_) units_.release(unit);  // ranks that met different operators free theirs in the end
+  const bool frees = !find_unused_ || !retire_when_complete_;  // ranks that met different operators free theirs in the end
+  if (frees && !leaves_gathered(unit)) units_.release(unit);
   if (!reduce_each_ && !completes()) return;
   due_.push_back(unit);
   reduce_what_is_due();
@@ -381,8 +400,15 @@ void ShardedStep::end_backward() {
 
 void ShardedStep::end_pass() {
   in_backward_ = false;
-  units_.release_all();
-  order_.begin_forward();
+  if (foretold_) {
+    order_.end();
+    for (size_t unit = 0; unit < units_.size(); ++unit) {
+      if (!leaves_gathered(unit)) units_.release(unit);
+    }
+  } else {
+    units_.release_all();
+    order_.begin_forward();
+  }
   ++pass_;
   if (running_) offer_places();
 }

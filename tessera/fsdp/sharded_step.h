@@ -52,7 +52,8 @@ class ShardedStep {
   void begin(Drive drive);
   void before(ActionKind action, const MicroBatchPosition& position);  ///< of an engine's step
   void after(ActionKind action);
-  void finish();  ///< of an engine's step
+  void expect(ActionKind action);  ///< as GradientSynchronizer::expect
+  void finish();                   ///< of an engine's step
 
   bool running() const { return running_; }
   bool looped() const { return drive_ == Drive::Loop; }  ///< nobody says where steps begin and end
@@ -94,6 +95,8 @@ class ShardedStep {
   void use(size_t unit, UseOrder& order);
   /// Backward is in the graph of this pass, or in that of one before, which then is a step of its own. From the first call on, until the pass ends.
   void begin_backward();
+  /// Behind the last use of a unit in the action at hand: whether it stays gathered for one of an engine's that comes.
+  bool leaves_gathered(size_t unit);
   bool retired(size_t unit) const { return retired_[unit]; }
   /// Backward needs the unit no more: frees it, and reduces its gradients where this pass does.
   void retire(size_t unit);
@@ -138,13 +141,14 @@ class ShardedStep {
 
   bool running_ = false, in_backward_ = false;
   Drive drive_ = Drive::Loop;
-  bool engine_last_ = true;             ///< what an engine said of the pass that comes
-  bool last_ = true;                    ///< the pass at hand completes its step
-  bool complete_ = true;                ///< none of its gradients come in another action of an engine
-  bool last_done_ = false;              ///< of an engine's step: the last pass is over
-  bool in_weights_ = false;             ///< an engine brings gradients that backward has left for later
-  std::deque<int64_t> alive_forwards_;  ///< of an engine's step: passes whose backward has not ended
-  bool accumulates_ = false;            ///< this backward brings gradients of ours, on some rank at least
+  bool engine_last_ = true;                ///< what an engine said of the pass that comes
+  bool last_ = true;                       ///< the pass at hand completes its step
+  bool complete_ = true;                   ///< none of its gradients come in another action of an engine
+  bool last_done_ = false;                 ///< of an engine's step: the last pass is over
+  bool in_weights_ = false;                ///< an engine brings gradients that backward has left for later
+  bool foretold_ = false, stays_ = false;  ///< an engine's action: what comes behind it is known; what it has gathered stays
+  std::deque<int64_t> alive_forwards_;     ///< of an engine's step: passes whose backward has not ended
+  bool accumulates_ = false;               ///< this backward brings gradients of ours, on some rank at least
   struct BackwardPass;
   std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;

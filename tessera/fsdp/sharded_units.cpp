@@ -188,20 +188,39 @@ void ShardedUnits::acquire(size_t index) {
   }
   if (unit.memory == Memory::None) start_gather(index);
   if (unit.memory == Memory::Arriving) finish_gather(unit);
+  unit.memory = Memory::Ready;
+}
+
+/// What comes next within the limits, each once, however often it comes; not what is in use, but for a unit that is about to be no more. A unit that was kept
+/// for the very next use counts as in use.
+std::vector<size_t> ShardedUnits::ahead(const UseOrder& order, std::optional<size_t> leaving) const {
+  std::vector<size_t> ahead;
+  if (together_) return ahead;
+  int64_t bytes = 0;
+  for (size_t i = 0; const size_t* next = order.next(i); ++i) {
+    const Memory memory = units_[*next].memory;
+    const bool in_use = *next != leaving && (memory == Memory::Ready || (memory == Memory::Kept && i == 0));
+    if (in_use || std::ranges::find(ahead, *next) != ahead.end()) continue;
+    bytes += gathered_bytes(*next);
+    if (static_cast<int64_t>(ahead.size()) == limits_.units || bytes > limits_.bytes) break;
+    ahead.push_back(*next);
+  }
+  return ahead;
 }
 
 void ShardedUnits::prefetch(const UseOrder& order) {
-  if (together_) return;
-  std::vector<size_t> ahead;  // each once, however often it comes
-  int64_t bytes = 0;
-  for (size_t i = 0; const size_t* next = order.next(i); ++i) {
-    Unit& unit = units_[*next];
-    if (unit.memory == Memory::Ready || std::ranges::find(ahead, *next) != ahead.end()) continue;
-    ahead.push_back(*next);
-    bytes += gathered_bytes(*next);
-    if (static_cast<int64_t>(ahead.size()) > limits_.units || bytes > limits_.bytes) return;
-    if (unit.memory == Memory::None) start_gather(*next);
+  for (const size_t unit : ahead(order, std::nullopt)) {
+    if (units_[unit].memory == Memory::None) start_gather(unit);
   }
+}
+
+bool ShardedUnits::is_due(const UseOrder& order, size_t unit) const {
+  const std::vector<size_t> due = ahead(order, unit);
+  return std::ranges::find(due, unit) != due.end();
+}
+
+void ShardedUnits::keep(size_t unit) {
+  if (units_[unit].memory == Memory::Ready) units_[unit].memory = Memory::Kept;
 }
 
 void ShardedUnits::release(size_t index) {

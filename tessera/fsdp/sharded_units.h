@@ -49,6 +49,10 @@ class ShardedUnits {
   /// Starts gathers of what `order` says comes next, within the limits.
   void prefetch(const UseOrder& order);
   bool held(size_t unit) const { return units_[unit].memory == Memory::Ready; }
+  /// Whether prefetch would have it gathered by now, were it not in use.
+  bool is_due(const UseOrder& order, size_t unit) const;
+  /// The unit is used no more by the action at hand, and one that comes will find it gathered, as if that had been done ahead of time.
+  void keep(size_t unit);
   void release(size_t unit);
   /// The same where it may be used again in this forward; ranks that take different paths keep what they have gathered.
   void release_for_now(size_t unit);
@@ -70,7 +74,7 @@ class ShardedUnits {
   const SynchronizationStatistics& statistics() const { return statistics_; }
 
  private:
-  enum class Memory { None, Arriving, Ready };
+  enum class Memory { None, Arriving, Kept, Ready };
   struct Unit {
     std::string name;
     std::vector<FlatParameters> flats;
@@ -78,6 +82,7 @@ class ShardedUnits {
     bool whole = false;  ///< its parameters have their whole shapes
   };
 
+  std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving) const;
   void start_gather(size_t unit);
   void finish_gather(Unit& unit);
   void finish_reduction();

@@ -38,6 +38,12 @@ at::Tensor product(const at::Tensor& left, at::ScalarType left_dtype, const at::
                         /*use_fast_accum=*/false);
 }
 
+/// [..., F] as [tokens, F].
+at::Tensor as_rows(const at::Tensor& x) {
+  const int64_t features = x.size(-1);
+  return x.reshape({features > 0 ? x.numel() / features : 0, features});
+}
+
 struct Fp8LinearFunction : torch::autograd::Function<Fp8LinearFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
                             int64_t scaling) {
@@ -52,12 +58,9 @@ struct Fp8LinearFunction : torch::autograd::Function<Fp8LinearFunction> {
     const at::Tensor &x = saved[0], &weight = saved[1], &dy = grads[0];
     const auto out_dtype = static_cast<at::ScalarType>(context->saved_data["out_dtype"].toInt());
     const auto scaling = static_cast<Fp8Scaling>(context->saved_data["scaling"].toInt());
-    const auto times = [&](const at::Tensor& left, const at::Tensor& right) {
-      return product(left, at::kFloat8_e5m2, right, at::kFloat8_e4m3fn, out_dtype, scaling);
-    };
     at::Tensor dx, d_weight;
-    if (context->needs_input_grad(0)) dx = times(dy, weight.t()).to(x.scalar_type());
-    if (context->needs_input_grad(1)) d_weight = times(dy.t(), x.t()).to(weight.scalar_type());
+    if (context->needs_input_grad(0)) dx = fp8_linear_input_gradient(dy, weight, x, out_dtype, scaling);
+    if (context->needs_input_grad(1)) d_weight = fp8_linear_weight_gradient(dy, x, weight.scalar_type(), out_dtype, scaling);
     return {dx, d_weight, at::Tensor(), at::Tensor()};
   }
 };
@@ -73,18 +76,27 @@ Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling) 
   return {.values = wide.div(scale).to(dtype).contiguous(), .scale = scale};
 }
 
+at::Tensor fp8_linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& x, at::ScalarType out_dtype, Fp8Scaling scaling) {
+  return product(as_rows(dy), at::kFloat8_e5m2, weight.t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(x.scalar_type()).view(x.sizes());
+}
+
+at::Tensor fp8_linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::ScalarType dtype, at::ScalarType out_dtype, Fp8Scaling scaling) {
+  return product(as_rows(dy).t(), at::kFloat8_e5m2, as_rows(x).t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(dtype);
+}
+
 at::Tensor fp8_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype, Fp8Scaling scaling) {
   require(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "fp8_linear: x ", x.sizes(), " and weight ", weight.sizes(),
           " must have one number of features");
   require(out_dtype == at::kBFloat16 || out_dtype == at::kFloat, "fp8_linear: out_dtype ", c10::toString(out_dtype), ": expected BFloat16 or Float");
-  const int64_t features = weight.size(1), tokens = features > 0 ? x.numel() / features : 0;
+  const at::Tensor rows = as_rows(x);
+  const int64_t tokens = rows.size(0), features = rows.size(1);
   if (x.is_cuda()) {
     constexpr int64_t multiple = 16;
     require(tokens % multiple == 0 && features % multiple == 0 && weight.size(0) % multiple == 0, "precision.compute = fp8: a product of ", tokens,
             " tokens with a weight ", weight.sizes(), " has a size that is no multiple of ", multiple,
             ", which this device needs; change the model's sizes, or set precision.compute = bf16");
   }
-  const at::Tensor y = Fp8LinearFunction::apply(x.reshape({tokens, features}), weight, out_dtype, static_cast<int64_t>(scaling));
+  const at::Tensor y = Fp8LinearFunction::apply(rows, weight, out_dtype, static_cast<int64_t>(scaling));
   auto shape = x.sizes().vec();
   shape.back() = weight.size(0);
   const at::Tensor shaped = y.view(shape);

@@ -32,4 +32,9 @@ Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling);
 at::Tensor fp8_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
                       Fp8Scaling scaling = Fp8Scaling::Tensor);
 
+/// What backward of that makes of dy [..., O], by itself, for whoever computes the two at different times: dx in the shape and dtype of x, and the gradient of
+/// a weight of type `dtype`, [O, I]. `out_dtype` and `scaling` as in forward.
+at::Tensor fp8_linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& x, at::ScalarType out_dtype, Fp8Scaling scaling);
+at::Tensor fp8_linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::ScalarType dtype, at::ScalarType out_dtype, Fp8Scaling scaling);
+
 }  // namespace tessera::kernels

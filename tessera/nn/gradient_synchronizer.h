@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -17,6 +18,12 @@ enum class ActionKind {
   Weights  ///< the gradients of weights that its backward has left for later (nn/weight_gradients.h)
 };
 
+/// The action that computes with parameters next on this rank.
+struct ComingAction {
+  ActionKind kind = ActionKind::Forward;  ///< never Weights, which need none
+  int part = 0;                           ///< of the model, as in MicroBatchPosition
+};
+
 /// Where a micro-batch stands in its step.
 struct MicroBatchPosition {
   int64_t index = 0;           ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
@@ -24,6 +31,8 @@ struct MicroBatchPosition {
   bool padding = false;        ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
   bool weights_later = false;  ///< of a backward: an action of its own brings the weights' gradients, on every rank
   int part = 0;                ///< which of the parts of the model that this rank holds; each has a synchronizer of its own, which need not look
+  std::optional<ComingAction> coming{};  ///< behind this one; unset: none, or nobody knows
+  bool stays = false;                    ///< sharded parameters of the part that are whole stay so behind the action, for one to come
 };
 
 /// What the last finished step cost this rank.
@@ -59,6 +68,9 @@ class GradientSynchronizer {
   virtual void begin_step() = 0;
   virtual void before(ActionKind action, const MicroBatchPosition& position) = 0;
   virtual void after(ActionKind action, const MicroBatchPosition& position) = 0;
+
+  /// An action of this kind is what comes behind another part's, which begins: what it needs first may be brought ahead of it.
+  virtual void expect(ActionKind /*action*/) {}
 
   /// A forward, and its backward right behind it.
   void before_micro_batch(const MicroBatchPosition& position) {

@@ -37,7 +37,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
-  if (fp8_) return kernels::fp8_linear(x, used, added.defined() ? std::optional(added) : std::nullopt, dtype, *fp8_);
+  if (fp8_) return linear_with_weights_later(x, used, weight, added, bias, Fp8Products{.out_dtype = dtype, .scaling = *fp8_});
   return linear_with_weights_later(cast(x, dtype), cast(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
 }
 

@@ -1,7 +1,9 @@
 #include "tessera/nn/weight_gradients.h"
 
+#include <algorithm>
 #include <optional>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -23,27 +25,52 @@ const Ambient<std::shared_ptr<WeightGradients>> leaving;
 struct Destination : torch::CustomClassHolder {
   std::shared_ptr<WeightGradients> later;
   at::Tensor weight, bias;
+  std::optional<Fp8Products> fp8;
 };
+
+/// How such a layer multiplies, and what backward makes of it.
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const std::optional<Fp8Products>& fp8) {
+  if (!fp8) return kernels::linear(x, weight, bias);
+  return kernels::fp8_linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, fp8->out_dtype, fp8->scaling);
+}
+
+at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& x, const std::optional<Fp8Products>& fp8) {
+  if (!fp8) return kernels::linear_input_gradient(dy, weight, x.sizes());
+  return kernels::fp8_linear_input_gradient(dy, weight, x, fp8->out_dtype, fp8->scaling);
+}
+
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::ScalarType dtype, const std::optional<Fp8Products>& fp8) {
+  if (!fp8) return kernels::linear_weight_gradient(dy, x);
+  return kernels::fp8_linear_weight_gradient(dy, x, dtype, fp8->out_dtype, fp8->scaling);
+}
+
+/// Autograd adds a bias to fp8 products by an operator of its own.
+at::Tensor bias_gradient(const at::Tensor& dy, const std::optional<Fp8Products>& fp8) {
+  return fp8 ? at::sum_to(dy, at::IntArrayRef{dy.size(-1)}) : kernels::linear_bias_gradient(dy);
+}
 
 struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const c10::intrusive_ptr<Destination>& destination) {
     context->save_for_backward({x, weight});
     context->saved_data["destination"] = c10::IValue::make_capsule(destination);
-    return kernels::linear(x, weight, bias.value_or(at::Tensor()));
+    return multiply(x, weight, bias.value_or(at::Tensor()), destination->fp8);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor x = saved[0].detach(), dy = grads[0].detach();  // without their history, which would stay with them
     const auto destination = c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
-    if (accumulates_into(destination->weight)) destination->later->leave(destination->weight, [x, dy] { return kernels::linear_weight_gradient(dy, x); });
+    const auto& fp8 = destination->fp8;
+    if (accumulates_into(destination->weight)) {
+      destination->later->leave(destination->weight, [x, dy, fp8, dtype = saved[1].scalar_type()] { return weight_gradient(dy, x, dtype, fp8); });
+    }
     if (destination->bias.defined() && accumulates_into(destination->bias)) {
-      destination->later->leave(destination->bias, [dy] { return kernels::linear_bias_gradient(dy); });
+      destination->later->leave(destination->bias, [dy, fp8] { return bias_gradient(dy, fp8); });
     }
     // What is differentiated once more depends on the weight as it would had nothing been left.
     const at::Tensor weight = at::GradMode::is_enabled() ? destination->weight.to(saved[1].scalar_type()) : saved[1];
-    return {kernels::linear_input_gradient(grads[0], weight, x.sizes()), {}, {}, {}};
+    return {input_gradient(grads[0], weight, x, fp8), {}, {}, {}};
   }
 };
 
@@ -78,12 +105,17 @@ LeaveWeightGradients::~LeaveWeightGradients() { *leaving = std::move(outer_); }
 
 const std::shared_ptr<WeightGradients>& LeaveWeightGradients::current() { return *leaving; }
 
+bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> parameters) {
+  return *leaving && at::GradMode::is_enabled() && x.requires_grad() &&
+         std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return !parameter.defined() || can_be_left(parameter); });
+}
+
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
-                                     const at::Tensor& of_bias) {
-  const bool leaves = *leaving && at::GradMode::is_enabled() && x.requires_grad() && can_be_left(of_weight) && (!bias.defined() || can_be_left(of_bias));
-  if (!leaves) return kernels::linear(x, weight, bias);
+                                     const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8) {
+  if (!leaves_weight_gradients(x, {of_weight, bias.defined() ? of_bias : at::Tensor()})) return multiply(x, weight, bias, fp8);
   const auto destination = c10::make_intrusive<Destination>();
   destination->later = *leaving;
+  destination->fp8 = fp8;
   destination->weight = of_weight;
   if (bias.defined()) destination->bias = of_bias;
   return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? std::optional(bias.detach()) : std::nullopt, destination);

@@ -2,10 +2,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include "tessera/kernels/fp8.h"
 
 namespace tessera::nn {
 
@@ -59,9 +62,19 @@ class LeaveWeightGradients {
   std::shared_ptr<WeightGradients> outer_;
 };
 
-/// kernels::linear(x, weight, bias), where `weight` is what is multiplied of the parameter `of_weight`, itself or cast, and so `bias` (may be undefined) of
-/// `of_bias`. Leaves the gradients of both to LeaveWeightGradients::current(), where there is one and both are leaves.
+/// How kernels::fp8_linear multiplies.
+struct Fp8Products {
+  at::ScalarType out_dtype;
+  kernels::Fp8Scaling scaling;
+};
+
+/// kernels::linear(x, weight, bias), or with `fp8` kernels::fp8_linear, where `weight` is what is multiplied of the parameter `of_weight`, itself or cast, and
+/// so `bias` (may be undefined) of `of_bias`. Leaves the gradients of both to LeaveWeightGradients::current(), where there is one and both are leaves.
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
-                                     const at::Tensor& of_bias);
+                                     const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8 = {});
+
+/// Whether a layer leaves the gradients of `parameters` (some may be undefined) to LeaveWeightGradients::current(): there is one, gradients are recorded, x
+/// waits for one of its own, and all of them are leaves that want one.
+bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> parameters);
 
 }  // namespace tessera::nn

@@ -1,6 +1,8 @@
 #include "tessera/tensor_parallel/overlap.h"
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,7 +19,9 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 
 // Two nodes of autograd of their own, in place of converts around libtorch's products: what has to interleave are pieces of one product with steps of one
@@ -107,6 +111,23 @@ std::vector<int64_t> resized(const at::Tensor& x, int64_t positions, int64_t fea
   return sizes;
 }
 
+/// What the gradients of one node's weights are made of, where they are left for later: made together, when the first is asked for, and each taken once.
+class LeftWeights {
+ public:
+  using Compute = std::function<void(std::vector<WeightGradient>& sums)>;
+
+  LeftWeights(size_t count, Compute compute) : sums_(count), compute_(std::move(compute)) {}
+
+  at::Tensor take(size_t i, at::ScalarType dtype) {
+    if (compute_) std::exchange(compute_, nullptr)(sums_);
+    return sums_[i].take(dtype);
+  }
+
+ private:
+  std::vector<WeightGradient> sums_;
+  Compute compute_;
+};
+
 /// Common to both kinds: what backward needs to know, and the saved tensors' life.
 struct Node : torch::autograd::Node {
   Node(const Context& context, bool sequence) : group(context.group), sequence(sequence), positions(context.sequence), site(comm::CallSite::current()) {}
@@ -124,11 +145,48 @@ struct Node : torch::autograd::Node {
   }
   virtual variable_list backward(const variable_list& gradients) = 0;
 
+  /// Whose gradients backward leaves for later, in place of edges to them: weights, then biases, which may be undefined.
+  void leave(variable_list of_weights, variable_list of_biases) {
+    later = nn::LeaveWeightGradients::current();
+    left_weights = std::move(of_weights);
+    left_biases = std::move(of_biases);
+  }
+
   comm::Group group;
   bool sequence;
   int64_t positions;
   std::string site;
   std::vector<SavedVariable> saved;
+  std::shared_ptr<nn::WeightGradients> later;  ///< null: weights and biases are inputs of the node
+  variable_list left_weights, left_biases;
+};
+
+variable_list detached(const variable_list& tensors) {
+  variable_list plain;
+  for (const at::Tensor& tensor : tensors) plain.push_back(tensor.defined() ? tensor.detach() : tensor);
+  return plain;
+}
+
+/// The whole x as a column-wise layer multiplied it, part by part in the order of a backward pass that computes the weights' gradients itself.
+struct GatheredParts {
+  comm::Group group;
+  bool sequence, whole_kept;
+  int64_t positions;
+  std::string site;
+
+  template <class Visit>
+  void visit(const at::Tensor& x, const Visit& visit) const {
+    if (!sequence) return visit(0, x);
+    const comm::CallSite here(site);
+    if (!whole_kept) {
+      for (GatherRing ring(group, x.contiguous(), positions); !ring.done(); ring.advance()) visit(ring.begin(), ring.part());
+      return;
+    }
+    for (int step = 0; step < group.size(); ++step) {
+      const auto [first, size] = chunk(positions, group.size(), step);
+      visit(first, x.narrow(1, first, size));
+    }
+  }
 };
 
 /// Inputs: x, the weights, the biases. Outputs: the products, the whole x.
@@ -141,12 +199,13 @@ struct ColumnNode final : Node {
     x = unpack(0);
     for (size_t i = 0; i < layers; ++i) weights.push_back(unpack(1 + i));
     sums = std::vector<WeightGradient>(layers);
-    variable_list result(1 + 2 * layers);
+    variable_list result(later ? 1 : 1 + 2 * layers);
     result[0] = sequence ? on_rings() : in_pieces();
-    for (size_t i = 0; i < layers; ++i) {
+    for (size_t i = 0; !later && i < layers; ++i) {
       if (wants_weight(i)) result[1 + i] = sums[i].take(weights[i].scalar_type());
       if (dys[i].defined() && task_should_compute_output(1 + layers + i)) result[1 + layers + i] = rows_of(dys[i]).sum(0);
     }
+    if (later) leave_gradients();
     dys.clear();
     weights.clear();
     sums.clear();
@@ -154,12 +213,30 @@ struct ColumnNode final : Node {
     return result;
   }
 
-  bool wants_weight(size_t i) const { return dys[i].defined() && task_should_compute_output(1 + i); }
+  bool wants_weight(size_t i) const { return !later && dys[i].defined() && task_should_compute_output(1 + i); }
   bool wants_any_weight() const {
     for (size_t i = 0; i < layers; ++i) {
       if (wants_weight(i)) return true;
     }
     return false;
+  }
+
+  /// The parts of x travel again, or for the first time, when the weights' turn has come.
+  void leave_gradients() {
+    const auto left = std::make_shared<LeftWeights>(
+        layers, [parts = GatheredParts{group, sequence, whole_kept, positions, site}, x = x.detach(), dys = detached(dys)](std::vector<WeightGradient>& sums) {
+          parts.visit(x, [&](int64_t first, const at::Tensor& part) {
+            for (size_t i = 0; i < dys.size(); ++i) {
+              if (dys[i].defined()) sums[i].add(dys[i].narrow(1, first, part.size(1)), part);
+            }
+          });
+        });
+    for (size_t i = 0; i < layers; ++i) {
+      if (!dys[i].defined()) continue;
+      if (nn::accumulates_into(left_weights[i])) later->leave(left_weights[i], [left, i, dtype = weights[i].scalar_type()] { return left->take(i, dtype); });
+      if (!left_biases[i].defined() || !nn::accumulates_into(left_biases[i])) continue;
+      later->leave(left_biases[i], [dy = dys[i].detach()] { return rows_of(dy).sum(0); });
+    }
   }
 
   /// This rank's term of the input gradient at `count` positions from `first` on.
@@ -238,21 +315,33 @@ struct RowNode final : Node {
 
   variable_list backward(const variable_list& gradients) override {
     const at::Tensor dy = gradients[0];
-    if (!dy.defined()) return variable_list(2);
+    if (!dy.defined()) return variable_list(later ? 1 : 2);
     const at::Tensor x = unpack(0), weight = unpack(1);
-    const bool wants_x = task_should_compute_output(0), wants_weight = task_should_compute_output(1);
+    const bool leaves = later && nn::accumulates_into(left_weights[0]);
+    const bool wants_x = task_should_compute_output(0), wants_weight = !later && task_should_compute_output(1);
     at::Tensor dx = wants_x ? at::empty(x.sizes(), x.options()) : at::Tensor();
     WeightGradient sum;
+    std::vector<std::pair<int64_t, at::Tensor>> parts;  // what has come is kept, as a layer keeps its output's gradient, and does not travel twice
     if (sequence) {
       for (GatherRing ring(group, dy.contiguous(), positions); !ring.done(); ring.advance()) {
         const int64_t first = ring.begin(), size = ring.part().size(1);
         if (wants_x) multiply(dx.narrow(1, first, size), ring.part(), weight.t());
         if (wants_weight) sum.add(ring.part(), x.narrow(1, first, size));
+        if (leaves) parts.emplace_back(first, ring.part().clone());
       }
     } else {
       if (wants_x) multiply(in_one_batch(dx), in_one_batch(dy), weight.t());
       if (wants_weight) sum.add(dy, x);
+      if (leaves) parts.emplace_back(0, dy.detach());
     }
+    if (leaves) {
+      later->leave(left_weights[0], [parts = std::move(parts), x = x.detach(), whole = !sequence, dtype = weight.scalar_type()] {
+        WeightGradient gradient;
+        for (const auto& [first, part] : parts) gradient.add(part, whole ? x : x.narrow(1, first, part.size(1)));
+        return gradient.take(dtype);
+      });
+    }
+    if (later) return {dx};
     return {dx, wants_weight ? sum.take(weight.scalar_type()) : at::Tensor()};
   }
 };
@@ -262,15 +351,27 @@ struct RowNode final : Node {
 ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, TensorLayout from, const std::vector<nn::LinearImpl*>& linears,
                                 bool keep_gathered) {
   const bool sequence = from == TensorLayout::Sequence;
+  variable_list of_weights, of_biases;
+  for (const auto* linear : linears) {
+    of_weights.push_back(linear->weight);
+    of_biases.push_back(linear->bias);
+  }
+  const bool leaves = nn::leaves_weight_gradients(x, of_weights) && nn::leaves_weight_gradients(x, of_biases);
   variable_list weights, biases;
   for (const auto* linear : linears) {
+    const at::AutoGradMode recording(at::GradMode::is_enabled() && !leaves);
     weights.push_back(nn::cast(linear->weight, x.scalar_type()));
     biases.push_back(linear->bias.defined() ? nn::cast(linear->bias, x.scalar_type()) : linear->bias);
   }
   c10::intrusive_ptr<ColumnNode> node;
   if (torch::autograd::compute_requires_grad(x, weights, biases)) {
     node = c10::make_intrusive<ColumnNode>(context, sequence);
-    node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
+    if (leaves) {
+      node->set_next_edges(torch::autograd::collect_next_edges(x));
+      node->leave(std::move(of_weights), std::move(of_biases));
+    } else {
+      node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
+    }
     node->layers = linears.size();
     node->whole_kept = !sequence || keep_gathered || nn::saved_tensors_are_computed_again();
   }
@@ -300,13 +401,22 @@ ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, Ten
 }
 
 at::Tensor multiply_rows(Context& context, const at::Tensor& x, nn::LinearImpl& linear, TensorLayout to) {
-  const at::Tensor weight = nn::cast(linear.weight, x.scalar_type());
+  const bool leaves = nn::leaves_weight_gradients(x, {linear.weight});
+  const at::Tensor weight = [&] {
+    const at::AutoGradMode recording(at::GradMode::is_enabled() && !leaves);
+    return nn::cast(linear.weight, x.scalar_type());
+  }();
   const bool sequence = to == TensorLayout::Sequence;
   if (sequence) context.sequence = x.size(1);
   c10::intrusive_ptr<RowNode> node;
   if (torch::autograd::compute_requires_grad(x, weight)) {
     node = c10::make_intrusive<RowNode>(context, sequence);
-    node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+    if (leaves) {
+      node->set_next_edges(torch::autograd::collect_next_edges(x));
+      node->leave({linear.weight}, {});
+    } else {
+      node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+    }
     // Before anything is sent: where recompute wants no more than this, the sum is not made again.
     node->save(x);
     node->save(weight);

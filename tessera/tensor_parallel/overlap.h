@@ -31,7 +31,8 @@ struct ColumnProducts {
 ///               keep_gathered. Scratch: two parts forward; backward five, and never the whole x.
 ///   Replicated  forward: nothing is sent. Backward: the input gradient is reduced in pieces while the next ones, and then the weights' gradients, are
 ///               computed: 2 (n-1)/n S I.
-/// Differentiable once. All linears compute in x's dtype (can_overlap).
+/// Differentiable once. All linears compute in x's dtype (can_overlap). Where gradients of weights are left for later (nn/weight_gradients.h), the parts of x
+/// travel then.
 ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, TensorLayout from, const std::vector<nn::LinearImpl*>& linears,
                                 bool keep_gathered = false);
 
@@ -39,6 +40,7 @@ ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, Ten
 ///   to = Sequence    forward: computes and sums on a ring the part of the rank before first and its own last: (n-1)/n S O. Backward: the gradient's parts
 ///                    come on a ring, and each is multiplied for x and for the weight as it comes: the same again. Scratch: three parts, two backward.
 ///   to = Replicated  forward: reduces pieces of rows while the next are computed: 2 (n-1)/n S O. Backward: nothing is sent.
+/// A weight's gradient that is left for later keeps the gathered gradient, S O elements, as without overlap.
 at::Tensor multiply_rows(Context& context, const at::Tensor& x, nn::LinearImpl& linear, TensorLayout to);
 
 /// Whether the functions above serve this layer with this input; else it computes without them. `features`: of its output, on this rank. They do not where

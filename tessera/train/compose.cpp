@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
@@ -71,11 +72,9 @@ void resume_compression(const Config& config, const Mesh& mesh, const std::optio
     remarks.push_back("comm.compression = " + config.comm.compression + ": one data rank reduces nothing, so nothing is compressed");
   }
   if (resume) {
-    for (auto& remark : load_hook_state(run.hook.get(), *resume, data, run.layers, verify_hashes(config, *resume))) {
-      remarks.push_back(std::move(remark));
-    }
+    for (auto& remark : load_hook_state(hook_shares(run), *resume, data, verify_hashes(config, *resume))) remarks.push_back(std::move(remark));
   }
-  if (data.rank() > 0 || run.layers.rank() > 0) return;
+  if (data.rank() > 0 || run.layers.rank() > 0 || run.pipeline.rank() > 0) return;
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
@@ -245,22 +244,34 @@ void check_loaded(const Config& config, const Mesh& mesh, const Composition& run
   if (config.zero.stage > 0) equalize_replicas(*run.model, mesh[config.zero.stage == 3 ? roles.replicate : roles.batch], ReplicaStart::Check);
 }
 
-/// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved one.
-std::optional<BucketPlan> saved_plan(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
-  std::vector<GradientSpec> gradients;
-  for (const auto& [name, tensor, aliases] : nn::unique_parameters(*run.model)) {
-    gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
+/// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved ones, each part its own. Collective over the pipeline.
+std::vector<std::optional<BucketPlan>> saved_plans(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
+  std::vector<std::optional<BucketPlan>> plans;
+  bool any_other = false;
+  const std::vector<torch::nn::Module*> roots = roots_of(run);
+  for (size_t part = 0; part < roots.size(); ++part) {
+    std::vector<GradientSpec> gradients;
+    for (const auto& [name, tensor, aliases] : nn::unique_parameters(*roots[part])) {
+      gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
+    }
+    const PlanLayout layout{.data_ranks = data.size(),
+                            .stages = static_cast<int>(run.rank_of_stage.size()),
+                            .stage = run.stage_of(part),
+                            .tensor_ranks = run.layers.size(),
+                            .tensor_rank = run.layers.rank(),
+                            .sizes = options.sizes};
+    bool other = false;
+    plans.push_back(bucket_plan_of(resume.manifest.progress, layout, gradients, resume.folder.string(), other));
+    any_other |= other;
   }
-  const PlanLayout layout{.data_ranks = data.size(), .tensor_ranks = run.layers.size(), .tensor_rank = run.layers.rank(), .sizes = options.sizes};
-  bool other = false;
-  auto plan = bucket_plan_of(resume.manifest.progress, layout, gradients, resume.folder.string(), other);
-  if (other && data.rank() == 0 && layout.tensor_rank == 0) {
+  for (const auto& others : checkpoint::gather_json(run.pipeline, any_other)) any_other |= others.get<bool>();
+  if (any_other && data.rank() == 0 && run.layers.rank() == 0 && run.pipeline.rank() == 0) {
     log().warn(
-        "{}: its bucket plan is of another layout (data ranks, mesh.tp, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
+        "{}: its bucket plan is of another layout (data ranks, mesh.tp, stages, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
         "another order from here on, so the run goes on, but not bit for bit",
         resume.folder.string());
   }
-  return plan;
+  return plans;
 }
 
 std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, const comm::Group& data, torch::nn::Module& root) {
@@ -284,11 +295,15 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
-  if (resume && data.size() > 1 && run.parts.empty()) options.plan = saved_plan(*resume, data, run, options);
-  options.hook = run.hook = make_hook(config, resume);
-  for (torch::nn::Module* root : roots_of(run)) {
-    auto ddp = std::make_unique<DistributedDataParallel>(*root, data, options);
-    if (run.parts.empty()) run.buckets = ddp.get();
+  const std::vector<torch::nn::Module*> roots = roots_of(run);
+  std::vector<std::optional<BucketPlan>> plans(roots.size());
+  if (resume && data.size() > 1) plans = saved_plans(*resume, data, run, options);
+  for (size_t part = 0; part < roots.size(); ++part) {
+    options.plan = std::move(plans[part]);
+    options.hook = make_hook(config, resume);
+    if (options.hook) run.hooks.push_back(options.hook);
+    auto ddp = std::make_unique<DistributedDataParallel>(*roots[part], data, options);
+    run.buckets.push_back(ddp.get());
     parts.push_back(std::move(ddp));
   }
   run.synchronizer = as_one(std::move(parts));

@@ -51,13 +51,14 @@ struct Composition {
   comm::Group cut;                              ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                         ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
-  precision::LossScale loss_scale;          ///< what the loss is multiplied by before backward
-  std::shared_ptr<CommunicationHook> hook;  ///< what compresses gradients; null where they cross whole
+  precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
+  std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
-  const DistributedDataParallel* buckets = nullptr;  ///< the synchronizer, where it has a bucket plan that a checkpoint keeps
+  std::vector<const DistributedDataParallel*> buckets;  ///< of each part, or the whole, where it has a bucket plan that a checkpoint keeps
 
-  /// The plan in use; empty where gradients travel in no buckets.
-  BucketPlan bucket_plan() const { return buckets ? buckets->plan() : BucketPlan{}; }
+  /// Whether the first and the last stage have a copy each of what both use, on whichever rank.
+  bool has_tied_copies() const { return tied.has_value(); }
+  int stage_of(size_t part) const { return parts.empty() ? 0 : parts[part].stage; }
 };
 
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.

@@ -82,7 +82,7 @@ at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
 }
 
 Engine::Engine(const Config& config, Composition& run, MakeSchedule schedule)
-    : seed_(static_cast<uint64_t>(config.run.seed)), run_(run), schedule_(std::move(schedule)), stages_(stages_of(run)) {
+    : seed_(static_cast<uint64_t>(config.run.seed)), zero_(config.zero), run_(run), schedule_(std::move(schedule)), stages_(stages_of(run)) {
   if (!schedule_) schedule_ = [&config, ranks = run.pipeline.size()](int micro_batches) { return make_schedule(config, ranks, micro_batches); };
 }
 
@@ -90,10 +90,15 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
   const auto known = plans_.find(micro_batches);
   if (known != plans_.end()) return known->second;
   Plan& plan = plans_[micro_batches];
-  const schedules::Schedule schedule = schedule_(static_cast<int>(micro_batches));
+  schedules::Schedule schedule = schedule_(static_cast<int>(micro_batches));
+  if (zero_.stage == 3) {
+    schedule = with_gathers(schedule, zero_.reshard_after_forward ? gathered_while_reshards(schedule) : schedules::Gathered::Step);
+  }
+  plan.outlooks = schedules::outlooks(schedule.actions[static_cast<size_t>(run_.pipeline.rank())]);
   int alive = 0;
   std::map<std::pair<int, Kind>, size_t> done;
   for (const Action& listed : schedule.actions[static_cast<size_t>(run_.pipeline.rank())]) {
+    if (!listed.computes()) continue;
     for (const Action& action : schedules::parts(listed)) {
       const bool backward = action.kind == Kind::Backward || action.kind == Kind::BackwardInput;
       const Kind kind = backward ? Kind::Backward : action.kind;
@@ -122,11 +127,16 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
   const ActionKind kind = announced(action.kind);
   const Kind counted = kind == ActionKind::Backward ? Kind::Backward : action.kind;
   const data::MicroBatch& micro = batch_->micro_batches[static_cast<size_t>(action.micro_batch)];
+  const schedules::Outlook& outlook = plan_->outlooks.at({action.stage, action.kind, action.micro_batch});
+  std::optional<ComingAction> coming;
+  if (outlook.coming) coming = {.kind = announced(outlook.coming->kind), .part = part_of(outlook.coming->stage)};
   const MicroBatchPosition position{.index = micro.index,
                                     .last = plan_->last_micro_batch.at({action.stage, counted}) == action.micro_batch,
                                     .padding = micro.weight == 0,
                                     .weights_later = plan_->weights_later.contains({action.stage, action.micro_batch}),
-                                    .part = static_cast<int>(std::distance(stages_.begin(), stages_.find(action.stage)))};
+                                    .part = part_of(action.stage),
+                                    .coming = coming,
+                                    .stays = outlook.stays};
   run_.synchronizer->before(kind, position);
   {
     const MemoryScope activations(MemoryCategory::Activations);

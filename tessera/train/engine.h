@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "tessera/data/loader.h"
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/schedule.h"
+#include "tessera/pipeline/schedules/sharding.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/model_stage.h"
 
@@ -58,12 +60,16 @@ class Engine {
     std::unique_ptr<pipeline::Executor> executor;
     std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
     std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind
-    bool runs_ahead = false;                                          ///< several forwards of the last stage are alive at once
+    schedules::Outlooks outlooks;
+    bool runs_ahead = false;  ///< several forwards of the last stage are alive at once
   };
   Plan& plan_for(size_t micro_batches);
   void around(const schedules::Action& action, const std::function<void()>& body);
 
+  int part_of(int stage) const { return static_cast<int>(std::distance(stages_.begin(), stages_.find(stage))); }
+
   uint64_t seed_;
+  const ZeroConfig zero_;
   Composition& run_;
   MakeSchedule schedule_;
   std::map<int, ModelStage> stages_;  ///< of this rank, by number

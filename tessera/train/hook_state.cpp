@@ -1,6 +1,7 @@
 #include "tessera/train/hook_state.h"
 
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -13,7 +14,7 @@
 
 // Of what a hook carries, the compression errors are terms of a sum over the ranks: nobody minds which rank adds which term, so on another number of ranks rows
 // are dealt anew and added up, and nothing of the gradient is lost. On the same number each row goes back where it was, since dealing n rows to n ranks is the
-// identity.
+// identity. The two copies of a tied embedding are two terms of its gradient: each rank of either has a row.
 
 namespace tessera {
 
@@ -35,14 +36,38 @@ Slice prefixed(Slice slice) {
   return slice;
 }
 
-/// What the hook carries. Where layers are cut, each rank approximates its own gradients: of its part of a matrix, or, of what several ranks hold, of its term
+constexpr const char* kTied = ".embed_tokens.weight";
+constexpr const char* kLastCopy = "@last";
+
+/// What a hook carries, as a checkpoint has it.
+struct Carried {
+  HookTensor held;
+  int row = 0, rows = 1;  ///< of a Sum: this rank's place among those that hold terms
+  std::string stand_in;   ///< where the checkpoint does not have it: what is as good; may be empty
+};
+
+/// What the hooks carry. Where layers are cut, each rank approximates its own gradients: of its part of a matrix, or, of what several ranks hold, of its term
 /// of the sum. So there they carry the rank's place in their names, and are whole under them: another cut has others.
-std::vector<HookTensor> state_of(const CommunicationHook* hook, const comm::Group& tensor) {
-  std::vector<HookTensor> state = hook == nullptr ? std::vector<HookTensor>{} : hook->state();
-  if (tensor.size() == 1) return state;
-  for (HookTensor& held : state) {
-    held.name += detail::concat("@tp", tensor.rank(), "of", tensor.size());
-    held.slice = Slice::whole(held.name, held.tensor.sizes().vec());
+std::vector<Carried> state_of(const HookShares& hooks, const comm::Group& data) {
+  std::vector<Carried> state;
+  for (const auto& [hook, stage] : hooks.parts) {
+    for (HookTensor& held : hook->state()) {
+      const bool copied = hooks.tied_copies && held.name.ends_with(kTied), last = copied && stage > 0;
+      Carried carried{.held = std::move(held), .row = data.rank() + (last ? data.size() : 0), .rows = data.size() * (copied ? 2 : 1), .stand_in = {}};
+      HookTensor& own = carried.held;
+      const std::string cut = hooks.layers.size() > 1 ? detail::concat("@tp", hooks.layers.rank(), "of", hooks.layers.size()) : std::string();
+      if (last && own.across == HookTensor::Across::Equal) {
+        carried.stand_in = own.name + cut;
+        own.name += kLastCopy;
+      }
+      own.name += cut;
+      if (cut.empty()) {
+        own.slice.name = own.name;
+      } else {
+        own.slice = Slice::whole(own.name, own.tensor.sizes().vec());
+      }
+      state.push_back(std::move(carried));
+    }
   }
   return state;
 }
@@ -77,11 +102,17 @@ void add_up(const Share& share) {
 
 }  // namespace
 
-std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook, const comm::Group& data, const comm::Group& tensor) {
+HookShares hook_shares(const Composition& run) {
+  HookShares hooks{.parts = {}, .layers = run.layers, .pipeline = run.pipeline, .tied_copies = run.has_tied_copies()};
+  for (size_t part = 0; part < run.hooks.size(); ++part) hooks.parts.push_back({run.hooks[part].get(), run.stage_of(part)});
+  return hooks;
+}
+
+std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data) {
   std::vector<checkpoint::SlicedTensor> tensors;
-  for (const HookTensor& held : state_of(hook, tensor)) {
+  for (const auto& [held, row, rows, stand_in] : state_of(hooks, data)) {
     if (held.across == HookTensor::Across::Sum) {
-      tensors.push_back({held.tensor.unsqueeze(0), stacked(held.slice, data.size(), data.rank(), 1)});
+      tensors.push_back({held.tensor.unsqueeze(0), stacked(held.slice, rows, row, 1)});
     } else {
       tensors.push_back({held.tensor, prefixed(held.slice)});
     }
@@ -89,8 +120,7 @@ std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook
   return tensors;
 }
 
-std::vector<std::string> load_hook_state(const CommunicationHook* hook, const ResumePoint& resume, const comm::Group& data, const comm::Group& tensor,
-                                         bool verify) {
+std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePoint& resume, const comm::Group& data, bool verify) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Comm);
   const auto& stored_tensors = resume.manifest.tensors;
@@ -98,9 +128,13 @@ std::vector<std::string> load_hook_state(const CommunicationHook* hook, const Re
   std::vector<Share> shares;
   std::set<std::string> known;
   int64_t fresh = 0, carried = 0;
-  const std::vector<HookTensor> state = state_of(hook, tensor);
-  for (const HookTensor& held : state) {
-    const auto stored = stored_tensors.find(hook_prefix + held.name);
+  const std::vector<Carried> state = state_of(hooks, data);
+  for (auto [held, row, rows, stand_in] : state) {
+    auto stored = stored_tensors.find(hook_prefix + held.name);
+    if (stored == stored_tensors.end() && !stand_in.empty()) {
+      stored = stored_tensors.find(hook_prefix + stand_in);
+      held.slice.name = stand_in;
+    }
     if (stored == stored_tensors.end() || !fits(stored->second, held)) {
       ++fresh;
       continue;
@@ -111,7 +145,7 @@ std::vector<std::string> load_hook_state(const CommunicationHook* hook, const Re
       continue;
     }
     const int64_t saved_ranks = stored->second.shape.front();
-    const auto [begin, size] = chunk(saved_ranks, data.size(), data.rank());
+    const auto [begin, size] = chunk(saved_ranks, rows, row);
     std::vector<int64_t> shape = held.tensor.sizes().vec();
     shape.insert(shape.begin(), size);
     shares.push_back({held.tensor, at::empty(shape, held.tensor.options())});
@@ -121,8 +155,9 @@ std::vector<std::string> load_hook_state(const CommunicationHook* hook, const Re
   for (const Share& share : shares) add_up(share);
 
   carried = static_cast<int64_t>(state.size());
-  if (tensor.size() > 1) {
-    const auto all = checkpoint::gather_json(tensor, {{"known", known}, {"fresh", fresh}, {"carried", carried}});
+  for (const comm::Group* others : {&hooks.layers, &hooks.pipeline}) {
+    if (others->size() == 1) continue;
+    const auto all = checkpoint::gather_json(*others, {{"known", known}, {"fresh", fresh}, {"carried", carried}});
     fresh = carried = 0;
     for (const auto& each : all) {
       for (const auto& name : each.at("known")) known.insert(name.get<std::string>());
@@ -131,7 +166,11 @@ std::vector<std::string> load_hook_state(const CommunicationHook* hook, const Re
     }
   }
   int64_t unread = 0;
-  for (const auto& [name, stored] : stored_tensors) unread += name.starts_with(hook_prefix) && !known.contains(name) ? 1 : 0;
+  for (const auto& [name, stored] : stored_tensors) {
+    const size_t copy = name.find(kLastCopy);  // one copy has no use for what another began from
+    const std::string of_first = copy == std::string::npos ? name : std::string(name).erase(copy, std::string_view(kLastCopy).size());
+    unread += name.starts_with(hook_prefix) && !known.contains(of_first) ? 1 : 0;
+  }
   std::vector<std::string> remarks;
   if (fresh > 0) {
     remarks.push_back(detail::concat(

@@ -5,7 +5,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/group.h"
-#include "tessera/data_parallel/communication_hook.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
 
 namespace tessera {
@@ -13,16 +13,30 @@ namespace tessera {
 /// What a checkpoint's names of a communication hook's tensors begin with. Whoever wants weights alone ignores them.
 inline constexpr const char* hook_prefix = "hook.";
 
-/// What a communication hook carries from step to step, as a checkpoint keeps it: "hook.<name>". Where ranks hold different values (HookTensor::Across::Sum)
-/// the logical tensor has one more dimension in front, the ranks of `data`, and each rank holds its own row. Where layers are cut over several ranks of
-/// `tensor`, each has its own, "hook.<name>@tp0of2". Views; `hook` may be null.
-std::vector<checkpoint::SlicedTensor> hook_tensors(const CommunicationHook* hook, const comm::Group& data, const comm::Group& tensor);
+/// Hooks, and whose gradients they compress. A loop of one's own whose model is whole: `{.parts = {{hook.get(), 0}}}`.
+struct HookShares {
+  struct Part {
+    const CommunicationHook* hook;
+    int stage;
+  };
+  std::vector<Part> parts{};  ///< of the model on this rank
+  comm::Group layers{};       ///< ranks that layers are cut over
+  comm::Group pipeline{};     ///< ranks that hold the other stages
+  bool tied_copies = false;   ///< the first and the last stage have a copy each of the embedding
+};
+HookShares hook_shares(const Composition& run);
 
-/// Fills what `hook` carries from a checkpoint of any layout. On as many ranks as saved it, each gets its own back, to the bit. On another number, the saved
+/// What the communication hooks of a run's parts carry from step to step, as a checkpoint keeps it: "hook.<name>". Where ranks hold different values
+/// (HookTensor::Across::Sum) the logical tensor has one more dimension in front, the ranks of `data`, and each rank holds its own row. Names are the
+/// parameters', so it does not matter which stage has them; of what the first and the last stage both have (tied embeddings) there is a row for each copy, and
+/// what all ranks of one copy hold alike is the last stage's under "hook.<name>@last". Where layers are cut over several ranks, each has its own,
+/// "hook.<name>@tp0of2". Views.
+std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data);
+
+/// Fills what the hooks carry from a checkpoint of any layout. On as many ranks as saved it, each gets its own back, to the bit. On another number, the saved
 /// rows are dealt over the ranks and added up, so that their sum stays. What the checkpoint does not have, or has in another shape (another rank of the
-/// approximation), starts afresh. Returns what is to be said aloud, of all ranks of `tensor`, over which layers are cut and which carry other tensors each:
-/// what starts afresh, and what is left unread. Collective over `tensor`.
-std::vector<std::string> load_hook_state(const CommunicationHook* hook, const ResumePoint& resume, const comm::Group& data, const comm::Group& tensor,
-                                         bool verify);
+/// approximation), starts afresh. Returns what is to be said aloud, of all ranks that hold other parts of the model: what starts afresh, and what is left
+/// unread. Collective over the ranks of the pipeline and those that layers are cut over.
+std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePoint& resume, const comm::Group& data, bool verify);
 
 }  // namespace tessera

@@ -17,7 +17,10 @@ class PartSynchronizers final : public GradientSynchronizer {
   void begin_step() override {
     for (auto& part : parts_) part->begin_step();
   }
-  void before(ActionKind action, const MicroBatchPosition& position) override { parts_.at(static_cast<size_t>(position.part))->before(action, position); }
+  void before(ActionKind action, const MicroBatchPosition& position) override {
+    parts_.at(static_cast<size_t>(position.part))->before(action, position);
+    if (position.coming && position.coming->part != position.part) parts_.at(static_cast<size_t>(position.coming->part))->expect(position.coming->kind);
+  }
   void after(ActionKind action, const MicroBatchPosition& position) override { parts_.at(static_cast<size_t>(position.part))->after(action, position); }
   void finish() override {
     statistics_ = {};

@@ -74,9 +74,6 @@ void check_pipeline(const Config& config, const MeshShape& axes) {
           " has the first and the last stage on one rank, which cannot keep two copies of one parameter; set pipeline.schedule = 1f1b, interleaved or zb_h1");
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   make_schedule(config, ranks, static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
-  require(config.comm.compression != "powersgd",
-          "comm.compression = powersgd: keeps state for each bucket, which a checkpoint does not tell apart between the stages of mesh.pp = ", ranks,
-          "; set comm.compression = none, bf16 or fp16");
 }
 
 }  // namespace tessera

@@ -76,10 +76,10 @@ std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, const P
     for (const auto& each : saved) read.push_back(bucket_plan_from_json(each));
     return read;
   });
-  const bool one = plans.size() == 1, mine = one || static_cast<int>(plans.size()) == layout.tensor_ranks;
+  const bool one = plans.size() == 1, mine = one || static_cast<int>(plans.size()) == layout.stages * layout.tensor_ranks;
   other = false;
   if (plans.empty() || plans.front().empty()) return std::nullopt;
-  BucketPlan& plan = plans[mine && !one ? static_cast<size_t>(layout.tensor_rank) : 0];
+  BucketPlan& plan = plans[mine && !one ? static_cast<size_t>(layout.stage * layout.tensor_ranks + layout.tensor_rank) : 0];
   const bool same = mine && data_ranks_of(progress, source) == layout.data_ranks && plan.sizes == layout.sizes && holds_exactly(plan, gradients, source);
   other = !same;
   if (!same) return std::nullopt;

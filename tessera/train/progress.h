@@ -16,7 +16,7 @@ namespace tessera {
 
 /// What a checkpoint keeps beside tensors so that a run goes on as if it had never stopped: the whole configuration (for eval and generate), the place in the
 /// data, and what orders the sums: the bucket plan and the choice of collective algorithms (comm::recorded_choice), with the number of data ranks that they
-/// belong to. `plans`: as JSON the plan, or a list of them by rank of the axis that cuts layers, where these differ.
+/// belong to. `plans`: as JSON the plan, or a list of them, stage by stage and in each by rank of the axis that cuts layers, where these differ.
 nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const nlohmann::json& plans, const nlohmann::json& algorithms, int data_ranks);
 
 /// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged.
@@ -26,6 +26,7 @@ Config config_of(const nlohmann::json& progress, const std::string& source);
 /// What a bucket plan was made of, beside the gradients themselves.
 struct PlanLayout {
   int data_ranks = 1;
+  int stages = 1, stage = 0;              ///< of the model: each has a plan of its own
   int tensor_ranks = 1, tensor_rank = 0;  ///< of the axis that cuts layers
   BucketSizes sizes{};
 };

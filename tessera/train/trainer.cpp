@@ -139,9 +139,19 @@ checkpoint::SaverOptions saver_options(const CheckpointConfig& config, const che
   return options;
 }
 
-// The bucket plans that a checkpoint keeps: of ranks that hold other parts of the layers, where these differ. Collective over `tensor`.
-nlohmann::json bucket_plans(const BucketPlan& plan, const comm::Group& tensor) {
-  auto plans = checkpoint::gather_json(tensor, to_json(plan));
+// The bucket plans that a checkpoint keeps: of stages, and of ranks that hold other parts of their layers, where these differ. Collective over both.
+nlohmann::json bucket_plans(const Composition& run) {
+  nlohmann::json own = nlohmann::json::array();
+  const size_t held = std::max<size_t>(run.parts.size(), 1);
+  for (size_t part = 0; part < held; ++part)
+    own.push_back({{"stage", run.stage_of(part)}, {"plan", to_json(run.buckets.empty() ? BucketPlan{} : run.buckets[part]->plan())}});
+  const auto tensor_ranks = static_cast<size_t>(run.layers.size());
+  std::vector<nlohmann::json> plans(run.rank_of_stage.size() * tensor_ranks);
+  for (const auto& of_rank : checkpoint::gather_json(run.pipeline, checkpoint::gather_json(run.layers, own))) {
+    for (size_t rank = 0; rank < tensor_ranks; ++rank) {
+      for (const auto& part : of_rank[rank]) plans[part.at("stage").get<size_t>() * tensor_ranks + rank] = part.at("plan");
+    }
+  }
   const bool equal = std::ranges::all_of(plans, [&](const auto& each) { return each == plans.front(); });
   return equal ? plans.front() : nlohmann::json(plans);
 }
@@ -349,9 +359,9 @@ void Trainer::save(int64_t step) {
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
   const MeshRoles roles = mesh_roles(config_);
-  for (auto& held : hook_tensors(run.hook.get(), mesh_[roles.batch], mesh_[roles.layers])) state.tensors.push_back(std::move(held));
+  for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.batch])) state.tensors.push_back(std::move(held));
   state.optimizer = optimizer_of_all_stages(run);
-  const auto plans = bucket_plans(run.bucket_plan(), mesh_[roles.layers]);
+  const auto plans = bucket_plans(run);
   state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.batch));
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), loader_.cursor());

@@ -8,6 +8,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/layers.h"
+#include "tessera/nn/operators.h"
 
 namespace tessera::nn {
 namespace {
@@ -50,6 +51,47 @@ TEST(WeightGradients, ComputedLaterHaveTheBitsOfThoseComputedAtOnce) {
         }
       }
     }
+  }
+}
+
+TEST(WeightGradients, OfFp8ProductsAreLeftToo) {
+  for (const auto scaling : {kernels::Fp8Scaling::Tensor, kernels::Fp8Scaling::Row}) {
+    for (const bool bias : {false, true}) {
+      for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+        Linear linear(LinearOptions(32, 48).bias(bias));
+        linear->set_compute_dtype(compute);
+        linear->set_fp8(scaling);
+        const at::Tensor x = at::randn({2, 8, 32});
+        const Gradients at_once = gradients_of(linear, x, nullptr), later = gradients_of(linear, x, std::make_shared<WeightGradients>());
+        EXPECT_TRUE(at::equal(later.x, at_once.x));
+        EXPECT_TRUE(at::equal(later.weight, at_once.weight));
+        EXPECT_TRUE(at::equal(later.bias, at_once.bias));
+      }
+    }
+  }
+}
+
+/// Counted: backward computes what it would for frozen weights, and the rest comes later.
+TEST(WeightGradients, NothingOfThemIsComputedInBackward) {
+  for (const bool fp8 : {false, true}) {
+    Linear linear(LinearOptions(32, 48).bias(false));
+    if (fp8) linear->set_fp8(kernels::Fp8Scaling::Tensor);
+    const auto later = std::make_shared<WeightGradients>();
+    const auto flops_of = [](const auto& body) {
+      const auto counter = std::make_shared<FlopCounter>();
+      const OperatorScope counted(counter);
+      body();
+      return counter->flops();
+    };
+    const at::Tensor x = at::randn({16, 32}).requires_grad_();
+    at::Tensor y;
+    const double forward = flops_of([&] {
+      const LeaveWeightGradients scope(later);
+      y = linear(x);
+    });
+    EXPECT_EQ(forward, 2.0 * 16 * 32 * 48);
+    EXPECT_EQ(flops_of([&] { y.sum().backward(); }), forward) << "fp8 " << fp8;
+    EXPECT_EQ(flops_of([&] { later->compute(); }), forward) << "fp8 " << fp8;
   }
 }
 

@@ -17,6 +17,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 
 namespace tessera {
@@ -232,6 +233,58 @@ TEST(Overlap, RowProductsAreTheSumOfTheTerms) {
         EXPECT_LE(worst(dx, x.grad()), rounding(dtype)) << dtype;
         EXPECT_LE(worst(d_weight, weight.grad()), rounding(dtype)) << dtype;
       });
+    }
+  }
+}
+
+/// What backward makes with weights' gradients in it, and what it makes, and makes later, where they are left: the same bits, and the products of inputs alone.
+TEST(Overlap, GradientsOfWeightsAreLeftForLater) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const bool sequence : {true, false}) {
+      for (const bool kept : {false, true}) {
+        run_ranks(3, [&](World& world) {
+          Layers layers(world, at::kFloat, 7);
+          const std::vector<nn::LinearImpl*> columns{layers.first.get(), layers.second.get()};
+          for (auto* linear : {layers.first.get(), layers.second.get(), layers.row.get()}) linear->set_compute_dtype(dtype);
+          const TensorLayout side = sequence ? TensorLayout::Sequence : TensorLayout::Replicated;
+          const at::Tensor whole = numbers({2, 7, 6}).to(dtype), wide = numbers({2, 7, 4}, 3 + world.rank()).to(dtype);
+          struct Made {
+            std::vector<at::Tensor> gradients;
+            double in_backward, behind;
+          };
+          const auto flops_of = [](const auto& body) {
+            const auto counter = std::make_shared<nn::FlopCounter>();
+            const nn::OperatorScope counted(counter);
+            body();
+            return counter->flops();
+          };
+          const auto made = [&](const std::shared_ptr<nn::WeightGradients>& later) {
+            const at::Tensor x = (sequence ? part_of(whole, 3, world.rank()) : whole.clone()).requires_grad_(), z = wide.clone().requires_grad_();
+            for (auto* linear : {layers.first.get(), layers.second.get(), layers.row.get()}) linear->zero_grad();
+            at::Tensor loss;
+            {
+              const nn::LeaveWeightGradients scope(later);
+              const auto result = tensor_parallel::multiply_columns(layers.context, x, side, columns, kept);
+              loss = result.products[0].square().sum() + result.products[1].sum() + result.whole.sum() +
+                     tensor_parallel::multiply_rows(layers.context, z, *layers.row, side).square().sum();
+            }
+            const double in_backward = flops_of([&] { loss.backward(); });
+            if (later) EXPECT_FALSE(layers.row->weight.grad().defined() || layers.first->weight.grad().defined() || layers.first->bias.grad().defined());
+            const double behind = flops_of([&] {
+              if (later) later->compute();
+            });
+            return Made{{x.grad(), z.grad(), layers.first->weight.grad(), layers.first->bias.grad(), layers.second->weight.grad(), layers.row->weight.grad()},
+                        in_backward,
+                        behind};
+          };
+          const Made at_once = made(nullptr), later = made(std::make_shared<nn::WeightGradients>());
+          for (size_t i = 0; i < at_once.gradients.size(); ++i) EXPECT_TRUE(at::equal(later.gradients[i], at_once.gradients[i])) << i << " " << dtype;
+          EXPECT_EQ(later.in_backward + later.behind, at_once.in_backward);
+          const double products = 2.0 * 2 * 7 * (6 * (4 + 5) + 4 * 6);
+          EXPECT_EQ(later.behind, products);
+          EXPECT_EQ(later.in_backward, products);
+        });
+      }
     }
   }
 }

@@ -95,7 +95,9 @@ Found sharding(const Schedule& schedule) {
     if (action.kind == ReduceGrad && reduces_once && !reduced.insert(action.stage).second) return to_string(action) + " is done a second time";
     if (!action.computes()) return {};
     for (const Action& part : parts(action)) {
-      if (gathers.contains(part.stage) && !gathered.contains(part.stage)) return fmt::format("{}: stage {} is not unsharded", to_string(action), part.stage);
+      const bool uses = part.kind != BackwardWeight;  // made of inputs and of outputs' gradients alone
+      if (uses && gathers.contains(part.stage) && !gathered.contains(part.stage))
+        return fmt::format("{}: stage {} is not unsharded", to_string(action), part.stage);
       if (part.kind != Forward && reduced.contains(part.stage))
         return fmt::format("{}: the gradients of stage {} are reduced already", to_string(action), part.stage);
     }
