@@ -170,14 +170,16 @@ at::Tensor GradientDispatcher::parameter() const { return at::Tensor(c10::intrus
 void GradientDispatcher::deliver(const at::Tensor& gradient) {
   const at::Tensor parameter = this->parameter();
   invariant(gradient.sizes() == parameter.sizes(), "a gradient of shape ", gradient.sizes(), " was delivered to a parameter of shape ", parameter.sizes());
-  state_->arriving.call(parameter);
   {
-    at::NoGradGuard no_grad;
+    const at::NoGradGuard no_grad;
+    // What stands between autograd and the accumulation: the parameter's type, then hooks, ours for arrivals among them. One may bring it into another type.
+    torch::autograd::variable_list arriving{gradient.to(parameter.scalar_type())};
+    for (const auto& hook : torch::autograd::impl::hooks(parameter)) arriving = (*hook)(arriving);
     at::Tensor& grad = parameter.mutable_grad();
     if (grad.defined()) {
-      grad.add_(gradient);  // in place: the gradient may be a view into a bucket
+      grad.add_(arriving[0]);  // in place: the gradient may be a view into a bucket
     } else {
-      grad = gradient.scalar_type() == parameter.scalar_type() ? gradient : gradient.to(parameter.scalar_type());
+      grad = arriving[0];
     }
   }
   if (state_->outstanding > 0) --state_->outstanding;

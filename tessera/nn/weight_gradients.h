@@ -33,8 +33,8 @@ class WeightGradients {
   /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect).
   void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient);
 
-  /// Computes what was left, in that order, and delivers it (GradientDispatcher::deliver): listeners and synchronizers see each as it comes. Hooks that a
-  /// program has put on the weight itself (Tensor::register_hook) are autograd's, and are not called.
+  /// Computes what was left, in that order, and delivers it (GradientDispatcher::deliver): listeners and synchronizers see each as it comes. So do hooks
+  /// that a program has put on the weight itself (Tensor::register_hook).
   void compute();
 
   bool empty() const { return left_.empty(); }

@@ -59,7 +59,7 @@ class Engine {
   struct Plan {
     std::unique_ptr<pipeline::Executor> executor;
     std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
-    std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind
+    std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind; of weights where no backward follows
     schedules::Outlooks outlooks;
     bool runs_ahead = false;  ///< several forwards of the last stage are alive at once
   };

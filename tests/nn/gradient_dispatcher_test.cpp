@@ -97,6 +97,17 @@ TEST(GradientDispatcher, DeliverAccumulatesIntoAViewAndCasts) {
   EXPECT_EQ(fresh.grad().scalar_type(), at::kFloat);
 }
 
+TEST(GradientDispatcher, DeliverGoesThroughTheParametersHooks) {
+  at::Tensor weight = at::ones({2}).requires_grad_();
+  weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+  int arrivals = 0;
+  auto& dispatcher = GradientDispatcher::of(weight);
+  const auto a = dispatcher.listen_arriving([&](const at::Tensor&) { ++arrivals; });
+  dispatcher.deliver(at::ones({2}));
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 2.0)));
+  EXPECT_EQ(arrivals, 1);
+}
+
 TEST(GradientDispatcher, KeepsAHookThatWasThereBefore) {
   struct Foreign : torch::autograd::PostAccumulateGradHook {
     explicit Foreign(int& calls) : calls(calls) {}

@@ -7,6 +7,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/precision/gradient_dtype.h"
+#include "tessera/precision/policy.h"
 #include "tessera/train/engine.h"
 #include "tests/train/fixture.h"
 
@@ -23,6 +25,18 @@ schedules::Schedule alone(const schedules::Schedule& schedule, int rank = 0) {
   return one;
 }
 
+/// All forwards, then the first micro-batch's backward in two halves and the others' whole; its weights right behind their half, or behind all.
+schedules::Schedule mixed(int micro_batches, bool weights_last) {
+  using schedules::Kind;
+  schedules::RankActions actions;
+  for (int i = 0; i < micro_batches; ++i) actions.push_back({.kind = Kind::Forward, .micro_batch = i});
+  actions.push_back({.kind = Kind::BackwardInput, .micro_batch = 0});
+  if (!weights_last) actions.push_back({.kind = Kind::BackwardWeight, .micro_batch = 0});
+  for (int i = 1; i < micro_batches; ++i) actions.push_back({.kind = Kind::Backward, .micro_batch = i});
+  if (weights_last) actions.push_back({.kind = Kind::BackwardWeight, .micro_batch = 0});
+  return {.name = "mixed", .micro_batches = micro_batches, .rank_of = {0}, .actions = {actions}};
+}
+
 class Scheduled : public TrainFixture {
  protected:
   /// What a rank has after two steps whose optimizer is a plain one: losses, gradients and updated values, by name.
@@ -36,6 +50,9 @@ class Scheduled : public TrainFixture {
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
       Composition composed = compose(config, mesh, at::kCPU);
+      Attachment in_fp32;
+      const auto dtype = precision::policy_from(config.precision).gradient_dtype();
+      if (dtype && config.zero.stage < 3) in_fp32 = precision::keep_gradients_in(*dtype, composed.parameters);
       Engine engine(config, composed, schedule);
       data::Loader loader(text, loader_options(config, mesh));
       Seen& mine = seen[static_cast<size_t>(ranks.rank())];
@@ -75,6 +92,8 @@ class Scheduled : public TrainFixture {
         {"1F1B, weights at the end", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(4, m), WeightGradients::AtTheEnd)); }},
         {"ZB-H1", [](int m) { return alone(schedules::zb_h1(4, m), 2); }},
         {"all forward, all backward", [](int m) { return alone(schedules::gpipe(1, m)); }},
+        {"weights before whole backwards", [](int m) { return mixed(m, /*weights_last=*/false); }},
+        {"weights behind whole backwards", [](int m) { return mixed(m, /*weights_last=*/true); }},
     };
     for (const auto& [name, schedule] : schedules) {
       SCOPED_TRACE(std::to_string(world) + " ranks" + (sets.empty() ? "" : ", " + sets.front()) + ", " + name);
@@ -122,6 +141,7 @@ TEST_F(Scheduled, PrecisionsGiveTheSameBits) {
   expect_one_result(2, {"precision.compute=bf16", "zero.stage=1"});
   expect_one_result(2, {"precision.compute=bf16", "zero.stage=3"});
   expect_one_result(2, {"precision.compute=fp16", "model.dropout=0.1"});
+  expect_one_result(2, {"precision.params=bf16", "precision.compute=bf16"});
 }
 
 }  // namespace

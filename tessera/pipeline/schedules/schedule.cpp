@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -88,6 +89,39 @@ Schedule with_weight_gradients(Schedule schedule, WeightGradients when) {
     }
     cut.insert(cut.end(), later.begin(), later.end());
     actions = std::move(cut);
+  }
+  return schedule;
+}
+
+Schedule with_weights_last(Schedule schedule) {
+  for (auto& actions : schedule.actions) {
+    std::set<int> weights_follow;  // stages, behind the action at hand
+    std::set<int> ended;           // whose last backward has been seen
+    RankActions backwards;
+    for (auto listed = actions.rbegin(); listed != actions.rend(); ++listed) {
+      const std::vector<Action> halves = parts(*listed);
+      bool cut = false;
+      for (Action action : halves) {
+        if (action.kind == BackwardWeight) weights_follow.insert(action.stage);
+        if (action.kind == Backward || action.kind == BackwardInput) {
+          cut |= ended.insert(action.stage).second && action.kind == Backward && weights_follow.contains(action.stage);
+        }
+      }
+      if (!cut) {
+        backwards.push_back(*listed);
+        continue;
+      }
+      for (auto half = halves.rbegin(); half != halves.rend(); ++half) {
+        Action action = *half;
+        if (action.kind == Backward) {
+          action.kind = BackwardWeight;
+          backwards.push_back(action);
+          action.kind = BackwardInput;
+        }
+        backwards.push_back(action);
+      }
+    }
+    actions.assign(backwards.rbegin(), backwards.rend());
   }
   return schedule;
 }

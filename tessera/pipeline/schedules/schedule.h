@@ -95,6 +95,10 @@ enum class WeightGradients : uint8_t {
 /// The schedule with each full backward (no part of an overlap) cut in two, and the weights' half where `when` says.
 Schedule with_weight_gradients(Schedule schedule, WeightGradients when);
 
+/// The schedule in which nothing but weights comes behind a stage's last backward where any do: one that is whole, with weights of other micro-batches behind
+/// it, is cut in its two halves, so that who waits for a stage's gradients has one action to wait for, its last backward or its last weights.
+Schedule with_weights_last(Schedule schedule);
+
 /// How many micro-batches are alive at most on `rank`, in stages of its own: from their forward to the end of their backward, weights included.
 /// A rank with v chunks counts a micro-batch once for each, so divide by chunks(rank) for micro-batches of its whole share.
 int most_alive(const Schedule& schedule, int rank);
