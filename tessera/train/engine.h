@@ -14,6 +14,7 @@
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/model_stage.h"
+#include "tessera/train/update_windows.h"
 
 namespace tessera {
 
@@ -48,7 +49,13 @@ class Engine {
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding and on ranks that
   /// do not hold the last stage; never read on the host here. Throws InternalError for a schedule that leaves something out.
-  at::Tensor forward_backward(const data::StepBatch& batch);
+  ///
+  /// A schedule with updates in its midst calls `update` at each of this rank's, when `grad()` of each parameter holds the gradient of the mean loss over all
+  /// valid tokens of that update's micro-batches; afterwards all updates are made.
+  at::Tensor forward_backward(const data::StepBatch& batch, std::function<void()> update = {});
+
+  /// Seconds that the last step waited for gradients to meet.
+  double exposed_s() const;
 
   ForwardEngine forward_only() const { return ForwardEngine(run_); }
 
@@ -59,9 +66,11 @@ class Engine {
     std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
     std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind
     bool runs_ahead = false;                                          ///< several forwards of the last stage are alive at once
+    std::unique_ptr<UpdateWindows> windows;                           ///< null where the step ends with its one update
   };
   Plan& plan_for(size_t micro_batches);
   void around(const schedules::Action& action, const std::function<void()>& body);
+  void compute(ActionKind kind, const schedules::Action& action, const std::function<void()>& body);
 
   uint64_t seed_;
   Composition& run_;
@@ -69,8 +78,9 @@ class Engine {
   std::map<int, ModelStage> stages_;  ///< of this rank, by number
   std::map<size_t, Plan> plans_;
   const data::StepBatch* batch_ = nullptr;  ///< of the step that runs
-  const Plan* plan_ = nullptr;
-  double scale_ = 1;
+  Plan* plan_ = nullptr;
+  std::vector<double> scales_;  ///< of each micro-batch's loss
+  std::function<void()> update_;
 };
 
 }  // namespace tessera
