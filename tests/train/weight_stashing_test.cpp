@@ -7,10 +7,11 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/sample_scope.h"
-#include "tessera/optim/optimizer.h"
+#include "tessera/precision/master_weights.h"
+#include "tessera/precision/policy.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tests/refusal.h"
-#include "tests/train/fixture.h"
+#include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
@@ -18,9 +19,8 @@ namespace {
 using testing_support::difference;
 using testing_support::kGradients;
 using testing_support::kLosses;
+using testing_support::Sets;
 using testing_support::TrainFixture;
-using Sets = std::vector<std::string>;
-using Values = std::map<std::string, at::Tensor>;
 
 /// What the paper says of a micro-batch in the order of a data rank: which version it computes with on a stage, and which update its gradient is part of.
 struct StaleRule {
@@ -57,8 +57,10 @@ class Asynchronous : public TrainFixture {
     RankScope scope(config, 1);
     const PipelineLayout layout = pipeline_layout(config, p);
     const auto model = on_meta([&] { return make_model(config.model); });
-    materialize(*model, static_cast<uint64_t>(config.run.seed), at::kCPU);
-    const auto parameters = nn::unique_parameters(*model);
+    const precision::Policy policy = precision::policy_from(config.precision);
+    const auto seed = static_cast<uint64_t>(config.run.seed);
+    precision::apply(*model, policy);
+    materialize(*model, seed, at::kCPU);
     std::vector<ModelPart> parts;
     std::vector<std::vector<std::vector<at::Tensor>>> versions;  // of each stage, of its parameters
     std::vector<std::vector<nn::NamedParameter>> newest;
@@ -73,7 +75,7 @@ class Asynchronous : public TrainFixture {
         newest[s].push_back({name, tensor.detach().clone().requires_grad_(), {}});
         nn::set_slice(newest[s].back().tensor, nn::slice_of(tensor));
       }
-      optimizers.push_back(optim::make_optimizer(config.optim, newest[s]));
+      optimizers.push_back(precision::make_optimizer(config.optim, policy, seed, newest[s]));
     }
     std::vector<data::Loader> loaders;
     for (int rank = 0; rank < data_ranks; ++rank) {
@@ -174,6 +176,8 @@ TEST_F(Asynchronous, UnevenStagesDropoutAndRecomputation) {
   expect_lists("mlp", 2, {"batch.global_size=1"});  // fewer micro-batches than stages
 }
 
+TEST_F(Asynchronous, SixteenBitProducts) { expect_lists("llama", 2, {"precision.compute=bf16", "optim.name=sgd", "optim.momentum=0.5"}); }
+
 TEST_F(Asynchronous, LargerGroupsOfPipeDream2BW) {
   StaleRule rule = stale_rules()[2];
   rule.version = [](int, int, int, int b) { return std::max(0, b / 4 - 1); };
@@ -205,6 +209,34 @@ TEST_F(Asynchronous, AStepOfOneMicroBatchIsSynchronous) {
   const Trace plain = train(piped("llama", {"mesh.pp=2", "batch.global_size=1"}), 2);
   for (const auto& [name, value] : plain.weights) EXPECT_TRUE(at::equal(stale.weights.at(name), value)) << name;
   for (size_t step = 0; step < plain.steps.size(); ++step) EXPECT_NEAR(stale.steps[step].grad_norm, plain.steps[step].grad_norm, 1e-12);
+}
+
+/// By the tracker, on rank 0 of 4 when most is alive: the versions of the formulas beside the activations of 1F1B, which has 4 micro-batches alive. Where each
+/// backward is followed by an update, most is alive when that has made the newest version: the backward has freed the fourth micro-batch.
+TEST_F(Asynchronous, ARunHoldsTheVersionsAndActivationsOfTheFormulas) {
+  constexpr int64_t kBoundary = 16 * 24 * 4;  // what crosses, in bytes: received ahead, or not sent yet
+  const auto at_peak = [&](Sets sets, const char* micro_batches = "12") {
+    sets.insert(sets.end(), {"mesh.pp=4", "model.layers=6", std::string("batch.global_size=") + micro_batches});
+    const MemoryByCategory peak = train(piped("llama", sets), 4).peak;
+    return std::pair(peak[static_cast<size_t>(MemoryCategory::Parameters)], peak[static_cast<size_t>(MemoryCategory::Activations)]);
+  };
+  const auto [weights, activations] = at_peak({});
+  const int64_t one = at_peak({"pipeline.schedule=gpipe"}, "9").second - at_peak({"pipeline.schedule=gpipe"}, "8").second;  // of a micro-batch
+  EXPECT_GT(one, 10 * kBoundary);
+  EXPECT_GT(activations, 4 * one);
+  for (const StaleRule& rule : stale_rules()) {
+    const auto [versions, alive] = at_peak(rule.sets);
+    EXPECT_EQ(versions, (rule.name == "2BW" ? 2 : 4) * weights) << rule.name;
+    EXPECT_NEAR(alive, rule.name == "2BW" ? activations : 3 * one, kBoundary) << rule.name;
+  }
+}
+
+class AsynchronousResume : public testing_support::ResumeFixture {};
+
+TEST_F(AsynchronousResume, GoesOnBitForBit) {
+  const testing_support::Layout layout{
+      "pipedream", 2, {"mesh.pp=2", "pipeline.schedule=pipedream", "model.tie_embeddings=false", "optim.max_grad_norm=0", "optim.lr=3e-3"}};
+  expect_goes_on(layout, layout, {}, 0, run_saving(layout, {}));
 }
 
 TEST_F(Asynchronous, WhatCannotBeRightIsRefusedByName) {
