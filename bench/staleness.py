@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=[], metavar="text|vit")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--epochs", type=int, default=30)
     flags = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
