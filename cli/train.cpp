@@ -235,6 +235,9 @@ int train(const TrainFlags& flags) {
   comm::check_choice(comm::world_options(config.comm));
   if (!config.comm.interface.empty()) comm::check_interface(config.comm.interface);
   const auto dump = dump_request(flags, config);
+  const bool asynchronous = updates_within_steps(config, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).stages));
+  require(!dump || !asynchronous, "--dump-step = ", dump ? dump->step : 0, ": with pipeline.schedule = ", config.pipeline.schedule,
+          " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
   check_output_file("--memory-report", flags.memory_report_file, inputs_of(flags, config));
   check_log_dir(flags, config);
   check_reached("checkpoint.dir", config.checkpoint.dir);

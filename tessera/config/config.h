@@ -80,6 +80,9 @@ struct Config {
   bool operator==(const Config& other) const;
 };
 
+/// Whether weights change in the midst of a step: a pipeline of several ranks, by a schedule that never flushes within it (PipeDream, PipeDream-2BW).
+bool updates_within_steps(const Config& config, int pipeline_ranks);
+
 /// Reads a TOML file, then applies `sets` ("optim.lr=1e-3") in order. Relative paths in the file become absolute from the file's folder, those in
 /// `sets` from the working directory. Throws ConfigError: the file is missing, unreadable or no TOML (line and column), an unknown section or
 /// key (names the nearest), a wrong type (names key and expected type), a string that is none of the allowed ones (lists them).

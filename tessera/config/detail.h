@@ -30,6 +30,9 @@ std::optional<std::string> value_text(const Config& config, const std::string& k
 /// The rules of precision.*, alone and beside other sections. Throws ConfigError.
 void validate_precision(const Config& config);
 
+/// What schedules that update weights in the midst of a step ask of other sections. Throws ConfigError.
+void validate_asynchronous(const Config& config, int stages);
+
 /// A field's type in messages and documentation.
 template <class T>
 constexpr std::string_view type_name() {

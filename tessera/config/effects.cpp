@@ -20,6 +20,7 @@ struct Dependence {
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
   const auto& [optim, checkpoint, zero] = std::tie(config.optim, config.checkpoint, config.zero);
+  const bool pipelined = config.mesh.pp != 1;
   return {
       {optim.name != "sgd", with("optim.name", optim.name), {"optim.momentum"}},
       {optim.name == "sgd", with("optim.name", optim.name), {"optim.betas", "optim.eps"}},
@@ -31,7 +32,11 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
       {zero.stage < 2, with("zero.stage", zero.stage), {"zero.accumulate"}},
-      {config.mesh.pp == 1, "with mesh.pp = 1", {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages"}},
+      {config.mesh.pp == 1,
+       "with mesh.pp = 1",
+       {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages", "pipeline.vertical_sync", "pipeline.per_update"}},
+      {pipelined && config.pipeline.schedule != "pipedream", with("pipeline.schedule", config.pipeline.schedule), {"pipeline.vertical_sync"}},
+      {pipelined && config.pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", config.pipeline.schedule), {"pipeline.per_update"}},
       {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
       {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},

@@ -106,7 +106,9 @@
     "Schedule, or a CSV file that holds one.")                                                                                                  \
   X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(),                                                                 \
     "`auto`, or how many links each stage has, or the links that begin the stages after the first.")                                            \
-  X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")
+  X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")                                                                             \
+  X(bool, vertical_sync, false, any(), "`pipedream`: a micro-batch uses on every stage the weights' version that it met on the first.")         \
+  X(int, per_update, 0, any(), "`pipedream_2bw`: micro-batches of a data rank that an update sums, at least one for each stage; 0: as few as that.")
 
 #define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
   X(std::string, mode, "none", one_of("none, full, selective"),                                                                  \

@@ -170,6 +170,7 @@ void validate_process(const Config& config) {
 
 void validate_rest(const Config& config) {
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
+  at_least("pipeline.per_update", config.pipeline.per_update, 0);
   at_least("checkpoint.every", config.checkpoint.every, 0);
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
   at_least("checkpoint.staging_bytes", config.checkpoint.staging_bytes, 4096);
@@ -298,6 +299,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_loss(config.loss);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
+  detail::validate_asynchronous(config, size_of("pp"));
 }
 
 void validate_reading(const Config& config) {

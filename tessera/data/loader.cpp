@@ -56,6 +56,9 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
     } else {
       micro.weight = 0;
     }
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      if (i < chunk(count, options.ranks, rank).second) micro.global_valid_tokens += options.micro_size * options.seq_len;
+    }
     batch.micro_batches.push_back(std::move(micro));
   }
   return batch;

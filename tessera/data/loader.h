@@ -23,6 +23,8 @@ struct MicroBatch {
   int64_t index = -1;        ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
   int64_t first_sample = 0;  ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
   int64_t valid_tokens = 0;  ///< labels that count
+  /// Those of all ranks' micro-batches at this place in their runs, known without communication: what a gradient of these alone is normalised by.
+  int64_t global_valid_tokens = 0;
 };
 
 /// A rank's share of one optimizer step.

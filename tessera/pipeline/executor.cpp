@@ -80,21 +80,25 @@ std::string describe(const Action& action) {
         return "backward of inputs";
       case Kind::BackwardWeight:
         return "gradients of weights";
+      case Kind::Update:
+        return "update";
       default:
         return "action";
     }
   };
-  return detail::concat("stage ", action.stage, ", ", name(action.kind), " of micro-batch ", action.micro_batch);
+  return detail::concat("stage ", action.stage, ", ", name(action.kind), action.kind == Kind::Update ? " behind" : " of", " micro-batch ", action.micro_batch);
 }
 
 Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options)
     : schedule_(schedule), crossings_(std::move(crossings)), stages_(std::move(stages)), options_(std::move(options)) {
-  invariant(!schedule.is_asynchronous(), "the schedule '", schedule.name, "' updates weights in the middle");
   invariant(schedule.ranks() == options_.ranks.size(), "a schedule of ", schedule.ranks(), " ranks on ", options_.ranks.size());
   check_crossings(crossings_, schedule.stages());
   legs_ = itinerary(schedule, crossings_, options_.ranks.rank());
   for (const Leg& leg : legs_) {
     invariant(stages_.contains(leg.action.stage), "rank ", options_.ranks.rank(), " does not hold stage ", leg.action.stage);
+    const bool updatable = options_.update && options_.weights.contains(leg.action.stage);
+    invariant(leg.action.kind != Kind::Update || updatable, "the schedule '", schedule.name, "' updates stage ", leg.action.stage,
+              ", and nobody said what that changes, or how");
     if (leg.action.kind == Kind::BackwardWeight) splits_[{leg.action.stage, leg.action.micro_batch}] = true;
   }
 }
@@ -104,6 +108,10 @@ void Executor::run() {
   leaving_.clear();
   alive_.clear();
   sending_.clear();  // what a step left that failed
+  versions_.clear();
+  for (const auto& [stage, weights] : options_.weights) {
+    if (schedule_.is_asynchronous()) versions_.emplace(stage, WeightVersions(weights, schedule_.actions[static_cast<size_t>(options_.ranks.rank())], stage));
+  }
   for (const Leg& leg : legs_) {
     const std::string name = schedule_.stages() > 1 ? describe(leg.action) : "";
     const comm::CallSite site(name);
@@ -127,22 +135,29 @@ void Executor::run() {
 void Executor::carry_out(const Leg& leg) {
   const Action& action = leg.action;
   const auto body = [&] {
-    switch (action.kind) {
-      case Kind::Forward:
-        return forward(action);
-      case Kind::Backward:
-        return backward(action, /*whole=*/true);
-      case Kind::BackwardInput:
-        return backward(action, /*whole=*/false);
-      case Kind::BackwardWeight:
-        alive(action).later->compute();
-        alive_.erase({action.stage, action.micro_batch});
-        return;
-      default:
-        invariant(false, describe(action), " is none that a rank computes");
-    }
+    const auto versions = versions_.find(action.stage);
+    if (versions == versions_.end()) return compute(action);
+    if (action.kind == Kind::Update) return versions->second.update([&] { options_.update(action.stage); });
+    versions->second.with(action.version, [&] { compute(action); });
   };
   options_.around ? options_.around(action, body) : body();
+}
+
+void Executor::compute(const Action& action) {
+  switch (action.kind) {
+    case Kind::Forward:
+      return forward(action);
+    case Kind::Backward:
+      return backward(action, /*whole=*/true);
+    case Kind::BackwardInput:
+      return backward(action, /*whole=*/false);
+    case Kind::BackwardWeight:
+      alive(action).later->compute();
+      alive_.erase({action.stage, action.micro_batch});
+      return;
+    default:
+      invariant(false, describe(action), " is none that a rank computes");
+  }
 }
 
 void Executor::forward(const Action& action) {

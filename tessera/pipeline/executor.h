@@ -18,6 +18,7 @@
 #include "tessera/pipeline/itinerary.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/stage.h"
+#include "tessera/pipeline/weight_versions.h"
 
 namespace tessera::pipeline {
 
@@ -28,19 +29,27 @@ struct ExecutorOptions {
   comm::Group ranks{};           ///< of the pipeline: its ranks are the schedule's
   at::Device device = at::kCPU;  ///< where what comes from other ranks is put
   Around around{};
+
+  // Of asynchronous schedules alone:
+  std::map<int, std::vector<at::Tensor>> weights{};  ///< of each of this rank's stages: the parameters that its updates change (WeightVersions)
+  std::function<void(int stage)> update{};           ///< changes a stage's weights, in place, by the gradients they have, which are then cleared
 };
 
-/// Carries out one rank's part of any synchronous schedule: forwards, backwards whole or in halves, and the messages between.
+/// Carries out one rank's part of any schedule: forwards, backwards whole or in halves, updates in their midst, and the messages between.
 ///
 /// A receive is posted one action before it is needed, a send as soon as there is something to send, and is waited for when the step ends: so both ends of a
 /// link may send at once. A value for a stage of the same rank passes without a message. An output keeps the edge of its graph and no data once it is sent;
 /// inputs and graph go with the backward. Backward halves: the first leaves the gradients of weights (nn/weight_gradients.h), the second computes them.
 ///
 ///   traffic   each value that crosses to another rank once, each gradient once; an announced one 80 bytes more
-///   memory    the graphs of the micro-batches that are alive; a received value one action ahead; sent values until the peer has them
+///   memory    the graphs of the micro-batches that are alive; a received value one action ahead; sent values until the peer has them; the weights that
+///             WeightVersions keeps
+///
+/// An action of an asynchronous schedule computes with the weights of its version; a step begins with version 0, the weights as they are, and leaves the
+/// newest.
 ///
 /// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module. One
-/// stage has no name. Asynchronous schedules and updates in the middle are refused (InternalError). One rank, one thread.
+/// stage has no name. One rank, one thread.
 class Executor {
  public:
   /// `stages`: those of this rank, by number; they have to outlive this.
@@ -65,6 +74,7 @@ class Executor {
   using Value = std::tuple<int, int, bool>;  // crossing, micro-batch, whether it is its gradient
 
   void carry_out(const Leg& leg);
+  void compute(const schedules::Action& action);
   void forward(const schedules::Action& action);
   void backward(const schedules::Action& action, bool whole);
   void post(const Message& message);
@@ -85,6 +95,7 @@ class Executor {
   std::map<Value, at::Tensor> leaving_;  ///< made by the action that runs, to be sent
   std::map<std::pair<int, int>, Alive> alive_;
   std::list<comm::Pending> sending_;
+  std::map<int, WeightVersions> versions_;  ///< of each stage, where the schedule is asynchronous
 };
 
 /// "stage 2, forward of micro-batch 5", as errors, flight records and verdicts name an action.

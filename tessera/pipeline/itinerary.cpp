@@ -15,11 +15,11 @@ using schedules::Schedule;
 
 bool is_backward(const Action& action) { return action.kind == Kind::Backward || action.kind == Kind::BackwardInput; }
 
-/// One rank's actions that compute, the halves of an overlap one after the other.
+/// One rank's actions that compute or update, the halves of an overlap one after the other.
 std::vector<Action> computations(const Schedule& schedule, int rank) {
   std::vector<Action> found;
   for (const Action& action : schedule.actions[static_cast<size_t>(rank)]) {
-    if (!action.computes()) continue;
+    if (!action.computes() && action.kind != Kind::Update) continue;
     for (const Action& part : schedules::parts(action)) found.push_back(part);
   }
   return found;
@@ -109,7 +109,8 @@ std::vector<Leg> itinerary(const Schedule& schedule, const Crossings& crossings,
       return found != forwards.end() && found->second < i;
     };
     receives.post(legs[i].needs, ran, legs[i].posts);
-    if (i + 1 < legs.size()) receives.post(legs[i + 1].needs, ran, legs[i].posts);
+    const auto next = std::find_if(legs.begin() + static_cast<std::ptrdiff_t>(i) + 1, legs.end(), [](const Leg& leg) { return leg.action.computes(); });
+    if (next != legs.end()) receives.post(next->needs, ran, legs[i].posts);
   }
   return legs;
 }

@@ -17,10 +17,10 @@ struct Message {
   bool operator==(const Message&) const = default;
 };
 
-/// One action that computes, with the messages around it.
+/// One action that computes or updates, with the messages around it.
 struct Leg {
   schedules::Action action;
-  std::vector<Message> posts;  ///< to be received, posted before it: what it needs itself, and what the action behind it needs
+  std::vector<Message> posts;  ///< to be received, posted before it: what it needs itself, and what the next that computes needs
   std::vector<Message> needs;  ///< of what has been posted, by now or before
   std::vector<Message> sends;  ///< what it makes for other ranks
 };

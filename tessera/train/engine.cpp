@@ -63,7 +63,7 @@ at::Tensor ForwardEngine::loss_sum(const at::Tensor& tokens, const at::Tensor& l
   const comm::Group& ranks = run_->pipeline;
   std::map<int, ModelStage> stages = stages_of(*run_);
   const std::vector<data::MicroBatch> batch{{.tokens = tokens, .labels = labels}};
-  for (auto& [number, stage] : stages) stage.begin(batch, 1);
+  for (auto& [number, stage] : stages) stage.begin(batch, {1});
   pipeline::Executor executor(forwards_only(run_->rank_of_stage, ranks.size()), pipeline::chain(static_cast<int>(run_->rank_of_stage.size())),
                               pointers_to(stages), {.ranks = ranks, .device = device_of(*run_)});
   executor.run();
@@ -115,17 +115,28 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
     invariant(done[{number, Kind::Forward}] == micro_batches && done[{number, Kind::Backward}] == micro_batches, "the schedule '", schedule.name, "' of ",
               micro_batches, " micro-batches leaves some of them out on stage ", number);
   }
-  plan.executor = std::make_unique<pipeline::Executor>(
-      schedule, pipeline::chain(schedule.stages()), pointers_to(stages_),
-      pipeline::ExecutorOptions{.ranks = run_.pipeline, .device = device_of(run_), .around = [this](const Action& action, const std::function<void()>& body) {
-                                  around(action, body);
-                                }});
+  pipeline::ExecutorOptions options{.ranks = run_.pipeline, .device = device_of(run_)};
+  options.around = [this](const Action& action, const std::function<void()>& body) { around(action, body); };
+  if (schedule.is_asynchronous()) {
+    invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
+    plan.windows = std::make_unique<UpdateWindows>(schedule.actions[static_cast<size_t>(run_.pipeline.rank())]);
+    for (const auto& parameter : run_.updated) options.weights[stages_.begin()->first].push_back(parameter.tensor);
+    options.update = [this](int) { update_(); };
+  }
+  plan.executor = std::make_unique<pipeline::Executor>(schedule, pipeline::chain(schedule.stages()), pointers_to(stages_), std::move(options));
   return plan;
 }
 
 /// What synchronizes gradients hears of each action; the thread carries whose samples these are, and what memory is for.
 void Engine::around(const Action& action, const std::function<void()>& body) {
+  if (action.kind == Kind::Update) {
+    return plan_->windows->update([&] {
+      mark_memory("update");
+      body();
+    });
+  }
   const ActionKind kind = announced(action.kind);
+  if (plan_->windows) return plan_->windows->around(kind, action.micro_batch, [&] { compute(kind, action, body); });
   const Kind counted = kind == ActionKind::Backward ? Kind::Backward : action.kind;
   const data::MicroBatch& micro = batch_->micro_batches[static_cast<size_t>(action.micro_batch)];
   const schedules::Outlook& outlook = plan_->outlooks.at({action.stage, action.kind, action.micro_batch});
@@ -140,25 +151,32 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
                                     .coming = coming,
                                     .stays = outlook.stays};
   run_.synchronizer->before(kind, position);
-  {
-    const MemoryScope activations(MemoryCategory::Activations);
-    const nn::SampleScope sample({.seed = seed_, .step = batch_->step, .first_sample = micro.first_sample, .expected_gradient = scale_});
-    mark_memory(memory_mark(kind));
-    body();
-  }
+  compute(kind, action, body);
   run_.synchronizer->after(kind, position);
 }
 
-at::Tensor Engine::forward_backward(const data::StepBatch& batch) {
+void Engine::compute(ActionKind kind, const Action& action, const std::function<void()>& body) {
+  const auto i = static_cast<size_t>(action.micro_batch);
+  const MemoryScope activations(MemoryCategory::Activations);
+  const nn::SampleScope sample({.seed = seed_, .step = batch_->step, .first_sample = batch_->micro_batches[i].first_sample, .expected_gradient = scales_[i]});
+  mark_memory(memory_mark(kind));
+  body();
+}
+
+double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed_s; }
+
+at::Tensor Engine::forward_backward(const data::StepBatch& batch, std::function<void()> update) {
   plan_ = &plan_for(batch.micro_batches.size());
   batch_ = &batch;
+  update_ = std::move(update);
   run_.model->head()->compute_gradients_in_backward(plan_->runs_ahead);
   // The loss is normalized once, by what the loader knows of the whole batch; sums of gradients over micro-batches and ranks are then final.
-  scale_ = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
-  for (auto& [number, stage] : stages_) stage.begin(batch.micro_batches, scale_);
-  run_.synchronizer->begin_step();
+  const double scale = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
+  scales_ = plan_->windows ? plan_->windows->scales(batch) : std::vector<double>(batch.micro_batches.size(), scale);
+  for (auto& [number, stage] : stages_) stage.begin(batch.micro_batches, scales_);
+  plan_->windows ? plan_->windows->begin(*run_.synchronizer, batch) : run_.synchronizer->begin_step();
   plan_->executor->run();
-  run_.synchronizer->finish();
+  if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
     if (stage.gives_loss()) return at::stack(stage.losses());
   }

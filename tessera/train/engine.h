@@ -16,6 +16,7 @@
 #include "tessera/pipeline/schedules/sharding.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/model_stage.h"
+#include "tessera/train/update_windows.h"
 
 namespace tessera {
 
@@ -50,7 +51,13 @@ class Engine {
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding and on ranks that
   /// do not hold the last stage; never read on the host here. Throws InternalError for a schedule that leaves something out.
-  at::Tensor forward_backward(const data::StepBatch& batch);
+  ///
+  /// A schedule with updates in its midst calls `update` at each of this rank's, when `grad()` of each parameter holds the gradient of the mean loss over all
+  /// valid tokens of that update's micro-batches; afterwards all updates are made.
+  at::Tensor forward_backward(const data::StepBatch& batch, std::function<void()> update = {});
+
+  /// Seconds that the last step waited for gradients to meet.
+  double exposed_s() const;
 
   ForwardEngine forward_only() const { return ForwardEngine(run_); }
 
@@ -61,10 +68,12 @@ class Engine {
     std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
     std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind; of weights where no backward follows
     schedules::Outlooks outlooks;
-    bool runs_ahead = false;  ///< several forwards of the last stage are alive at once
+    bool runs_ahead = false;                 ///< several forwards of the last stage are alive at once
+    std::unique_ptr<UpdateWindows> windows;  ///< null where the step ends with its one update
   };
   Plan& plan_for(size_t micro_batches);
   void around(const schedules::Action& action, const std::function<void()>& body);
+  void compute(ActionKind kind, const schedules::Action& action, const std::function<void()>& body);
 
   int part_of(int stage) const { return static_cast<int>(std::distance(stages_.begin(), stages_.find(stage))); }
 
@@ -75,8 +84,9 @@ class Engine {
   std::map<int, ModelStage> stages_;  ///< of this rank, by number
   std::map<size_t, Plan> plans_;
   const data::StepBatch* batch_ = nullptr;  ///< of the step that runs
-  const Plan* plan_ = nullptr;
-  double scale_ = 1;
+  Plan* plan_ = nullptr;
+  std::vector<double> scales_;  ///< of each micro-batch's loss
+  std::function<void()> update_;
 };
 
 }  // namespace tessera

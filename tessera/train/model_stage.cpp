@@ -1,12 +1,14 @@
 #include "tessera/train/model_stage.h"
 
+#include <utility>
+
 #include "tessera/layout/slice.h"
 
 namespace tessera {
 
-void ModelStage::begin(const std::vector<data::MicroBatch>& micro_batches, double scale) {
+void ModelStage::begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales) {
   micro_batches_ = &micro_batches;
-  scale_ = scale;
+  scales_ = std::move(scales);
   losses_.assign(gives_loss() ? micro_batches.size() : 0, {});
 }
 
@@ -27,7 +29,7 @@ pipeline::StageOutputs ModelStage::forward(int micro_batch, const std::vector<at
   at::Tensor out = run((*micro_batches_)[i], inputs);
   if (!gives_loss()) return {.values = {std::move(out)}};
   losses_[i] = out.detach();
-  return {.values = {}, .loss = out.requires_grad() ? out.mul(scale_) : at::Tensor()};
+  return {.values = {}, .loss = out.requires_grad() ? out.mul(scales_[i]) : at::Tensor()};
 }
 
 }  // namespace tessera

@@ -29,8 +29,8 @@ class ModelStage final : public pipeline::Stage {
 
   bool gives_loss() const { return whole_ != nullptr || part_->gives_loss(); }
 
-  /// What the forwards that follow are of. The loss that backward begins from is the sum times `scale`.
-  void begin(const std::vector<data::MicroBatch>& micro_batches, double scale);
+  /// What the forwards that follow are of. The loss that backward begins from is the sum times the micro-batch's scale.
+  void begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales);
 
   /// The summed loss of each micro-batch, where this stage gives them.
   const std::vector<at::Tensor>& losses() const { return losses_; }
@@ -45,7 +45,7 @@ class ModelStage final : public pipeline::Stage {
   ModelPart part_ = nullptr;
   StreamShape stream_;
   const std::vector<data::MicroBatch>* micro_batches_ = nullptr;
-  double scale_ = 1;
+  std::vector<double> scales_;
   std::vector<at::Tensor> losses_;
 };
 

@@ -13,14 +13,13 @@
 namespace tessera {
 namespace {
 
-/// A schedule that ends where a step does.
+/// A schedule that train carries out.
 const schedules::KnownSchedule& schedule_named(const PipelineConfig& config) {
-  static const std::set<std::string> synchronous{"naive", "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v", "dualpipev"};
-  if (synchronous.contains(config.schedule)) return *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
+  static const std::set<std::string> executed{"naive",       "gpipe",         "1f1b",  "pipedream", "pipedream_2bw",
+                                              "interleaved", "breadth_first", "zb_h1", "zb_v",      "dualpipev"};
+  if (executed.contains(config.schedule)) return *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
   std::string names;
-  for (const auto& name : synchronous) names += (names.empty() ? "" : ", ") + name;
-  require(config.schedule != "pipedream" && config.schedule != "pipedream_2bw", "pipeline.schedule = ", config.schedule,
-          ": updates weights in the middle of a step, which train does not do; set one that ends where the step does: ", names);
+  for (const auto& name : executed) names += (names.empty() ? "" : ", ") + name;
   throw ConfigError(detail::concat("pipeline.schedule = ", config.schedule, ": train carries out ", names, "; set pipeline.schedule to one of them"));
 }
 
@@ -51,7 +50,16 @@ schedules::Schedule make_schedule(const Config& config, int ranks, int micro_bat
   require(any || chunks <= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
           known.chunks == 1 ? " chunk" : " chunks", " of the model on each rank; set pipeline.virtual_stages = ", known.chunks,
           ", or pipeline.schedule = interleaved");
-  return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = micro_batches, .chunks = chunks});
+  schedules::Request request{.name = known.name, .ranks = ranks, .micro_batches = micro_batches, .chunks = chunks};
+  if (known.name == "pipedream") request.vertical_sync = config.pipeline.vertical_sync;
+  if (known.name == "pipedream_2bw") {
+    const int fewest = std::min(ranks, micro_batches);
+    require(config.pipeline.per_update == 0 || config.pipeline.per_update >= fewest, "pipeline.per_update = ", config.pipeline.per_update,
+            ": two versions of the weights are enough where an update sums a micro-batch for each of ", ranks, " stages; set pipeline.per_update = ", fewest,
+            " or more, or 0");
+    request.per_update = config.pipeline.per_update;
+  }
+  return schedules::make_schedule(request);
 }
 
 PipelineLayout pipeline_layout(const Config& config, int ranks) {

@@ -69,6 +69,14 @@ MemoryByCategory bytes_at(const double* numbers) {
   return bytes;
 }
 
+void require_finite_updates(const data::StepBatch& batch, const at::Tensor& norm) {
+  if (std::isfinite(host_read(norm, 0))) return;
+  throw Error(
+      detail::concat("step ", batch.step,
+                     ": the gradient of one of its updates is not finite, and stages have gone on from it; resume from the last checkpoint with a lower "
+                     "optim.lr"));
+}
+
 RankScope& counting(RankScope& scope, at::Device device) {
   track_device(device.type());
   return scope;
@@ -102,6 +110,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
       learning_rate_(config.optim, config.run.steps) {
+  if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
   const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
   if (dtype && !config.run.deterministic && !kept_in_slices) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
@@ -114,12 +123,13 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
   const double waited_before = comm::waited_seconds();
-  const at::Tensor losses = forward_backward(batch);
-  const at::Tensor norm = complete_gradients(request, losses.device());
-  mark_memory("update");
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
-  const bool updating = may_update(batch, norm);
-  if (updating) update(norm, lr);
+  const at::Tensor losses = forward_backward(batch, lr);
+  const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device());
+  if (!updates_) mark_memory("update");
+  const bool updating = updates_ || may_update(batch, norm);
+  if (updates_) require_finite_updates(batch, norm);
+  if (updating && !updates_) update(norm, lr);
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
@@ -154,13 +164,14 @@ void Stepper::update(const at::Tensor& norm, double lr) {
   run_.synchronizer->after_update();
 }
 
-at::Tensor Stepper::forward_backward(const data::StepBatch& batch) {
-  if (flops_) return engine_.forward_backward(batch);
+at::Tensor Stepper::forward_backward(const data::StepBatch& batch, double lr) {
+  const auto update = [this, lr] { updates_->update(lr); };
+  if (flops_) return engine_.forward_backward(batch, update);
   const auto counter = std::make_shared<nn::FlopCounter>();
   at::Tensor losses;
   {
     const nn::OperatorScope counted(counter);
-    losses = engine_.forward_backward(batch);
+    losses = engine_.forward_backward(batch, update);
   }
   flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
   return losses;
@@ -227,7 +238,7 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
   }
   outcome.loss = sum / static_cast<double>(batch.global_valid_tokens);
   outcome.grad_norm = rows[static_cast<size_t>(num_losses)];
-  outcome.exposed_s = run_.synchronizer->statistics().exposed_s;
+  outcome.exposed_s = engine_.exposed_s();
   return outcome;
 }
 

@@ -16,6 +16,7 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/engine.h"
+#include "tessera/train/stage_updates.h"
 #include "tessera/train/stragglers.h"
 
 namespace tessera {
@@ -44,7 +45,7 @@ struct StepFlops {
 /// What one optimizer step yields; equal on every rank.
 struct StepOutcome {
   double loss = 0;       ///< mean over all valid tokens of the global batch, before the update
-  double grad_norm = 0;  ///< before clipping
+  double grad_norm = 0;  ///< before clipping; where weights change in the midst of the step, the root mean square over its updates
   double lr = 0;
   LossScaling loss_scale;
   std::optional<int> not_finite;    ///< the first rank with a loss that is not
@@ -57,7 +58,8 @@ struct StepOutcome {
 
 /// What a step is told besides its data.
 struct StepRequest {
-  /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch.
+  /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch; not where weights change in the midst of
+  /// the step (updates_within_steps): there is no such moment.
   std::function<void()> gradients_ready{};
   /// Asked when the step is done: the signal by which this rank was asked to stop, 0 if it was not.
   std::function<int()> stop_signal{};
@@ -100,7 +102,7 @@ class Stepper {
     RankTimes times;
     StepFlops flops;
   };
-  at::Tensor forward_backward(const data::StepBatch& batch);
+  at::Tensor forward_backward(const data::StepBatch& batch, double lr);
   /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
   at::Tensor complete_gradients(const StepRequest& request, at::Device device);
   void update(const at::Tensor& norm, double lr);
@@ -114,6 +116,7 @@ class Stepper {
   Composition run_;
   std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: of the ranks that have the same losses (the same data rank), and those that have none, one
   Engine engine_;
+  std::optional<StageUpdates> updates_;  ///< where weights change in the midst of steps
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   Attachment attached_;

@@ -127,7 +127,10 @@ Config in_layout(Config config, const MeshConfig& mesh) {
 
 Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   validate(layout, world);
-  check_pipeline(layout, mesh_shape(layout.mesh, layout.zero.stage, world));
+  const MeshShape axes = mesh_shape(layout.mesh, layout.zero.stage, world);
+  require(!updates_within_steps(layout, size_along(axes, mesh_roles(layout).stages)), "pipeline.schedule = ", layout.pipeline.schedule,
+          ": computes with older weights than one device's step, which verify would compare it with; set pipeline.schedule = 1f1b");
+  check_pipeline(layout, axes);
   Inputs inputs = open_inputs(layout);
   const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
   require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,

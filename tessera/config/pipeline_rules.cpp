@@ -1,0 +1,35 @@
+#include <string>
+
+#include "tessera/config/config.h"
+#include "tessera/config/detail.h"
+#include "tessera/core/error.h"
+
+// In an asynchronous pipeline each stage updates by itself, when it has a gradient: at no moment do all stages have the gradients of the same samples. What
+// needs such a moment is refused here.
+
+namespace tessera {
+
+bool updates_within_steps(const Config& config, int pipeline_ranks) {
+  return pipeline_ranks > 1 && (config.pipeline.schedule == "pipedream" || config.pipeline.schedule == "pipedream_2bw");
+}
+
+namespace detail {
+
+void validate_asynchronous(const Config& config, int stages) {
+  if (!updates_within_steps(config, stages)) return;
+  const std::string with = concat("with pipeline.schedule = ", config.pipeline.schedule);
+  const std::string or_synchronous = ", or a schedule that updates where a step ends: pipeline.schedule = 1f1b";
+  require(config.zero.stage == 0, "zero.stage = ", config.zero.stage, ": shards weights between their uses, and ", with,
+          " a rank keeps several versions of them whole; set zero.stage = 0", or_synchronous);
+  require(config.optim.max_grad_norm == 0, "optim.max_grad_norm = ", config.optim.max_grad_norm, ": is of the norm over all stages, and ", with,
+          " each stage updates when it has its own gradient; set optim.max_grad_norm = 0", or_synchronous);
+  require(config.precision.loss_scale == "none", "precision.loss_scale = ", config.precision.loss_scale, ": skips a step that has overflowed on any rank, and ",
+          with, " other stages have updated by then; set precision.loss_scale = none", or_synchronous);
+  require(!config.run.deterministic, "run.deterministic = true: promises the same bits for any number of data ranks, and ", with,
+          " which samples an update sums depends on that number; set run.deterministic = false (the same layout repeats its bits)", or_synchronous);
+  require(!config.model.tie_embeddings, "model.tie_embeddings = true: the first and the last stage share a parameter, and ", with,
+          " they update it at different times; set model.tie_embeddings = false", or_synchronous);
+}
+
+}  // namespace detail
+}  // namespace tessera
