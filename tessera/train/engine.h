@@ -13,26 +13,10 @@
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/forward_engine.h"
 #include "tessera/train/model_stage.h"
 
 namespace tessera {
-
-/// Forward passes without gradients, in evaluation mode, of a model of which a rank may hold a part: validation, replays, `tessera eval`.
-class ForwardEngine {
- public:
-  explicit ForwardEngine(LanguageModel& model) : model_(model) {}
-  /// Through the stages of a pipeline; collective over its ranks.
-  explicit ForwardEngine(Composition& run) : model_(*run.model), run_(run.parts.empty() ? nullptr : &run) {}
-
-  /// The summed loss of a micro-batch, fp32 []; see LanguageModel::forward for shapes. The same on all ranks that work on the same samples.
-  at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& labels);
-  /// Of a model that is whole.
-  at::Tensor logits(const at::Tensor& tokens);
-
- private:
-  LanguageModel& model_;
-  Composition* run_ = nullptr;
-};
 
 /// Turns a rank's micro-batches into the gradient of the global batch. It makes of the model's parts the stages of a pipeline, of one stage where a rank holds
 /// the whole, and lets the executor carry out the schedule; around each action it says to what synchronizes gradients which one it is, and opens the scopes
@@ -50,7 +34,8 @@ class Engine {
   /// do not hold the last stage; never read on the host here. Throws InternalError for a schedule that leaves something out.
   at::Tensor forward_backward(const data::StepBatch& batch);
 
-  ForwardEngine forward_only() const { return ForwardEngine(run_); }
+  /// Of the same model, with stages and executors of its own, which it keeps.
+  ForwardEngine& forward_only() { return forward_only_; }
 
  private:
   /// The executor for so many micro-batches, with what only the whole schedule tells of its actions.
@@ -66,7 +51,9 @@ class Engine {
   uint64_t seed_;
   Composition& run_;
   MakeSchedule schedule_;
+  ForwardEngine forward_only_;
   std::map<int, ModelStage> stages_;  ///< of this rank, by number
+  LossPass pass_;
   std::map<size_t, Plan> plans_;
   const data::StepBatch* batch_ = nullptr;  ///< of the step that runs
   const Plan* plan_ = nullptr;
