@@ -122,7 +122,11 @@ void check_layout(const Config& config, int ranks) {
 
 /// All ranks draw every token, or hear of it.
 Settings flag_settings(const GenerateFlags& flags) {
-  return {{"--prompt", nlohmann::json(flags.prompts).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)},
+  std::string prompts;
+  for (const auto& prompt : flags.prompts) {
+    prompts += (prompts.empty() ? "" : ", ") + nlohmann::json(prompt).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  }
+  return {{"--prompt", prompts},
           {"--samples", std::to_string(flags.samples)},
           {"--max-tokens", std::to_string(flags.max_tokens)},
           {"--seed", std::to_string(flags.seed)},
