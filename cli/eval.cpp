@@ -9,6 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/common.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -18,7 +19,6 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
-#include "tessera/train/compose.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/ranks_agree.h"
@@ -37,11 +37,12 @@ struct EvalFlags {
   bool json = false;
 };
 
-// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that layers are cut over compute them.
-void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, const std::string& file, int64_t micro_size,
+// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that the model is cut over compute
+// them.
+void write_logits(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, const std::string& file, int64_t micro_size,
                   bool writes) {
   data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size);
-  const at::Tensor logits = ForwardEngine(model).logits(loader.next()->tokens).to(at::kFloat);
+  const at::Tensor logits = engine.logits(loader.next()->tokens);
   if (!writes) return;
   checkpoint::SafetensorsWriter writer(file, {{"logits", at::kFloat, logits.sizes().vec()}});
   writer.write(logits);
@@ -51,10 +52,14 @@ void write_logits(LanguageModel& model, std::shared_ptr<const data::Corpus> corp
 /// JSON has no word for a number that is not finite.
 std::string json_number(double value) { return std::isfinite(value) ? format_float(value) : "null"; }
 
-/// Of the part of the model that this rank has.
-std::string first_not_finite(const LanguageModel& model) {
+/// Of all parts of the model. Collective over `group`.
+std::string first_not_finite(const LanguageModel& model, const comm::Group& group) {
+  nlohmann::json mine;
   for (const auto& parameter : model.named_parameters()) {
-    if (!at::isfinite(parameter.value()).all().item<bool>()) return parameter.key() + " holds weights that are not; the model is damaged";
+    if (mine.is_null() && !at::isfinite(parameter.value()).all().item<bool>()) mine = parameter.key();
+  }
+  for (const auto& name : checkpoint::gather_json(group, mine)) {
+    if (!name.is_null()) return name.get<std::string>() + " holds weights that are not; the model is damaged";
   }
   return "its weights are, and what it makes of them for this text is not; compute in a wider type (precision.compute), or take another checkpoint";
 }
@@ -95,10 +100,11 @@ int eval(const EvalFlags& flags) {
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, mesh[roles.layers]);
-    found = evaluate(ForwardEngine(*loaded.model), corpus, flags.seq_len, micro_size, mesh[roles.batch]);
-    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(*loaded.model, corpus, flags, dump, micro_size, world.rank() == 0);
-    if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model);
+    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    ForwardEngine engine(loaded);
+    found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
+    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
+    if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model, world.group());
   });
   if (world.rank() == 0 && flags.json) {
     std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", json_number(found.loss).c_str(), static_cast<long long>(found.tokens),
@@ -121,7 +127,7 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command->add_option("--seq-len", flags->seq_len, "Tokens of a window")->required();
   command->add_option("--micro-size", flags->micro_size, "Windows of a forward pass")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, parts of its layers")
+  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N or mesh.pp=N, parts of it")
       ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");

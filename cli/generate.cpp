@@ -1,4 +1,4 @@
-#include "tessera/models/generate.h"
+#include "tessera/train/generate.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -26,8 +26,10 @@ namespace tessera::cli {
 namespace {
 
 struct GenerateFlags {
-  std::string from_hf, checkpoint, tokenizer, prompt;
+  std::string from_hf, checkpoint, tokenizer;
+  std::vector<std::string> prompts;
   int64_t max_tokens = 100;
+  int64_t samples = 1;  ///< of each prompt
   int64_t seed = 0;
   int nproc = 1;
   SampleOptions sample{.temperature = 0.8, .top_k = 40};
@@ -45,31 +47,53 @@ size_t whole_characters(const std::string& text) {
   return text.size();
 }
 
-/// Writes tokens to stdout as they come.
+/// Writes texts to stdout. One text is written as it is made; of several each comes behind a line that says which it is, and waits for those before it.
 class Printer {
  public:
-  explicit Printer(const data::Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
-
-  void prompt(const std::string& text) { std::fputs(text.c_str(), stdout); }
-
-  void token(int64_t token) {
-    if (token >= tokenizer_.vocab_size()) return;  // ids that the model has beyond the tokenizer's stand for nothing
-    const int32_t id = static_cast<int32_t>(token);
-    waiting_ += tokenizer_.decode({&id, 1});
-    const size_t ready = whole_characters(waiting_);
-    std::fwrite(waiting_.data(), 1, ready, stdout);
-    std::fflush(stdout);
-    waiting_.erase(0, ready);
+  struct Text {
+    std::string title, prompt;
+  };
+  Printer(const data::Tokenizer& tokenizer, std::vector<Text> texts, int64_t max_tokens, std::optional<int64_t> end_of_text)
+      : tokenizer_(tokenizer), max_tokens_(max_tokens), end_of_text_(end_of_text) {
+    for (const Text& text : texts) texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt});
+    write();
   }
 
-  void end() {
-    std::fwrite(waiting_.data(), 1, waiting_.size(), stdout);
-    std::fputc('\n', stdout);
+  void token(size_t number, int64_t token) {
+    Made& text = texts_[number];
+    text.ended = ++text.tokens == max_tokens_ || token == end_of_text_;
+    if (token < tokenizer_.vocab_size()) {  // ids that the model has beyond the tokenizer's stand for nothing
+      const int32_t id = static_cast<int32_t>(token);
+      text.waiting += tokenizer_.decode({&id, 1});
+    }
+    write();
   }
 
  private:
+  struct Made {
+    std::string waiting;  ///< to be written
+    int64_t tokens = 0;
+    bool ended = false;
+  };
+
+  void write() {
+    while (now_ < texts_.size()) {
+      Made& text = texts_[now_];
+      const size_t ready = text.ended ? text.waiting.size() : whole_characters(text.waiting);
+      std::fwrite(text.waiting.data(), 1, ready, stdout);
+      text.waiting.erase(0, ready);
+      if (!text.ended) break;
+      std::fputc('\n', stdout);
+      ++now_;
+    }
+    std::fflush(stdout);
+  }
+
   const data::Tokenizer& tokenizer_;
-  std::string waiting_;
+  int64_t max_tokens_;
+  std::optional<int64_t> end_of_text_;
+  std::vector<Made> texts_;
+  size_t now_ = 0;  ///< that is written
 };
 
 /// Before a rank starts, and before the prompt is printed.
@@ -80,9 +104,9 @@ void check_sampling(const SampleOptions& sample) {
 }
 
 /// As the model cannot see more tokens at once than it was made for.
-void say_what_is_forgotten(int64_t tokens, const ModelConfig& model) {
+void say_what_is_forgotten(size_t tokens, const ModelConfig& model) {
   const int64_t most = model.max_seq_len.value_or(0);
-  if (most == 0 || tokens < most) return;
+  if (most == 0 || static_cast<int64_t>(tokens) < most) return;
   log().warn(
       "--prompt has {} tokens, and the model sees at most model.max_seq_len = {} at once, those that it makes included: it goes on from the last {} alone",
       tokens, most, std::max<int64_t>(most / 2, 1));
@@ -92,12 +116,18 @@ void say_what_is_forgotten(int64_t tokens, const ModelConfig& model) {
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
   require(layout.copies == 1, "mesh.dp_replicate = ", layout.copies,
-          ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks, ", or start fewer");
+          ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks / layout.stage_ranks,
+          ", or deal them as stages, --set mesh.pp=", ranks / layout.tensor_ranks, ", or start fewer");
 }
 
-/// All ranks draw every token.
+/// All ranks draw every token, or hear of it.
 Settings flag_settings(const GenerateFlags& flags) {
-  return {{"--prompt", nlohmann::json(flags.prompt).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)},
+  std::string prompts;
+  for (const auto& prompt : flags.prompts) {
+    prompts += (prompts.empty() ? "" : ", ") + nlohmann::json(prompt).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  }
+  return {{"--prompt", prompts},
+          {"--samples", std::to_string(flags.samples)},
           {"--max-tokens", std::to_string(flags.max_tokens)},
           {"--seed", std::to_string(flags.seed)},
           {"--temperature", format_float(flags.sample.temperature)},
@@ -105,19 +135,38 @@ Settings flag_settings(const GenerateFlags& flags) {
           {"--top-p", format_float(flags.sample.top_p)}};
 }
 
+/// What the flags ask for: of each prompt so many samples, of which each has a seed of its own, the same beside any others.
+struct Wanted {
+  std::vector<TextRequest> requests{};
+  std::vector<Printer::Text> texts{};
+};
+
+Wanted wanted_texts(const GenerateFlags& flags, const data::Tokenizer& tokenizer) {
+  Wanted wanted;
+  for (size_t i = 0; i < flags.prompts.size(); ++i) {
+    const auto ids = tokenizer.encode(flags.prompts[i]);
+    require(!ids.empty(), "--prompt is empty: give the text to continue");
+    for (int64_t sample = 0; sample < flags.samples; ++sample) {
+      SampleOptions options = flags.sample;
+      options.seed = static_cast<uint64_t>(flags.seed) + static_cast<uint64_t>(sample);
+      wanted.requests.push_back({.prompt = {ids.begin(), ids.end()}, .sample = options});
+      wanted.texts.push_back({.title = detail::concat("--- prompt ", i + 1, ", seed ", options.seed), .prompt = flags.prompts[i]});
+    }
+  }
+  return wanted;
+}
+
 int generate_text(const GenerateFlags& flags) {
   require(flags.max_tokens >= 1, "--max-tokens = ", flags.max_tokens, ": it must be at least 1");
+  constexpr int64_t kMostSamples = 10'000;
+  require(flags.samples >= 1 && flags.samples <= kMostSamples, "--samples = ", flags.samples, ": give the texts to make of each prompt, 1 to ", kMostSamples);
   check_sampling(flags.sample);
   require(flags.seed >= 0, "--seed = ", flags.seed, ": it must be at least 0");
-  SampleOptions sample = flags.sample;
-  sample.seed = static_cast<uint64_t>(flags.seed);
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
   const auto remarks = reading_remarks(source, flags.sets);
-  const auto ids = tokenizer->encode(flags.prompt);
-  require(!ids.empty(), "--prompt is empty: give the text to continue");
-  const std::vector<int64_t> prompt(ids.begin(), ids.end());
+  const Wanted wanted = wanted_texts(flags, *tokenizer);
   const auto end_of_text = tokenizer->eos() ? std::optional<int64_t>(*tokenizer->eos()) : std::nullopt;
   const int ranks = world_size(flags.nproc);
   check_layout(config, ranks);
@@ -127,21 +176,26 @@ int generate_text(const GenerateFlags& flags) {
   say_once(said_of_it);
   Settings settings = reading_settings(source, *tokenizer);
   for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
-  if (comm::read_environment().rank == 0) say_what_is_forgotten(static_cast<int64_t>(prompt.size()), config.model);
+  if (comm::read_environment().rank == 0) {
+    for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
+      say_what_is_forgotten(wanted.requests[i].prompt.size(), config.model);
+  }
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   world.guard([&] {
     check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const auto loaded = load_model(source, mesh[mesh_roles(config).layers]);
-    std::optional<Printer> printer;  // every rank draws every token, and one writes it
-    if (world.rank() == 0) printer.emplace(*tokenizer).prompt(flags.prompt);
-    generate(*loaded.model, prompt, flags.max_tokens, sample, end_of_text, [&](int64_t token) {
-      if (printer) printer->token(token);
+    const MeshRoles roles = mesh_roles(config);
+    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    ForwardEngine engine(loaded);
+    std::optional<Printer> printer;  // every rank knows every token, and one writes it
+    if (world.rank() == 0) printer.emplace(*tokenizer, wanted.texts, flags.max_tokens, end_of_text);
+    const auto print = [&](size_t text, int64_t token) {
+      if (printer) printer->token(text, token);
       return true;
-    });
-    if (printer) printer->end();
+    };
+    generate(engine, wanted.requests, {.max_new_tokens = flags.max_tokens, .end_of_text = end_of_text, .on_token = print});
   });
   return 0;
 }
@@ -154,14 +208,21 @@ void add_generate(CLI::App& app, int& exit_code) {
   command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
   command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
   command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
-  command->add_option("--prompt", flags->prompt, "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said")
-      ->required();
+  command
+      ->add_option("--prompt", flags->prompts,
+                   "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said; may be given several times")
+      ->required()
+      ->allow_extra_args(false);
+  command->add_option("--samples", flags->samples, "Texts to make of each prompt, with seed, seed + 1, ...")->capture_default_str();
   command->add_option("--max-tokens", flags->max_tokens, "Tokens to write at most")->capture_default_str();
   command->add_option("--temperature", flags->sample.temperature, "0: always the most likely token")->capture_default_str();
   command->add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all")->capture_default_str();
   command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
   command->add_option("--seed", flags->seed, "The same text for the same seed; 0 to 9223372036854775807")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them")->capture_default_str();
+  command
+      ->add_option("--nproc", flags->nproc,
+                   "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them, or mesh.pp=N to deal them as stages")
+      ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });
 }

@@ -34,9 +34,9 @@
 #include "tessera/mesh/mesh.h"
 
 // Modules and models.
-#include "tessera/models/generate.h"
 #include "tessera/models/model.h"
 #include "tessera/models/parallel_plans.h"
+#include "tessera/models/sampling.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/contrastive_loss.h"
@@ -98,6 +98,8 @@
 #include "tessera/launch/local.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/forward_engine.h"
+#include "tessera/train/generate.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/state_bytes.h"
 #include "tessera/train/trainer.h"

@@ -303,6 +303,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
 }
 
 void validate_reading(const Config& config) {
+  at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
   validate_model(config.model);
   validate_process(config);
 }

@@ -46,8 +46,10 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
   batch.micro_batches.reserve(static_cast<size_t>(most));
   for (int64_t i = 0; i < most; ++i) {
     MicroBatch micro;
-    micro.tokens = at::empty({options.micro_size, options.seq_len}, placed);
-    micro.labels = at::empty({options.micro_size, options.seq_len}, placed);
+    micro.rows = options.micro_size;
+    micro.seq_len = options.seq_len;
+    if (options.reads.tokens) micro.tokens = at::empty({micro.rows, micro.seq_len}, placed);
+    if (options.reads.labels) micro.labels = at::empty({micro.rows, micro.seq_len}, placed);
     micro.first_sample = (step - 1) * options.global_size;
     if (i < size) {
       micro.index = begin + i;
@@ -89,10 +91,11 @@ StepBatch Loader::next() {
     if (micro.index >= 0) {
       fill(micro);
     } else {
-      micro.tokens.zero_();
-      micro.labels.fill_(ignored_label);
+      if (micro.tokens.defined()) micro.tokens.zero_();
+      if (micro.labels.defined()) micro.labels.fill_(ignored_label);
     }
   }
+  if (!options_.reads.any()) return batch;
   for (const MicroBatch& micro : batch.micro_batches) {
     for (int64_t row = 0; micro.index >= 0 && row < options_.micro_size; ++row) {
       corpus_->read_ahead(window_of(micro.first_sample + options_.global_size + row) * options_.seq_len, options_.seq_len + 1);
@@ -104,8 +107,11 @@ StepBatch Loader::next() {
 void Loader::fill(MicroBatch& micro) const {
   for (int64_t row = 0; row < options_.micro_size; ++row) {
     const int64_t first = window_of(micro.first_sample + row) * options_.seq_len;
-    corpus_->read(first, options_.seq_len, micro.tokens.mutable_data_ptr<int64_t>() + row * options_.seq_len);
-    corpus_->read(first + 1, options_.seq_len, micro.labels.mutable_data_ptr<int64_t>() + row * options_.seq_len);
+    const auto read = [&](int64_t from, const at::Tensor& into) {
+      if (into.defined()) corpus_->read(from, options_.seq_len, into.mutable_data_ptr<int64_t>() + row * options_.seq_len);
+    };
+    read(first, micro.tokens);
+    read(first + 1, micro.labels);
   }
 }
 

@@ -15,14 +15,22 @@ namespace tessera::data {
 /// Label of a position that does not count.
 inline constexpr int64_t ignored_label = -100;
 
+/// What a rank reads of a text. Of a model that is cut into stages the first takes tokens, the last labels, and those between know shapes and counts alone.
+struct Reads {
+  bool tokens = true, labels = true;
+
+  bool any() const { return tokens || labels; }
+};
+
 /// What one forward takes. A padding micro-batch (weight 0) is there so that all ranks run the same number: tokens 0, labels all ignored, index -1.
 struct MicroBatch {
-  at::Tensor tokens;         ///< [micro_size, seq_len] int64
-  at::Tensor labels;         ///< [micro_size, seq_len] int64: the next token, or ignored_label
-  double weight = 1;         ///< 0 = padding micro-batch
-  int64_t index = -1;        ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
-  int64_t first_sample = 0;  ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
-  int64_t valid_tokens = 0;  ///< labels that count
+  at::Tensor tokens;              ///< [rows, seq_len] int64; undefined where they are not read
+  at::Tensor labels;              ///< [rows, seq_len] int64: the next token, or ignored_label; undefined where they are not read
+  int64_t rows = 0, seq_len = 0;  ///< on every rank
+  double weight = 1;              ///< 0 = padding micro-batch
+  int64_t index = -1;             ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
+  int64_t first_sample = 0;       ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
+  int64_t valid_tokens = 0;       ///< labels that count
   /// Those of all ranks' micro-batches at this place in their runs, known without communication: what a gradient of these alone is normalised by.
   int64_t global_valid_tokens = 0;
 };
@@ -41,6 +49,7 @@ struct LoaderOptions {
   bool shuffle = true;      ///< a new order of all windows in every epoch
   uint64_t seed = 0;        ///< of the order
   int rank = 0, ranks = 1;  ///< of the data axes
+  Reads reads{};            ///< of this rank
 };
 
 /// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; carried() compares them.
@@ -61,7 +70,8 @@ struct Cursor {
 /// Sample s of the run is window s % windows of epoch s / windows: without shuffle that window itself, with it the window's image under that epoch's
 /// permutation (shuffle.h). So an epoch may begin inside a step, and step k is found without stepping there.
 ///
-/// Memory: micro_batches * micro_size * seq_len * 16 bytes a step; no buffer of its own (the kernel reads the next step's pages ahead). One object, one thread.
+/// Memory: micro_batches * micro_size * seq_len * 8 bytes a step for tokens, where they are read, and as much for labels; no buffer of its own (the kernel
+/// reads the next step's pages ahead). One object, one thread.
 class Loader {
  public:
   /// Throws ConfigError where global_size is no multiple of micro_size, has fewer micro-batches than ranks, or exceeds the windows of the corpus.

@@ -11,8 +11,8 @@
 
 namespace tessera::data {
 
-SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks)
-    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)) {
+SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks, Reads reads)
+    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)), reads_(reads) {
   invariant(seq_len > 0 && micro_size > 0, "sequential loader of seq_len ", seq_len, ", micro_size ", micro_size);
   check_windows(*corpus_, seq_len, 1, "evaluation");
   const int64_t micro_batches = (windows_ + micro_size - 1) / micro_size;
@@ -23,17 +23,20 @@ SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t
 std::optional<MicroBatch> SequentialLoader::next() {
   if (position_ == count_) return std::nullopt;
   MicroBatch micro;
-  micro.tokens = at::zeros({micro_size_, seq_len_}, at::kLong);
-  micro.labels = at::full({micro_size_, seq_len_}, ignored_label, at::kLong);
+  micro.rows = micro_size_;
+  micro.seq_len = seq_len_;
+  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, seq_len_}, at::kLong);
+  if (reads_.labels) micro.labels = at::full({micro_size_, seq_len_}, ignored_label, at::kLong);
   if (position_ < size_) {
     micro.index = begin_ + position_;
     micro.first_sample = micro.index * micro_size_;
     const int64_t rows = std::min(micro_size_, windows_ - micro.first_sample);
     // Windows lie one behind the other, and so do rows.
-    corpus_->read(micro.first_sample * seq_len_, rows * seq_len_, micro.tokens.mutable_data_ptr<int64_t>());
-    corpus_->read(micro.first_sample * seq_len_ + 1, rows * seq_len_, micro.labels.mutable_data_ptr<int64_t>());
-    micro.valid_tokens = rows * seq_len_;
-    corpus_->read_ahead((micro.first_sample + rows) * seq_len_, std::min(rows * seq_len_, corpus_->tokens() - (micro.first_sample + rows) * seq_len_));
+    const int64_t first = micro.first_sample * seq_len_, count = rows * seq_len_;
+    if (reads_.tokens) corpus_->read(first, count, micro.tokens.mutable_data_ptr<int64_t>());
+    if (reads_.labels) corpus_->read(first + 1, count, micro.labels.mutable_data_ptr<int64_t>());
+    micro.valid_tokens = count;
+    if (reads_.any()) corpus_->read_ahead(first + count, std::min(count, corpus_->tokens() - first - count));
   } else {
     micro.weight = 0;
   }

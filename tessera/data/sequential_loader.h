@@ -12,7 +12,7 @@ namespace tessera::data {
 class SequentialLoader {
  public:
   /// Throws ConfigError where the corpus gives no window.
-  SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank = 0, int ranks = 1);
+  SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank = 0, int ranks = 1, Reads reads = {});
 
   /// The next micro-batch of this rank; nothing at the end. `first_sample` is the window of row 0.
   std::optional<MicroBatch> next();
@@ -25,6 +25,7 @@ class SequentialLoader {
  private:
   std::shared_ptr<const Corpus> corpus_;
   int64_t seq_len_, micro_size_, windows_;
+  Reads reads_;
   int64_t begin_ = 0, size_ = 0, count_ = 0, position_ = 0;  // this rank's run of micro-batches, calls of next(), calls made
 };
 

@@ -1,5 +1,8 @@
 #include "tessera/models/kv_cache.h"
 
+#include <algorithm>
+#include <vector>
+
 #include <ATen/ops/empty.h>
 
 #include "tessera/core/error.h"
@@ -7,63 +10,59 @@
 #include "tessera/nn/sample_scope.h"
 
 // The attention core takes keys and values longer than its queries as a context that ends with them, so a cache is an interceptor in front of it and no model
-// needs to know. Memory is made at the first step, when it is known how many heads are here and of which dtype.
+// needs to know. Memory is made when it is first known how many rows and heads are here, and of which dtype.
 
 namespace tessera {
 
 /// Around one attention core: adds the new keys and values to the earlier ones and attends to all.
 class KvCache::Layer : public nn::Interceptor {
  public:
-  explicit Layer(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  explicit Layer(std::shared_ptr<const State> state) : state_(std::move(state)), kept_(static_cast<size_t>(state_->places)) {}
 
-  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
-    if (!state_->stepping) return next(std::move(inputs));
-    inputs[1] = extend(keys_, inputs[1].toTensor());
-    inputs[2] = extend(values_, inputs[2].toTensor());
+  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
+    if (state_->place < 0) return next(std::move(inputs));
+    auto& [keys, values] = kept_.at(static_cast<size_t>(state_->place));
+    inputs[1] = extend(keys, inputs[1].toTensor());
+    inputs[2] = extend(values, inputs[2].toTensor());
     inputs[3] = c10::IValue();  // positions: the columns are all there, in order
     return next(std::move(inputs));
   }
 
  private:
   at::Tensor extend(at::Tensor& kept, const at::Tensor& added) {
-    if (!kept.defined()) kept = at::empty({state_->batch, state_->capacity, added.size(2), added.size(3)}, added.options());
-    kept.narrow(1, state_->length, added.size(1)).copy_(added);
-    return kept.narrow(1, 0, state_->length + added.size(1));
+    const bool other_rows = kept.defined() && state_->begin == 0 && kept.size(0) != added.size(0);
+    if (!kept.defined() || other_rows) kept = at::empty({added.size(0), state_->capacity, added.size(2), added.size(3)}, added.options());
+    kept.narrow(1, state_->begin, added.size(1)).copy_(added);
+    return kept.narrow(1, 0, state_->begin + added.size(1));
   }
 
   std::shared_ptr<const State> state_;
-  at::Tensor keys_, values_;  ///< [batch, capacity, K, D / H]
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  ///< of each place: keys and values, [rows, capacity, K, D / H]
 };
 
-KvCache::KvCache(LanguageModel& model, int64_t batch, int64_t capacity) : model_(model), state_(std::make_shared<State>()) {
-  state_->batch = batch;
+KvCache::KvCache(LanguageModel& model, int places, int64_t capacity) : state_(std::make_shared<State>()) {
+  state_->places = places;
   state_->capacity = capacity > 0 ? capacity : model.max_seq_len();
   require(state_->capacity <= model.max_seq_len(), "KvCache: a capacity of ", capacity, " tokens is more than model.max_seq_len = ", model.max_seq_len());
-  if (!model.attention_pattern().empty()) {
-    attached_ = nn::attach(model, model.attention_pattern(), [&](nn::Module&) { return std::make_shared<Layer>(state_); });
-  }
+  const std::string pattern = model.attention_pattern();
+  const auto modules = model.named_modules("", /*include_self=*/false);  // a stage without blocks has no attention
+  const bool attends = std::ranges::any_of(modules, [&](const auto& module) { return nn::matches(pattern, module.key()); });
+  if (!pattern.empty() && attends) attached_ = nn::attach(model, pattern, [&](nn::Module&) { return std::make_shared<Layer>(state_); });
 }
 
 KvCache::~KvCache() = default;
 
-at::Tensor KvCache::step(const at::Tensor& tokens) {
-  const int64_t batch = tokens.size(0), columns = tokens.size(1);
-  require(batch == state_->batch && columns > 0, "KvCache: tokens of shape ", tokens.sizes(), " are not [", state_->batch, ", S] with S > 0");
-  require(state_->length + columns <= state_->capacity, "KvCache: ", columns, " more tokens after ", state_->length, " are more than its capacity of ",
-          state_->capacity);
-  const at::NoGradGuard no_grad;
-  struct Stepping {  // also switched off when a step throws
-    State& state;
-    explicit Stepping(State& state) : state(state) { state.stepping = true; }
-    ~Stepping() { state.stepping = false; }
-  } stepping(*state_);
-  const at::Tensor positions = nn::consecutive(state_->length, columns, tokens.device());
-  const at::Tensor hidden = model_.hidden(tokens, {.positions = positions, .document_ids = std::nullopt});
-  // Where ranks hold parts of the sequence, the head puts it together, and no rank of several holds all of more than one column.
-  const bool whole = hidden.size(1) == columns;
-  const at::Tensor logits = model_.head()->logits(whole ? hidden.narrow(1, columns - 1, 1) : hidden);
-  state_->length += columns;
-  return logits.select(1, logits.size(1) - 1);
+KvCache::Reading::Reading(KvCache& cache, int place, int64_t begin, int64_t columns) : cache_(cache), begin_(begin), columns_(columns) {
+  State& state = *cache.state_;
+  invariant(0 <= place && place < state.places, "KvCache: no place ", place, " of ", state.places);
+  require(columns > 0 && begin >= 0 && begin + columns <= state.capacity, "KvCache: ", columns, " more tokens after ", begin, " do not fit its capacity of ",
+          state.capacity);
+  state.place = place;
+  state.begin = begin;
 }
+
+KvCache::Reading::~Reading() { cache_.state_->place = -1; }
+
+at::Tensor KvCache::Reading::positions(at::Device device) const { return nn::consecutive(begin_, columns_, device); }
 
 }  // namespace tessera

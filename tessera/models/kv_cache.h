@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -11,33 +10,45 @@
 
 namespace tessera {
 
-/// Keys and values of the tokens a model has seen, so that each further token costs one column. It attaches to the model's attention cores from outside and
-/// works for whatever heads a rank holds; calls of the model that do not go through `step` are not affected.
-/// Memory: 2 * layers * batch * capacity * kv_heads * head_dim elements of the compute dtype, allocated at the first step.
+/// Keys and values of the tokens that a model has read, so that each further token costs one column; of several sequences apart, in places of their own. It
+/// attaches to the model's attention cores from outside, and works for whatever links and heads of the model a rank holds.
+/// Memory of a place: 2 * layers * rows * capacity * kv_heads * head_dim elements of the compute dtype, of the layers and heads that are here, allocated when
+/// it is first read into.
 class KvCache {
  public:
-  /// `capacity` tokens per row (0: the model's max_seq_len). The model must outlive the cache.
-  KvCache(LanguageModel& model, int64_t batch, int64_t capacity = 0);
+  /// `capacity` tokens per row (0: the model's max_seq_len). The model must outlive the cache. Throws ConfigError for more than max_seq_len.
+  explicit KvCache(LanguageModel& model, int places = 1, int64_t capacity = 0);
   ~KvCache();
   KvCache(const KvCache&) = delete;
   KvCache& operator=(const KvCache&) = delete;
 
-  /// tokens [batch, S] that follow what was seen -> logits [batch, V] of the last one. Records no gradients. Throws ConfigError where they do not fit.
-  at::Tensor step(const at::Tensor& tokens);
+  /// While it lives, calls of the model and of parts of it read `columns` tokens that follow the first `begin` of what lies at a place, with positions(). What
+  /// was there behind `begin` is forgotten. Calls outside of it pass the cache by. Throws ConfigError where they do not fit.
+  class Reading {
+   public:
+    Reading(KvCache& cache, int place, int64_t begin, int64_t columns);
+    ~Reading();
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
 
-  /// Forgets everything; memory is kept.
-  void clear() { state_->length = 0; }
-  int64_t length() const { return state_->length; }
+    at::Tensor positions(at::Device device) const;  ///< begin, begin + 1, ...: int64 [columns]
+
+   private:
+    KvCache& cache_;
+    int64_t begin_, columns_;
+  };
+
   int64_t capacity() const { return state_->capacity; }
 
  private:
   class Layer;
   struct State {
-    int64_t batch = 0, capacity = 0, length = 0;
-    bool stepping = false;
+    int places = 1;
+    int64_t capacity = 0;
+    int place = -1;  ///< that is read into; -1: none
+    int64_t begin = 0;
   };
 
-  LanguageModel& model_;
   std::shared_ptr<State> state_;  ///< shared with the interceptors
   Attachment attached_;
 };

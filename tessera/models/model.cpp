@@ -61,11 +61,13 @@ ModelPartImpl::ModelPartImpl(std::shared_ptr<LanguageModel> model, ChainRange ra
   for (const auto& [name, child] : children_of(*model_, model_->embedding_children(), {range})) register_module(name, child);
 }
 
-at::Tensor ModelPartImpl::forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len) {
+at::Tensor ModelPartImpl::forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len, const std::optional<at::Tensor>& positions,
+                                  bool last_alone) {
+  const TokenPlaces places{positions, std::nullopt};
   const int64_t first_block = std::max<int64_t>(range_.begin, 1) - 1, blocks_end = std::min(range_.end - 1, model_->num_blocks());
-  at::Tensor stream = takes_tokens() ? model_->embed(input, {}) : input;
-  if (first_block < blocks_end) stream = model_->run_blocks(stream, first_block, blocks_end, seq_len, {});
-  return gives_loss() ? model_->head()(model_->normed(stream), labels) : stream;
+  at::Tensor stream = takes_tokens() ? model_->embed(input, places) : input;
+  if (first_block < blocks_end) stream = model_->run_blocks(stream, first_block, blocks_end, seq_len, places);
+  return gives_loss() ? model_->through_head(model_->normed(stream), labels, seq_len, last_alone) : stream;
 }
 
 void LanguageModel::register_head(const at::Tensor& embedding_weight) {
@@ -79,9 +81,17 @@ void LanguageModel::register_head(const at::Tensor& embedding_weight) {
 }
 
 at::Tensor LanguageModel::forward(const at::Tensor& tokens, const std::optional<at::Tensor>& labels, const std::optional<at::Tensor>& positions,
-                                  const std::optional<at::Tensor>& document_ids) {
+                                  const std::optional<at::Tensor>& document_ids, bool last_alone) {
   require(tokens.dim() == 2, "a language model takes tokens [B, S], not a tensor of shape ", tokens.sizes());
-  return head_(hidden(tokens, {positions, document_ids}), labels);
+  return through_head(hidden(tokens, {positions, document_ids}), labels, tokens.size(1), last_alone);
+}
+
+at::Tensor LanguageModel::through_head(const at::Tensor& hidden, const std::optional<at::Tensor>& labels, int64_t seq_len, bool last_alone) {
+  if (!last_alone) return head_(hidden, labels);
+  // Where ranks hold parts of the sequence, the head puts it together, and no rank of several holds all of more than one column.
+  const bool whole = hidden.size(1) == seq_len;
+  const at::Tensor logits = head_->logits(whole ? hidden.narrow(1, seq_len - 1, 1) : hidden);
+  return logits.narrow(1, logits.size(1) - 1, 1);
 }
 
 std::shared_ptr<LanguageModel> make_model_for_stages(const ModelConfig& config) {

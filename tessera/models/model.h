@@ -34,9 +34,10 @@ struct ChainRange {
 class LanguageModel : public nn::Module {
  public:
   /// tokens [B, S] int64 -> logits [B, S, V] in the compute dtype; with labels [B, S] int64 (-100 = no target): the fp32 SUM of the
-  /// cross-entropy over all targets, for the caller to divide by the global count. positions, document_ids: see TokenPlaces.
+  /// cross-entropy over all targets, for the caller to divide by the global count. positions, document_ids: see TokenPlaces. `last_alone`: logits of the last
+  /// position, [B, 1, V], which is all that a continuation asks for.
   at::Tensor forward(const at::Tensor& tokens, const std::optional<at::Tensor>& labels = {}, const std::optional<at::Tensor>& positions = {},
-                     const std::optional<at::Tensor>& document_ids = {});
+                     const std::optional<at::Tensor>& document_ids = {}, bool last_alone = false);
 
   /// Through the chain of what is attached to the model.
   at::Tensor logits(const at::Tensor& tokens) { return nn::call(*this, tokens); }
@@ -78,6 +79,9 @@ class LanguageModel : public nn::Module {
   /// Names of the children that the embedding link is made of; those that are in no link (tables) go with the blocks.
   virtual std::vector<std::string> embedding_children() const { return {"embed_tokens"}; }
 
+  /// What the head makes of normed hidden states [B, S, D], or this rank's part of the sequence; `seq_len` is S.
+  at::Tensor through_head(const at::Tensor& hidden, const std::optional<at::Tensor>& labels, int64_t seq_len, bool last_alone);
+
   /// Registers the head: with a weight of its own, or sharing `embedding_weight` where the configuration ties them.
   void register_head(const at::Tensor& embedding_weight);
 
@@ -96,7 +100,8 @@ class ModelPartImpl : public nn::Module {
 
   /// input: tokens [B, S] where the range begins with the embedding, else the residual stream, or this rank's part of it; `seq_len` is S.
   /// Gives the stream; behind the head what LanguageModel::forward gives: logits, or with labels [B, S] the fp32 sum of the loss.
-  at::Tensor forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len);
+  at::Tensor forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len, const std::optional<at::Tensor>& positions = {},
+                     bool last_alone = false);
 
   const ChainRange& range() const noexcept { return range_; }
   bool takes_tokens() const { return range_.begin == 0; }

@@ -69,6 +69,8 @@ at::Tensor room_for(const TensorSpec& spec, at::Device device) {
 
 }  // namespace
 
+int end_of_tags(int micro_batches, const Crossings& crossings) { return tag_of({.micro_batch = micro_batches}, crossings.size()); }
+
 std::string describe(const Action& action) {
   const auto name = [](Kind kind) {
     switch (kind) {

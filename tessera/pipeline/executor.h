@@ -98,6 +98,9 @@ class Executor {
   std::map<int, WeightVersions> versions_;  ///< of each stage, where the schedule is asynchronous
 };
 
+/// Tags of the messages of so many micro-batches are below this; others may send between the same ranks under it and above.
+int end_of_tags(int micro_batches, const Crossings& crossings);
+
 /// "stage 2, forward of micro-batch 5", as errors, flight records and verdicts name an action.
 std::string describe(const schedules::Action& action);
 

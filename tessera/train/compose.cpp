@@ -27,7 +27,6 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/part_synchronizers.h"
-#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -121,22 +120,6 @@ std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<Gradien
   return std::make_unique<PartSynchronizers>(std::move(parts));
 }
 
-/// Keeps of a model on meta the stages that are this rank's.
-void take_stages(const Config& config, const PipelineLayout& layout, Composition& run) {
-  const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
-  std::vector<ChainRange> links;
-  for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
-  run.model->keep(links);
-  for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
-  run.rank_of_stage = layout.rank_of;
-  const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
-  run.stream.dim = config.model.dim;
-  if (!in_parts) return;
-  run.stream.part = run.layers.rank();
-  run.stream.parts = run.layers.size();
-  run.stream.of_length = [tensor = run.tensor.get()](int64_t length) { tensor->set_sequence(length); };
-}
-
 /// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
 void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
   if (run.parts.empty() || !config.model.tie_embeddings) return;
@@ -156,22 +139,6 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
     for (auto& parameter : nn::unique_parameters(*root)) all.push_back(std::move(parameter));
   }
   return all;
-}
-
-/// What a checkpoint of the whole model holds for other stages.
-std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const Composition& run) {
-  std::vector<std::string> others;
-  if (run.parts.empty()) return others;
-  const auto whole = on_meta([&] { return make_model(config.model); });
-  std::set<std::string> known;
-  for (const auto& parameter : nn::unique_parameters(*whole)) known.insert(parameter.name);
-  for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
-  for (const auto& [name, stored] : manifest.tensors) {
-    // "model.<name>", "buffer.<name>", "optimizer.<state>.<name>"
-    const size_t begin = name.starts_with("optimizer.") ? name.find('.', std::string_view("optimizer.").size()) : name.find('.');
-    if (begin != std::string::npos && known.contains(name.substr(begin + 1))) others.push_back(name);
-  }
-  return others;
 }
 
 /// The update counts of this rank's parameters alone.
@@ -316,6 +283,36 @@ void allow_tf32(const precision::Policy& policy, at::Device device, bool first) 
 }
 
 }  // namespace
+
+void take_stages(const Config& config, const PipelineLayout& layout, CutModel& run) {
+  const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
+  std::vector<ChainRange> links;
+  for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
+  run.model->keep(links);
+  for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
+  run.rank_of_stage = layout.rank_of;
+  const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
+  run.stream.dim = config.model.dim;
+  if (!in_parts) return;
+  run.stream.part = run.layers.rank();
+  run.stream.parts = run.layers.size();
+  run.stream.of_length = [tensor = run.tensor.get()](int64_t length) { tensor->set_sequence(length); };
+}
+
+std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& run) {
+  std::vector<std::string> others;
+  if (run.parts.empty()) return others;
+  const auto whole = on_meta([&] { return make_model(config.model); });
+  std::set<std::string> known;
+  for (const auto& parameter : nn::unique_parameters(*whole)) known.insert(parameter.name);
+  for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
+  for (const auto& [name, stored] : manifest.tensors) {
+    // "model.<name>", "buffer.<name>", "optimizer.<state>.<name>"
+    const size_t begin = name.starts_with("optimizer.") ? name.find('.', std::string_view("optimizer.").size()) : name.find('.');
+    if (begin != std::string::npos && known.contains(name.substr(begin + 1))) others.push_back(name);
+  }
+  return others;
+}
 
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor) {
   if (tensor.size() == 1) return nullptr;

@@ -21,33 +21,21 @@
 #include "tessera/pipeline/tied.h"
 #include "tessera/precision/loss_scale.h"
 #include "tessera/tensor_parallel/parallelize.h"
+#include "tessera/train/cut_model.h"
 #include "tessera/train/inputs.h"
-#include "tessera/train/model_stage.h"
+#include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
 
-/// A stage's share of a model.
-struct ModelShare {
-  int stage = 0;
-  ModelPart module = nullptr;
-};
-
 /// A model with everything that a configuration attaches to it. Members are destroyed from the last to the first: what is attached goes before the
 /// model it is attached to.
-struct Composition {
-  std::shared_ptr<LanguageModel> model;         ///< or what this rank holds of it
-  std::unique_ptr<TensorParallel> tensor;       ///< null where layers are whole
-  std::vector<ModelShare> parts;                ///< the model's stages on this rank, in their order; empty where it is whole
-  comm::Group pipeline;                         ///< ranks that hold the other stages
-  std::vector<int> rank_of_stage{0};            ///< of that group, for every stage
-  StreamShape stream;                           ///< what crosses between stages
+struct Composition : CutModel {
   std::optional<pipeline::TiedGradients> tied;  ///< what the first and the last stage share
   Attachment recomputed;                        ///< what of it is computed again in backward
   std::vector<nn::NamedParameter> parameters;   ///< tied ones once
   std::vector<nn::NamedParameter> updated;      ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
   comm::Group shard;                            ///< ranks over which those slices are cut; of one where this rank updates everything
   bool offloaded = false;                       ///< what the optimizer updates, its gradients and its state lie on the host beside the device
-  comm::Group layers;                           ///< ranks that layers are cut over
   comm::Group cut;                              ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                         ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
@@ -63,6 +51,12 @@ struct Composition {
 
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);
+
+/// Keeps of a model on meta the stages that are this rank's of `model.pipeline`; once its layers are cut.
+void take_stages(const Config& config, const PipelineLayout& layout, CutModel& model);
+
+/// What a checkpoint of the whole model holds for other stages than this rank's.
+std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& model);
 
 /// Refuses a model that cannot be cut over `ranks`: one forward pass on meta, of `seq_len` positions, whose layouts are followed from layer to layer. Throws
 /// ConfigError.

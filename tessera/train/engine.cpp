@@ -3,17 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include "tessera/comm/call_site.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
-#include "tessera/train/evaluation_mode.h"
 #include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
@@ -23,66 +18,21 @@ namespace {
 using schedules::Action;
 using schedules::Kind;
 
-std::map<int, ModelStage> stages_of(Composition& run) {
-  std::map<int, ModelStage> stages;
-  if (run.parts.empty()) stages.emplace(0, ModelStage(*run.model));
-  for (const ModelShare& part : run.parts) stages.emplace(part.stage, ModelStage(part.module, run.stream));
-  return stages;
-}
-
-std::map<int, pipeline::Stage*> pointers_to(std::map<int, ModelStage>& stages) {
-  std::map<int, pipeline::Stage*> pointers;
-  for (auto& [number, stage] : stages) pointers.emplace(number, &stage);
-  return pointers;
-}
-
-at::Device device_of(const Composition& run) { return run.parameters.empty() ? at::Device(at::kCPU) : run.parameters.front().tensor.device(); }
-
 ActionKind announced(Kind kind) {
   return kind == Kind::Forward ? ActionKind::Forward : kind == Kind::BackwardWeight ? ActionKind::Weights : ActionKind::Backward;
 }
 
 const char* memory_mark(ActionKind kind) { return kind == ActionKind::Forward ? "forward" : kind == ActionKind::Backward ? "backward" : "weights"; }
 
-/// Forwards alone, of one micro-batch, through every stage.
-schedules::Schedule forwards_only(const std::vector<int>& rank_of, int ranks) {
-  schedules::Schedule schedule{.name = "forward", .micro_batches = 1, .rank_of = rank_of, .actions = {}};
-  schedule.actions.resize(static_cast<size_t>(ranks));
-  for (int stage = 0; stage < schedule.stages(); ++stage) {
-    schedule.actions[static_cast<size_t>(rank_of[static_cast<size_t>(stage)])].push_back({.kind = Kind::Forward, .stage = stage, .micro_batch = 0});
-  }
-  return schedule;
-}
-
 }  // namespace
 
-at::Tensor ForwardEngine::loss_sum(const at::Tensor& tokens, const at::Tensor& labels) {
-  const EvaluationMode mode(model_);
-  const at::NoGradGuard no_grad;
-  if (run_ == nullptr) return model_.loss_sum(tokens, labels);
-  const comm::Group& ranks = run_->pipeline;
-  std::map<int, ModelStage> stages = stages_of(*run_);
-  const std::vector<data::MicroBatch> batch{{.tokens = tokens, .labels = labels}};
-  for (auto& [number, stage] : stages) stage.begin(batch, {1});
-  pipeline::Executor executor(forwards_only(run_->rank_of_stage, ranks.size()), pipeline::chain(static_cast<int>(run_->rank_of_stage.size())),
-                              pointers_to(stages), {.ranks = ranks, .device = device_of(*run_)});
-  executor.run();
-  at::Tensor loss = at::zeros({}, at::TensorOptions(at::kFloat).device(device_of(*run_)));
-  if (const auto last = stages.find(static_cast<int>(run_->rank_of_stage.size()) - 1); last != stages.end()) loss = last->second.losses().front();
-  const comm::CallSite site("pipeline.loss");
-  comm::broadcast(ranks, loss, run_->rank_of_stage.back());
-  return loss;
-}
-
-at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
-  invariant(run_ == nullptr, "logits of a model that is cut into stages");
-  const EvaluationMode mode(model_);
-  const at::NoGradGuard no_grad;
-  return model_.logits(tokens);
-}
-
 Engine::Engine(const Config& config, Composition& run, MakeSchedule schedule)
-    : seed_(static_cast<uint64_t>(config.run.seed)), zero_(config.zero), run_(run), schedule_(std::move(schedule)), stages_(stages_of(run)) {
+    : seed_(static_cast<uint64_t>(config.run.seed)),
+      zero_(config.zero),
+      run_(run),
+      schedule_(std::move(schedule)),
+      forward_only_(run),
+      stages_(stages_of(run)) {
   if (!schedule_) schedule_ = [&config, ranks = run.pipeline.size()](int micro_batches) { return make_schedule(config, ranks, micro_batches); };
 }
 
@@ -115,7 +65,7 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
     invariant(done[{number, Kind::Forward}] == micro_batches && done[{number, Kind::Backward}] == micro_batches, "the schedule '", schedule.name, "' of ",
               micro_batches, " micro-batches leaves some of them out on stage ", number);
   }
-  pipeline::ExecutorOptions options{.ranks = run_.pipeline, .device = device_of(run_)};
+  pipeline::ExecutorOptions options{.ranks = run_.pipeline, .device = device_of(*run_.model)};
   options.around = [this](const Action& action, const std::function<void()>& body) { around(action, body); };
   if (schedule.is_asynchronous()) {
     invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
@@ -173,14 +123,15 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, std::function<
   // The loss is normalized once, by what the loader knows of the whole batch; sums of gradients over micro-batches and ranks are then final.
   const double scale = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
   scales_ = plan_->windows ? plan_->windows->scales(batch) : std::vector<double>(batch.micro_batches.size(), scale);
-  for (auto& [number, stage] : stages_) stage.begin(batch.micro_batches, scales_);
+  pass_.begin(batch.micro_batches, scales_);
+  for (auto& [number, stage] : stages_) stage.begin(pass_);
   plan_->windows ? plan_->windows->begin(*run_.synchronizer, batch) : run_.synchronizer->begin_step();
   plan_->executor->run();
   if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
-    if (stage.gives_loss()) return at::stack(stage.losses());
+    if (stage.gives_loss()) return at::stack(pass_.losses());
   }
-  return at::zeros({static_cast<int64_t>(batch.micro_batches.size())}, at::TensorOptions(at::kFloat).device(device_of(run_)));
+  return at::zeros({static_cast<int64_t>(batch.micro_batches.size())}, at::TensorOptions(at::kFloat).device(device_of(*run_.model)));
 }
 
 }  // namespace tessera

@@ -15,27 +15,11 @@
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/schedules/sharding.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/forward_engine.h"
 #include "tessera/train/model_stage.h"
 #include "tessera/train/update_windows.h"
 
 namespace tessera {
-
-/// Forward passes without gradients, in evaluation mode, of a model of which a rank may hold a part: validation, replays, `tessera eval`.
-class ForwardEngine {
- public:
-  explicit ForwardEngine(LanguageModel& model) : model_(model) {}
-  /// Through the stages of a pipeline; collective over its ranks.
-  explicit ForwardEngine(Composition& run) : model_(*run.model), run_(run.parts.empty() ? nullptr : &run) {}
-
-  /// The summed loss of a micro-batch, fp32 []; see LanguageModel::forward for shapes. The same on all ranks that work on the same samples.
-  at::Tensor loss_sum(const at::Tensor& tokens, const at::Tensor& labels);
-  /// Of a model that is whole.
-  at::Tensor logits(const at::Tensor& tokens);
-
- private:
-  LanguageModel& model_;
-  Composition* run_ = nullptr;
-};
 
 /// Turns a rank's micro-batches into the gradient of the global batch. It makes of the model's parts the stages of a pipeline, of one stage where a rank holds
 /// the whole, and lets the executor carry out the schedule; around each action it says to what synchronizes gradients which one it is, and opens the scopes
@@ -59,7 +43,8 @@ class Engine {
   /// Seconds that the last step waited for gradients to meet.
   double exposed_s() const;
 
-  ForwardEngine forward_only() const { return ForwardEngine(run_); }
+  /// Of the same model, with stages and executors of its own, which it keeps.
+  ForwardEngine& forward_only() { return forward_only_; }
 
  private:
   /// The executor for so many micro-batches, with what only the whole schedule tells of its actions.
@@ -81,7 +66,9 @@ class Engine {
   const ZeroConfig zero_;
   Composition& run_;
   MakeSchedule schedule_;
+  ForwardEngine forward_only_;
   std::map<int, ModelStage> stages_;  ///< of this rank, by number
+  LossPass pass_;
   std::map<size_t, Plan> plans_;
   const data::StepBatch* batch_ = nullptr;  ///< of the step that runs
   Plan* plan_ = nullptr;

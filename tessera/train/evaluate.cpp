@@ -1,5 +1,7 @@
 #include "tessera/train/evaluate.h"
 
+#include <vector>
+
 #include <ATen/ops/full.h>
 
 #include "tessera/comm/collectives.h"
@@ -7,13 +9,30 @@
 #include "tessera/data/sequential_loader.h"
 
 namespace tessera {
+namespace {
 
-Evaluation evaluate(ForwardEngine engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group) {
-  data::SequentialLoader loader(std::move(corpus), seq_len, micro_size, group.rank(), group.size());
-  double sum = 0;
-  while (auto micro = loader.next()) sum += host_read(engine.loss_sum(micro->tokens, micro->labels), 0.0);
+/// The next micro-batches of this rank, at most so many.
+std::vector<data::MicroBatch> next_of(data::SequentialLoader& loader, size_t most) {
+  std::vector<data::MicroBatch> found;
+  while (found.size() < most) {
+    auto micro = loader.next();
+    if (!micro) break;
+    found.push_back(std::move(*micro));
+  }
+  return found;
+}
+
+}  // namespace
+
+Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group) {
+  data::SequentialLoader loader(std::move(corpus), seq_len, micro_size, group.rank(), group.size(), engine.reads());
+  double sum = 0;  // of the micro-batches one by one, so that it does not depend on how many are on their way at once
+  for (auto micro_batches = next_of(loader, engine.in_flight()); !micro_batches.empty(); micro_batches = next_of(loader, engine.in_flight())) {
+    for (const double loss : host_read_all(engine.loss_sums(micro_batches), 0.0)) sum += loss;
+  }
   const at::Tensor total = at::full({1}, sum, at::dtype(at::kDouble));
   comm::all_reduce(group, total);
+  engine.share(total);
   const double nats = host_read(total, 0.0);
   return {.loss = nats / static_cast<double>(loader.global_valid_tokens()),
           .bits_per_byte = data::bits_per_byte(nats, loader.global_bytes()),

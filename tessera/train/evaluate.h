@@ -5,7 +5,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/data/corpus.h"
-#include "tessera/train/engine.h"
+#include "tessera/train/forward_engine.h"
 
 namespace tessera {
 
@@ -15,8 +15,9 @@ struct Evaluation {
   int64_t tokens = 0;        ///< targets
 };
 
-/// Loss of `model` on every window of `corpus`, dealt over `group`; equal on all ranks. Collective. The model is put into evaluation mode
-/// meanwhile (no dropout) and keeps no graph. Traffic: one all-reduce of a number.
-Evaluation evaluate(ForwardEngine engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
+/// Loss of a model on every window of `corpus`, dealt over `group`, the ranks that hold the same of it; equal on all ranks. Collective. The model is put into
+/// evaluation mode meanwhile (no dropout) and keeps no graph. Ranks that hold its stages read what their stages take, and no stage waits between micro-batches.
+/// Traffic: one all-reduce of a number, one broadcast of it to the stages, and the stream between stages.
+Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
 
 }  // namespace tessera

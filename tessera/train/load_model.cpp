@@ -14,6 +14,7 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 
 namespace tessera {
@@ -31,13 +32,17 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-LoadedModel build(const Config& config, const comm::Group& tensor, at::Device device) {
+LoadedModel build(const Config& config, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
+  const PipelineLayout layout = pipeline_layout(config, pipeline.size());
   LoadedModel built;
-  built.model = on_meta([&] { return make_model(config.model); });
+  built.pipeline = pipeline;
+  built.layers = tensor;
+  built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   Config settled = config;
   precision::settle_compute(settled, device, tensor);  // of a caller who has not
   precision::apply(*built.model, precision::policy_from(settled.precision));
   built.tensor = cut_layers(config, *built.model, tensor);
+  if (layout.stages() > 1) take_stages(config, layout, built);
   materialize(*built.model, 0, device);
   built.model->eval();
   return built;
@@ -55,6 +60,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.mesh = {};
   saved.zero = {};
   saved.tensor = {};
+  saved.pipeline = {};
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   resolve(found.config);
   return found;
@@ -84,27 +90,30 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
   refuse_missing_techniques(config, axes);
   const MeshRoles roles = mesh_roles(config);
-  const ReadingLayout layout{.copies = size_along(axes, roles.replicate), .tensor_ranks = size_along(axes, roles.layers)};
+  const ReadingLayout layout{
+      .copies = size_along(axes, roles.replicate), .tensor_ranks = size_along(axes, roles.layers), .stage_ranks = size_along(axes, roles.stages)};
   const int shards = size_along(axes, roles.shard);
   require(shards == 1, "mesh.dp_shard = ", shards,
-          ": shards what training keeps, and a model that is only read keeps none of it; cut layers by mesh.tp, or leave mesh.dp_shard out");
-  const int stages = size_along(axes, roles.stages);
-  require(stages == 1, "mesh.pp = ", stages, ": a model that is only read is not cut into stages; cut layers by mesh.tp, or leave mesh.pp out");
+          ": shards what training keeps, and a model that is only read keeps none of it; cut it by mesh.tp or mesh.pp, or leave mesh.dp_shard out");
+  check_stages(config, layout.stage_ranks);
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
   return layout;
 }
 
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, at::Device device) {
-  LoadedModel loaded = build(found.config, tensor, device);
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
+  LoadedModel loaded = build(found.config, tensor, pipeline, device);
   if (!found.checkpoint) {
     checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_tensors(*loaded.model));
     return loaded;
   }
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
   checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr),
-                   {.verify = config.checkpoint.verify, .ignore_prefixes = {"optimizer.", hook_prefix}, .partial = config.checkpoint.partial});
+                   {.verify = config.checkpoint.verify,
+                    .expected = stored_for_others(config, manifest, loaded),
+                    .ignore_prefixes = {"optimizer.", hook_prefix},
+                    .partial = config.checkpoint.partial});
   return loaded;
 }
 

@@ -9,8 +9,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/comm/group.h"
 #include "tessera/config/config.h"
-#include "tessera/models/model.h"
-#include "tessera/tensor_parallel/parallelize.h"
+#include "tessera/train/cut_model.h"
 
 namespace tessera {
 
@@ -34,11 +33,8 @@ struct FoundModel {
   std::optional<FoundCheckpoint> checkpoint;  ///< none: the folder of config.model.from_hf
 };
 
-/// Members are destroyed from the last to the first.
-struct LoadedModel {
-  std::shared_ptr<LanguageModel> model;    ///< in evaluation mode
-  std::unique_ptr<TensorParallel> tensor;  ///< what cuts its layers; null where they are whole
-};
+/// In evaluation mode.
+struct LoadedModel : CutModel {};
 
 /// The checkpoint `given`, or the newest valid one where it is a checkpoint.dir. `flag` names it in messages. Throws ConfigError.
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets = {});
@@ -46,15 +42,17 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
 /// Reads what is known of a model without its weights. Throws ConfigError.
 FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets);
 
-/// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, and that many copies. Refuses by name what reading has no use
-/// for (state to shard), techniques that this build lacks, and layers that cannot be cut. Starts no process group. Throws ConfigError.
+/// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, stages dealt over mesh.pp, and that many copies. Refuses by name
+/// what reading has no use for (state to shard), techniques that this build lacks, layers and chains that cannot be cut. Starts no process group. Throws
+/// ConfigError.
 struct ReadingLayout {
-  int copies = 1, tensor_ranks = 1;
+  int copies = 1, tensor_ranks = 1, stage_ranks = 1;
 };
 ReadingLayout reading_layout(const Config& config, int world_size);
 
-/// Loads weights alone, for eval and generate; of layers that are cut over the ranks of `tensor`, each reads its part. Collective over them. Throws
-/// ConfigError.
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), at::Device device = at::kCPU);
+/// Loads weights alone, for eval and generate; of layers that are cut over the ranks of `tensor`, and of stages that are dealt over those of `pipeline`, each
+/// reads its part. Collective over them. Throws ConfigError.
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), const comm::Group& pipeline = comm::Group::self(),
+                       at::Device device = at::kCPU);
 
 }  // namespace tessera

@@ -2,34 +2,60 @@
 
 #include <utility>
 
+#include <ATen/ops/zeros.h>
+
 #include "tessera/layout/slice.h"
 
 namespace tessera {
 
-void ModelStage::begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales) {
+void LossPass::begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales) {
   micro_batches_ = &micro_batches;
   scales_ = std::move(scales);
-  losses_.assign(gives_loss() ? micro_batches.size() : 0, {});
+  losses_.assign(micro_batches.size(), {});
 }
 
-at::Tensor ModelStage::run(const data::MicroBatch& micro, const std::vector<at::Tensor>& inputs) {
-  if (whole_ != nullptr) return whole_->loss_sum(micro.tokens, micro.labels);
-  if (stream_.of_length) stream_.of_length(micro.tokens.size(1));
-  const auto labels = gives_loss() ? std::optional(micro.labels) : std::nullopt;
-  return part_(part_->takes_tokens() ? micro.tokens : inputs.at(0), labels, micro.tokens.size(1));
+Pass::Size LossPass::size(int micro_batch) const {
+  const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
+  return {micro.rows, micro.seq_len};
 }
 
-std::optional<pipeline::TensorSpec> ModelStage::input_spec(int micro_batch, int /*input*/) const {
-  const at::Tensor& tokens = (*micro_batches_)[static_cast<size_t>(micro_batch)].tokens;
-  return pipeline::TensorSpec{.sizes = {tokens.size(0), chunk(tokens.size(1), stream_.parts, stream_.part).second, stream_.dim}, .dtype = stream_.dtype};
+at::Tensor LossPass::run(int micro_batch, const Compute& compute) {
+  const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
+  return compute({.tokens = micro.tokens, .labels = micro.labels});
 }
+
+at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
+  const auto i = static_cast<size_t>(micro_batch);
+  losses_[i] = given.detach();
+  return given.requires_grad() ? given.mul(scales_.at(i)) : at::Tensor();
+}
+
+at::Tensor ModelStage::compute(const StageCall& call, int64_t seq_len, const std::vector<at::Tensor>& inputs) {
+  if (whole_ != nullptr) {
+    if (call.labels) return whole_->loss_sum(call.tokens, *call.labels);
+    return nn::call(*whole_, call.tokens, call.labels, call.positions, std::nullopt, call.last_alone);
+  }
+  if (stream_.of_length) stream_.of_length(seq_len);
+  const auto labels = gives_loss() ? call.labels : std::nullopt;
+  return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, seq_len, call.positions, call.last_alone);
+}
+
+pipeline::TensorSpec ModelStage::stream_of(int micro_batch) const {
+  const Pass::Size size = pass_->size(micro_batch);
+  return {.sizes = {size.rows, chunk(size.seq_len, stream_.parts, stream_.part).second, stream_.dim}, .dtype = stream_.dtype};
+}
+
+std::optional<pipeline::TensorSpec> ModelStage::input_spec(int micro_batch, int /*input*/) const { return stream_of(micro_batch); }
 
 pipeline::StageOutputs ModelStage::forward(int micro_batch, const std::vector<at::Tensor>& inputs) {
-  const auto i = static_cast<size_t>(micro_batch);
-  at::Tensor out = run((*micro_batches_)[i], inputs);
-  if (!gives_loss()) return {.values = {std::move(out)}};
-  losses_[i] = out.detach();
-  return {.values = {}, .loss = out.requires_grad() ? out.mul(scales_[i]) : at::Tensor()};
+  const int64_t seq_len = pass_->size(micro_batch).seq_len;
+  at::Tensor out = pass_->run(micro_batch, [&](const StageCall& call) { return compute(call, seq_len, inputs); });
+  if (gives_loss()) return {.values = {}, .loss = out.defined() ? pass_->finish(micro_batch, out) : at::Tensor()};
+  if (!out.defined()) {
+    const pipeline::TensorSpec spec = stream_of(micro_batch);
+    out = at::zeros(spec.sizes, at::TensorOptions(spec.dtype).device(part_->parameters().front().device()));
+  }
+  return {.values = {std::move(out)}};
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -20,33 +21,78 @@ struct StreamShape {
   std::function<void(int64_t seq_len)> of_length{};  ///< told the length of the whole sequence before each forward; may be empty
 };
 
-/// A part of our models, or the whole, as a stage of a pipeline: the first takes tokens from the micro-batch, the last its labels.
+/// What a stage is given beside the stream. Tokens are read where the model begins, labels where it ends.
+struct StageCall {
+  at::Tensor tokens{};
+  std::optional<at::Tensor> labels{};  ///< none: the model gives logits
+  std::optional<at::Tensor> positions{};
+  bool last_alone = false;  ///< logits of the last position alone
+};
+
+/// Micro-batches on their way through the stages of a model: where tokens come from, and what becomes of what the last stage makes of them. Training,
+/// validation and generation are passes; a stage knows none of them.
+class Pass {
+ public:
+  virtual ~Pass() = default;
+
+  struct Size {
+    int64_t rows = 0, seq_len = 0;
+  };
+  /// Known on every rank, before anything of the micro-batch is there.
+  virtual Size size(int micro_batch) const = 0;
+
+  /// Runs one stage: `compute` does what it is asked. Giving an undefined tensor says that there is nothing to compute; then what crosses holds zeros, and
+  /// finish() is not called.
+  using Compute = std::function<at::Tensor(const StageCall& call)>;
+  virtual at::Tensor run(int micro_batch, const Compute& compute) = 0;
+
+  /// Takes what the last stage gives, loss or logits. Returns the scalar that backward begins from; undefined: there is none.
+  virtual at::Tensor finish(int micro_batch, const at::Tensor& given) = 0;
+};
+
+/// The summed loss of each micro-batch, for its gradient or for itself.
+class LossPass final : public Pass {
+ public:
+  /// The micro-batches have to outlive the pass. The loss that backward begins from is the sum times the micro-batch's scale; without gradients none is asked.
+  void begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales = {});
+
+  /// Fp32 []: where the model ends; elsewhere undefined.
+  const std::vector<at::Tensor>& losses() const { return losses_; }
+
+  Size size(int micro_batch) const override;
+  at::Tensor run(int micro_batch, const Compute& compute) override;
+  at::Tensor finish(int micro_batch, const at::Tensor& given) override;
+
+ private:
+  const std::vector<data::MicroBatch>* micro_batches_ = nullptr;
+  std::vector<double> scales_;
+  std::vector<at::Tensor> losses_;
+};
+
+/// A part of our models, or the whole, as a stage of a pipeline.
 class ModelStage final : public pipeline::Stage {
  public:
   /// The whole model, on one rank.
   explicit ModelStage(LanguageModel& model) : whole_(&model) {}
   ModelStage(ModelPart part, const StreamShape& stream) : part_(std::move(part)), stream_(stream) {}
 
+  bool takes_tokens() const { return whole_ != nullptr || part_->takes_tokens(); }
   bool gives_loss() const { return whole_ != nullptr || part_->gives_loss(); }
 
-  /// What the forwards that follow are of. The loss that backward begins from is the sum times the micro-batch's scale.
-  void begin(const std::vector<data::MicroBatch>& micro_batches, std::vector<double> scales);
-
-  /// The summed loss of each micro-batch, where this stage gives them.
-  const std::vector<at::Tensor>& losses() const { return losses_; }
+  /// What the forwards that follow are of; it has to outlive them.
+  void begin(Pass& pass) { pass_ = &pass; }
 
   pipeline::StageOutputs forward(int micro_batch, const std::vector<at::Tensor>& inputs) override;
   std::optional<pipeline::TensorSpec> input_spec(int micro_batch, int input) const override;
 
  private:
-  at::Tensor run(const data::MicroBatch& micro, const std::vector<at::Tensor>& inputs);
+  pipeline::TensorSpec stream_of(int micro_batch) const;
+  at::Tensor compute(const StageCall& call, int64_t seq_len, const std::vector<at::Tensor>& inputs);
 
   LanguageModel* whole_ = nullptr;
   ModelPart part_ = nullptr;
   StreamShape stream_;
-  const std::vector<data::MicroBatch>* micro_batches_ = nullptr;
-  std::vector<double> scales_;
-  std::vector<at::Tensor> losses_;
+  Pass* pass_ = nullptr;
 };
 
 }  // namespace tessera

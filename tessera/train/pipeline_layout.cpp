@@ -72,14 +72,19 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   return layout;
 }
 
-void check_pipeline(const Config& config, const MeshShape& axes) {
-  const MeshRoles roles = mesh_roles(config);
-  const int ranks = size_along(axes, roles.stages);
+void check_stages(const Config& config, int ranks) {
   if (ranks == 1) return;
   const PipelineLayout layout = pipeline_layout(config, ranks);
   require(!config.model.tie_embeddings || layout.rank_of.front() != layout.rank_of.back(),
           "model.tie_embeddings = true: pipeline.schedule = ", config.pipeline.schedule,
           " has the first and the last stage on one rank, which cannot keep two copies of one parameter; set pipeline.schedule = 1f1b, interleaved or zb_h1");
+}
+
+void check_pipeline(const Config& config, const MeshShape& axes) {
+  const MeshRoles roles = mesh_roles(config);
+  const int ranks = size_along(axes, roles.stages);
+  if (ranks == 1) return;
+  check_stages(config, ranks);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   make_schedule(config, ranks, static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
 }

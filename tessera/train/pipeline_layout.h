@@ -26,7 +26,10 @@ schedules::Schedule make_schedule(const Config& config, int ranks, int micro_bat
 /// Throws ConfigError where pipeline.split does not fit the model.
 PipelineLayout pipeline_layout(const Config& config, int ranks);
 
-/// Everything that can be refused of mesh.pp before any process group exists. Throws ConfigError.
+/// What can be refused of stages that are dealt over `ranks`, in training and in reading. Throws ConfigError.
+void check_stages(const Config& config, int ranks);
+
+/// Everything that can be refused of mesh.pp in training, before any process group exists. Throws ConfigError.
 void check_pipeline(const Config& config, const MeshShape& axes);
 
 }  // namespace tessera

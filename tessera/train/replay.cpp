@@ -107,7 +107,7 @@ bool within(double loss, double recorded, double bound) {
 Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options)
     : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh[mesh_roles(config).layers], options)) {}
 
-nlohmann::json Replay::record(ForwardEngine engine, const data::Cursor& cursor) const {
+nlohmann::json Replay::record(ForwardEngine& engine, const data::Cursor& cursor) const {
   const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
   const int ranks = mesh_.size(mesh_roles(config_).batch);
   const auto index_of = [&](int rank) { return chunk(micro_batches, ranks, rank).first; };
@@ -117,7 +117,7 @@ nlohmann::json Replay::record(ForwardEngine engine, const data::Cursor& cursor) 
   return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic()}};
 }
 
-Replay::Result Replay::check(ForwardEngine engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
+Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
   const auto found = progress.find("replay");
   if (found == progress.end() || found->is_null()) return {};
   const Recorded recorded = read_record(*found, cursor.global_size, source);
@@ -140,7 +140,7 @@ Replay::Result Replay::check(ForwardEngine engine, const data::Cursor& cursor, c
   return {.micro_batches = std::min<int64_t>(static_cast<int64_t>(losses.size()), static_cast<int64_t>(recorded.losses.size())), .bits = bits};
 }
 
-std::vector<double> Replay::losses_of(ForwardEngine engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
+std::vector<double> Replay::losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const {
   const comm::CallSite site("replay");
   // Dealt over as many ranks as there are micro-batches, each has one: the loader gives any of them without the rest.
   data::Loader loader(corpus_, {.seq_len = cursor.seq_len,
@@ -149,10 +149,13 @@ std::vector<double> Replay::losses_of(ForwardEngine engine, const data::Cursor& 
                                 .shuffle = cursor.shuffle,
                                 .seed = cursor.seed,
                                 .rank = static_cast<int>(index),
-                                .ranks = static_cast<int>(cursor.global_size / micro_size)});
+                                .ranks = static_cast<int>(cursor.global_size / micro_size),
+                                .reads = engine.reads()});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
-  const double loss = host_read(engine.loss_sum(batch.micro_batches.at(0).tokens, batch.micro_batches.at(0).labels), 0.0);
+  const at::Tensor own = engine.loss_sums(batch.micro_batches);
+  engine.share(own);
+  const double loss = host_read(own, 0.0);
 
   const comm::Group group = mesh_[mesh_roles(config_).batch];
   const at::Tensor mine = at::full({1}, loss, at::dtype(at::kDouble)), all = at::empty({group.size()}, mine.options());

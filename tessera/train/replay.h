@@ -12,7 +12,7 @@
 #include "tessera/data/corpus.h"
 #include "tessera/data/loader.h"
 #include "tessera/mesh/mesh.h"
-#include "tessera/train/engine.h"
+#include "tessera/train/forward_engine.h"
 
 namespace tessera {
 
@@ -34,7 +34,7 @@ class Replay {
   Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options = {});
 
   /// What a checkpoint at `cursor` keeps as progress.replay.
-  nlohmann::json record(ForwardEngine engine, const data::Cursor& cursor) const;
+  nlohmann::json record(ForwardEngine& engine, const data::Cursor& cursor) const;
 
   /// How a replay went.
   struct Result {
@@ -44,11 +44,11 @@ class Replay {
 
   /// `cursor` is the recorded one: this run's batch and windows may be others. Throws ConfigError, on every rank the same, naming `source`, the micro-batch and
   /// both losses where one differs; and where the record cannot be read.
-  Result check(ForwardEngine engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
+  Result check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:
   /// Each data rank's loss of the micro-batch `index` that it asks for.
-  std::vector<double> losses_of(ForwardEngine engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
+  std::vector<double> losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
   /// What must be equal for the bits to be.
   nlohmann::json arithmetic() const;
 

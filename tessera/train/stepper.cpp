@@ -85,13 +85,16 @@ RankScope& counting(RankScope& scope, at::Device device) {
 }  // namespace
 
 data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
+  const PipelineLayout stages = pipeline_layout(config, mesh.size(mesh_roles(config).stages));
+  const auto holder_of = [rank = mesh.rank(mesh_roles(config).stages)](int holder) { return holder == rank; };
   return {.seq_len = config.data.seq_len,
           .global_size = config.batch.global_size,
           .micro_size = config.batch.micro_size,
           .shuffle = config.data.shuffle,
           .seed = static_cast<uint64_t>(*config.data.seed),
           .rank = mesh.rank(mesh_roles(config).batch),
-          .ranks = mesh.size(mesh_roles(config).batch)};
+          .ranks = mesh.size(mesh_roles(config).batch),
+          .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())}};
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {

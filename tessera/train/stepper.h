@@ -90,7 +90,7 @@ class Stepper {
   /// One optimizer step: forward and backward of all micro-batches, clipping, update, and one small all-gather of what is reported.
   StepOutcome step(const data::StepBatch& batch, const StepRequest& request = {});
 
-  ForwardEngine forward_only() const { return engine_.forward_only(); }
+  ForwardEngine& forward_only() { return engine_.forward_only(); }
   Composition& run() { return run_; }
   const Composition& run() const { return run_; }
 

@@ -335,7 +335,7 @@ void Trainer::validate_model(int64_t step) {
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
 }
 
-void Trainer::replay(const ResumePoint& resume) const {
+void Trainer::replay(const ResumePoint& resume) {
   const std::string source = resume.folder.string();
   if (!config_.checkpoint.partial.empty()) {
     if (world_.rank() == 0) log().warn("{}: not replayed, as checkpoint.partial leaves some of it out", source);

@@ -62,7 +62,7 @@ class Trainer {
   void name_stragglers(const std::vector<RankTimes>& ranks);
   void validate_model(int64_t step);
   /// Compares what a checkpoint recorded with what it gives now that it is loaded.
-  void replay(const ResumePoint& resume) const;
+  void replay(const ResumePoint& resume);
   void save(int64_t step);
   /// Waits for a save that is under way and throws where the run's last one failed.
   void finish_saving();

@@ -312,5 +312,28 @@ TEST_F(LoaderTest, SequentialLoaderReadsEveryWindowOnceInAnyLayout) {
   EXPECT_THAT(refusal([&] { SequentialLoader(corpus(3), 3, 1); }), HasSubstr("0 windows"));
 }
 
+TEST_F(LoaderTest, ReadsWhatIsAskedForAndKnowsTheRest) {
+  const auto data = corpus(100);
+  for (const Reads reads : {Reads{true, false}, Reads{false, true}, Reads{false, false}}) {
+    const auto expect_part = [&](const MicroBatch& part, const MicroBatch& whole) {
+      EXPECT_EQ(part.tokens.defined(), reads.tokens);
+      EXPECT_EQ(part.labels.defined(), reads.labels);
+      if (reads.tokens) EXPECT_EQ(values(part.tokens), values(whole.tokens));
+      if (reads.labels) EXPECT_EQ(values(part.labels), values(whole.labels));
+      EXPECT_EQ(std::tuple(part.rows, part.seq_len, part.valid_tokens, part.weight, part.index, part.first_sample),
+                std::tuple(whole.rows, whole.seq_len, whole.valid_tokens, whole.weight, whole.index, whole.first_sample));
+      EXPECT_EQ(std::pair(whole.rows, whole.seq_len), std::pair(whole.tokens.size(0), whole.tokens.size(1)));
+    };
+    const LoaderOptions options{.seq_len = 3, .global_size = 6, .micro_size = 2, .rank = 1, .ranks = 2};  // with padding
+    LoaderOptions part_options = options;
+    part_options.reads = reads;
+    const auto whole = Loader(data, options).next(), part = Loader(data, part_options).next();
+    EXPECT_EQ(part.global_valid_tokens, whole.global_valid_tokens);
+    for (size_t i = 0; i < whole.micro_batches.size(); ++i) expect_part(part.micro_batches.at(i), whole.micro_batches[i]);
+    SequentialLoader all(data, 3, 2, 1, 3), some(data, 3, 2, 1, 3, reads);
+    while (const auto micro = all.next()) expect_part(*some.next(), *micro);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::data

@@ -54,6 +54,24 @@ class Generation(SystemTest):
         saved = self.checkpoint("gpt2", 4, ["model.tie_embeddings=true", "mesh.tp=3"], nproc=3)
         self.assert_read_alike(saved, [(3, ["mesh.tp=3", "tensor.sequence_parallel=true"])])
 
+    def test_stages_have_the_bits_of_one_device(self):
+        saved = self.checkpoint("llama", 2, ["mesh.pp=2"], nproc=2)
+        text = ("--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--micro-size", 4, "--json", "--dump-logits")
+        several = ("--prompt", "the ", "--prompt", "a", "--samples", 2, "--max-tokens", 12, "--seed", 3, "--top-k", 5)
+
+        def results(nproc, sets):
+            dump = self.folder / "logits.safetensors"
+            loss = self.read("eval", saved, *text, dump, nproc=nproc, sets=sets).stdout
+            return loss, safetensors(dump)["logits"].tolist(), self.read("generate", saved, *several, nproc=nproc, sets=sets).stdout
+
+        one = results(1, ())
+        self.assertEqual(results(3, ["mesh.pp=3"]), one)
+        texts = one[2]
+        self.assertEqual([line for line in texts.splitlines() if line.startswith("---")],
+                         [f"--- prompt {prompt}, seed {seed}" for prompt in (1, 2) for seed in (3, 4)])
+        alone = self.read("generate", saved, "--prompt", "a", "--max-tokens", 12, "--seed", 4, "--top-k", 5).stdout
+        self.assertTrue(texts.endswith("--- prompt 2, seed 4\n" + alone), texts)
+
     def test_hugging_face_files_are_cut_as_they_are_read(self):
         saved, exported = self.checkpoint("llama", 2, [], nproc=1), self.folder / "exported"
         self.assertEqual(run("convert", saved, exported, "--to", "hf").returncode, 0)
@@ -75,7 +93,10 @@ class Generation(SystemTest):
             (2, [], "mesh.dp_replicate = 2: one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=2"),
             (2, ["mesh.tp=2", "zero.stage=3"], "zero.stage = 3: shards what training keeps"),
             (2, ["mesh.dp_shard=2"], "mesh.dp_shard = 2"),
-            (2, ["mesh.pp=2"], "mesh.pp = 2: a model that is only read is not cut into stages"),
+            (9, ["mesh.pp=9"], "mesh.pp x pipeline.virtual_stages = 9 stages: the model is a chain of"),
+            (3, ["mesh.pp=2"], "3"),
+            (2, ["mesh.pp=2", "pipeline.virtual_stages=0"], "pipeline.virtual_stages = 0"),
+            (2, ["mesh.pp=2", 'pipeline.split=["layers.9"]'], "the model's chain has no link 'layers.9'"),
             (5, ["mesh.tp=5"], "mesh.tp = 5"),
         ):
             done = self.read("generate", saved, "--prompt", "the", nproc=nproc, sets=sets, expect=2)

@@ -4,10 +4,10 @@
 #include <torch/nn/modules/normalization.h>
 
 #include "tessera/fsdp/fully_shard.h"
-#include "tessera/models/generate.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/norm.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/generate.h"
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/nn/collect.h"
 #include "tests/nn/net.h"
@@ -183,7 +183,7 @@ TEST_F(FullSharding, EvaluatesAndGeneratesBetweenSteps) {
       for (int i = 0; i < 2; ++i) {
         if (evaluates) {
           mine.losses.push_back(evaluate(stepper.forward_only(), text, 16, 40, mesh[mesh_roles(settings).batch]).loss);
-          if (i == 0) mine.text = generate(*stepper.run().model, {1, 2, 3}, 20, {});
+          if (i == 0) mine.text = generate(stepper.forward_only(), {1, 2, 3}, 20, {});
         }
         mine.losses.push_back(stepper.step(loader.next()).loss);
       }

@@ -1,14 +1,20 @@
 // A model that was trained in any layout is read in any other: the same text is written, and the same loss found, whatever its layers are cut over.
 
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+
 #include <gmock/gmock.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/core/error.h"
-#include "tessera/models/generate.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/kv_cache.h"
 #include "tessera/models/parallel_plans.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/generate.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/trainer.h"
 #include "tests/train/fixture.h"
@@ -37,25 +43,38 @@ class Reading : public testing_support::TrainFixture {
   FoundModel found(const Sets& sets = {}) const { return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets); }
 
   struct Read {
-    std::vector<int64_t> greedy, sampled;
+    std::vector<std::vector<int64_t>> greedy, drawn;
     double loss = 0;
   };
 
-  /// What `ranks` ranks together make of the checkpoint: 20 tokens after a prompt (more than max_seq_len, so that the context is cut), and the loss.
-  Read read(int ranks, const Sets& sets) const {
+  /// What `ranks` ranks together make of the checkpoint, in the order of its default mesh: 20 tokens after prompts of several lengths (more than max_seq_len,
+  /// so that the context is cut), some of which a token ends, and the loss.
+  Read read(int ranks, const Sets& sets, const std::string& backend = "auto") const {
     const FoundModel model = found(sets);
     const auto text = corpus(model.config);
     std::vector<Read> all(static_cast<size_t>(ranks));
-    comm::run_ranks(ranks, [&](comm::World& world) {
+    const auto body = [&](comm::World& world) {
       RankScope scope(model.config, world.local_size());
-      const auto loaded = load_model(model, world.group());
-      const auto write = [&](const SampleOptions& options) { return generate(*loaded.model, {'t', 'h', 'e'}, 20, options); };
-      all[static_cast<size_t>(world.rank())] = {write({.temperature = 0}), write({.temperature = 1.5, .top_k = 40, .top_p = 0.99, .seed = 5}),
-                                                evaluate(ForwardEngine(*loaded.model), text, model.config.data.seq_len, 7, comm::Group::self()).loss};
-    });
+      const Mesh mesh(world, mesh_shape(model.config.mesh, 0, ranks));
+      const MeshRoles roles = mesh_roles(model.config);
+      const auto loaded = load_model(model, mesh[roles.layers], mesh[roles.stages]);
+      ForwardEngine engine(loaded);
+      const auto write = [&](const std::vector<std::string>& prompts, const SampleOptions& sample, std::optional<int64_t> end = {}) {
+        std::vector<TextRequest> texts;
+        for (const std::string& prompt : prompts) {
+          texts.push_back({.prompt = {prompt.begin(), prompt.end()}, .sample = sample});
+          texts.back().sample.seed += texts.size();
+        }
+        return generate(engine, texts, {.max_new_tokens = 20, .end_of_text = end});
+      };
+      const SampleOptions drawn{.temperature = 1.5, .top_k = 40, .top_p = 0.99, .seed = 5};
+      all[static_cast<size_t>(world.rank())] = {write({"the"}, {.temperature = 0}), write({"the", "a", "the thethe the thethe", "abc"}, drawn, 'g'),
+                                                evaluate(engine, text, model.config.data.seq_len, 7, mesh[roles.batch]).loss};
+    };
+    comm::run_ranks(ranks, body, {.backend = backend});
     for (const Read& other : all) {
       EXPECT_EQ(other.greedy, all[0].greedy);
-      EXPECT_EQ(other.sampled, all[0].sampled);
+      EXPECT_EQ(other.drawn, all[0].drawn);
       EXPECT_EQ(other.loss, all[0].loss);
     }
     return all[0];
@@ -63,12 +82,12 @@ class Reading : public testing_support::TrainFixture {
 
   void expect_read_alike(const std::vector<std::pair<int, Sets>>& layouts) const {
     const Read one = read(1, {});
-    EXPECT_NE(one.greedy, one.sampled);
+    EXPECT_NE(one.greedy.front(), one.drawn.front());
     for (const auto& [ranks, sets] : layouts) {
       SCOPED_TRACE(std::to_string(ranks) + " ranks " + (sets.empty() ? "" : sets.front()));
       const Read many = read(ranks, sets);
       EXPECT_EQ(many.greedy, one.greedy);
-      EXPECT_EQ(many.sampled, one.sampled);
+      EXPECT_EQ(many.drawn, one.drawn);
       EXPECT_NEAR(many.loss, one.loss, 5e-6 * one.loss);
     }
   }
@@ -76,12 +95,119 @@ class Reading : public testing_support::TrainFixture {
 
 TEST_F(Reading, LlamaThatWasCutTwoWays) {
   train_and_save("llama", 4, {"model.kv_heads=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", kBySequence});
-  expect_read_alike({{3, {}}, {4, {}}, {2, {kBySequence, "tensor.overlap=true"}}});  // with 3 and 4 ranks some share their keys
+  expect_read_alike(
+      {{3, {"mesh.tp=3"}}, {4, {"mesh.tp=4"}}, {2, {"mesh.tp=2", kBySequence, "tensor.overlap=true"}}});  // with 3 and 4 ranks some share their keys
 }
 
 TEST_F(Reading, Gpt2WithTiedEmbeddings) {
   train_and_save("gpt2", 3, {"model.tie_embeddings=true", "mesh.tp=3"});
-  expect_read_alike({{2, {}}, {3, {kBySequence}}});
+  expect_read_alike({{2, {"mesh.tp=2"}}, {3, {"mesh.tp=3", kBySequence}}});
+}
+
+/// Stages compute what one device computes, in its order: the same bits, whoever is on the way beside.
+TEST_F(Reading, StagesHaveTheBitsOfOneDevice) {
+  train_and_save("llama", 2, {"model.layers=4", "model.kv_heads=2", "mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"});
+  const Read one = read(1, {});
+  const auto full = std::ranges::count_if(one.drawn, [](const auto& text) { return text.size() == 20; });
+  EXPECT_TRUE(0 < full && full < std::ssize(one.drawn)) << "some texts end before others";
+  const std::string looped = "pipeline.schedule=interleaved", v_shaped = "pipeline.schedule=zb_v", two = "pipeline.virtual_stages=2";
+  const std::vector<std::pair<int, Sets>> layouts{{3, {"mesh.pp=3", "pipeline.split=[\"1\", \"4\", \"1\"]"}},
+                                                  {5, {"mesh.pp=5"}},
+                                                  {2, {"mesh.pp=2", looped, two}},
+                                                  {3, {"mesh.pp=3", looped, two}},
+                                                  {2, {"mesh.pp=2", v_shaped, two}}};
+  for (const auto& [ranks, sets] : layouts) {
+    SCOPED_TRACE(sets.front() + " " + sets.back());
+    const Read many = read(ranks, sets);
+    EXPECT_EQ(many.greedy, one.greedy);
+    EXPECT_EQ(many.drawn, one.drawn);
+    EXPECT_EQ(many.loss, one.loss);
+  }
+  EXPECT_EQ(read(3, {"mesh.pp=3"}, "gloo").drawn, one.drawn);
+}
+
+TEST_F(Reading, StagesOfLayersThatAreCutAndCopiesOfThem) {
+  train_and_save("gpt2", 2, {"model.tie_embeddings=true", "mesh.pp=2"});
+  expect_read_alike(
+      {{2, {"mesh.pp=2"}}, {4, {"mesh.pp=2", "mesh.tp=2"}}, {6, {"mesh.pp=3", "mesh.tp=2", kBySequence}}, {4, {"mesh.pp=2", "mesh.dp_replicate=2"}}});
+}
+
+/// The last stage does not go on before the first has begun with what comes next: where ranks wait for each other's passes, nobody would.
+class Overtaking : public nn::Interceptor {
+ public:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable moved;
+    int first = 0, last = 0, late = 0;  ///< calls that each has begun; how many of the last stage's had to go on alone
+  };
+  Overtaking(Shared& shared, bool is_last, int calls) : shared_(shared), is_last_(is_last), calls_(calls) {}
+
+  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
+    std::unique_lock lock(shared_.mutex);
+    ++(is_last_ ? shared_.last : shared_.first);
+    shared_.moved.notify_all();
+    const auto ahead = [&] { return shared_.first > shared_.last || shared_.last == calls_; };
+    if (is_last_ && !shared_.moved.wait_for(lock, std::chrono::seconds(shared_.late == 0 ? 5 : 0), ahead)) ++shared_.late;
+    lock.unlock();
+    return next(std::move(inputs));
+  }
+
+ private:
+  Shared& shared_;
+  bool is_last_;
+  int calls_;
+};
+
+TEST_F(Reading, RanksOfAPipelineWorkOnDifferentMicroBatches) {
+  train_and_save("llama", 1, {"run.steps=1"});
+  const FoundModel model = found({"mesh.pp=2"});
+  const auto text = corpus(model.config);
+  constexpr int kTexts = 2, kTokens = 12, kWindows = 30;
+  Overtaking::Shared of_text, of_validation;
+  const auto body = [&](comm::World& world) {
+    RankScope scope(model.config, world.local_size());
+    const auto loaded = load_model(model, comm::Group::self(), world.group());
+    ForwardEngine engine(loaded);
+    const std::string block = world.rank() == 0 ? "layers.0" : "layers.1";
+    const auto watch = [&](Overtaking::Shared& shared, int calls) {
+      return nn::attach(*loaded.model, block, std::make_shared<Overtaking>(shared, world.rank() == 1, calls));
+    };
+    {
+      const Attachment watched = watch(of_text, kTexts * kTokens);
+      generate(engine, {{.prompt = {1, 2, 3}}, {.prompt = {4}}}, {.max_new_tokens = kTokens});
+    }
+    const Attachment watched = watch(of_validation, kWindows);
+    const int64_t micro_size = (text->windows(16) + kWindows - 1) / kWindows;
+    evaluate(engine, text, 16, micro_size, comm::Group::self());
+  };
+  comm::run_ranks(2, body);
+  EXPECT_EQ(of_text.late, 0);
+  EXPECT_EQ(of_text.last, kTexts * kTokens);
+  EXPECT_EQ(of_validation.late, 0);
+  EXPECT_EQ(of_validation.last, kWindows);
+}
+
+TEST_F(Reading, TextsWaitForAPlaceWhereMoreAreAskedForThanRanks) {
+  train_and_save("llama", 1, {"run.steps=1"});
+  const FoundModel model = found({"mesh.pp=2"});
+  std::vector<std::vector<size_t>> heard(2);
+  std::vector<TextRequest> texts;
+  for (int64_t i = 1; i <= 5; ++i) texts.push_back({.prompt = {i}, .sample = {.seed = static_cast<uint64_t>(i)}});
+  comm::run_ranks(2, [&](comm::World& world) {
+    RankScope scope(model.config, world.local_size());
+    const auto loaded = load_model(model, comm::Group::self(), world.group());
+    ForwardEngine engine(loaded);
+    std::map<size_t, int> tokens;
+    auto& mine = heard[static_cast<size_t>(world.rank())];
+    const auto on_token = [&](size_t number, int64_t) {
+      mine.push_back(number);
+      return ++tokens[number] <= static_cast<int>(number);  // text i stops behind token i + 1
+    };
+    const auto made = generate(engine, texts, {.max_new_tokens = 4, .on_token = on_token});
+    for (size_t i = 0; i < made.size(); ++i) EXPECT_EQ(made[i].size(), std::min<size_t>(i + 1, 4));
+  });
+  EXPECT_EQ(heard[0], heard[1]);
+  EXPECT_THAT(heard[0], testing::ElementsAre(0, 1, 1, 2, 2, 3, 2, 3, 3, 4, 3, 4, 4, 4)) << "two at once, and the next where one has ended";
 }
 
 TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
@@ -95,10 +221,15 @@ TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
     auto model = on_meta([&] { return make_model(settings.model); });
     const auto tensor = parallelize_module(*model, group, parallel_plan(*model, /*sequence_parallel=*/false));
     materialize(*model, 1);
-    KvCache cache(*model, kRows);
-    for (const int64_t columns : {5, 1}) {
+    KvCache cache(*model);
+    const at::NoGradGuard no_grad;
+    for (int64_t begin = 0; const int64_t columns : {5, 1}) {
       const size_t before = records->records().size();
-      EXPECT_EQ(cache.step(at::ones({kRows, columns}, at::kLong)).sizes(), (at::IntArrayRef{kRows, kVocabulary}));
+      const KvCache::Reading reading(cache, 0, begin, columns);
+      begin += columns;
+      const std::optional<at::Tensor> none;
+      const at::Tensor logits = nn::call(*model, at::ones({kRows, columns}, at::kLong), none, reading.positions(at::kCPU), none, true);
+      EXPECT_EQ(logits.sizes(), (at::IntArrayRef{kRows, 1, kVocabulary}));
       const auto& all = records->records();
       int64_t head = 0, layers = 0;
       for (size_t i = before; i < all.size(); ++i) (all[i].site.starts_with("head") ? head : layers) += all[i].sent_bytes / 4;
@@ -125,7 +256,10 @@ TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {
   EXPECT_EQ(layout.tensor_ranks, 2);
   EXPECT_THAT(refusal({"zero.stage=3"}, 2), AllOf(HasSubstr("zero.stage = 3: shards what training keeps"), HasSubstr("leave it out")));
   EXPECT_THAT(refusal({"mesh.dp_shard=2"}, 2), HasSubstr("mesh.dp_shard = 2"));
-  EXPECT_THAT(refusal({"mesh.pp=2"}, 2), HasSubstr("mesh.pp = 2: a model that is only read is not cut into stages"));
+  EXPECT_THAT(refusal({"mesh.pp=5"}, 5), HasSubstr("= 5 stages: the model is a chain of 4 links"));
+  EXPECT_THAT(refusal({"mesh.pp=2", "pipeline.split=[\"2\", \"1\"]"}, 2), HasSubstr("adds up to 3 links, and the model has 4"));
+  EXPECT_THAT(refusal({"mesh.pp=2", "pipeline.virtual_stages=2"}, 2), HasSubstr("set pipeline.virtual_stages = 1, or pipeline.schedule = interleaved"));
+  EXPECT_THAT(refusal({"mesh.pp=2"}, 3), HasSubstr("mesh"));
   EXPECT_THAT(refusal({kBySequence}, 2), HasSubstr("tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1"));
   EXPECT_THAT(refusal({"mesh.tp=5"}, 5), HasSubstr("heads"));
   EXPECT_THAT(refusal({"mesh.tp=2"}, 3), HasSubstr("mesh"));

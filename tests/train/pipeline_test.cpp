@@ -94,6 +94,42 @@ TEST_F(Pipeline, RecomputationEqualsOneDevice) {
   expect_one_device("llama", 4, {"mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3", "recompute.mode=selective"});
 }
 
+/// Of a text, each rank reads what its stages take. Shapes and counts are known to all.
+TEST_F(Pipeline, OnlyTheFirstStageReadsTokensAndOnlyTheLastLabels) {
+  struct Read {
+    int64_t tokens = 0, labels = 0, bytes = 0;
+    bool operator==(const Read&) const = default;
+  };
+  const auto read = [&](int ranks, std::vector<std::string> sets) {
+    sets.push_back("mesh.pp=" + std::to_string(ranks));
+    const Config settings = piped("llama", sets);
+    const auto text = corpus(settings);
+    std::vector<Read> all(static_cast<size_t>(ranks));
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      RankScope scope(settings, world.local_size());
+      const Mesh mesh(world, mesh_shape(settings.mesh, 0, ranks));
+      Read& mine = all[static_cast<size_t>(world.rank())];
+      data::Loader loader(text, loader_options(settings, mesh));
+      const int64_t before = scope.memory().current();
+      const auto batch = loader.next();
+      mine.bytes = scope.memory().current() - before;
+      EXPECT_EQ(batch.global_valid_tokens, 6 * 16);
+      for (const auto& micro : batch.micro_batches) {
+        EXPECT_EQ(std::pair(micro.rows, micro.seq_len), std::pair(int64_t{1}, int64_t{16}));
+        EXPECT_EQ(micro.valid_tokens, 16);
+        mine.tokens += micro.tokens.defined() ? micro.tokens.numel() : 0;
+        mine.labels += micro.labels.defined() ? micro.labels.numel() : 0;
+      }
+    });
+    return all;
+  };
+  constexpr int64_t kAll = 6 * 16, kBytes = kAll * 8;
+  EXPECT_EQ(read(1, {}), (std::vector<Read>{{kAll, kAll, 2 * kBytes}}));
+  EXPECT_EQ(read(3, {}), (std::vector<Read>{{kAll, 0, kBytes}, {0, 0, 0}, {0, kAll, kBytes}}));
+  EXPECT_EQ(read(2, {"pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}), (std::vector<Read>{{kAll, kAll, 2 * kBytes}, {0, 0, 0}}))
+      << "both ends on rank 0";
+}
+
 TEST_F(Pipeline, AnySplitEqualsOneDevice) {
   expect_one_device("llama", 3, {"mesh.pp=3", "pipeline.split=[\"1\", \"6\", \"1\"]"});
   expect_one_device("llama", 3, {"mesh.pp=3", "pipeline.split=[\"layers.0\", \"layers.5\"]"});

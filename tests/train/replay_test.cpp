@@ -19,7 +19,8 @@ class ReplayTest : public testing_support::TrainFixture {
   nlohmann::json recorded(const Config& config, int ranks, const comm::RunOptions& options = {}) const {
     nlohmann::json progress;
     const auto record_it = [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
-      auto record = replay.record(ForwardEngine(*run.model), cursor);
+      ForwardEngine engine(run);
+      auto record = replay.record(engine, cursor);
       if (rank == 0) progress["replay"] = std::move(record);
     };
     with_model(config, ranks, record_it, options);
@@ -31,7 +32,8 @@ class ReplayTest : public testing_support::TrainFixture {
     Replay::Result result;
     const auto check_it = [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
       if (plant) plant(run);
-      const auto own = replay.check(ForwardEngine(*run.model), cursor, progress, "step-3");
+      ForwardEngine engine(run);
+      const auto own = replay.check(engine, cursor, progress, "step-3");
       if (rank == 0) result = own;
     };
     with_model(config, ranks, check_it, options);
@@ -113,7 +115,8 @@ TEST_F(ReplayTest, AnotherBatchAndOtherWindowsReplayTheRecordedOnes) {
     with_model(config("llama", sets), 2, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
       auto recorded_at = then;
       recorded_at.content = cursor.content;
-      const auto own = replay.check(ForwardEngine(*run.model), recorded_at, progress, "step-3");
+      ForwardEngine engine(run);
+      const auto own = replay.check(engine, recorded_at, progress, "step-3");
       if (rank == 0) result = own;
     });
     EXPECT_TRUE(result.bits);

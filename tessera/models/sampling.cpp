@@ -1,18 +1,15 @@
-#include "tessera/models/generate.h"
+#include "tessera/models/sampling.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-
-#include <ATen/ops/tensor.h>
+#include <vector>
 
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
-#include "tessera/models/kv_cache.h"
 
 // The draw is made here from a counter generator and fp64 weights, not by torch::multinomial: the same on every rank and device, for a seed and a position,
-// without any state. A context that is full does not move on by one token: each move would mean to read all of it again, since what is kept of every token was
-// computed with those before it. The newer half is read again instead, once in capacity / 2 tokens: one more token read for each that is made.
+// without any state.
 
 namespace tessera {
 
@@ -51,38 +48,6 @@ int64_t sample_token(const at::Tensor& logits, const SampleOptions& options, uin
     if (rest < 0) return ids[i];
   }
   return ids.back();
-}
-
-std::vector<int64_t> generate(LanguageModel& model, const std::vector<int64_t>& prompt, int64_t max_new_tokens, const SampleOptions& options,
-                              std::optional<int64_t> end_of_text, const std::function<bool(int64_t)>& on_token) {
-  require(!prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
-  const bool was_training = model.is_training();
-  model.eval();
-  struct Restore {
-    LanguageModel& model;
-    bool training;
-    ~Restore() { model.train(training); }
-  } restore{model, was_training};
-
-  KvCache cache(model, /*batch=*/1);
-  std::vector<int64_t> seen = prompt, made;
-  const auto last = [&](size_t count) { return std::vector<int64_t>(seen.end() - static_cast<int64_t>(std::min(count, seen.size())), seen.end()); };
-  const size_t capacity = static_cast<size_t>(cache.capacity()), half = std::max<size_t>(capacity / 2, 1);
-  std::vector<int64_t> next = seen.size() < capacity ? seen : last(half);
-  while (static_cast<int64_t>(made.size()) < max_new_tokens) {
-    if (static_cast<size_t>(cache.length()) + next.size() > capacity) {
-      cache.clear();
-      next = last(half);
-    }
-    const auto device = model.head()->weight.device();
-    const at::Tensor logits = cache.step(at::tensor(next, at::kLong).unsqueeze(0).to(device));
-    const int64_t token = sample_token(logits[0], options, made.size());
-    made.push_back(token);
-    seen.push_back(token);
-    if (token == end_of_text || (on_token && !on_token(token))) break;
-    next = {token};
-  }
-  return made;
 }
 
 }  // namespace tessera

@@ -1,0 +1,23 @@
+#include "tessera/train/cut_model.h"
+
+namespace tessera {
+
+std::map<int, ModelStage> stages_of(const CutModel& model) {
+  std::map<int, ModelStage> stages;
+  if (model.parts.empty()) stages.emplace(0, ModelStage(*model.model));
+  for (const ModelShare& part : model.parts) stages.emplace(part.stage, ModelStage(part.module, model.stream));
+  return stages;
+}
+
+std::map<int, pipeline::Stage*> pointers_to(std::map<int, ModelStage>& stages) {
+  std::map<int, pipeline::Stage*> pointers;
+  for (auto& [number, stage] : stages) pointers.emplace(number, &stage);
+  return pointers;
+}
+
+at::Device device_of(const LanguageModel& model) {
+  const auto parameters = model.parameters();
+  return parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+}
+
+}  // namespace tessera

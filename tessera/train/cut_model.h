@@ -1,0 +1,41 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/models/model.h"
+#include "tessera/tensor_parallel/parallelize.h"
+#include "tessera/train/model_stage.h"
+
+namespace tessera {
+
+/// A stage's share of a model.
+struct ModelShare {
+  int stage = 0;
+  ModelPart module = nullptr;
+};
+
+/// What a rank holds of a model, and who holds the rest: what passes through a model need to know of it, in training and in reading. Members are destroyed from
+/// the last to the first: what is attached goes before the model it is attached to.
+struct CutModel {
+  std::shared_ptr<LanguageModel> model;    ///< or what this rank holds of it
+  std::unique_ptr<TensorParallel> tensor;  ///< null where layers are whole
+  std::vector<ModelShare> parts;           ///< the model's stages on this rank, in their order; empty where it is whole
+  comm::Group pipeline;                    ///< ranks that hold the other stages
+  std::vector<int> rank_of_stage{0};       ///< of that group, for every stage
+  StreamShape stream;                      ///< what crosses between stages
+  comm::Group layers;                      ///< ranks that layers are cut over
+};
+
+/// The stages that a rank holds, by number; a model that is whole is stage 0.
+std::map<int, ModelStage> stages_of(const CutModel& model);
+
+/// As an executor takes them.
+std::map<int, pipeline::Stage*> pointers_to(std::map<int, ModelStage>& stages);
+
+/// Of the model's parameters.
+at::Device device_of(const LanguageModel& model);
+
+}  // namespace tessera

@@ -1,0 +1,89 @@
+#include "tessera/train/forward_engine.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/pipeline/schedules/forwards.h"
+#include "tessera/train/evaluation_mode.h"
+
+namespace tessera {
+namespace {
+
+class LogitsPass final : public Pass {
+ public:
+  explicit LogitsPass(const at::Tensor& tokens) : tokens_(tokens) {}
+
+  Size size(int /*micro_batch*/) const override { return {tokens_.size(0), tokens_.size(1)}; }
+  at::Tensor run(int /*micro_batch*/, const Compute& compute) override { return compute({.tokens = tokens_}); }
+  at::Tensor finish(int /*micro_batch*/, const at::Tensor& given) override {
+    logits = given.to(at::kFloat);
+    return {};
+  }
+
+  at::Tensor logits;
+
+ private:
+  const at::Tensor& tokens_;
+};
+
+}  // namespace
+
+ForwardEngine::ForwardEngine(LanguageModel& model) : model_(model), device_(device_of(model)) { stages_.emplace(0, ModelStage(model)); }
+
+ForwardEngine::ForwardEngine(const CutModel& model)
+    : model_(*model.model),
+      ranks_(model.parts.empty() ? comm::Group::self() : model.pipeline),
+      rank_of_stage_(model.rank_of_stage),
+      device_(device_of(*model.model)),
+      stages_(stages_of(model)),
+      takes_tokens_(stages_.contains(0)) {}
+
+size_t ForwardEngine::in_flight() const {
+  // A rank goes on as soon as the next one has taken what it made, so more than a few would lie there without making any rank faster.
+  constexpr int kForEachRank = 4;
+  return ranks_.size() == 1 ? 1 : static_cast<size_t>(kForEachRank * ranks_.size());
+}
+
+void ForwardEngine::run(Pass& pass, int micro_batches) {
+  const EvaluationMode mode(model_);
+  const at::NoGradGuard no_grad;
+  for (auto& [number, stage] : stages_) stage.begin(pass);
+  auto& executor = executors_[micro_batches];
+  if (!executor) {
+    executor = std::make_unique<pipeline::Executor>(schedules::forwards(rank_of_stage_, ranks_.size(), micro_batches),
+                                                    pipeline::chain(static_cast<int>(rank_of_stage_.size())), pointers_to(stages_),
+                                                    pipeline::ExecutorOptions{.ranks = ranks_, .device = device_, .around = {}});
+  }
+  executor->run();
+}
+
+at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& micro_batches) {
+  LossPass pass;
+  pass.begin(micro_batches);
+  run(pass, static_cast<int>(micro_batches.size()));
+  if (holds_end()) return at::stack(pass.losses());
+  return at::zeros({static_cast<int64_t>(micro_batches.size())}, at::TensorOptions(at::kFloat).device(device_));
+}
+
+at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
+  LogitsPass pass(tokens);
+  run(pass, 1);
+  const at::Tensor logits = holds_end()
+                                ? pass.logits.contiguous()
+                                : at::empty({tokens.size(0), tokens.size(1), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));
+  share(logits);
+  return logits;
+}
+
+void ForwardEngine::share(const at::Tensor& tensor) const {
+  const comm::CallSite site("pipeline.end");
+  comm::broadcast(ranks_, tensor, end_rank());
+}
+
+}  // namespace tessera

@@ -1,0 +1,199 @@
+#include "tessera/train/generate.h"
+
+#include <algorithm>
+#include <list>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
+#include "tessera/models/kv_cache.h"
+
+// A round takes every text in flight through the stages once: its prompt, or its newest token. Rounds overlap: a rank begins the next one as soon as it is done
+// with its own part of the last, and waits for a text's token only where it comes to that text. Whether a text has ended by what was drawn is therefore not
+// known when a round begins; how many tokens it reads is, for that follows from counts. So a text that has ended goes through one more round, in which nothing
+// is computed for it, and is gone from the round after, on every rank the same.
+//
+// A context that is full does not move on by one token: each move would mean to read all of it again, since what is kept of every token was computed with those
+// before it. The newer half is read again instead, once in capacity / 2 tokens: one more token read for each that is made.
+
+namespace tessera {
+namespace {
+
+/// A text on its way.
+struct Text {
+  const TextRequest* request = nullptr;
+  std::vector<int64_t> seen;  ///< prompt and what was made of it, as far as this rank knows
+  size_t prompt = 0;          ///< tokens of it
+  int64_t rounds = 0;         ///< it has been in, so many tokens have been or are being made
+  int64_t cached = 0;         ///< its newest tokens that lie in the cache
+  bool stopped = false;       ///< by what was drawn
+};
+
+/// Room for a text in flight: one place of the cache, one micro-batch of each round.
+struct Place {
+  std::optional<size_t> text;    ///< that is read in this round; none: it goes through the round for `asked` alone
+  int64_t begin = 0, reads = 1;  ///< tokens of it in the cache, and that are read now
+  bool settled = false;          ///< this rank has come to it in this round
+  std::optional<size_t> asked;   ///< whose newest token is not yet among those seen
+  at::Tensor token{};            ///< that one, int64 [1], once `coming` is here
+  comm::Pending coming{};
+};
+
+class Generation final : public Pass {
+ public:
+  Generation(ForwardEngine& engine, const std::vector<TextRequest>& requests, const GenerateOptions& options)
+      : engine_(engine),
+        options_(options),
+        ranks_(engine.ranks()),
+        places_(places_for(engine, requests, options)),
+        cache_(engine.model(), static_cast<int>(places_.size())) {
+    for (const TextRequest& request : requests) {
+      require(!request.prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
+      texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
+    }
+    if (options.max_new_tokens <= 0) next_ = texts_.size();
+    first_tag_ = pipeline::end_of_tags(static_cast<int>(places_.size()), pipeline::chain(static_cast<int>(engine.rank_of_stage().size())));
+  }
+
+  std::vector<std::vector<int64_t>> make() {
+    while (begin_round()) {
+      engine_.run(*this, static_cast<int>(round_.size()));
+      while (!sending_.empty() && sending_.front().done()) {
+        sending_.front().wait();
+        sending_.pop_front();
+      }
+    }
+    for (Place& place : places_) hear(place);
+    for (auto& pending : sending_) pending.wait();
+    std::vector<std::vector<int64_t>> made;
+    for (const Text& text : texts_) made.emplace_back(text.seen.begin() + static_cast<int64_t>(text.prompt), text.seen.end());
+    return made;
+  }
+
+  Size size(int micro_batch) const override { return {1, place_of(micro_batch).reads}; }
+
+  at::Tensor run(int micro_batch, const Compute& compute) override {
+    Place& place = place_of(micro_batch);
+    if (!std::exchange(place.settled, true)) come_to(place);
+    if (!place.text || texts_[*place.text].stopped) return {};
+    const Text& text = texts_[*place.text];
+    const KvCache::Reading reading(cache_, static_cast<int>(&place - places_.data()), place.begin, place.reads);
+    at::Tensor tokens;
+    if (engine_.reads().tokens) {
+      const std::vector<int64_t> newest(text.seen.end() - place.reads, text.seen.end());
+      tokens = at::tensor(newest, at::kLong).unsqueeze(0).to(engine_.device());
+    }
+    return compute({.tokens = tokens, .positions = reading.positions(engine_.device()), .last_alone = true});
+  }
+
+  at::Tensor finish(int micro_batch, const at::Tensor& given) override {
+    Place& place = place_of(micro_batch);
+    const Text& text = texts_[*place.text];
+    const int64_t token = sample_token(given[0][0], text.request->sample, static_cast<uint64_t>(text.rounds - 1));
+    place.token = at::full({1}, token, at::TensorOptions(at::kLong).device(engine_.device()));
+    const comm::CallSite site("pipeline.token");
+    for (int rank = 0; rank < ranks_.size(); ++rank) {
+      if (rank != ranks_.rank()) sending_.push_back(comm::send_async(ranks_, place.token, rank, tag_of(place)));
+    }
+    if (ranks_.size() == 1) hear(place);  // nobody is a round behind
+    return {};
+  }
+
+ private:
+  static std::vector<Place> places_for(const ForwardEngine& engine, const std::vector<TextRequest>& requests, const GenerateOptions& options) {
+    const int most = options.in_flight > 0 ? options.in_flight : engine.ranks().size();
+    return std::vector<Place>(std::min(requests.size(), static_cast<size_t>(most)));
+  }
+
+  Place& place_of(int micro_batch) { return places_[round_[static_cast<size_t>(micro_batch)]]; }
+  const Place& place_of(int micro_batch) const { return places_[round_[static_cast<size_t>(micro_batch)]]; }
+  int tag_of(const Place& place) const { return first_tag_ + static_cast<int>(&place - places_.data()); }
+
+  /// Puts texts at places that are free, and says what each reads. False: there is nothing left to read.
+  bool begin_round() {
+    round_.clear();
+    bool reads = false;
+    for (size_t i = 0; i < places_.size(); ++i) {
+      Place& place = places_[i];
+      place.settled = false;
+      place.reads = 1;
+      if (place.text && ended(texts_[*place.text])) place.text.reset();
+      if (!place.text && next_ < texts_.size()) place.text = next_++;
+      if (place.text) plan(place);
+      if (place.text || place.asked) round_.push_back(i);
+      reads |= place.text.has_value();
+    }
+    return reads;
+  }
+
+  bool ended(const Text& text) const { return text.stopped || text.rounds == options_.max_new_tokens; }
+
+  /// By counts alone, which are the same on all ranks.
+  void plan(Place& place) {
+    Text& text = texts_[*place.text];
+    const int64_t capacity = cache_.capacity(), half = std::max<int64_t>(capacity / 2, 1);
+    const int64_t length = static_cast<int64_t>(text.prompt) + text.rounds;
+    const bool begins = text.rounds == 0;
+    place.begin = text.cached;
+    place.reads = begins ? (length < capacity ? length : std::min(half, length)) : 1;
+    if (place.begin + place.reads > capacity) {
+      place.begin = 0;
+      place.reads = std::min(half, length);
+    }
+    text.cached = place.begin + place.reads;
+    ++text.rounds;
+  }
+
+  /// In each round, before anything else at a place: what the round before has made there.
+  void come_to(Place& place) {
+    hear(place);
+    if (!place.text || texts_[*place.text].stopped) return;
+    place.asked = place.text;
+    if (engine_.holds_end()) return;  // finish() has it
+    place.token = at::empty({1}, at::TensorOptions(at::kLong).device(engine_.device()));
+    const comm::CallSite site("pipeline.token");
+    place.coming = comm::recv_async(ranks_, place.token, engine_.end_rank(), tag_of(place));
+  }
+
+  void hear(Place& place) {
+    if (!place.asked) return;
+    place.coming.wait();
+    place.coming = {};
+    const size_t number = *std::exchange(place.asked, std::nullopt);
+    Text& text = texts_[number];
+    const auto token = static_cast<int64_t>(host_read(place.token, 0));
+    text.seen.push_back(token);
+    text.stopped = token == options_.end_of_text;
+    if (options_.on_token && !options_.on_token(number, token)) text.stopped = true;
+  }
+
+  ForwardEngine& engine_;
+  const GenerateOptions& options_;
+  comm::Group ranks_;
+  std::vector<Place> places_;
+  KvCache cache_;
+  std::vector<Text> texts_;
+  size_t next_ = 0;            ///< text that has no place yet
+  std::vector<size_t> round_;  ///< the places that are in it
+  int first_tag_ = 0;
+  std::list<comm::Pending> sending_;
+};
+
+}  // namespace
+
+std::vector<std::vector<int64_t>> generate(ForwardEngine& engine, const std::vector<TextRequest>& texts, const GenerateOptions& options) {
+  if (texts.empty()) return {};
+  return Generation(engine, texts, options).make();
+}
+
+std::vector<int64_t> generate(ForwardEngine& engine, const std::vector<int64_t>& prompt, int64_t max_new_tokens, const SampleOptions& sample) {
+  return generate(engine, {{.prompt = prompt, .sample = sample}}, {.max_new_tokens = max_new_tokens}).front();
+}
+
+}  // namespace tessera

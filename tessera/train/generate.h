@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "tessera/models/sampling.h"
+#include "tessera/train/forward_engine.h"
+
+namespace tessera {
+
+/// A text to be continued.
+struct TextRequest {
+  std::vector<int64_t> prompt;  ///< at least one token
+  SampleOptions sample{};
+};
+
+struct GenerateOptions {
+  int64_t max_new_tokens = 100;          ///< of each text
+  std::optional<int64_t> end_of_text{};  ///< stops behind it
+  /// Hears of each token of text `text` as soon as this rank knows it; false stops the text behind it. Must answer alike on all ranks.
+  std::function<bool(size_t text, int64_t token)> on_token{};
+  int in_flight = 0;  ///< texts that are on their way through the stages at once, each with keys and values of its own; 0: as many as the pipeline has ranks
+};
+
+/// Continues each prompt; returns the new tokens of each, the same on all ranks and for any way to cut the model: a text depends on its prompt and options
+/// alone, and not on those beside it. Dropout is off. Where the context is full, the older half is forgotten and the rest read again.
+///
+/// Each stage keeps the keys and values of its layers and heads; the rank of the last one draws, and tells the others. Texts follow each other through the
+/// stages without a pause: with as many in flight as there are ranks, none idles; one alone passes from rank to rank.
+///
+/// Collective over the ranks of the engine, with the same arguments on each.
+///   traffic   of each token that is read, the stream from stage to stage, and what its layers send; of each that is made, 8 bytes to every other rank of the
+///             pipeline, and (t-1)/t V numbers of the compute dtype where layers are cut over t ranks (logits of the last position alone are gathered)
+///   memory    KvCache's for each text in flight
+std::vector<std::vector<int64_t>> generate(ForwardEngine& engine, const std::vector<TextRequest>& texts, const GenerateOptions& options);
+
+/// One text.
+std::vector<int64_t> generate(ForwardEngine& engine, const std::vector<int64_t>& prompt, int64_t max_new_tokens, const SampleOptions& sample);
+
+}  // namespace tessera

@@ -1,0 +1,62 @@
+#include "tessera/models/kv_cache.h"
+
+#include <gtest/gtest.h>
+
+#include "tessera/core/error.h"
+#include "tests/models/tiny.h"
+
+namespace tessera {
+namespace {
+
+class Caching : public ::testing::TestWithParam<std::string> {
+ protected:
+  Caching() { enlarge(*model); }
+
+  /// Logits of the last of `tokens`, which follow `begin` others at a place.
+  at::Tensor read(KvCache& cache, const at::Tensor& tokens, int64_t begin, int place = 0) {
+    const KvCache::Reading reading(cache, place, begin, tokens.size(1));
+    const std::optional<at::Tensor> none;
+    return nn::call(*model, tokens, none, reading.positions(at::kCPU), none, true).select(1, 0);
+  }
+
+  std::shared_ptr<LanguageModel> model = tiny_model(tiny_config(GetParam()));
+};
+INSTANTIATE_TEST_SUITE_P(Models, Caching, ::testing::Values("llama", "gpt2", "mlp"), [](const auto& info) { return info.param; });
+
+TEST_P(Caching, LogitsEqualTheFullForward) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(37, {2, 11});
+  const at::Tensor full = model->logits(tokens);
+  KvCache cache(*model);
+  for (int64_t at = 0; const int64_t columns : {4, 1, 3, 1, 2}) {  // one token and several, at the start and later
+    const at::Tensor logits = read(cache, tokens.narrow(1, at, columns), at);
+    at += columns;
+    EXPECT_TRUE(at::allclose(logits, full.select(1, at - 1), 1e-4, 1e-4)) << "after " << at;
+  }
+  EXPECT_TRUE(at::equal(model->logits(tokens), full)) << "other calls pass by the cache";
+  EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(1, 0, 3), 0), full.select(1, 2), 1e-4, 1e-4)) << "what was there is forgotten";
+}
+
+TEST_P(Caching, PlacesKeepSequencesApart) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(37, {3, 6});
+  const at::Tensor full = model->logits(tokens);
+  KvCache cache(*model, 2);
+  read(cache, tokens.narrow(0, 0, 1).narrow(1, 0, 4), 0, 0);
+  read(cache, tokens.narrow(0, 1, 2).narrow(1, 0, 5), 0, 1);  // of another length, and of more rows
+  EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(0, 0, 1).narrow(1, 4, 2), 4, 0), full.narrow(0, 0, 1).select(1, 5), 1e-4, 1e-4));
+  EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(0, 1, 2).narrow(1, 5, 1), 5, 1), full.narrow(0, 1, 2).select(1, 5), 1e-4, 1e-4));
+  EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(1, 0, 2), 0, 0), full.select(1, 1), 1e-4, 1e-4)) << "a place takes other rows where it begins";
+}
+
+TEST_P(Caching, RefusesWhatDoesNotFit) {
+  KvCache cache(*model, 1, 4);
+  EXPECT_THROW(read(cache, at::zeros({1, 5}, at::kLong), 0), ConfigError);
+  EXPECT_THROW(read(cache, at::zeros({1, 2}, at::kLong), 3), ConfigError);
+  EXPECT_THROW(read(cache, at::zeros({1, 0}, at::kLong), 0), ConfigError);
+  EXPECT_THROW(read(cache, at::zeros({1, 1}, at::kLong), 0, 1), InternalError);
+  EXPECT_THROW(KvCache(*model, 1, 17), ConfigError);
+}
+
+}  // namespace
+}  // namespace tessera

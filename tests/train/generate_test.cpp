@@ -1,0 +1,65 @@
+// Texts through the engine, on a model that is whole: what full forwards choose, whoever else is on the way.
+
+#include "tessera/train/generate.h"
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/error.h"
+#include "tests/models/tiny.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::ElementsAre;
+
+class Generation : public ::testing::TestWithParam<std::string> {
+ protected:
+  Generation() { enlarge(*model); }
+  std::shared_ptr<LanguageModel> model = tiny_model(tiny_config(GetParam()));
+  ForwardEngine engine{*model};
+};
+INSTANTIATE_TEST_SUITE_P(Models, Generation, ::testing::Values("llama", "gpt2", "mlp"), [](const auto& info) { return info.param; });
+
+TEST_P(Generation, GreedyTextIsWhatFullForwardsChoose) {
+  const std::vector<int64_t> prompt{3, 1, 4};
+  const auto made = generate(engine, prompt, 6, {.temperature = 0});
+  std::vector<int64_t> seen = prompt;
+  for (const int64_t token : made) {
+    const at::Tensor logits = model->logits(at::tensor(seen, at::kLong).unsqueeze(0))[0][-1];
+    EXPECT_EQ(token, logits.argmax().item<int64_t>());
+    seen.push_back(token);
+  }
+  EXPECT_EQ(made.size(), 6u);
+  EXPECT_TRUE(model->is_training());
+}
+
+TEST_P(Generation, GoesOnBeyondTheContextAndStopsWhereTold) {
+  const std::vector<int64_t> long_prompt(40, 5);
+  EXPECT_EQ(generate(engine, long_prompt, 50, {.seed = 2}).size(), 50u);
+  EXPECT_EQ(generate(engine, {1}, 50, {.seed = 2}), generate(engine, {1}, 50, {.seed = 2}));
+  EXPECT_NE(generate(engine, {1}, 50, {.seed = 2}), generate(engine, {1}, 50, {.seed = 3}));
+  int64_t count = 0;
+  const auto three = [&](size_t, int64_t) { return ++count < 3; };
+  EXPECT_EQ(generate(engine, {{.prompt = {1}}}, {.max_new_tokens = 50, .on_token = three}).front().size(), 3u);
+  const auto greedy = generate(engine, {1}, 4, {.temperature = 0});
+  EXPECT_EQ(generate(engine, {{.prompt = {1}, .sample = {.temperature = 0}}}, {.max_new_tokens = 50, .end_of_text = greedy[0]}).front().size(), 1u);
+  EXPECT_TRUE(generate(engine, {1}, 0, {}).empty());
+  EXPECT_TRUE(generate(engine, {}, GenerateOptions{}).empty());
+  EXPECT_THROW(generate(engine, {}, 1, SampleOptions{}), ConfigError);
+}
+
+/// The same arithmetic in another order of calls.
+TEST_P(Generation, TextsDoNotDependOnThoseBesideThem) {
+  std::vector<TextRequest> texts;
+  for (const size_t length : {3, 17, 1, 20, 5}) {
+    texts.push_back({.prompt = std::vector<int64_t>(length, static_cast<int64_t>(length)), .sample = {.temperature = 2, .seed = length}});
+  }
+  const auto one_by_one = generate(engine, texts, {.max_new_tokens = 25, .end_of_text = 7, .in_flight = 1});
+  for (const int in_flight : {2, 3, 9}) EXPECT_EQ(generate(engine, texts, {.max_new_tokens = 25, .end_of_text = 7, .in_flight = in_flight}), one_by_one);
+  for (size_t i = 0; i < texts.size(); ++i) {
+    EXPECT_EQ(generate(engine, {texts[i]}, {.max_new_tokens = 25, .end_of_text = 7}).front(), one_by_one[i]);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
