@@ -104,6 +104,7 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
       const Kind kind = backward ? Kind::Backward : action.kind;
       if (kind == Kind::BackwardWeight) plan.weights_later[{action.stage, action.micro_batch}] = true;
       plan.last_micro_batch[{action.stage, kind}] = action.micro_batch;
+      if (kind != Kind::Forward) plan.last_gradients[action.stage] = kind;
       ++done[{action.stage, kind}];
       if (!schedule.is_last(action.stage)) continue;
       alive += kind == Kind::Forward ? 1 : backward ? -1 : 0;
@@ -130,8 +131,10 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
   const schedules::Outlook& outlook = plan_->outlooks.at({action.stage, action.kind, action.micro_batch});
   std::optional<ComingAction> coming;
   if (outlook.coming) coming = {.kind = announced(outlook.coming->kind), .part = part_of(outlook.coming->stage)};
+  // Where some backwards are whole, one of them may come behind the last gradients that were left.
+  const bool more = kind == ActionKind::Weights && plan_->last_gradients.at(action.stage) != Kind::BackwardWeight;
   const MicroBatchPosition position{.index = micro.index,
-                                    .last = plan_->last_micro_batch.at({action.stage, counted}) == action.micro_batch,
+                                    .last = plan_->last_micro_batch.at({action.stage, counted}) == action.micro_batch && !more,
                                     .padding = micro.weight == 0,
                                     .weights_later = plan_->weights_later.contains({action.stage, action.micro_batch}),
                                     .part = part_of(action.stage),

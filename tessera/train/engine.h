@@ -60,6 +60,7 @@ class Engine {
     std::unique_ptr<pipeline::Executor> executor;
     std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
     std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind
+    std::map<int, schedules::Kind> last_gradients;  ///< of each stage: of the last action that brings some of weights
     schedules::Outlooks outlooks;
     bool runs_ahead = false;  ///< several forwards of the last stage are alive at once
   };
