@@ -150,7 +150,7 @@ void ShardedStep::begin(Drive drive) {
 }
 
 /// Forwards may run ahead: what one leaves gathered for a backward is there for whoever comes next.
-void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) {
+void ShardedStep::before(ActionKind action, const MicroBatchPosition& position, bool complete) {
   stays_ = position.stays && !find_unused_;
   foretold_ = stays_ || position.coming.has_value();
   order_.follow_with(!position.coming                               ? UseOrder::Follows::Unknown
@@ -164,7 +164,7 @@ void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) 
       return;
     case ActionKind::Backward:
       engine_last_ = last_ = position.last;
-      complete_ = !position.weights_later;
+      complete_ = complete;
       return;
     case ActionKind::Weights:
       in_weights_ = complete_ = true;

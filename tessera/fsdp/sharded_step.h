@@ -50,7 +50,8 @@ class ShardedStep {
   ShardedStep& operator=(const ShardedStep&) = delete;
 
   void begin(Drive drive);
-  void before(ActionKind action, const MicroBatchPosition& position);  ///< of an engine's step
+  /// Of an engine's step. `complete`: none of the gradients that the action belongs to come in another (ExplicitCalls).
+  void before(ActionKind action, const MicroBatchPosition& position, bool complete);
   void after(ActionKind action);
   void expect(ActionKind action);  ///< as GradientSynchronizer::expect
   void finish();                   ///< of an engine's step

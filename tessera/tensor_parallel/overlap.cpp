@@ -1,7 +1,6 @@
 #include "tessera/tensor_parallel/overlap.h"
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,6 +22,7 @@
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
+#include "tessera/tensor_parallel/overlap_weights.h"
 
 // Two nodes of autograd of their own, in place of converts around libtorch's products: what has to interleave are pieces of one product with steps of one
 // collective, in backward as well, and autograd would run whole operators one after the other. The price is that what libtorch does for a product is written
@@ -61,30 +61,7 @@ void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& weig
   }
 }
 
-at::Tensor rows_of(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 at::Tensor in_one_batch(const at::Tensor& x) { return rows_of(x).unsqueeze(0); }
-
-/// The gradient of a weight as it grows by parts: sums are made in fp32 where the parts are narrower.
-class WeightGradient {
- public:
-  void add(const at::Tensor& dy, const at::Tensor& x) {
-    const bool widened = kernels::is_widened(x);
-    const at::Tensor left = rows_of(widened ? dy.to(at::kFloat) : dy).t(), right = rows_of(widened ? x.to(at::kFloat) : x);
-    if (!sum_.defined()) {
-      sum_ = wide(at::mm(left, right));
-    } else if (left.scalar_type() == sum_.scalar_type()) {
-      at::addmm_out(sum_, sum_, left, right);
-    } else {
-      sum_.add_(at::mm(left, right));
-    }
-  }
-  at::Tensor take(at::ScalarType dtype) { return std::exchange(sum_, at::Tensor()).to(dtype); }
-
- private:
-  static at::Tensor wide(const at::Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor; }
-
-  at::Tensor sum_;
-};
 
 /// Calls compute(first, count) on pieces of `rows` [1, N, F], and reduces each while the next is computed. `pieces` are still under way afterwards.
 template <class Compute>
@@ -110,23 +87,6 @@ std::vector<int64_t> resized(const at::Tensor& x, int64_t positions, int64_t fea
   sizes.back() = features;
   return sizes;
 }
-
-/// What the gradients of one node's weights are made of, where they are left for later: made together, when the first is asked for, and each taken once.
-class LeftWeights {
- public:
-  using Compute = std::function<void(std::vector<WeightGradient>& sums)>;
-
-  LeftWeights(size_t count, Compute compute) : sums_(count), compute_(std::move(compute)) {}
-
-  at::Tensor take(size_t i, at::ScalarType dtype) {
-    if (compute_) std::exchange(compute_, nullptr)(sums_);
-    return sums_[i].take(dtype);
-  }
-
- private:
-  std::vector<WeightGradient> sums_;
-  Compute compute_;
-};
 
 /// Common to both kinds: what backward needs to know, and the saved tensors' life.
 struct Node : torch::autograd::Node {
@@ -166,28 +126,6 @@ variable_list detached(const variable_list& tensors) {
   for (const at::Tensor& tensor : tensors) plain.push_back(tensor.defined() ? tensor.detach() : tensor);
   return plain;
 }
-
-/// The whole x as a column-wise layer multiplied it, part by part in the order of a backward pass that computes the weights' gradients itself.
-struct GatheredParts {
-  comm::Group group;
-  bool sequence, whole_kept;
-  int64_t positions;
-  std::string site;
-
-  template <class Visit>
-  void visit(const at::Tensor& x, const Visit& visit) const {
-    if (!sequence) return visit(0, x);
-    const comm::CallSite here(site);
-    if (!whole_kept) {
-      for (GatherRing ring(group, x.contiguous(), positions); !ring.done(); ring.advance()) visit(ring.begin(), ring.part());
-      return;
-    }
-    for (int step = 0; step < group.size(); ++step) {
-      const auto [first, size] = chunk(positions, group.size(), step);
-      visit(first, x.narrow(1, first, size));
-    }
-  }
-};
 
 /// Inputs: x, the weights, the biases. Outputs: the products, the whole x.
 struct ColumnNode final : Node {

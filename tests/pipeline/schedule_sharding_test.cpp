@@ -31,7 +31,7 @@ TEST(ScheduleSharding, AStepGathersEachStageOnce) {
   for_each_schedule([](const Schedule& schedule, int, int, int) {
     if (schedule.is_asynchronous()) return;
     const Schedule sharded = with_gathers(schedule, Gathered::Step);
-    ASSERT_EQ(check(sharded), std::nullopt) << schedule.name;
+    ASSERT_NO_THROW(check(sharded)) << schedule.name;
     for (int stage = 0; stage < schedule.stages(); ++stage) ASSERT_EQ(gathers_of(sharded, stage), 1) << schedule.name;
   });
 }
@@ -43,7 +43,7 @@ TEST(ScheduleSharding, RowsOfABreadthFirstStepGatherTwiceAndOfItsTurnOnce) {
       const Schedule schedule = make_schedule(request_of("breadth_first", ranks, 4, chunks));
       ASSERT_EQ(gathered_while_reshards(schedule), Gathered::Row);
       const Schedule sharded = with_gathers(schedule, Gathered::Row);
-      EXPECT_EQ(check(sharded), std::nullopt);
+      EXPECT_NO_THROW(check(sharded));
       for (int stage = 0; stage < schedule.stages(); ++stage) EXPECT_EQ(gathers_of(sharded, stage), stage / ranks == chunks - 1 ? 1 : 2) << stage;
     }
   }

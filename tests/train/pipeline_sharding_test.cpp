@@ -102,7 +102,7 @@ TEST_F(PipelineSharding, BreadthFirstGathersAChunkTwiceAStep) {
 TEST_F(PipelineSharding, NoBitDependsOnWhenUnitsAreGathered) {
   for (const auto& [schedule, chunks] : std::vector<std::pair<const char*, int>>{{"1f1b", 1}, {"zb_h1", 1}, {"interleaved", 2}, {"breadth_first", 2}}) {
     const auto trained = [&](const std::vector<std::string>& more) {
-      std::vector<std::string> sets{"model.layers=4"};
+      std::vector<std::string> sets{"model.layers=4", "run.steps=2"};
       sets.insert(sets.end(), more.begin(), more.end());
       return train(settings(schedule, chunks, sets), 4).weights;
     };

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/schedules/sharding.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <utility>
 #include <vector>
@@ -40,28 +41,27 @@ int rows_of(const RankActions& actions, int stage, bool forward) {
 
 /// Around the whole of a stage's uses, or around each row of them.
 RankActions with_gathers(const RankActions& actions, bool rows) {
+  std::vector<std::set<int>> used;
+  for (const Action& action : actions) used.push_back(used_by(action));
+  // Behind which entry a stage goes: the last that uses it, or the last before one that uses others alone.
+  std::vector<std::set<int>> let_go(actions.size());
+  std::set<int> needed;
+  for (size_t i = actions.size(); i-- > 0;) {
+    if (used[i].empty()) continue;
+    std::ranges::set_difference(used[i], needed, std::inserter(let_go[i], let_go[i].end()));
+    if (rows) needed = used[i];
+    needed.insert(used[i].begin(), used[i].end());
+  }
   RankActions gathering;
   std::set<int> gathered;
   for (size_t i = 0; i < actions.size(); ++i) {
-    const std::set<int> used = used_by(actions[i]);
-    for (const int stage : used) {
+    for (const int stage : used[i]) {
       if (gathered.insert(stage).second) gathering.push_back({.kind = Unshard, .stage = stage});
     }
     gathering.push_back(actions[i]);
-    if (used.empty()) continue;
-    std::set<int> later;
-    for (size_t j = i + 1; j < actions.size(); ++j) {
-      const std::set<int> next = used_by(actions[j]);
-      later.insert(next.begin(), next.end());
-      if (rows && !next.empty()) break;
-    }
-    for (auto stage = gathered.begin(); stage != gathered.end();) {
-      if (later.contains(*stage)) {
-        ++stage;
-        continue;
-      }
-      gathering.push_back({.kind = Reshard, .stage = *stage});
-      stage = gathered.erase(stage);
+    for (const int stage : let_go[i]) {
+      gathering.push_back({.kind = Reshard, .stage = stage});
+      gathered.erase(stage);
     }
   }
   return gathering;
