@@ -49,7 +49,8 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
 
 std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets) {
   // Sections, and keys.
-  static const std::vector<std::string> sections{"model.", "mesh.", "tensor.", "pipeline.", "zero."};
+  std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero."};
+  if (config.mesh.pp != 1) sections.emplace_back("pipeline.");
   static const std::vector<std::string> keys{"data.tokenizer",       "data.cache_dir",        "comm.backend",       "comm.algorithm",   "comm.table",
                                              "comm.interface",       "comm.timeout_s",        "comm.check",         "precision.params", "precision.compute",
                                              "precision.fp8_scales", "checkpoint.verify",     "checkpoint.partial", "run.threads",      "run.deterministic",

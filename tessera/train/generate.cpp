@@ -52,7 +52,7 @@ class Generation final : public Pass {
         options_(options),
         ranks_(engine.ranks()),
         places_(places_for(engine, requests, options)),
-        cache_(engine.model(), static_cast<int>(places_.size())) {
+        cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options)) {
     for (const TextRequest& request : requests) {
       require(!request.prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
       texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
@@ -111,6 +111,14 @@ class Generation final : public Pass {
     return std::vector<Place>(std::min(requests.size(), static_cast<size_t>(most)));
   }
 
+  /// Room for the longest text, as far as the model can see.
+  static int64_t capacity_for(const ForwardEngine& engine, const std::vector<TextRequest>& requests, const GenerateOptions& options) {
+    size_t longest = 0;
+    for (const TextRequest& request : requests) longest = std::max(longest, request.prompt.size());
+    const int64_t most = engine.model().max_seq_len();
+    return std::min(most, static_cast<int64_t>(longest) + std::min(std::max<int64_t>(options.max_new_tokens, 0), most));
+  }
+
   Place& place_of(int micro_batch) { return places_[round_[static_cast<size_t>(micro_batch)]]; }
   const Place& place_of(int micro_batch) const { return places_[round_[static_cast<size_t>(micro_batch)]]; }
   int tag_of(const Place& place) const { return first_tag_ + static_cast<int>(&place - places_.data()); }
@@ -150,7 +158,8 @@ class Generation final : public Pass {
     ++text.rounds;
   }
 
-  /// In each round, before anything else at a place: what the round before has made there.
+  /// In each round, before anything else at a place: what the round before has made there. Tokens travel beside the stream, under tags of their own; engines
+  /// that match messages by their order alone would need a group of their own for them where the last stage's rank holds others too.
   void come_to(Place& place) {
     hear(place);
     if (!place.text || texts_[*place.text].stopped) return;

@@ -3,6 +3,9 @@
 #include <ATen/ops/equal.h>
 
 #include "tessera/core/error.h"
+#include "tessera/mesh/roles.h"
+#include "tessera/train/evaluate.h"
+#include "tessera/train/generate.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -92,6 +95,46 @@ TEST_F(Pipeline, LayersThatAreCutEqualOneDevice) {
 TEST_F(Pipeline, RecomputationEqualsOneDevice) {
   expect_one_device("llama", 2, {"mesh.pp=2", "recompute.mode=full", "pipeline.schedule=zb_h1"}, {"model.dropout=0.1"});
   expect_one_device("llama", 4, {"mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3", "recompute.mode=selective"});
+}
+
+TEST_F(Pipeline, ValidatesAndGeneratesBetweenSteps) {
+  struct Seen {
+    std::vector<double> validation, losses;
+    std::vector<int64_t> text;
+  };
+  const auto run = [&](int world, bool reads, const std::vector<std::string>& layout) {
+    std::vector<std::string> sets{"model.dropout=0.1", "batch.global_size=8"};
+    sets.insert(sets.end(), layout.begin(), layout.end());
+    const Config settings = piped("llama", sets);
+    const auto text = corpus(settings);
+    Seen seen;
+    comm::run_ranks(world, [&](comm::World& ranks) {
+      validate(settings, ranks.size());
+      const Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
+      RankScope scope(settings, ranks.local_size());
+      Stepper stepper(settings, mesh, at::kCPU, scope);
+      data::Loader loader(text, loader_options(settings, mesh));
+      Seen mine;
+      for (int i = 0; i < 2; ++i) {
+        if (reads) {
+          mine.validation.push_back(evaluate(stepper.forward_only(), text, 16, 40, mesh[mesh_roles(settings).batch]).loss);
+          mine.text = generate(stepper.forward_only(), {1, 2, 3}, 5, {});
+        }
+        mine.losses.push_back(stepper.step(loader.next()).loss);
+      }
+      if (ranks.rank() == 0) seen = mine;
+    });
+    return seen;
+  };
+  const Seen one = run(1, true, {});
+  const std::vector<std::pair<int, std::vector<std::string>>> layouts{{2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}},
+                                                                      {4, {"mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
+  for (const auto& [world, layout] : layouts) {
+    const Seen many = run(world, true, layout);
+    EXPECT_EQ(many.text, one.text);
+    for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(many.validation[i], one.validation[i], kLosses * one.validation[i]);
+    EXPECT_EQ(many.losses, run(world, false, layout).losses) << "what is read between steps changes nothing";
+  }
 }
 
 /// Of a text, each rank reads what its stages take. Shapes and counts are known to all.
