@@ -18,6 +18,7 @@
 #include "tessera/pipeline/itinerary.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/stage.h"
+#include "tessera/pipeline/step_times.h"
 
 namespace tessera::pipeline {
 
@@ -39,15 +40,16 @@ struct ExecutorOptions {
 ///   traffic   each value that crosses to another rank once, each gradient once; an announced one 80 bytes more
 ///   memory    the graphs of the micro-batches that are alive; a received value one action ahead; sent values until the peer has them
 ///
-/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module. One
-/// stage has no name. Asynchronous schedules and updates in the middle are refused (InternalError). One rank, one thread.
+/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module, a
+/// receive by the action that takes it, and the flight record while the action lasts (Group::set_place). One stage has no name. Asynchronous schedules and
+/// updates in the middle are refused (InternalError). One rank, one thread.
 class Executor {
  public:
   /// `stages`: those of this rank, by number; they have to outlive this.
   Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options);
 
-  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts.
-  void run();
+  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts. `times`: takes down when each action ran.
+  void run(StepTimes* times = nullptr);
 
  private:
   struct Arrival {
@@ -62,9 +64,10 @@ class Executor {
     at::Tensor loss;
     std::shared_ptr<nn::WeightGradients> later;
   };
-  using Value = std::tuple<int, int, bool>;  // crossing, micro-batch, whether it is its gradient
+  using Value = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is its gradient
 
   void carry_out(const Leg& leg);
+  void carry_out(const Leg& leg, Lap& lap);
   void forward(const schedules::Action& action);
   void backward(const schedules::Action& action, bool whole);
   void post(const Message& message);
@@ -79,10 +82,12 @@ class Executor {
   std::map<int, Stage*> stages_;
   ExecutorOptions options_;
   std::vector<Leg> legs_;
+  std::vector<std::string> names_;              ///< of each leg; empty where there is one stage
   std::map<std::pair<int, int>, bool> splits_;  ///< stage and micro-batch whose gradients of weights come in an action of their own
 
-  std::map<Value, Arrival> arrivals_;    ///< for actions to come
-  std::map<Value, at::Tensor> leaving_;  ///< made by the action that runs, to be sent
+  std::map<Value, std::string> taker_of_;  ///< of what comes: which action takes it
+  std::map<Value, Arrival> arrivals_;      ///< for actions to come
+  std::map<Value, at::Tensor> leaving_;    ///< made by the action that runs, to be sent
   std::map<std::pair<int, int>, Alive> alive_;
   std::list<comm::Pending> sending_;
 };

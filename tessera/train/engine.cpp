@@ -137,7 +137,7 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
   run_.synchronizer->after(kind, position);
 }
 
-at::Tensor Engine::forward_backward(const data::StepBatch& batch) {
+at::Tensor Engine::forward_backward(const data::StepBatch& batch, pipeline::StepTimes* times) {
   plan_ = &plan_for(batch.micro_batches.size());
   batch_ = &batch;
   run_.model->head()->compute_gradients_in_backward(plan_->runs_ahead);
@@ -145,7 +145,7 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch) {
   scale_ = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
   for (auto& [number, stage] : stages_) stage.begin(batch.micro_batches, scale_);
   run_.synchronizer->begin_step();
-  plan_->executor->run();
+  plan_->executor->run(times);
   run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
     if (stage.gives_loss()) return at::stack(stage.losses());

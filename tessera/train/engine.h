@@ -47,8 +47,9 @@ class Engine {
 
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding and on ranks that
-  /// do not hold the last stage; never read on the host here. Throws InternalError for a schedule that leaves something out.
-  at::Tensor forward_backward(const data::StepBatch& batch);
+  /// do not hold the last stage; never read on the host here. `times`: takes down when each action ran. Throws InternalError for a schedule that leaves
+  /// something out.
+  at::Tensor forward_backward(const data::StepBatch& batch, pipeline::StepTimes* times = nullptr);
 
   ForwardEngine forward_only() const { return ForwardEngine(run_); }
 

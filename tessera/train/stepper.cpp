@@ -114,7 +114,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
   const double waited_before = comm::waited_seconds();
-  const at::Tensor losses = forward_backward(batch);
+  const at::Tensor losses = forward_backward(batch, request.times);
   const at::Tensor norm = complete_gradients(request, losses.device());
   mark_memory("update");
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
@@ -154,13 +154,13 @@ void Stepper::update(const at::Tensor& norm, double lr) {
   run_.synchronizer->after_update();
 }
 
-at::Tensor Stepper::forward_backward(const data::StepBatch& batch) {
-  if (flops_) return engine_.forward_backward(batch);
+at::Tensor Stepper::forward_backward(const data::StepBatch& batch, pipeline::StepTimes* times) {
+  if (flops_) return engine_.forward_backward(batch, times);
   const auto counter = std::make_shared<nn::FlopCounter>();
   at::Tensor losses;
   {
     const nn::OperatorScope counted(counter);
-    losses = engine_.forward_backward(batch);
+    losses = engine_.forward_backward(batch, times);
   }
   flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
   return losses;
