@@ -33,18 +33,22 @@ class Setting:
     stage: int = 0  # zero.stage of ours
     bound_goal: float | None = None  # share of the matrix products' rate
     tensor: bool = False  # the ranks share every layer instead of the batch
+    pipeline: str = ""  # the link that begins the second of two stages: the ranks are a pipeline, with micro-batches of one sequence
 
     @property
     def name(self) -> str:
         ranks = f" x{self.ranks}" if self.ranks > 1 else ""
-        return f"{self.model} {self.compute}{ranks}" + " tensor" * self.tensor + " recompute" * self.recompute + (f" stage {self.stage}" if self.stage else "")
+        how = " tensor" * self.tensor + (f" pp {self.pipeline}" if self.pipeline else "")
+        return f"{self.model} {self.compute}{ranks}{how}" + " recompute" * self.recompute + (f" stage {self.stage}" if self.stage else "")
 
     def recipe(self, root: Path) -> Path:
         return root / "recipes" / f"bench_{self.model}.toml"
 
     def our_settings(self, global_size: int, peer: PeerKind | None = None) -> list[str]:
-        """A rank takes its share of the batch in one forward, as the peer does: all of it where layers are shared. With `peer`: of ours in another way."""
-        settings = [f"precision.compute={self.compute}", f"batch.micro_size={global_size // (1 if self.tensor else self.ranks)}"]
+        """A rank takes its share of the batch in one forward, as the peer does: all of it where layers are shared, one sequence in a pipeline. With `peer`: of ours in another way."""
+        micro_size = 1 if self.pipeline else global_size // (1 if self.tensor else self.ranks)
+        settings = [f"precision.compute={self.compute}", f"batch.micro_size={micro_size}"]
+        settings += ["mesh.pp=2", "pipeline.schedule=1f1b", f'pipeline.split=["{self.pipeline}"]'] if self.pipeline else []
         settings += [f"mesh.tp={self.ranks}", "comm.backend=shm"] if self.tensor else []
         settings += ["recompute.mode=full"] if self.recompute else []
         return settings + (list(peer.arguments) if peer else [f"zero.stage={self.stage}"])
@@ -76,6 +80,17 @@ def tensor_parallel(model: str, steps: int) -> Setting:
     return Setting(model, "fp32", 2, peers, steps=steps, turns=2, quick=False, bound_goal=0.75, tensor=True)
 
 
+def pipeline(model: str, blocks: int, behind: int, steps: int) -> Setting:
+    """Two stages, cut behind the same one of so many blocks, beside PyTorch's pipelining, and ours in its other forms."""
+    peers = (
+        PeerKind("PyTorch 1F1B", ("--sharding", "pp", "--split", str(behind)), 1.3),
+        PeerKind("tessera zb_h1", ("pipeline.schedule=zb_h1",), ours=True),
+        PeerKind("tessera over Gloo", ("comm.backend=gloo",), ours=True),
+    )
+    link = "head" if behind == blocks else f"layers.{behind}"
+    return Setting(model, "fp32", 2, peers, steps=steps, turns=2, quick=False, pipeline=link)
+
+
 SETTINGS = (
     Setting("vocab", "fp32", 1, (eager(1.25, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True),
     Setting(
@@ -100,6 +115,9 @@ SETTINGS = (
     ),
     tensor_parallel("vocab", steps=2),
     tensor_parallel("matmul", steps=1),
+    pipeline("vocab", blocks=6, behind=3, steps=2),
+    pipeline("vocab", blocks=6, behind=6, steps=2),  # the head costs as much as all blocks
+    pipeline("matmul", blocks=8, behind=4, steps=1),
     Setting("matmul", "fp32", 1, (eager(),), steps=1, turns=2, quick=False),
     Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE)), steps=2, turns=2, quick=False),
     Setting("matmul", "bf16", 1, (PeerKind("torch.utils.checkpoint", ()),), steps=2, turns=2, quick=False, recompute=True),

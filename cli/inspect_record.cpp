@@ -64,6 +64,7 @@ json rank_json(const flight::RankRecord& record, const flight::Standing& standin
           {"state", standing.state},
           {"for_s", standing.for_s},
           {"where", standing.site},
+          {"place", record.place},
           {"groups", groups},
           {"calls", last}};
 }

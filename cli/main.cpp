@@ -88,6 +88,7 @@ extern "C" int tessera_command(int argc, char** argv) {
   tessera::cli::add_convert(app, exit_code);
   tessera::cli::add_plan(app, exit_code);
   tessera::cli::add_schedule(app, exit_code);
+  tessera::cli::add_trace(app, exit_code);
   tessera::cli::add_verify(app, exit_code);
   tessera::cli::add_run(app, exit_code);
   tessera::cli::add_bench(app, exit_code);

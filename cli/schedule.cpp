@@ -19,6 +19,7 @@
 #include "tessera/pipeline/schedules/lower.h"
 #include "tessera/pipeline/schedules/picture.h"
 #include "tessera/pipeline/schedules/registry.h"
+#include "tessera/pipeline/schedules/timed.h"
 
 namespace tessera::cli {
 namespace {
@@ -110,30 +111,6 @@ std::string title_of(const ScheduleFlags& flags, const Simulated& simulated) {
          (flags.per_rank.empty() ? "" : ", of ranks x " + flags.per_rank);
 }
 
-nlohmann::json json_of(const Simulated& simulated) {
-  const auto& [schedule, costs, timeline, measures] = simulated;
-  nlohmann::json actions = nlohmann::json::array(), spans = nlohmann::json::array();
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    nlohmann::json texts = nlohmann::json::array(), times = nlohmann::json::array();
-    for (const auto& action : schedule.actions[rank]) texts.push_back(to_string(action));
-    for (const auto& span : timeline[rank]) times.push_back({span.start, span.end});
-    actions.push_back(std::move(texts));
-    spans.push_back(std::move(times));
-  }
-  return {{"name", schedule.name},
-          {"stages", schedule.ranks()},
-          {"micro_batches", schedule.micro_batches},
-          {"rank_of_stage", schedule.rank_of},
-          {"makespan", measures.makespan},
-          {"bubble_fraction", measures.bubble_fraction},
-          {"bubble_over_ideal", measures.bubble_over_ideal},
-          {"span_bubble_rate", measures.span_bubble_rate},
-          {"peak_activations", measures.peak_activations},
-          {"weight_versions", measures.weight_versions},
-          {"actions", std::move(actions)},
-          {"timeline", std::move(spans)}};
-}
-
 std::string text_of(const ScheduleFlags& flags, const Simulated& simulated) {
   const auto& [schedule, costs, timeline, measures] = simulated;
   std::string text = title_of(flags, simulated) + "\n\n" + (flags.lower ? to_string(schedule) : grid_of(schedule, timeline));
@@ -163,9 +140,11 @@ int show_schedule(const ScheduleFlags& flags) {
   check_output_file("--svg", flags.svg, inputs);
   check_output_file("--trace", flags.trace, inputs);
   const auto simulated = simulate(flags);
-  std::fputs((flags.json ? json_of(simulated).dump() + "\n" : text_of(flags, simulated)).c_str(), stdout);
+  std::fputs(
+      (flags.json ? schedules::to_json({.schedule = simulated.schedule, .timeline = simulated.timeline}).dump() + "\n" : text_of(flags, simulated)).c_str(),
+      stdout);
   std::fflush(stdout);
-  const std::vector<schedules::Drawing> drawings{{title_of(flags, simulated), simulated.schedule, simulated.timeline}};
+  const std::vector<schedules::Drawing> drawings{{.title = title_of(flags, simulated), .schedule = simulated.schedule, .timeline = simulated.timeline}};
   if (!flags.csv.empty()) write_file("--csv", flags.csv, to_csv(simulated.schedule));
   if (!flags.svg.empty()) write_file("--svg", flags.svg, svg_of(drawings));
   if (!flags.trace.empty()) write_file("--trace", flags.trace, trace_of(drawings));

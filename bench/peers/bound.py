@@ -3,6 +3,7 @@
 No implementation on this library and machine is faster than its products, so each side's share of this bound says how much there is left to gain.
 """
 
+import dataclasses
 import time
 from collections import Counter
 
@@ -21,7 +22,8 @@ def linear_shapes(recipe: Recipe, cut: int = 1) -> Counter:
     shapes[recipe.dim, -(-kv_dim // cut)] += 2 * recipe.layers
     shapes[recipe.dim, ffn_dim] += 2 * recipe.layers
     shapes[ffn_dim, recipe.dim] += recipe.layers
-    shapes[recipe.dim, vocab_size] += 1
+    if vocab_size:
+        shapes[recipe.dim, vocab_size] += 1
     return shapes
 
 
@@ -62,6 +64,13 @@ def attention_seconds(recipe: Recipe, sequences: int, dtype: torch.dtype, cut: i
     outer = _seconds(lambda: torch.bmm(q, k.transpose(1, 2), out=p))
     inner = _seconds(lambda: torch.bmm(p, k, out=out))
     return recipe.layers * (3 * outer + 4 * inner)
+
+
+def measure_stage_bound(recipe: Recipe, micro_batches: int, dtype: torch.dtype, layers: int, has_head: bool) -> dict:
+    """The same of a stage of a pipeline, whose products see one sequence at a time."""
+    stage = dataclasses.replace(recipe, layers=layers, vocab_size=recipe.vocab_size if has_head else 0)
+    once = measure_bound(stage, 1, dtype)
+    return {name: micro_batches * seconds for name, seconds in once.items()}
 
 
 def measure_bound(recipe: Recipe, sequences: int, dtype: torch.dtype, cut: int = 1) -> dict:

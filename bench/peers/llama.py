@@ -79,11 +79,17 @@ class LlamaLoss(torch.nn.Module):
         parallelize_module(self.llama, mesh, around | ({"model.norm": SequenceParallel()} if sequence_parallel else {}))
         self.cut_over_ranks = True
 
+    def stage(self, rank: int, ranks: int, blocks: int) -> "LlamaStage":
+        """Of two: the embedding with the first `blocks` blocks, or the other blocks with norm and head."""
+        if ranks != 2 or not 0 < blocks <= len(self.llama.model.layers):
+            raise SystemExit(f"--split {blocks}: the pipeline has two stages, and {len(self.llama.model.layers)} blocks to deal; give a number up to that")
+        return LlamaStage(self.llama, first=rank == 0, blocks=blocks)
+
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.cut_over_ranks:  # logits stay cut by vocabulary: the caller is inside of loss_parallel()
             positions = torch.arange(tokens.shape[1])[None]  # the hidden states may be a part of the sequence and do not tell
             logits = self.llama.lm_head(self.llama.model(input_ids=tokens, position_ids=positions).last_hidden_state)
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            return loss_of(logits, labels)
         if self.chunking is None:
             return self.llama(input_ids=tokens, labels=labels, shift_labels=labels).loss
         hidden = self.llama.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
@@ -94,3 +100,28 @@ class LlamaLoss(torch.nn.Module):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         with torch.autocast("cpu", enabled=False):
             return F.linear_cross_entropy(hidden, weight, labels.flatten(), options=self.chunking)
+
+
+class LlamaStage(torch.nn.Module):
+    """A stage of a pipeline (torch.distributed.pipelining): tokens -> the residual stream, or that -> logits."""
+
+    def __init__(self, llama: LlamaForCausalLM, first: bool, blocks: int):
+        super().__init__()
+        self.model, self.first = llama.model, first
+        layers = llama.model.layers
+        self.model.layers = layers[:blocks] if first else layers[blocks:]
+        self.model.config.num_hidden_layers = len(self.model.layers)
+        if first:
+            self.model.norm = torch.nn.Identity()
+        else:
+            self.model.embed_tokens = None
+            self.lm_head = llama.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            return self.model(input_ids=x).last_hidden_state
+        return self.lm_head(self.model(inputs_embeds=x).last_hidden_state)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

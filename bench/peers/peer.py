@@ -1,5 +1,5 @@
-"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP, FSDP2 or tensor parallelism over
-Gloo, with or without recomputing its blocks in backward.
+"""A peer that trains on command: Hugging Face LLaMA on PyTorch, eager or compiled, fp32 or bf16 autocast, alone or under DDP, FSDP2, tensor parallelism or a
+pipeline (1F1B) over Gloo, with or without recomputing its blocks in backward.
 
 Commands come on stdin, one a line; each is answered with one line of JSON on stdout:
   step N   train N steps                 {"step_s": [...], "loss": [...]}
@@ -23,11 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bound import measure_bound
-from llama import LOSSES, LlamaLoss
+from bound import measure_bound, measure_stage_bound
+from llama import LOSSES, LlamaLoss, loss_of
 from memory import live_bytes, optimizer_tensors, peak_bytes, resident_bytes
 from ranks import free_port
 from recipe import Windows, read_recipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -43,6 +44,32 @@ def clip_grad_norm(groups: list[list[torch.nn.Parameter]], most: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(group, most, total)
 
 
+class PipelinedForward:
+    """One rank's stage, with the schedule that runs it: forward and backward of all micro-batches of a step."""
+
+    def __init__(self, module: LlamaLoss, options, micro_batches: int):
+        self.module = module.stage(options.rank, options.ranks, options.split)
+        stage = PipelineStage(self.module, options.rank, options.ranks, torch.device("cpu"))
+        self.is_last = options.rank == options.ranks - 1
+        self.schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+
+    def __call__(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss where the last stage is, 0 elsewhere; gradients are there."""
+        losses = []
+        if self.is_last:
+            self.schedule.step(target=labels, losses=losses)
+        else:
+            self.schedule.step(tokens)
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+    def clip(self, most: float) -> None:
+        """By the norm over all stages."""
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.module.parameters()])
+        squares = norm.square()
+        dist.all_reduce(squares)
+        torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), most, squares.sqrt())
+
+
 class Trainer:
     """One rank's share of a step, of the batch or of the layers: forward, backward, clip, fused AdamW."""
 
@@ -51,7 +78,10 @@ class Trainer:
         self.recipe = recipe
         self.rank, self.ranks = options.rank, options.ranks
         self.is_cut = self.ranks > 1 and options.sharding in TENSOR_PARALLEL
-        self.sequences = recipe.global_size // (1 if self.is_cut else options.ranks)
+        self.is_piped = self.ranks > 1 and options.sharding == "pp"
+        self.takes_all = self.is_cut or self.is_piped
+        self.sequences = recipe.global_size // (1 if self.takes_all else options.ranks)
+        self.micro_batches, self.blocks = recipe.global_size, options.split  # of one sequence each
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.compute]
         self.windows = Windows(recipe)
         self.steps = 0
@@ -64,6 +94,9 @@ class Trainer:
             self.module.shard(self.ranks)
         if self.is_cut:
             self.module.cut(self.ranks, sequence_parallel=options.sharding == "tp-sequence")
+        self.pipeline = PipelinedForward(self.module, options, self.micro_batches) if self.is_piped else None
+        if self.pipeline:
+            self.module = self.pipeline.module
         self.parameters = list(self.module.parameters())
         kinds = [[p for p in self.parameters if isinstance(p, DTensor)], [p for p in self.parameters if not isinstance(p, DTensor)]]
         self.groups = [group for group in kinds if group]
@@ -75,14 +108,15 @@ class Trainer:
         )
 
     def step(self) -> torch.Tensor:
-        first = self.steps * self.recipe.global_size + (0 if self.is_cut else self.rank * self.sequences)
+        first = self.steps * self.recipe.global_size + (0 if self.takes_all else self.rank * self.sequences)
         tokens, labels = self.windows.batch(first, self.sequences)
         with loss_parallel() if self.is_cut else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                loss = self.forward(tokens, labels)
-            loss.backward()
+                loss = (self.pipeline or self.forward)(tokens, labels)
+            if not self.pipeline:
+                loss.backward()
         if self.recipe.max_grad_norm > 0:
-            clip_grad_norm(self.groups, self.recipe.max_grad_norm)
+            self.pipeline.clip(self.recipe.max_grad_norm) if self.pipeline else clip_grad_norm(self.groups, self.recipe.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
@@ -90,7 +124,7 @@ class Trainer:
 
     def run_steps(self, count: int, synchronise: bool) -> dict:
         times, losses = [], []
-        with contextlib.nullcontext() if synchronise or self.ranks == 1 else self.module.no_sync():
+        with contextlib.nullcontext() if synchronise or self.ranks == 1 or self.is_piped else self.module.no_sync():
             for _ in range(count):
                 start = time.perf_counter()
                 loss = self.step()
@@ -104,6 +138,8 @@ class Trainer:
         return {"peak_bytes": peak_bytes(before, self.step), "resident_bytes": resident_bytes()}
 
     def measure_bound(self) -> dict:
+        if self.is_piped:
+            return measure_stage_bound(self.recipe, self.micro_batches, self.dtype, len(self.module.model.layers), has_head=self.pipeline.is_last)
         return measure_bound(self.recipe, self.sequences, self.dtype, cut=self.ranks if self.is_cut else 1)
 
     def answer(self, command: str) -> dict:
@@ -146,14 +182,17 @@ def main() -> None:
     parser.add_argument("--loss", choices=LOSSES, default="whole")
     parser.add_argument("--recompute", action="store_true", help="torch.utils.checkpoint around every block, use_reentrant=False")
     parser.add_argument("--ranks", type=int, default=1, help="processes over Gloo")
-    sharding = "of several: whole replicas; fully_shard of each block and of the rest; layers that are cut, without and with sequence parallelism"
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2", *TENSOR_PARALLEL), default="ddp", help=sharding)
+    sharding = "of several: whole replicas; fully_shard of each block and of the rest; layers that are cut, without and with sequence parallelism; a pipeline"
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2", *TENSOR_PARALLEL, "pp"), default="ddp", help=sharding)
+    parser.add_argument("--split", type=int, default=0, help="pp: blocks of the first of two stages; micro-batches have one sequence each")
     parser.add_argument("--from-hf", type=Path, help="start from these weights")
     parser.add_argument("--threads", type=int, default=0, help="per rank; default: cores / ranks")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     recipe = read_recipe(options.recipe)
+    if options.sharding == "pp" and options.ranks != 2:
+        raise SystemExit(f"--ranks {options.ranks}: a pipeline here has two")
     if recipe.global_size % options.ranks:
         raise SystemExit(f"--ranks {options.ranks} must divide batch.global_size = {recipe.global_size}")
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks))

@@ -47,6 +47,27 @@ void add_tp(CLI::App& bench, int& exit_code) {
   command->callback([flags, &exit_code] { exit_code = bench_tp(*flags); });
 }
 
+void add_pp(CLI::App& bench, int& exit_code) {
+  auto flags = std::make_shared<BenchPpFlags>();
+  auto* command = bench.add_subcommand("pp", "Time pipelines: the executor's overhead, schedules, micro-batches, and what crosses a boundary");
+  command->add_option("--dim", flags->dim, "Hidden size of the model, for overhead, schedules and micro-batches")->capture_default_str();
+  command->add_option("--layers", flags->layers, "Its blocks")->capture_default_str();
+  command->add_option("--tokens", flags->tokens, "Tokens of a sequence")->capture_default_str();
+  command->add_option("--global-size", flags->global_size, "Sequences of a step")->capture_default_str();
+  command->add_option("--schedule", flags->schedules, "Schedules to time with 8 micro-batches")->delimiter(',')->capture_default_str();
+  command->add_option("--micro-batches", flags->micro_batches, "Into how many GPipe cuts the same batch")->delimiter(',')->capture_default_str();
+  command->add_option("--hidden", flags->hidden, "Hidden sizes of the boundary")->delimiter(',')->capture_default_str();
+  command->add_option("--backend", flags->backend, "Backend of the messages")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks of the pipeline, started on this machine (default 2)");
+  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
+  command->add_option("--iterations", flags->iterations, "Steps to measure of each case, instead of --seconds");
+  command->add_option("--svg,--out", flags->svg, "Draw bubble and time over micro-batches, and the boundary beside the square-cube law");
+  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
+  command->add_flag("--json", flags->json, "Print JSON, a row a line");
+  command->callback([flags, &exit_code] { exit_code = bench_pp(*flags); });
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app, int& exit_code) {
@@ -54,6 +75,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   bench->require_subcommand(1);
   add_comm(*bench, exit_code);
   add_tp(*bench, exit_code);
+  add_pp(*bench, exit_code);
 }
 
 }  // namespace tessera::cli

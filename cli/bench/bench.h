@@ -41,9 +41,28 @@ struct BenchTpFlags {
   bool json = false;
 };
 
+struct BenchPpFlags {
+  int64_t dim = 256;
+  int64_t layers = 4;
+  int64_t tokens = 128;
+  int64_t global_size = 32;
+  std::vector<std::string> schedules{"naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"};
+  std::vector<int64_t> micro_batches{1, 2, 4, 8, 16, 32};
+  std::vector<int64_t> hidden{128, 256, 512, 1024};
+  std::string backend = "auto";
+  std::string interface{};
+  std::optional<int> nproc{};
+  double seconds = 0.5;
+  int64_t iterations = 0;
+  std::string svg{};
+  std::string rows{};  ///< as above
+  bool json = false;
+};
+
 /// Each checks its flags (ConfigError), measures, shows, and returns the exit code.
 int bench_comm(const BenchCommFlags& flags);
 int bench_tp(const BenchTpFlags& flags);
+int bench_pp(const BenchPpFlags& flags);
 
 /// Refuses limits that measure nothing.
 void check_limits(double seconds, int64_t iterations);

@@ -47,9 +47,6 @@ LayerRow measure_layer(const comm::Group& group, const LayerCase& what, const be
 /// communication_over_compute of each row by the square-cube law, from the first row's: inversely as the hidden size.
 std::vector<double> law_of(const std::vector<LayerRow>& rows);
 
-/// b in value ~ hidden^b: the slope of a line through the points in logarithms, by least squares. 0 where all hidden sizes are the same.
-double exponent(const std::vector<LayerRow>& rows, double (*value)(const LayerRow&));
-
 /// The rows as JSON, one a line. Keys: hidden heads ffn_dim tokens ranks backend dtype sequence_parallel overlap flops_per_token bytes_per_token compute_us
 /// communication_us layer_us communication_over_compute law.
 std::string json_lines(const std::vector<LayerRow>& rows);

@@ -1,12 +1,10 @@
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <functional>
 #include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/bench/growth.h"
 #include "cli/bench/layer.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
@@ -22,53 +20,36 @@ const char* dtype_name(at::ScalarType dtype) {
   return dtype == at::kFloat ? "fp32" : "bf16";
 }
 
-/// What grows with the hidden size: how it is named and shown, and the power with which it grows by the law.
-struct Quantity {
-  const char* name;
-  double (*value)(const LayerRow&);
-  std::string (*label)(double);
-  int law;
-};
-
 std::string milliseconds(double us) { return fmt::format("{:.{}f}", us / 1000, us < 10'000 ? 3 : us < 100'000 ? 2 : 1); }
 std::string time_label(double us) { return format_duration(us * 1e-6); }
 
-constexpr std::array<Quantity, 2> counted{{{"FLOPs per token", [](const LayerRow& row) { return row.flops_per_token(); }, format_count, 2},
-                                           {"bytes per token", [](const LayerRow& row) { return row.bytes_per_token(); }, format_count, 1}}};
-constexpr std::array<Quantity, 2> timed{{{"compute time", [](const LayerRow& row) { return row.compute.median_us; }, time_label, 2},
-                                         {"communication time", [](const LayerRow& row) { return row.communication.median_us; }, time_label, 1}}};
+/// One number of every row, as it grows with the hidden size.
+Growth growth_of(const std::vector<LayerRow>& rows, const char* name, std::string (*label)(double), int law, auto&& value) {
+  Growth growth{.name = name, .label = label, .law = law};
+  for (const LayerRow& row : rows) growth.values.push_back(value(row));
+  return growth;
+}
+
+std::vector<Growth> counted(const std::vector<LayerRow>& rows) {
+  return {growth_of(rows, "FLOPs per token", format_count, 2, [](const LayerRow& row) { return row.flops_per_token(); }),
+          growth_of(rows, "bytes per token", format_count, 1, [](const LayerRow& row) { return row.bytes_per_token(); })};
+}
+
+std::vector<Growth> timed(const std::vector<LayerRow>& rows) {
+  return {growth_of(rows, "compute time", time_label, 2, [](const LayerRow& row) { return row.compute.median_us; }),
+          growth_of(rows, "communication time", time_label, 1, [](const LayerRow& row) { return row.communication.median_us; })};
+}
+
+std::vector<double> sizes_of(const std::vector<LayerRow>& rows) {
+  std::vector<double> sizes;
+  for (const LayerRow& row : rows) sizes.push_back(static_cast<double>(row.what.hidden));
+  return sizes;
+}
 
 std::string what_was_measured(const LayerRow& row) {
   return fmt::format("One LLaMA layer over {} ranks ({}{}{}), {} tokens, {}: forward and backward, per rank", row.ranks, row.backend,
                      row.what.sequence_parallel ? ", sequence parallel" : "", row.what.overlap ? ", overlapped" : "", row.what.tokens,
                      dtype_name(row.what.compute));
-}
-
-void draw_panel(Svg& svg, double left, double top, const std::string& title, const std::vector<LayerRow>& rows, const std::array<Quantity, 2>& quantities,
-                size_t first_style) {
-  LogPlot::Axis x{.base = 2, .label = [](double hidden) { return fmt::format("{:g}", hidden); }}, y{.label = quantities[0].label};
-  for (const LayerRow& row : rows) {
-    x.values.push_back(static_cast<double>(row.what.hidden));
-    for (const auto& quantity : quantities) y.values.push_back(quantity.value(row));
-  }
-  const auto by_law = [&](const Quantity& quantity, const LayerRow& row) {
-    return quantity.value(rows.front()) * std::pow(static_cast<double>(row.what.hidden) / static_cast<double>(rows.front().what.hidden), quantity.law);
-  };
-  for (const auto& quantity : quantities) y.values.push_back(by_law(quantity, rows.back()));
-  LogPlot panel(svg, left, top, title, x, y);
-  const double first = x.values.front(), last = x.values.back();
-  for (size_t i = 0; i < quantities.size(); ++i) {
-    const Quantity& quantity = quantities[i];
-    if (rows.size() > 1) panel.dashes({first, quantity.value(rows.front())}, {last, by_law(quantity, rows.back())}, "");
-    LogPlot::Points points;
-    for (const LayerRow& row : rows) points.emplace_back(static_cast<double>(row.what.hidden), quantity.value(row));
-    panel.series(std::move(points), first_style + i);
-  }
-}
-
-std::string slope(const Quantity& quantity, const std::vector<LayerRow>& rows) {
-  if (rows.front().what.hidden == rows.back().what.hidden) return quantity.name;
-  return fmt::format("{} ~ h^{:.2f} (law: {})", quantity.name, exponent(rows, quantity.value), quantity.law);
 }
 
 }  // namespace
@@ -83,19 +64,6 @@ std::vector<double> law_of(const std::vector<LayerRow>& rows) {
     law.push_back(rows.front().communication_over_compute() * static_cast<double>(rows.front().what.hidden) / static_cast<double>(row.what.hidden));
   }
   return law;
-}
-
-double exponent(const std::vector<LayerRow>& rows, double (*value)(const LayerRow&)) {
-  const auto mean = [&](auto&& of) {
-    double sum = 0;
-    for (const LayerRow& row : rows) sum += of(row);
-    return sum / static_cast<double>(rows.size());
-  };
-  const auto x = [](const LayerRow& row) { return std::log(static_cast<double>(row.what.hidden)); };
-  const auto y = [&](const LayerRow& row) { return std::log(value(row)); };
-  const double x_mean = mean(x), y_mean = mean(y);
-  const double variance = mean([&](const LayerRow& row) { return (x(row) - x_mean) * (x(row) - x_mean); });
-  return variance > 0 ? mean([&](const LayerRow& row) { return (x(row) - x_mean) * (y(row) - y_mean); }) / variance : 0;
 }
 
 std::string json_lines(const std::vector<LayerRow>& rows) {
@@ -163,8 +131,10 @@ std::string format_table(const std::vector<LayerRow>& rows) {
   text +=
       "\nThe square-cube law: per token, computation grows with the square of the hidden size h, traffic with h, so their ratio falls as 1/h.\n"
       "(Attention's own products grow with h times the tokens, and count less the larger h is.)\n";
-  text += fmt::format("counted:   {}, {}\n", slope(counted[0], rows), slope(counted[1], rows));
-  text += fmt::format("measured:  {}, {}\n", slope(timed[0], rows), slope(timed[1], rows));
+  const auto sizes = sizes_of(rows);
+  const auto counts = counted(rows), times = timed(rows);
+  text += fmt::format("counted:   {}, {}\n", growth_text(counts[0], sizes), growth_text(counts[1], sizes));
+  text += fmt::format("measured:  {}, {}\n", growth_text(times[0], sizes), growth_text(times[1], sizes));
   return text;
 }
 
@@ -173,11 +143,13 @@ std::string plot(const std::vector<LayerRow>& rows) {
   Svg svg(2 * margin + 2 * LogPlot::width + gap, 2 * margin + heading + LogPlot::height + 3 * legend_line);
   svg.text(margin, margin + 10, what_was_measured(rows.front()), {.size = 14, .bold = true});
   const double right = margin + LogPlot::width + gap, top = margin + heading, below = top + LogPlot::height + 6;
-  draw_panel(svg, margin, top, "counted, over the hidden size h", rows, counted, 0);
-  draw_panel(svg, right, top, "measured, over the hidden size h", rows, timed, 2);
+  const auto sizes = sizes_of(rows);
+  const auto counts = counted(rows), times = timed(rows);
+  draw_growth(svg, margin, top, "counted, over the hidden size h", sizes, counts, 0);
+  draw_growth(svg, right, top, "measured, over the hidden size h", sizes, times, 2);
   for (size_t i = 0; i < 2; ++i) {
-    LogPlot::legend(svg, margin + 64, below + legend_line * static_cast<double>(i), slope(counted[i], rows), i);
-    LogPlot::legend(svg, right + 64, below + legend_line * static_cast<double>(i), slope(timed[i], rows), 2 + i);
+    LogPlot::legend(svg, margin + 64, below + legend_line * static_cast<double>(i), growth_text(counts[i], sizes), i);
+    LogPlot::legend(svg, right + 64, below + legend_line * static_cast<double>(i), growth_text(times[i], sizes), 2 + i);
   }
   svg.text(
       margin + 64, below + 2 * legend_line + 4,

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -33,6 +34,9 @@ class Engine {
   virtual void abort() {}
   /// Leaves the group.
   virtual void shutdown() {}
+  /// What this rank is at from now on ("stage 1, forward of micro-batch 5"), for whoever records; empty: nothing in particular. Not copied for longer than the
+  /// call.
+  virtual void set_place(std::string_view /*place*/) {}
 
   /// A tensor of so many elements in memory that the engine sums in place; undefined where it has no such memory.
   virtual at::Tensor empty(int64_t /*elements*/, const at::TensorOptions& /*options*/) { return {}; }

@@ -46,6 +46,10 @@ Attachment Group::synchronize_in_backward() const {
   return Attachment([users = state_->in_backward] { --users->synchronizers; });
 }
 
+void Group::set_place(std::string_view place) const {
+  if (state_->engine) state_->engine->set_place(place);
+}
+
 std::string Group::explain() const {
   if (!state_->explain) return {};
   const auto cause = state_->explain();

@@ -151,6 +151,7 @@
   X(std::string, dir, "", path(), "Folder of metrics and saved configuration; empty: `runs/<file stem>` in the working directory.")      \
   X(bool, record, true, own(), "Keep each rank's last collectives in `record/`, for a verdict when a run hangs or crashes.")             \
   X(double, straggler_ratio, 1.2, any(), "A rank that computes this many times longer than the median of all ranks is named; 0 is off.") \
+  X(int64_t, timeline_every, 0, any(), "Steps between timelines of the pipeline: when each action ran, in `timeline.jsonl`; 0: none.")   \
   X(double, peak_tflops, 0, own(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
 
 #define TESSERA_RUN_FIELDS(X)                                                                                                              \

@@ -179,6 +179,7 @@ void validate_rest(const Config& config) {
   require(config.log.peak_tflops >= 0, "log.peak_tflops = ", config.log.peak_tflops, ": a rate is above 0; set 0 where it is not known");
   require(config.log.straggler_ratio == 0 || config.log.straggler_ratio > 1, "log.straggler_ratio = ", config.log.straggler_ratio,
           ": expected a number above 1, such as 1.2, or 0 to name nobody");
+  at_least("log.timeline_every", config.log.timeline_every, 0);
   at_least("run.steps", config.run.steps, 1);
   at_least("run.seed", config.run.seed, 0);
   at_least("run.validate_every", config.run.validate_every, 0);

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/executor.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -10,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
@@ -70,6 +72,7 @@ at::Tensor room_for(const TensorSpec& spec, at::Device device) {
 }  // namespace
 
 int end_of_tags(int micro_batches, const Crossings& crossings) { return tag_of({.micro_batch = micro_batches}, crossings.size()); }
+double lap_clock() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string describe(const Action& action) {
   const auto name = [](Kind kind) {
@@ -102,10 +105,13 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
     invariant(leg.action.kind != Kind::Update || updatable, "the schedule '", schedule.name, "' updates stage ", leg.action.stage,
               ", and nobody said what that changes, or how");
     if (leg.action.kind == Kind::BackwardWeight) splits_[{leg.action.stage, leg.action.micro_batch}] = true;
+    names_.push_back(schedule.stages() > 1 ? describe(leg.action) : "");
+    for (const Message& message : leg.needs) taker_of_[{message.crossing, message.micro_batch, message.gradient}] = names_.back();
   }
 }
 
-void Executor::run() {
+void Executor::run(StepTimes* times) {
+  if (times) *times = {.schedule = schedule_.name, .micro_batches = schedule_.micro_batches, .rank_of = schedule_.rank_of};
   arrivals_.clear();
   leaving_.clear();
   alive_.clear();
@@ -114,13 +120,16 @@ void Executor::run() {
   for (const auto& [stage, weights] : options_.weights) {
     if (schedule_.is_asynchronous()) versions_.emplace(stage, WeightVersions(weights, schedule_.actions[static_cast<size_t>(options_.ranks.rank())], stage));
   }
-  for (const Leg& leg : legs_) {
-    const std::string name = schedule_.stages() > 1 ? describe(leg.action) : "";
+  for (size_t i = 0; i < legs_.size(); ++i) {
+    const Leg& leg = legs_[i];
+    const std::string& name = names_[i];
     const comm::CallSite site(name);
+    options_.ranks.set_place(name);
     try {
       for (const Message& message : leg.posts) post(message);
+      const double asked = times ? lap_clock() : 0;
       for (const Message& message : leg.needs) wait_for(message);
-      carry_out(leg);
+      times ? carry_out(leg, times->laps.emplace_back(Lap{.action = leg.action, .asked = asked})) : carry_out(leg);
       for (const Message& message : leg.sends) send(message);
       drop_sent();
     } catch (...) {
@@ -128,10 +137,19 @@ void Executor::run() {
       rethrow_naming(name);
     }
   }
+  options_.ranks.set_place("");
   const comm::CallSite site("pipeline.end");
   for (auto& pending : sending_) pending.wait();
   sending_.clear();
   invariant(arrivals_.empty(), "a value came that no action of the schedule '", schedule_.name, "' takes");
+}
+
+void Executor::carry_out(const Leg& leg, Lap& lap) {
+  const double waited = comm::waited_seconds();
+  lap.start = lap_clock();
+  carry_out(leg);
+  lap.end = lap_clock();
+  lap.collectives = comm::waited_seconds() - waited;
 }
 
 void Executor::carry_out(const Leg& leg) {
@@ -237,6 +255,7 @@ void Executor::post(const Message& message) {
     invariant(spec.has_value(), "stage ", crossing.to, " does not know the shape of its input ", crossing.input, ", which is not announced");
     arrival.tensor = room_for(*spec, options_.device);
   }
+  const comm::CallSite site(taker_of_.at({message.crossing, message.micro_batch, message.gradient}));
   arrival.pending = comm::recv_async(options_.ranks, arrival.tensor, message.peer, tag_of(message, crossings_.size(), arrival.is_header));
 }
 

@@ -18,6 +18,7 @@
 #include "tessera/pipeline/itinerary.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/stage.h"
+#include "tessera/pipeline/step_times.h"
 #include "tessera/pipeline/weight_versions.h"
 
 namespace tessera::pipeline {
@@ -48,15 +49,15 @@ struct ExecutorOptions {
 /// An action of an asynchronous schedule computes with the weights of its version; a step begins with version 0, the weights as they are, and leaves the
 /// newest.
 ///
-/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module. One
-/// stage has no name. One rank, one thread.
+/// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module, a
+/// receive by the action that takes it, and the flight record while the action lasts (Group::set_place). One stage has no name. One rank, one thread.
 class Executor {
  public:
   /// `stages`: those of this rank, by number; they have to outlive this.
   Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options);
 
-  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts.
-  void run();
+  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts. `times`: takes down when each action ran.
+  void run(StepTimes* times = nullptr);
 
  private:
   struct Arrival {
@@ -71,10 +72,11 @@ class Executor {
     at::Tensor loss;
     std::shared_ptr<nn::WeightGradients> later;
   };
-  using Value = std::tuple<int, int, bool>;  // crossing, micro-batch, whether it is its gradient
+  using Value = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is its gradient
 
   void carry_out(const Leg& leg);
   void compute(const schedules::Action& action);
+  void carry_out(const Leg& leg, Lap& lap);
   void forward(const schedules::Action& action);
   void backward(const schedules::Action& action, bool whole);
   void post(const Message& message);
@@ -89,10 +91,12 @@ class Executor {
   std::map<int, Stage*> stages_;
   ExecutorOptions options_;
   std::vector<Leg> legs_;
+  std::vector<std::string> names_;              ///< of each leg; empty where there is one stage
   std::map<std::pair<int, int>, bool> splits_;  ///< stage and micro-batch whose gradients of weights come in an action of their own
 
-  std::map<Value, Arrival> arrivals_;    ///< for actions to come
-  std::map<Value, at::Tensor> leaving_;  ///< made by the action that runs, to be sent
+  std::map<Value, std::string> taker_of_;  ///< of what comes: which action takes it
+  std::map<Value, Arrival> arrivals_;      ///< for actions to come
+  std::map<Value, at::Tensor> leaving_;    ///< made by the action that runs, to be sent
   std::map<std::pair<int, int>, Alive> alive_;
   std::list<comm::Pending> sending_;
   std::map<int, WeightVersions> versions_;  ///< of each stage, where the schedule is asynchronous

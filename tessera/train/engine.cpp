@@ -115,10 +115,10 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
 
 double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed_s; }
 
-at::Tensor Engine::forward_backward(const data::StepBatch& batch, std::function<void()> update) {
+at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions options) {
   plan_ = &plan_for(batch.micro_batches.size());
   batch_ = &batch;
-  update_ = std::move(update);
+  update_ = std::move(options.update);
   run_.model->head()->compute_gradients_in_backward(plan_->runs_ahead);
   // The loss is normalized once, by what the loader knows of the whole batch; sums of gradients over micro-batches and ranks are then final.
   const double scale = run_.loss_scale.value() / static_cast<double>(batch.global_valid_tokens);
@@ -126,7 +126,7 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, std::function<
   pass_.begin(batch.micro_batches, scales_);
   for (auto& [number, stage] : stages_) stage.begin(pass_);
   plan_->windows ? plan_->windows->begin(*run_.synchronizer, batch) : run_.synchronizer->begin_step();
-  plan_->executor->run();
+  plan_->executor->run(options.times);
   if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
     if (stage.gives_loss()) return at::stack(pass_.losses());

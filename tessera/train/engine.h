@@ -21,6 +21,14 @@
 
 namespace tessera {
 
+/// What a step does beside its gradients.
+struct StepOptions {
+  /// A schedule with updates in its midst calls it at each of this rank's, when `grad()` of each parameter holds the gradient of the mean loss over all valid
+  /// tokens of that update's micro-batches; when the step is over all updates are made.
+  std::function<void()> update{};
+  pipeline::StepTimes* times = nullptr;  ///< takes down when each action ran
+};
+
 /// Turns a rank's micro-batches into the gradient of the global batch. It makes of the model's parts the stages of a pipeline, of one stage where a rank holds
 /// the whole, and lets the executor carry out the schedule; around each action it says to what synchronizes gradients which one it is, and opens the scopes
 /// that the action's thread carries. It knows nothing of how gradients meet, and the loop does not know which schedule that is.
@@ -35,10 +43,7 @@ class Engine {
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding and on ranks that
   /// do not hold the last stage; never read on the host here. Throws InternalError for a schedule that leaves something out.
-  ///
-  /// A schedule with updates in its midst calls `update` at each of this rank's, when `grad()` of each parameter holds the gradient of the mean loss over all
-  /// valid tokens of that update's micro-batches; afterwards all updates are made.
-  at::Tensor forward_backward(const data::StepBatch& batch, std::function<void()> update = {});
+  at::Tensor forward_backward(const data::StepBatch& batch, StepOptions options = {});
 
   /// Seconds that the last step waited for gradients to meet.
   double exposed_s() const;

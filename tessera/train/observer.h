@@ -5,8 +5,10 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tessera/memory/history.h"
+#include "tessera/pipeline/schedules/timed.h"
 
 namespace tessera {
 
@@ -29,10 +31,11 @@ struct StepResult {
   int64_t tokens = 0;    ///< of this step
   double step_s = 0;     ///< wall time with data and optimizer
   double tokens_per_s = 0;
-  int64_t peak_bytes = 0;                                 ///< maximum over ranks since the step began
-  MemoryUse memory{};                                     ///< of that rank, by category
-  std::map<std::string, double> extras{};                 ///< further numbers by name, written after the fixed ones
-  std::shared_ptr<const MemoryHistory> memory_history{};  ///< of this very rank in this step, where it was asked for and this is the step; else null
+  int64_t peak_bytes = 0;                                            ///< maximum over ranks since the step began
+  MemoryUse memory{};                                                ///< of that rank, by category
+  std::map<std::string, double> extras{};                            ///< further numbers by name, written after the fixed ones
+  std::shared_ptr<const MemoryHistory> memory_history{};             ///< of this very rank in this step, where it was asked for and this is the step; else null
+  std::shared_ptr<const std::vector<schedules::Timed>> timelines{};  ///< of every pipeline, where log.timeline_every asks for this step; else null
 };
 
 struct ValidationResult {

@@ -127,7 +127,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
   const double waited_before = comm::waited_seconds();
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
-  const at::Tensor losses = forward_backward(batch, lr);
+  const at::Tensor losses = forward_backward(batch, request, lr);
   const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device());
   if (!updates_) mark_memory("update");
   const bool updating = updates_ || may_update(batch, norm);
@@ -167,14 +167,14 @@ void Stepper::update(const at::Tensor& norm, double lr) {
   run_.synchronizer->after_update();
 }
 
-at::Tensor Stepper::forward_backward(const data::StepBatch& batch, double lr) {
-  const auto update = [this, lr] { updates_->update(lr); };
-  if (flops_) return engine_.forward_backward(batch, update);
+at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr) {
+  const StepOptions options{.update = [this, lr] { updates_->update(lr); }, .times = request.times};
+  if (flops_) return engine_.forward_backward(batch, options);
   const auto counter = std::make_shared<nn::FlopCounter>();
   at::Tensor losses;
   {
     const nn::OperatorScope counted(counter);
-    losses = engine_.forward_backward(batch, update);
+    losses = engine_.forward_backward(batch, options);
   }
   flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
   return losses;

@@ -63,6 +63,8 @@ struct StepRequest {
   std::function<void()> gradients_ready{};
   /// Asked when the step is done: the signal by which this rank was asked to stop, 0 if it was not.
   std::function<int()> stop_signal{};
+  /// Takes down when each action of this rank ran.
+  pipeline::StepTimes* times = nullptr;
   /// When the step began for this rank, loading included.
   std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
 };
@@ -102,7 +104,7 @@ class Stepper {
     RankTimes times;
     StepFlops flops;
   };
-  at::Tensor forward_backward(const data::StepBatch& batch, double lr);
+  at::Tensor forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr);
   /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
   at::Tensor complete_gradients(const StepRequest& request, at::Device device);
   void update(const at::Tensor& norm, double lr);

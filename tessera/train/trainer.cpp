@@ -32,6 +32,7 @@
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/ranks_agree.h"
+#include "tessera/train/timeline.h"
 
 // A Trainer is a run: from where it goes on, over its steps, to its end, with loading, saving, validation and observers around a Stepper. It is made in the
 // order in which it may be refused: what ranks disagree on, a folder that another run holds, a checkpoint that does not replay. Only when nothing stands in its
@@ -272,12 +273,16 @@ StepResult Trainer::step() {
   const bool dumping = dump_ && dump_->step == batch.step;
   StepRequest request{.stop_signal = [this] { return stop_signal_ ? stop_signal_() : 0; }, .start = start};
   if (dumping) request.gradients_ready = [this] { dump_gradients(); };
+  pipeline::StepTimes times;
+  const bool timing = config_.log.timeline_every > 0 && batch.step % config_.log.timeline_every == 0;
+  request.times = timing ? &times : nullptr;
   const StepOutcome outcome = stepper_.step(batch, request);
   const auto history = reporting ? end_watch() : nullptr;
   if (dumping) dump_weights();
   stop_ = outcome.stop;
   if (world_.rank() == 0) name_stragglers(outcome.ranks);
   const double step_s = seconds_since(start);
+  const auto timelines = timing ? gather_timelines(world_.group(), stepper_.run().pipeline, times, batch.step) : nullptr;
   report_saves();
   auto extras = extras_of(outcome);
   if (stepper_.run().loss_scale.enabled()) {
@@ -296,7 +301,8 @@ StepResult Trainer::step() {
           .peak_bytes = total_of(outcome.memory.peak),
           .memory = outcome.memory,
           .extras = std::move(extras),
-          .memory_history = history};
+          .memory_history = history,
+          .timelines = timelines};
 }
 
 void Trainer::watch_memory(bool reporting) {

@@ -21,6 +21,18 @@ namespace {
 using flight::State;
 using testing::ElementsAre;
 
+TEST_F(FlightRecords, SayWhatARankIsAt) {
+  const auto place = [&] { return flight::read_record(FlightRecord::file_of(dir, 0)).place; };
+  FlightRecord record(dir, rank_of(0, 1));
+  EXPECT_EQ(place(), "");
+  for (const auto& text : {std::string("stage 1, forward of micro-batch 5"), std::string("F"), std::string(), std::string("stage 0")}) {
+    record.set_place(text);
+    EXPECT_EQ(place(), text);
+  }
+  record.set_place(std::string(500, 'x'));
+  EXPECT_EQ(place(), std::string(127, 'x'));
+}
+
 TEST_F(FlightRecords, GiveBackWhatWasEntered) {
   {
     FlightRecord record(dir / "made" / "here", rank_of(2, 5));

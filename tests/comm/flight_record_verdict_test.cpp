@@ -130,6 +130,21 @@ TEST(FlightRecordVerdict, FollowsWhoWaitsForWhomToTheRoot) {
   EXPECT_THAT(verdict.waiting, ElementsAre(0, 1, 2));
 }
 
+// Between its calls a rank says what it is at: a stage of a pipeline computes for long, and makes no call meanwhile.
+TEST(FlightRecordVerdict, SaysWhatTheAbsentRankIsAt) {
+  Scene scene(2, 1020);
+  scene.enter(0, "world", 1005, State::Waiting, message("recv", 1));
+  scene[1].place = "stage 1, forward of micro-batch 5";
+  const std::string never = "rank 1 never entered send #1 to rank 0 of world; rank 0 waits 15 s";
+  EXPECT_EQ(scene.sentence(), never + "; rank 1 is at stage 1, forward of micro-batch 5");
+  EXPECT_EQ(standings(Merge(scene.records()))[1].site, "stage 1, forward of micro-batch 5");
+  scene[1].closed = true;
+  EXPECT_EQ(scene.sentence(), never + "; rank 1 ended at stage 1, forward of micro-batch 5");
+  scene[1].closed = false;
+  scene[1].seen_s = 1010;
+  EXPECT_EQ(scene.sentence(), never + "; rank 1 gave no sign of life for the last 10 s; rank 1 is at stage 1, forward of micro-batch 5");
+}
+
 TEST(FlightRecordVerdict, ASendWithoutARecv) {
   Scene scene(2, 1020);
   scene.enter(0, "world", 1005, State::Entered, message("send", 1, 4));

@@ -1,6 +1,6 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/torch.h>
+#include <torch/nn.h>
 
 #include "tessera/nn/attach.h"
 #include "tessera/nn/layers.h"

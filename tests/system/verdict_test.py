@@ -61,6 +61,22 @@ class Verdict(SystemTest):
         done, _, _ = self.hang(nproc=3, count=7)
         self.assertRegex(done.stderr.splitlines()[-1], r"^rank 1 never entered all_reduce #\d+ of \S+ \(ddp\.bucket\); ranks 0, 2 wait [56] s$")
 
+    def test_a_stage_that_hangs_or_fails_is_named_with_its_micro_batch(self):
+        sets = ("mesh.pp=2", "comm.timeout_s=4", "run.steps=3")
+        # The sixth send of a rank in the first step: stage 1 sends a gradient behind each backward, stage 0 its output behind each forward.
+        for rank, action in ((1, "stage 1, backward of micro-batch 5"), (0, "stage 0, forward of micro-batch 5")):
+            began = time.monotonic()
+            done, log = self.train(f"hang_{rank}", "--inject", f"rank={rank},op=send,count=6,do=hang", nproc=2, sets=sets, expect=1)
+            self.assertLess(time.monotonic() - began, 4 + 10 + 5)
+            last = done.stderr.splitlines()[-1]
+            self.assertRegex(last, rf"^rank {rank} never entered send #1 to rank {1 - rank} of \S+ \(tag \d+\) \(stage \d, \w+ of micro-batch 5\); rank {1 - rank} waits [45] s; rank {rank} is at {action}$")
+            self.assertEqual(self.records(log).splitlines()[0], last)
+            self.assertEqual(json.loads(self.records(log, "--json"))["ranks"][rank]["place"], action)
+        began = time.monotonic()
+        done, _ = self.train("error", "--inject", "rank=1,op=send,count=6,do=error", nproc=2, sets=sets, expect=1)
+        self.assertLess(time.monotonic() - began, 4 + 10)
+        self.assertIn("stage 1, backward of micro-batch 5", done.stderr.splitlines()[-1])
+
     def test_a_killed_rank_leaves_its_record(self):
         process, log = self.start()
         # Its record says which process it was; a record can be read while it is written.

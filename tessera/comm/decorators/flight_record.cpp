@@ -101,6 +101,11 @@ class FlightRecordEngine : public DecoratedEngine {
     }
   }
 
+  void set_place(std::string_view place) override {
+    record_->set_place(place);
+    DecoratedEngine::set_place(place);
+  }
+
  private:
   // Messages between two ranks are matched by direction and tag, in their order; they are no part of the order of the group's collectives.
   uint64_t number_of_message(const Call& call) { return call.is_message() ? ++messages_[{call.op, call.peer, call.tag}] : 0; }

@@ -212,6 +212,15 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   return number;
 }
 
+void FlightRecord::set_place(std::string_view place) {
+  publish(header_->place[0], '\0');  // a reader that comes now finds none
+  std::atomic_thread_fence(std::memory_order_release);
+  const auto size = place.substr(0, header_->place.size() - 1).size();
+  for (size_t i = size; i > 1; --i) header_->place[i - 1] = place[i - 1];
+  header_->place[size] = '\0';
+  if (size > 0) publish(header_->place[0], place[0]);
+}
+
 void FlightRecord::mark(uint64_t number, State state) {
   Entry& entry = entries_[number % header_->capacity];
   if (std::atomic_ref(entry.published).load(std::memory_order_acquire) != number + 1) return;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -54,6 +55,9 @@ class FlightRecord {
   uint64_t enter(const GroupSlot& group, const Call& call, uint64_t message = 0);
   /// Sets the state of call `number`, with the time where it is an end. Does nothing where its slot has been taken by a later call.
   void mark(uint64_t number, flight::State state);
+
+  /// What the rank is at from now on, between its calls.
+  void set_place(std::string_view place);
 
   const std::filesystem::path& path() const { return path_; }
 

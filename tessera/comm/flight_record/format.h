@@ -33,15 +33,16 @@ struct Header {
   int32_t world_size;
   int32_t pid;
   int32_t restart_count;
-  std::array<char, 64> host;    ///< ends with a zero
-  int64_t started_wall_ns;      ///< since 1970, at the instant of started_ns
-  int64_t started_ns;           ///< of the monotonic clock, as all times below and in entries
-  alignas(64) uint64_t next;    ///< calls so far: call i lies in slot i % capacity
-  alignas(64) int64_t seen_ns;  ///< the process was alive; renewed several times a second
-  int64_t closed_ns;            ///< the record was closed in order; 0 before
-  uint64_t groups_used;         ///< bytes of the table of groups in use
+  std::array<char, 64> host;                ///< ends with a zero
+  int64_t started_wall_ns;                  ///< since 1970, at the instant of started_ns
+  int64_t started_ns;                       ///< of the monotonic clock, as all times below and in entries
+  alignas(64) uint64_t next;                ///< calls so far: call i lies in slot i % capacity
+  alignas(64) int64_t seen_ns;              ///< the process was alive; renewed several times a second
+  int64_t closed_ns;                        ///< the record was closed in order; 0 before
+  uint64_t groups_used;                     ///< bytes of the table of groups in use
+  alignas(64) std::array<char, 128> place;  ///< what it is at between its calls (Group::set_place); empty: nothing in particular
 };
-static_assert(sizeof(Header) == 320 && offsetof(Header, next) == 192 && offsetof(Header, seen_ns) == 256);
+static_assert(sizeof(Header) == 448 && offsetof(Header, next) == 192 && offsetof(Header, seen_ns) == 256 && offsetof(Header, place) == 320);
 
 /// One group, followed by `members` ranks of the world (int32), `name_bytes` of name, and zeros up to a multiple of 8.
 struct GroupHeader {

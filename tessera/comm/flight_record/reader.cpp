@@ -173,6 +173,7 @@ RankRecord read_record(const std::filesystem::path& file, uint64_t most_calls) {
   record.started_s = seconds(header.started_ns);
   record.seen_s = seconds(header.seen_ns);
   record.closed = header.closed_ns != 0;
+  record.place = text(header.place);
   record.groups = read_groups(bytes, header);
   record.total_calls = header.next;
   const uint64_t kept = std::min({header.next, header.capacity, most_calls});

@@ -46,6 +46,7 @@ struct RankRecord {
   double started_s = 0;
   double seen_s = 0;    ///< last sign of life
   bool closed = false;  ///< in order: the program left the world
+  std::string place{};  ///< what it is at between its calls; empty: nothing in particular
   std::vector<RecordedGroup> groups{};
   std::vector<RecordedCall> calls{};  ///< the last ones, oldest first
   uint64_t total_calls = 0;

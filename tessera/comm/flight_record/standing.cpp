@@ -15,7 +15,7 @@ const char* state_of(const RecordedCall& call) {
 
 // What holds the rank up, by the earliest entry; or else its last call.
 Standing standing_of(const Merge& merge, const RankRecord& record) {
-  Standing standing{.rank = record.rank};
+  Standing standing{.rank = record.rank, .site = record.place};
   const Wait* wait = nullptr;
   for (const auto& other : merge.waits()) {
     if (other.record == &record && (wait == nullptr || std::pair(!other.blocks, other.call->entered_s) < std::pair(!wait->blocks, wait->call->entered_s)))
@@ -29,7 +29,7 @@ Standing standing_of(const Merge& merge, const RankRecord& record) {
   }
   const auto data = data_text(*call);
   standing.call = call_text(*call, record.groups[call->group]) + (data.empty() ? "" : " ") + data;
-  standing.site = call->site;
+  if (wait || record.place.empty()) standing.site = call->site;  // where it is now says more than where its last call was
   if (wait) {
     standing.state = wait->failed ? "failed" : wait->blocks ? "waits" : "in flight";
     standing.for_s = wait->waited_s();

@@ -94,12 +94,14 @@ std::string text_of(const Merge& merge, const Wait& wait) { return call_text(*wa
 // What else the records say of ranks that did not come: the first that holds.
 std::string excuse(const Merge& merge, const Waiting& waiting, const std::vector<int>& culprits, double until_s) {
   std::vector<int> left, silent;
+  const RankRecord* placed = nullptr;
   double silence_s = 0;
   const Wait* stall = nullptr;
   for (const int rank : culprits) {
     const auto* record = merge.record_of(rank);
     if (record == nullptr) continue;
     if (stall == nullptr) stall = waiting.stall_of(rank);
+    if (placed == nullptr && !record->place.empty()) placed = record;
     if (record->closed) {
       left.push_back(rank);
     } else if (until_s - record->seen_s > kSilence_s) {
@@ -107,11 +109,13 @@ std::string excuse(const Merge& merge, const Waiting& waiting, const std::vector
       silence_s = std::max(silence_s, until_s - record->seen_s);
     }
   }
+  const auto place = placed ? fmt::format("; rank {} {} at {}", placed->rank, placed->closed ? "ended" : "is", placed->place) : "";
   const auto inside = stall == nullptr ? "" : text_of(merge, *stall);
   if (!silent.empty()) {
-    return fmt::format("; {} gave no sign of life for the last {}{}{}", rank_list(silent), seconds_text(silence_s), stall ? ", inside " : "", inside);
+    return fmt::format("; {} gave no sign of life for the last {}{}{}{}", rank_list(silent), seconds_text(silence_s), stall ? ", inside " : "", inside, place);
   }
-  if (stall != nullptr) return fmt::format("; rank {} {} {}", stall->rank(), stall->failed ? "had failed in" : "is still inside", inside);
+  if (stall != nullptr) return fmt::format("; rank {} {} {}{}", stall->rank(), stall->failed ? "had failed in" : "is still inside", inside, place);
+  if (placed) return place;
   if (!left.empty()) return fmt::format("; {} had left the world", rank_list(left));
   return {};
 }

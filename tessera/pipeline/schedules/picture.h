@@ -13,6 +13,8 @@ struct Drawing {
   std::string title{};
   Schedule schedule{};
   Timeline timeline{};
+  std::vector<std::vector<double>> asked{};  ///< of a measured one: since when each action waited for what other ranks send (timed.h)
+  std::string unit{};                        ///< of its times, as it stands behind a number: " ms"
 };
 
 /// Rows of ranks over columns of time, one line a rank: "F0" or, with several stages a rank, "4F0" stands where an action begins, "=" where it goes on, "."
@@ -24,7 +26,7 @@ std::string grid_of(const Schedule& schedule, const Timeline& timeline, int most
 std::string svg_of(const std::vector<Drawing>& drawings);
 
 /// The same for Perfetto and Chrome's viewer (JSON): a process per drawing, a thread per rank, arrows where results go to another rank, and the activations
-/// that each rank holds. A unit of the timelines is `microseconds` long.
+/// that each rank holds; and how long its actions waited, where that was measured. A unit of the timelines is `microseconds` long.
 std::string trace_of(const std::vector<Drawing>& drawings, double microseconds = 1000);
 
 }  // namespace tessera::schedules

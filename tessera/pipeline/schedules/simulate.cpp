@@ -51,9 +51,23 @@ int versions_held(const RankActions& actions, int stage) {
   return most_at_once(intervals, actions.size());
 }
 
+double duration_of(const Action& action, const std::vector<StageCosts>& stages) {
+  double sum = 0;
+  for (const Action& part : parts(action)) {
+    if (!part.computes()) continue;
+    const StageCosts& cost = stages[part.stage];
+    sum += part.kind == Kind::Forward         ? cost.forward
+           : part.kind == Kind::Backward      ? cost.backward
+           : part.kind == Kind::BackwardInput ? cost.backward_input
+                                              : cost.backward_weight;
+  }
+  return sum;
+}
+
 }  // namespace
 
 double duration(const Action& action, const Costs& costs) {
+  if (!costs.stages.empty()) return duration_of(action, costs.stages);
   const auto scaled = [&](int stage, double cost) { return costs.scale.empty() ? cost : cost * costs.scale[stage]; };
   switch (action.kind) {
     case Kind::Forward:

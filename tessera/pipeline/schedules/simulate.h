@@ -6,14 +6,23 @@
 
 namespace tessera::schedules {
 
+/// What one stage's actions cost where each has its own cost, as measured.
+struct StageCosts {
+  double forward = 1;
+  double backward = 2;  ///< whole
+  double backward_input = 1;
+  double backward_weight = 1;
+};
+
 /// What the actions of one stage cost, in any one unit of time. Where a rank has several chunks, that of one chunk.
 struct Costs {
   double forward = 1;
   double backward_input = 1;
-  double backward_weight = 1;   ///< a full backward costs both
-  double communication = 0;     ///< from the end of an action until its result is on another rank, which computes meanwhile
-  double overlap = 0;           ///< a forward and a full backward that run together; 0: what they cost one after the other
-  std::vector<double> scale{};  ///< of each stage's computations; empty: 1
+  double backward_weight = 1;        ///< a full backward costs both
+  double communication = 0;          ///< from the end of an action until its result is on another rank, which computes meanwhile
+  double overlap = 0;                ///< a forward and a full backward that run together; 0: what they cost one after the other
+  std::vector<double> scale{};       ///< of each stage's computations; empty: 1
+  std::vector<StageCosts> stages{};  ///< of each stage, in place of what stands above, but for `communication`; empty: all alike
 };
 
 /// How long it computes: 0 for what is no computation.

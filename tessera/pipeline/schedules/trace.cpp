@@ -32,10 +32,10 @@ std::string_view category(Kind kind) {
 class TraceWriter {
  public:
   TraceWriter(Json& events, const Drawing& drawing, int pid, double microseconds)
-      : events_(events), schedule_(drawing.schedule), timeline_(drawing.timeline), title_(drawing.title), pid_(pid), microseconds_(microseconds) {}
+      : events_(events), drawing_(drawing), schedule_(drawing.schedule), timeline_(drawing.timeline), pid_(pid), microseconds_(microseconds) {}
 
   void write() {
-    add({{"ph", "M"}, {"name", "process_name"}, {"args", {{"name", title_}}}});
+    add({{"ph", "M"}, {"name", "process_name"}, {"args", {{"name", drawing_.title}}}});
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       add({{"ph", "M"}, {"name", "thread_name"}, {"tid", rank}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
       write_rank(rank);
@@ -57,6 +57,15 @@ class TraceWriter {
       if (!action.computes() && action.kind != Kind::Update) continue;
       Json arguments{{"stage", action.stage}, {"micro_batch", action.micro_batch}};
       if (schedule_.is_asynchronous()) arguments["version"] = action.version;
+      if (!drawing_.asked.empty() && drawing_.asked[rank][i] < span.start) {
+        const double since = drawing_.asked[rank][i];
+        add({{"ph", "X"},
+             {"name", "waits for " + to_string(action)},
+             {"cat", "wait"},
+             {"tid", rank},
+             {"ts", since * microseconds_},
+             {"dur", (span.start - since) * microseconds_}});
+      }
       add({{"ph", "X"},
            {"name", to_string(action)},
            {"cat", category(action.kind)},
@@ -107,9 +116,9 @@ class TraceWriter {
   }
 
   Json& events_;
+  const Drawing& drawing_;
   const Schedule& schedule_;
   const Timeline& timeline_;
-  const std::string& title_;
   int pid_;
   double microseconds_;
 };

@@ -84,6 +84,14 @@ void MetricsFile::on_start(const RunInfo& run) {
   }
   continue_file(run.log_dir / "metrics.jsonl", run.first_step, metrics_);
   continue_file(run.log_dir / "validation.jsonl", run.first_step, validation_);
+  run_ = run;
+  std::error_code ignored;
+  if (std::filesystem::exists(run.log_dir / "timeline.jsonl", ignored)) open_timeline();  // an earlier run's are none of this one
+}
+
+void MetricsFile::open_timeline() {
+  continue_file(run_.log_dir / "timeline.jsonl", run_.first_step, timeline_);
+  timed_ = true;
 }
 
 void MetricsFile::after_step(const StepResult& r) {
@@ -94,6 +102,9 @@ void MetricsFile::after_step(const StepResult& r) {
   line["host_by_category"] = by_name(r.memory.host);
   for (const auto& [name, value] : r.extras) line[name] = value;
   metrics_.append(line.dump() + '\n');
+  if (!r.timelines) return;
+  if (!timed_) open_timeline();
+  for (const auto& timeline : *r.timelines) timeline_.append(to_json(timeline).dump() + '\n');
 }
 
 void MetricsFile::after_validation(const ValidationResult& r) {
@@ -103,6 +114,7 @@ void MetricsFile::after_validation(const ValidationResult& r) {
 void MetricsFile::on_end(const RunEnd&) {
   metrics_.close();
   validation_.close();
+  timeline_.close();
 }
 
 }  // namespace tessera

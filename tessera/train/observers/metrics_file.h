@@ -10,22 +10,27 @@ namespace tessera {
 /// `log_dir/metrics.jsonl`: one JSON object per optimizer step, flushed at once: step loss grad_norm lr tokens step_s tokens_per_s peak_bytes
 /// peak_by_category current_by_category, then extras;
 /// floats as shortest round trip (a value that is not finite is null, as JSON has no word for it). Validations go to `log_dir/validation.jsonl` (step loss
-/// bits_per_byte), so that metrics.jsonl keeps one line per step.
+/// bits_per_byte), so that metrics.jsonl keeps one line per step, and timelines to `log_dir/timeline.jsonl` (schedules::to_json), one line for each pipeline,
+/// where there are any.
 ///
-/// A run from step 1 starts both files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
+/// A run from step 1 starts these files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
 /// Where a line is no record, a copy of the file stays in metrics.jsonl.unreadable-1 (or the next free number), which is said aloud.
 /// Throws ConfigError where log_dir cannot be written, or a named pipe stands in the files' place. A line that is lost later is
 /// said aloud (RecordFile), and ends a run whose log is strict.
 class MetricsFile : public Observer {
  public:
-  explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict) {}
+  explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict), timeline_(strict) {}
   void on_start(const RunInfo& run) override;
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;
   void on_end(const RunEnd& end) override;
 
  private:
-  RecordFile metrics_, validation_;
+  void open_timeline();
+
+  RecordFile metrics_, validation_, timeline_;
+  RunInfo run_{};
+  bool timed_ = false;  ///< timeline.jsonl is open
 };
 
 }  // namespace tessera

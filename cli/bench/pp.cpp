@@ -1,0 +1,174 @@
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "cli/bench/bench.h"
+#include "cli/bench/pipeline.h"
+#include "cli/common.h"
+#include "tessera/comm/backends/factory.h"
+#include "tessera/comm/world.h"
+#include "tessera/config/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/core/log.h"
+#include "tessera/pipeline/schedules/registry.h"
+#include "tessera/train/pipeline_layout.h"
+
+namespace tessera::cli {
+namespace {
+
+using bench::PipelineCase;
+using bench::PipelineRow;
+
+constexpr int64_t kHeadDim = 64, kOverheadMicroBatches = 8, kBoundaryMicroBatches = 4, kMostHidden = 32768, kMostSequences = 1 << 16;
+
+int64_t heads_of(int64_t hidden) { return std::max<int64_t>(1, hidden / kHeadDim); }
+
+/// What to measure, after every check that needs no process.
+struct PipelinePlan {
+  PipelineCase overhead;
+  std::vector<PipelineCase> schedules, curve, boundary;
+};
+
+/// Chunks on each rank: of schedules that take any number, one; interleaved ones are not themselves with less than two.
+int chunks_of(const std::string& name) {
+  for (const auto& known : schedules::known_schedules()) {
+    if (known.name == name) return known.chunks > 0 ? known.chunks : name == "naive" ? 1 : 2;
+  }
+  return 1;
+}
+
+/// Refuses what the schedule does not take, and what this build cannot train with.
+void check_case(const PipelineCase& what) {
+  Config config;
+  config.pipeline.schedule = what.schedule;
+  config.pipeline.virtual_stages = what.chunks;
+  make_schedule(config, what.ranks, static_cast<int>(what.micro_batches));
+}
+
+PipelinePlan plan_of(const BenchPpFlags& flags, int ranks) {
+  require(flags.tokens >= 1 && flags.tokens <= kMostSequences, "--tokens = ", flags.tokens, ": 1 at least, and at most ", kMostSequences);
+  require(flags.global_size >= 1 && flags.global_size <= kMostSequences, "--global-size = ", flags.global_size, ": 1 at least, and at most ", kMostSequences);
+  const auto check_hidden = [](const char* knob, int64_t hidden) {
+    require(hidden > 0 && hidden % kHeadDim == 0 && hidden <= kMostHidden, knob, " = ", hidden, ": must be a multiple of ", kHeadDim,
+            ", the features of a head, and at most ", kMostHidden);
+  };
+  check_hidden("--dim", flags.dim);
+  const PipelineCase step{.hidden = flags.dim,
+                          .heads = heads_of(flags.dim),
+                          .layers = flags.layers,
+                          .tokens = flags.tokens,
+                          .global_size = flags.global_size,
+                          .micro_batches = kOverheadMicroBatches,
+                          .ranks = ranks};
+  PipelinePlan plan{.overhead = step};
+  plan.overhead.ranks = 1;
+  plan.overhead.schedule = "1f1b";
+  const auto divides = [&](const char* knob, int64_t m) {
+    require(m >= 1 && flags.global_size % m == 0, knob, " = ", m, ": must divide --global-size = ", flags.global_size, ", so that all micro-batches are alike");
+  };
+  require(flags.global_size % kOverheadMicroBatches == 0, "--global-size = ", flags.global_size, ": must be a multiple of ", kOverheadMicroBatches,
+          ", the micro-batches of each schedule");
+  for (const auto& name : flags.schedules) {
+    require_known("--schedule", name, schedules::schedule_names());
+    PipelineCase& what = plan.schedules.emplace_back(step);
+    what.schedule = name;
+    what.chunks = chunks_of(name);
+    const int64_t most = int64_t{ranks} * what.chunks;
+    require(flags.layers + 2 >= most, "--layers = ", flags.layers, ": ", name, " cuts a model into ", most, " stages; give ", most - 2, " at least");
+    check_case(what);
+  }
+  for (const int64_t m : flags.micro_batches) {
+    divides("--micro-batches", m);
+    PipelineCase& what = plan.curve.emplace_back(step);
+    what.schedule = "gpipe";
+    what.micro_batches = m;
+  }
+  std::ranges::sort(plan.curve, {}, &PipelineCase::micro_batches);
+  for (const int64_t hidden : flags.hidden) {
+    check_hidden("--hidden", hidden);
+    plan.boundary.push_back({.hidden = hidden,
+                             .heads = heads_of(hidden),
+                             .layers = ranks,
+                             .tokens = flags.tokens,
+                             .global_size = kBoundaryMicroBatches,
+                             .micro_batches = kBoundaryMicroBatches,
+                             .ranks = ranks});
+  }
+  std::ranges::sort(plan.boundary, {}, &PipelineCase::hidden);
+  return plan;
+}
+
+std::vector<PipelineRow> measure_pipelines(const BenchPpFlags& flags, const PipelinePlan& plan) {
+  const auto recorder = std::make_shared<comm::Recorder>();
+  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
+  const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
+  std::vector<PipelineRow> rows;
+  world.guard([&] {
+    rows.push_back(bench::measure_overhead(plan.overhead, limits));
+    for (const auto& what : plan.schedules) rows.push_back(bench::measure_step(world, what, limits));
+    for (const auto& what : plan.curve) rows.push_back(bench::measure_step(world, what, limits)), rows.back().kind = "curve";
+    for (const auto& what : plan.boundary) rows.push_back(bench::measure_boundary(world, *recorder, what, limits));
+  });
+  return rows;
+}
+
+/// Returns the exit code.
+int measure_pipelines_in_copies(const BenchPpFlags& flags, int nproc, std::vector<PipelineRow>& rows) {
+  std::vector<std::string> command{"bench", "pp"};
+  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
+  add("--dim", std::to_string(flags.dim));
+  add("--layers", std::to_string(flags.layers));
+  add("--tokens", std::to_string(flags.tokens));
+  add("--global-size", std::to_string(flags.global_size));
+  add("--schedule", fmt::format("{}", fmt::join(flags.schedules, ",")));
+  add("--micro-batches", fmt::format("{}", fmt::join(flags.micro_batches, ",")));
+  add("--hidden", fmt::format("{}", fmt::join(flags.hidden, ",")));
+  add("--backend", flags.backend);
+  add("--seconds", format_float(flags.seconds));
+  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
+  if (!flags.interface.empty()) add("--interface", flags.interface);
+  std::vector<std::string> lines;
+  if (const int exit_code = rows_of_copies(nproc, flags.backend, std::move(command), lines); exit_code != 0) return exit_code;
+  rows = bench::read_pipeline_rows(lines);
+  return 0;
+}
+
+void present_pipelines(const BenchPpFlags& flags, const std::vector<PipelineRow>& rows) {
+  std::fputs((flags.json ? bench::json_lines(rows) : bench::format_table(rows)).c_str(), stdout);
+  std::fflush(stdout);
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, bench::plot(rows));
+}
+
+}  // namespace
+
+int bench_pp(const BenchPpFlags& flags) {
+  require_known("--backend", flags.backend, comm::engine_names());
+  check_limits(flags.seconds, flags.iterations);
+  check_output_file("--svg", flags.svg);
+  const int nproc = bench_ranks(flags.nproc);
+  const auto plan = plan_of(flags, nproc);
+  const auto environment = comm::read_environment();
+  if (!environment.launched) {
+    check_launchers({flags.backend});
+    log().info("pipelines over {} ranks", nproc);
+    std::vector<PipelineRow> rows;
+    if (const int exit_code = measure_pipelines_in_copies(flags, nproc, rows); exit_code != 0) return exit_code;
+    present_pipelines(flags, rows);
+    return 0;
+  }
+  const auto rows = measure_pipelines(flags, plan);
+  if (environment.rank != 0) return 0;
+  if (flags.rows.empty()) {
+    present_pipelines(flags, rows);
+  } else {
+    write_file("--rows", flags.rows, bench::json_lines(rows));
+  }
+  return 0;
+}
+
+}  // namespace tessera::cli

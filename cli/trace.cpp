@@ -1,0 +1,198 @@
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "cli/bench/bench.h"
+#include "cli/commands.h"
+#include "cli/common.h"
+#include "tessera/config/config.h"
+#include "tessera/core/columns.h"
+#include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/picture.h"
+#include "tessera/pipeline/schedules/registry.h"
+#include "tessera/pipeline/schedules/timed.h"
+
+namespace tessera::cli {
+namespace {
+
+using nlohmann::json;
+using schedules::Timed;
+
+struct TraceFlags {
+  std::string from, against;
+  std::optional<int64_t> step{};
+  std::optional<int> rank{};
+  std::string svg{}, trace{};
+  bool json = false;
+};
+
+/// A schedule with its times, and what it is.
+struct Compared {
+  std::string what;
+  Timed timed;
+};
+
+std::filesystem::path timeline_file(const std::string& from) {
+  std::error_code ignored;
+  const bool is_run = std::filesystem::is_directory(from, ignored);
+  const auto file = is_run ? std::filesystem::path(from) / "timeline.jsonl" : std::filesystem::path(from);
+  require(std::filesystem::is_regular_file(file, ignored), from, is_run ? ": holds no timeline.jsonl" : ": there is no such run or file",
+          "; a run writes its timeline with --set log.timeline_every=1");
+  return file;
+}
+
+/// The one that is asked for; where nothing is said, of the last step the pipeline of the lowest rank.
+Timed read_timeline(const std::string& from, const std::optional<int64_t>& step, const std::optional<int>& rank) {
+  const auto file = timeline_file(from);
+  std::ifstream in(file);
+  std::optional<Timed> found;
+  std::vector<std::string> there;
+  int number = 0;
+  for (std::string line; std::getline(in, line);) {
+    ++number;
+    const json object = json::parse(line, nullptr, false);
+    if (object.is_discarded() && in.eof() && number > 1) break;  // a last line that was cut
+    const auto origin = detail::concat(file.string(), ", line ", number);
+    require(!object.is_discarded(), origin, ": is no JSON; expected what `tessera schedule --json` prints, or a run's timeline.jsonl");
+    Timed timed = schedules::timed_from_json(object, origin);
+    there.push_back(fmt::format("step {} of rank {}", timed.step, timed.rank));
+    if (timed.step != step.value_or(timed.step) || timed.rank != rank.value_or(timed.rank)) continue;
+    if (!found || timed.step > found->step || (timed.step == found->step && timed.rank < found->rank)) found = std::move(timed);
+  }
+  require(!there.empty(), file.string(), ": is empty: no step has been timed");
+  if (there.size() > 8) there.erase(there.begin() + 4, there.end() - 4);
+  require(found.has_value(), file.string(), ": no pipeline of", step ? fmt::format(" --step {}", *step) : "", rank ? fmt::format(" --rank {}", *rank) : "",
+          "; there are ", fmt::format("{}", fmt::join(there, ", ")));
+  return std::move(*found);
+}
+
+bool holds_times(const std::string& name) {
+  std::error_code ignored;
+  return name.ends_with(".json") || name.ends_with(".jsonl") || std::filesystem::is_directory(name, ignored);
+}
+
+/// What `measured` is held against: its own order by its own costs, another schedule by these costs, or another timeline as it is.
+Compared other_side(const TraceFlags& flags, const Timed& measured) {
+  if (holds_times(flags.against)) return {flags.against, read_timeline(flags.against, std::nullopt, std::nullopt)};
+  const schedules::Costs costs{.stages = schedules::costs_of(measured)};
+  const auto& ran = measured.schedule;
+  if (flags.against.empty()) return {"foretold", {.schedule = ran, .timeline = simulate(ran, costs)}};
+  const auto names = schedules::schedule_names();
+  const auto known = std::ranges::find(names, flags.against);
+  require(known != names.end() || schedules::is_schedule_file(flags.against), "--against = ", flags.against, ": no schedule, file or run; did you mean ",
+          nearest(flags.against, names), "? tessera schedule --list shows what there is");
+  const int chunks = known != names.end() && schedules::known_schedules()[static_cast<size_t>(known - names.begin())].chunks == 0 ? ran.chunks(0) : 0;
+  auto other = schedules::make_schedule({.name = flags.against, .ranks = ran.ranks(), .micro_batches = ran.micro_batches, .chunks = chunks, .costs = costs});
+  require(other.stages() == ran.stages(), "--against = ", flags.against, ": cuts a model into ", other.stages(), " stages on ", ran.ranks(),
+          " ranks, and what was measured has ", ran.stages(), "; time a run with pipeline.schedule = ", flags.against, ", or compare schedules of ",
+          ran.stages(), " stages");
+  auto timeline = simulate(other, costs);
+  return {flags.against + " foretold", {.schedule = std::move(other), .timeline = std::move(timeline)}};
+}
+
+std::string compared_title(const Compared& side) {
+  const auto& schedule = side.timed.schedule;
+  const auto stages = schedule.stages() == schedule.ranks() ? "" : fmt::format(", {} stages", schedule.stages());
+  const auto step = side.timed.measured() ? fmt::format(", step {}", side.timed.step) : "";
+  return fmt::format("{}: {}, {} ranks{}, {} micro-batches{}", side.what, schedule.name, schedule.ranks(), stages, schedule.micro_batches, step);
+}
+
+std::string percent_of(double part, double whole) { return fmt::format("{:.2f}%", whole > 0 ? 100 * part / whole : 0); }
+
+/// Both sides' whole, and each rank.
+std::string compared_text(const Compared& measured, const Compared& other) {
+  const auto ours = measure(measured.timed.schedule, measured.timed.timeline), theirs = measure(other.timed.schedule, other.timed.timeline);
+  const auto own = shares_of(measured.timed), held = shares_of(other.timed);
+  double waited = 0, collectives = 0;
+  for (const auto& rank : own) waited += rank.waited, collectives += rank.collectives;
+  const double whole = ours.makespan * static_cast<double>(own.size());
+  std::string text =
+      compared_title(measured) + "\n" + compared_title(other) + (other.timed.measured() ? "" : ", by the mean costs that were measured") + "\n\n";
+  text += format_columns({{"", measured.what, other.what},
+                          {"makespan ms", fmt::format("{:.3f}", ours.makespan), fmt::format("{:.3f}", theirs.makespan)},
+                          {"bubble", percent_of(ours.bubble_fraction, 1), percent_of(theirs.bubble_fraction, 1)}},
+                         {0});
+  text += fmt::format("waits for other stages {} of the makespan, collectives of other axes {}; a message takes {:.3f} ms\n\n", percent_of(waited, whole),
+                      percent_of(collectives, whole), message_time(measured.timed));
+  std::vector<std::vector<std::string>> rows{{"rank", "busy ms", "waits", "bubble", other.what, "peak"}};
+  for (size_t rank = 0; rank < own.size(); ++rank) {
+    rows.push_back({std::to_string(rank), fmt::format("{:.3f}", own[rank].busy), percent_of(own[rank].waited, ours.makespan), percent_of(own[rank].bubble, 1),
+                    rank < held.size() ? percent_of(held[rank].bubble, 1) : "-", fmt::format("{:.4g}", ours.peak_activations[rank])});
+  }
+  text += format_columns(rows) + "\n";
+  rows = {{"stage", "rank", "forward ms", "backward ms", "of inputs", "of weights"}};
+  const auto costs = costs_of(measured.timed);
+  const bool halves = measured.timed.schedule.splits_backward();
+  for (size_t stage = 0; stage < costs.size(); ++stage) {
+    const auto& cost = costs[stage];
+    rows.push_back({std::to_string(stage), std::to_string(measured.timed.schedule.rank_of[stage]), fmt::format("{:.3f}", cost.forward),
+                    fmt::format("{:.3f}", cost.backward), halves ? fmt::format("{:.3f}", cost.backward_input) : "-",
+                    halves ? fmt::format("{:.3f}", cost.backward_weight) : "-"});
+  }
+  return text + format_columns(rows);
+}
+
+json compared_json(const Compared& measured, const Compared& other) {
+  json ranks = json::array(), stages = json::array();
+  const auto own = shares_of(measured.timed), held = shares_of(other.timed);
+  for (size_t rank = 0; rank < own.size(); ++rank) {
+    ranks.push_back({{"busy_ms", own[rank].busy},
+                     {"waited_ms", own[rank].waited},
+                     {"collectives_ms", own[rank].collectives},
+                     {"bubble", own[rank].bubble},
+                     {"bubble_against", rank < held.size() ? json(held[rank].bubble) : json()}});
+  }
+  for (const auto& cost : costs_of(measured.timed)) {
+    stages.push_back({{"forward_ms", cost.forward},
+                      {"backward_ms", cost.backward},
+                      {"backward_input_ms", cost.backward_input},
+                      {"backward_weight_ms", cost.backward_weight}});
+  }
+  return {{"measured", to_json(measured.timed)},        {"against", to_json(other.timed)}, {"against_what", other.what},
+          {"message_ms", message_time(measured.timed)}, {"ranks", std::move(ranks)},       {"stages", std::move(stages)}};
+}
+
+int show_trace(const TraceFlags& flags) {
+  std::vector<std::string> inputs{timeline_file(flags.from).string()};
+  if (holds_times(flags.against)) inputs.push_back(timeline_file(flags.against).string());
+  if (schedules::is_schedule_file(flags.against)) inputs.push_back(flags.against);
+  check_output_file("--svg", flags.svg, inputs);
+  check_output_file("--trace", flags.trace, inputs);
+  const Compared measured{"measured", read_timeline(flags.from, flags.step, flags.rank)};
+  const Compared other = other_side(flags, measured.timed);
+  std::fputs((flags.json ? compared_json(measured, other).dump() + "\n" : compared_text(measured, other)).c_str(), stdout);
+  std::fflush(stdout);
+  std::vector<schedules::Drawing> drawings;
+  for (const Compared* side : {&measured, &other})
+    drawings.push_back({compared_title(*side), side->timed.schedule, side->timed.timeline, side->timed.asked, " ms"});
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, svg_of(drawings));
+  if (!flags.trace.empty()) write_file("--trace", flags.trace, trace_of(drawings));
+  return 0;
+}
+
+}  // namespace
+
+void add_trace(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<TraceFlags>();
+  auto* command = app.add_subcommand("trace", "What a pipeline really did, beside what its schedule foretells");
+  command->add_option("run", flags->from, "Folder of a run (log.dir) that was trained with log.timeline_every, or a file of timelines")->required();
+  command->add_option("--step", flags->step, "Which step (default: the last that was timed)");
+  command->add_option("--rank", flags->rank, "Which pipeline, by its first rank in the world (default: the lowest)");
+  command->add_option("--against", flags->against,
+                      "Schedule or CSV file, foretold by the measured costs, or another run or file of timelines (default: what ran, foretold)");
+  command->add_option("--svg", flags->svg, "Draw both below one another, on one scale of time");
+  command->add_option("--trace", flags->trace, "Write both for Perfetto (JSON)");
+  command->add_flag("--json", flags->json, "Print JSON");
+  command->callback([flags, &exit_code] { exit_code = show_trace(*flags); });
+}
+
+}  // namespace tessera::cli

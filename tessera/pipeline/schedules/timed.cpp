@@ -1,0 +1,193 @@
+#include "tessera/pipeline/schedules/timed.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/check.h"
+#include "tessera/pipeline/schedules/events.h"
+
+namespace tessera::schedules {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int64_t kMostStages = 100'000, kMostEvents = 10'000'000;  // beyond what any pipeline has: a file that says more is damaged
+
+/// Lists of numbers, one number an action.
+std::vector<std::vector<double>> numbers_in(const Json& json, const char* key, const Schedule& schedule) {
+  const auto lists = json.at(key).get<std::vector<std::vector<double>>>();
+  require(lists.size() == schedule.actions.size(), key, " has another number of ranks than actions");
+  for (size_t rank = 0; rank < lists.size(); ++rank) {
+    require(lists[rank].size() == schedule.actions[rank].size(), key, " of rank ", rank, " has ", lists[rank].size(), " entries for ",
+            schedule.actions[rank].size(), " actions");
+    for (const double number : lists[rank]) require(std::isfinite(number), key, " of rank ", rank, " has a number that is not finite");
+  }
+  return lists;
+}
+
+Timeline timeline_in(const Json& json, const Schedule& schedule) {
+  const Json& lists = json.at("timeline");
+  require(lists.size() == schedule.actions.size(), "timeline has another number of ranks than actions");
+  Timeline timeline(lists.size());
+  for (size_t rank = 0; rank < lists.size(); ++rank) {
+    require(lists[rank].size() == schedule.actions[rank].size(), "timeline of rank ", rank, " has ", lists[rank].size(), " spans for ",
+            schedule.actions[rank].size(), " actions");
+    double last = -INFINITY;
+    for (const Json& span : lists[rank]) {
+      const auto [start, end] = span.get<std::array<double, 2>>();
+      require(std::isfinite(start) && std::isfinite(end) && start <= end && start >= last, "timeline of rank ", rank, " goes back in time");
+      timeline[rank].push_back({start, end});
+      last = start;
+    }
+  }
+  return timeline;
+}
+
+Schedule schedule_in(const Json& json) {
+  Schedule schedule{.name = json.at("name").get<std::string>(),
+                    .micro_batches = json.at("micro_batches").get<int>(),
+                    .rank_of = json.at("rank_of_stage").get<std::vector<int>>(),
+                    .actions = {}};
+  const auto ranks = json.at("actions").size();
+  require(ranks > 0 && static_cast<int64_t>(ranks) <= kMostStages && schedule.stages() <= kMostStages && schedule.micro_batches > 0 &&
+              int64_t{schedule.micro_batches} * schedule.stages() <= kMostEvents,
+          "no pipeline has ", ranks, " ranks, ", schedule.stages(), " stages and ", schedule.micro_batches, " micro-batches");
+  for (const int rank : schedule.rank_of) require(rank >= 0 && rank < static_cast<int>(ranks), "rank_of_stage names rank ", rank, " of ", ranks);
+  for (const Json& list : json.at("actions")) {
+    RankActions& actions = schedule.actions.emplace_back();
+    for (const Json& text : list) {
+      const Action& action = actions.emplace_back(parse_action(text.get<std::string>()));
+      for (const Action& part : parts(action)) {
+        require(part.stage >= 0 && part.stage < schedule.stages() && part.micro_batch >= 0 && part.micro_batch < schedule.micro_batches, to_string(action),
+                " is of another schedule: this one has ", schedule.stages(), " stages and ", schedule.micro_batches, " micro-batches");
+      }
+    }
+  }
+  if (const auto problem = find_problem(schedule)) throw ConfigError(problem->what);
+  return schedule;
+}
+
+double half_or(double measured, double whole) { return measured > 0 ? measured : whole / 2; }
+
+}  // namespace
+
+Json to_json(const Timed& timed) {
+  const auto& [schedule, timeline, asked, collectives, step, first] = timed;
+  const Measures measures = measure(schedule, timeline);
+  Json actions = Json::array(), spans = Json::array();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    Json texts = Json::array(), times = Json::array();
+    for (const auto& action : schedule.actions[rank]) texts.push_back(to_string(action));
+    for (const auto& span : timeline[rank]) times.push_back({span.start, span.end});
+    actions.push_back(std::move(texts));
+    spans.push_back(std::move(times));
+  }
+  Json json{{"name", schedule.name},
+            {"stages", schedule.ranks()},
+            {"micro_batches", schedule.micro_batches},
+            {"rank_of_stage", schedule.rank_of},
+            {"makespan", measures.makespan},
+            {"bubble_fraction", measures.bubble_fraction},
+            {"bubble_over_ideal", measures.bubble_over_ideal},
+            {"span_bubble_rate", measures.span_bubble_rate},
+            {"peak_activations", measures.peak_activations},
+            {"weight_versions", measures.weight_versions},
+            {"actions", std::move(actions)},
+            {"timeline", std::move(spans)}};
+  if (timed.measured()) json.update({{"step", step}, {"rank", first}, {"unit", "ms"}, {"asked", asked}, {"collectives", collectives}});
+  return json;
+}
+
+Timed timed_from_json(const Json& json, const std::string& origin) {
+  try {
+    Timed timed{.schedule = schedule_in(json)};
+    timed.timeline = timeline_in(json, timed.schedule);
+    if (!json.contains("asked")) return timed;
+    timed.asked = numbers_in(json, "asked", timed.schedule);
+    timed.collectives = numbers_in(json, "collectives", timed.schedule);
+    timed.step = json.at("step").get<int64_t>();
+    timed.rank = json.at("rank").get<int>();
+    return timed;
+  } catch (const nlohmann::json::exception& error) {
+    throw ConfigError(tessera::detail::concat(origin, ": is no timeline of a pipeline: ", error.what()));
+  } catch (const ConfigError& error) {
+    throw ConfigError(tessera::detail::concat(origin, ": ", error.what()));
+  }
+}
+
+std::vector<StageCosts> costs_of(const Timed& timed) {
+  std::map<std::pair<int, Kind>, std::pair<double, int>> sums;
+  for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
+    for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
+      const Action& action = timed.schedule.actions[rank][i];
+      if (!action.computes() || action.kind == Kind::Overlap) continue;  // what ran together is no measure of what runs alone
+      auto& [sum, count] = sums[{action.stage, action.kind}];
+      sum += timed.timeline[rank][i].end - timed.timeline[rank][i].start;
+      ++count;
+    }
+  }
+  const auto mean = [&](int stage, Kind kind) {
+    const auto found = sums.find({stage, kind});
+    return found == sums.end() ? 0 : found->second.first / found->second.second;
+  };
+  std::vector<StageCosts> costs;
+  for (int stage = 0; stage < timed.schedule.stages(); ++stage) {
+    const double whole = mean(stage, Kind::Backward);
+    StageCosts& cost = costs.emplace_back(StageCosts{.forward = mean(stage, Kind::Forward),
+                                                     .backward = whole,
+                                                     .backward_input = half_or(mean(stage, Kind::BackwardInput), whole),
+                                                     .backward_weight = half_or(mean(stage, Kind::BackwardWeight), whole)});
+    if (whole == 0) cost.backward = cost.backward_input + cost.backward_weight;
+  }
+  return costs;
+}
+
+double message_time(const Timed& timed) {
+  if (!timed.measured()) return 0;
+  const detail::EventIndex index(timed.schedule);
+  std::vector<std::pair<int, double>> made(index.size());  // by whom and when
+  for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
+    for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
+      for (const auto& event : detail::brings(timed.schedule.actions[rank][i])) made[index(event)] = {rank, timed.timeline[rank][i].end};
+    }
+  }
+  std::vector<double> times;
+  for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
+    for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
+      if (!timed.schedule.actions[rank][i].computes()) continue;
+      for (const auto& event : detail::needs(timed.schedule, timed.schedule.actions[rank][i], /*through_messages=*/false)) {
+        const auto& [from, end] = made[index(event)];
+        if (from != rank && end > timed.asked[rank][i]) times.push_back(timed.timeline[rank][i].start - end);
+      }
+    }
+  }
+  if (times.empty()) return 0;
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::ranges::nth_element(times, middle);
+  return std::max(0.0, *middle);
+}
+
+std::vector<RankShare> shares_of(const Timed& timed) {
+  const double makespan = measure(timed.schedule, timed.timeline).makespan;
+  std::vector<RankShare> shares;
+  for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
+    RankShare& share = shares.emplace_back();
+    for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
+      if (!timed.schedule.actions[rank][i].computes()) continue;
+      const Span& span = timed.timeline[rank][i];
+      share.busy += span.end - span.start;
+      if (!timed.measured()) continue;
+      share.collectives += timed.collectives[rank][i];
+      if (i > 0) share.waited += span.start - timed.asked[rank][i];
+    }
+    share.bubble = makespan > 0 ? std::max(0.0, 1 - share.busy / makespan) : 0;
+  }
+  return shares;
+}
+
+}  // namespace tessera::schedules
