@@ -30,7 +30,7 @@ parity: build
 	@tools/parity
 
 # Hundreds of kills, at any moment and during saves, every combination of stage, layout, number format and recomputation against one device, and thousands of
-# random training programs under every wrapper. The tests do ten kills of each, let every stage meet every one of the others, and run hundreds of programs.
+# random training programs under every wrapper. The tests do four kills of each, let every stage meet every one of the others, and run a hundred programs or two.
 soak: build
 	@tools/soak
 	@tools/soak --kills-in-save 200
