@@ -57,7 +57,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "tessera: the working directory cannot be found: %s; change to a folder that exists\n", std::strerror(errno));
     return kBadInput;
   }
-  void* const commands = dlopen(kCommands, RTLD_NOW | RTLD_GLOBAL);
+  // Functions are looked up when first called: libtorch has fifty thousand, of which a command calls few.
+  void* const commands = dlopen(kCommands, RTLD_LAZY | RTLD_GLOBAL);
   void* const entry = commands != nullptr ? dlsym(commands, kEntry) : nullptr;
   if (entry == nullptr) {
     std::fprintf(stderr, "tessera: %s; it belongs beside this program, or in ../lib\n", dlerror());

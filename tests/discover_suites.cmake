@@ -1,7 +1,8 @@
-# Lists the suites of a GoogleTest binary as tests of ctest: one process a suite, for each has to load libtorch, which takes longer than most cases do.
+# Lists the suites of a GoogleTest binary as tests of ctest: a few suites a process, for each process has to load libtorch, which takes longer than most suites do.
 # tools/run_tests counts the cases. Run after the binary was linked:
-#   cmake -D BINARY=... -D PREFIX=room. -D OUTPUT=file.cmake -D TIMED="Suite;Other" -D TIMEOUT=600 -P discover_suites.cmake
+#   cmake -D BINARY=... -D PREFIX=room. -D LABEL=unit -D OUTPUT=file.cmake -D TIMED="Suite;Other" -D TIMEOUT=600 -P discover_suites.cmake
 cmake_minimum_required(VERSION 3.22)
+set(together 8)  # so few that the cores end at about the same time
 execute_process(COMMAND ${BINARY} --gtest_list_tests OUTPUT_VARIABLE listing RESULT_VARIABLE failed)
 if(failed)
   file(REMOVE ${BINARY})
@@ -18,12 +19,34 @@ foreach(suite ${suites})
 endforeach()
 list(REMOVE_DUPLICATES names)
 set(script "")
-foreach(name ${names})
-  set(labels unit)
-  if(name IN_LIST TIMED)
-    list(APPEND labels timing)
+# A test of the suites `ARGN`, named after the first and the last of them.
+function(add_suites labels)
+  set(filters ${ARGN})
+  list(TRANSFORM filters REPLACE "(.+)" "\\1.*:*/\\1.*:\\1/?.*:*/\\1/?.*")
+  list(JOIN filters ":" filter)
+  list(GET ARGN 0 name)
+  list(GET ARGN -1 last)
+  if(NOT last STREQUAL name)
+    string(APPEND name "..${last}")
   endif()
-  string(APPEND script "add_test([=[${PREFIX}${name}]=] [=[${BINARY}]=] [=[--gtest_filter=${name}.*:*/${name}.*:${name}/?.*:*/${name}/?.*]=])\n"
+  string(APPEND script "add_test([=[${PREFIX}${name}]=] [=[${BINARY}]=] [=[--gtest_filter=${filter}]=])\n"
     "set_tests_properties([=[${PREFIX}${name}]=] PROPERTIES LABELS [=[${labels}]=] TIMEOUT ${TIMEOUT} ENVIRONMENT OMP_NUM_THREADS=1)\n")
+  set(script "${script}" PARENT_SCOPE)
+endfunction()
+set(group)
+foreach(name ${names})
+  if(name IN_LIST TIMED)
+    add_suites("${LABEL};timing" ${name})
+    continue()
+  endif()
+  list(APPEND group ${name})
+  list(LENGTH group size)
+  if(size EQUAL together)
+    add_suites(${LABEL} ${group})
+    set(group)
+  endif()
 endforeach()
+if(group)
+  add_suites(${LABEL} ${group})
+endif()
 file(WRITE ${OUTPUT} "${script}")

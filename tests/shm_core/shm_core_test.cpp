@@ -1,5 +1,6 @@
 // All of the shared-memory core on threads: as threads, whose buffers are read in place, and as processes, whose data passes through the slots. Built with the
 // thread sanitizer, it proves that what is read was written before.
+#include <array>
 #include <atomic>
 #include <cstdio>
 
@@ -64,7 +65,7 @@ int main() {
   using namespace tessera::comm::shm;
   try {
     for (const bool as_processes : {false, true}) {
-      for (const int size : {2, 3, 5, 8}) {
+      for (const int size : as_processes ? std::array{2, 5} : std::array{3, 8}) {
         const Membership membership{
             .size = size, .timeout = std::chrono::seconds(60), .alone_on_core = false, .as_processes = as_processes, .large_slot_bytes = 128 << 10};
         run(membership, everything);

@@ -19,6 +19,10 @@ class Checkpoint(SystemTest):
     def sets(self, *more):
         return [f"checkpoint.dir={self.dir}", "checkpoint.every=4", "run.steps=8", "optim.schedule=constant", *more]
 
+    def copy_of_a_saved_run(self):
+        """Of two ranks, with checkpoints of steps 4 and 8."""
+        shutil.copytree(self.once("first", lambda at: self.train("first", nproc=2, sets=self.sets(f"checkpoint.dir={at}"))), self.dir)
+
     def files(self, step):
         return {path.name: path.read_bytes() for path in (self.dir / f"step-{step:08}").glob("*.safetensors")}
 
@@ -32,8 +36,8 @@ class Checkpoint(SystemTest):
         self.assertEqual(written["true"], written["false"])
 
     def test_a_resumed_run_replays_the_recorded_step(self):
-        self.train("first", nproc=2, sets=self.sets())
-        for world in (1, 2, 3):
+        self.copy_of_a_saved_run()
+        for world in (1, 3):
             done, _ = self.train(f"again{world}", nproc=world, sets=[f"checkpoint.resume={self.dir / 'step-00000004'}", "run.steps=5", "optim.schedule=constant"])
             self.assertIn("replays bit for bit", done.stderr)
 
@@ -52,7 +56,7 @@ class Checkpoint(SystemTest):
         self.assertNotIn("replay", done.stderr)
 
     def test_under_another_launcher_a_damaged_one_gives_way_to_the_older(self):
-        self.train("first", nproc=2, sets=self.sets())
+        self.copy_of_a_saved_run()
         weights = self.dir / "step-00000008" / "rank-00001-of-00002.safetensors"
         data = bytearray(weights.read_bytes())
         data[-50] ^= 1
@@ -67,7 +71,7 @@ class Checkpoint(SystemTest):
             self.assertIn(word, done.stderr)
 
     def test_a_parameter_may_be_left_out_by_name_only(self):
-        self.train("first", nproc=2, sets=self.sets())
+        self.copy_of_a_saved_run()
         resume = [f"checkpoint.resume={self.dir / 'step-00000004'}", "optim.schedule=constant", "run.steps=5", "model.ffn_dim=64"]
         self.assertIn("model.ffn_dim", self.refusal(self.train("strict", sets=resume, expect=2)[0]))
         done, log = self.train("partial", nproc=2, sets=[*resume, 'checkpoint.partial=["layers.*.feed_forward.**"]'])
@@ -76,7 +80,7 @@ class Checkpoint(SystemTest):
         self.assertIn("matches no tensor", self.refusal(self.train("typo", sets=[*resume, 'checkpoint.partial=["layers.*.feed_forward.**", "nothing"]'], expect=2)[0]))
 
     def test_a_used_folder_and_a_live_run_are_refused_by_name(self):
-        self.train("first", nproc=2, sets=self.sets())
+        self.copy_of_a_saved_run()
         for nproc in (1, 2):
             refusal = self.refusal(self.train(f"second{nproc}", nproc=nproc, sets=self.sets(), expect=2)[0])
             for word in (str(self.dir), "step-00000004 to step-00000008", "checkpoint.resume = latest", "checkpoint.replace = true"):
@@ -94,14 +98,13 @@ class Checkpoint(SystemTest):
         try:
             while not (self.folder / "long/metrics.jsonl").exists():
                 time.sleep(0.05)
-            for nproc, more in ((1, []), (2, []), (1, ["checkpoint.resume=latest"]), (2, ["checkpoint.resume=latest"])):
+            for nproc, launcher, more in ((1, (), []), (2, (), ["checkpoint.resume=latest"]), (2, ("run", "--nproc-per-node", 2, "--", TESSERA), [])):
                 sets = self.sets("run.steps=100000", f"log.dir={self.folder / 'rival'}", *more)
                 flags = [x for s in sets for x in ("--set", s)]
-                started = [run("train", self.recipe, "--nproc", nproc, *flags), run("run", "--nproc-per-node", nproc, "--", TESSERA, "train", self.recipe, *flags)]
-                for refusal in map(self.refusal, started):
-                    self.assertIn(f"process {live.pid} on ", refusal)
-                    self.assertIn("wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir", refusal)
-                    self.assertNotIn("checkpoint.resume", refusal)
+                refusal = self.refusal(run(*launcher, "train", self.recipe, *(() if launcher else ("--nproc", nproc)), *flags))
+                self.assertIn(f"process {live.pid} on ", refusal)
+                self.assertIn("wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir", refusal)
+                self.assertNotIn("checkpoint.resume", refusal)
         finally:
             live.kill()
             live.wait()
@@ -109,7 +112,7 @@ class Checkpoint(SystemTest):
         self.assertFalse((self.dir / ".lock").exists(), "the killed run's lock is taken over, and goes")
 
     def test_a_restart_goes_on_from_the_newest_of_its_job(self):
-        self.train("first", nproc=2, sets=self.sets())
+        self.copy_of_a_saved_run()
         log = self.folder / "launched"
         named = f"checkpoint.resume={self.dir / 'step-00000004'}"
         flags = [x for s in self.sets(named, f"log.dir={log}", "checkpoint.every=1", "run.steps=10") for x in ("--set", s)]
@@ -167,29 +170,24 @@ class Checkpoint(SystemTest):
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", self.dir], capture_output=True).returncode:
             self.skipTest("no tmpfs here")
         try:
+            self.train("good", nproc=2, sets=self.sets("run.steps=4"))
+            free = os.statvfs(self.dir).f_bavail * os.statvfs(self.dir).f_frsize
+            (self.dir / "filler").write_bytes(b"\0" * (free - 200000))
             for mode in ("false", "true"):
-                self.check_failing_disk(mode)
+                resume = ["checkpoint.resume=latest", f"checkpoint.async={mode}"]
+                done, log = self.train(f"full-{mode}", nproc=2, sets=self.sets(*resume, "run.steps=12"), expect=1)
+                self.assertIn("step 8 was not saved", done.stderr)
+                self.assertEqual([line["step"] for line in metrics(log)], list(range(5, 13)), "training went on")
+                self.assertIn("No space left", done.stderr.strip().splitlines()[-1])
+            (self.dir / "filler").unlink()
+            subprocess.run(["mount", "-o", "remount,ro", self.dir], check=True)
+            done, _ = self.train("read-only", nproc=2, sets=self.sets("checkpoint.resume=latest"), expect=2)
+            self.assertIn("Read-only", done.stderr.strip().splitlines()[-1], "seen before anything is trained")
+            subprocess.run(["mount", "-o", "remount,rw", self.dir], check=True)
+            self.assertEqual([path.name for path in self.dir.iterdir()], ["step-00000004"])
+            self.assertTrue(json.loads(run("inspect", self.dir, "--json").stdout)["valid"])
         finally:
             subprocess.run(["umount", "-l", self.dir], check=True)
-
-    def check_failing_disk(self, mode):
-        self.train("good", nproc=2, sets=self.sets(f"checkpoint.async={mode}", "run.steps=4"))
-        free = os.statvfs(self.dir).f_bavail * os.statvfs(self.dir).f_frsize
-        (self.dir / "filler").write_bytes(b"\0" * (free - 200000))
-        resume = ["checkpoint.resume=latest", f"checkpoint.async={mode}"]
-        done, log = self.train("full", nproc=2, sets=self.sets(*resume, "run.steps=12"), expect=1)
-        self.assertIn("step 8 was not saved", done.stderr)
-        self.assertEqual([line["step"] for line in metrics(log)], list(range(5, 13)), "training went on")
-        self.assertIn("No space left", done.stderr.strip().splitlines()[-1])
-        (self.dir / "filler").unlink()
-        subprocess.run(["mount", "-o", "remount,ro", self.dir], check=True)
-        done, _ = self.train("read-only", nproc=2, sets=self.sets(*resume), expect=2)
-        self.assertIn("Read-only", done.stderr.strip().splitlines()[-1], "seen before anything is trained")
-        subprocess.run(["mount", "-o", "remount,rw", self.dir], check=True)
-        self.assertEqual([path.name for path in self.dir.iterdir()], ["step-00000004"])
-        done = run("inspect", self.dir, "--json")
-        self.assertTrue(json.loads(done.stdout)["valid"])
-        shutil.rmtree(self.dir / "step-00000004")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ except ImportError:
 
 class Convert(SystemTest):
     def trained(self, family="llama", *sets):
-        recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=2 if family == "llama" else 4)
-        self.train(f"{family}-run", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={self.folder / family}", "run.steps=3", *sets])
-        return self.folder / family
+        def train(saved):
+            recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=2 if family == "llama" else 4)
+            self.train(f"{family}-run", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={saved}", "run.steps=3", *sets])
+
+        return self.once("-".join((family, *sets)), train)
 
     def convert(self, checkpoint, out, *flags, expect=0):
         done = run("convert", checkpoint, out, "--to", "hf", *flags)

@@ -19,7 +19,7 @@ PIPELINE_SPLIT = BUILD / "examples/pipeline_split"
 
 class Examples(SystemTest):
     def command(self, *arguments):
-        done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=200, env=environment(OMP_NUM_THREADS="1"))
+        done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, timeout=200, env=environment())
         self.assertEqual(done.returncode, 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
         return done.stdout
 
@@ -30,8 +30,8 @@ class Examples(SystemTest):
         return self.command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", 2, *arguments)
 
     def test_train_under_torchrun_equals_nproc(self):
-        _, ours = self.train("nproc", nproc=2)
-        self.torchrun(TESSERA, "train", self.recipe, "--set", f"log.dir={self.folder / 'torchrun'}")
+        _, ours = self.train("nproc", nproc=2, sets=["run.steps=6"])
+        self.torchrun(TESSERA, "train", self.recipe, "--set", f"log.dir={self.folder / 'torchrun'}", "--set", "run.steps=6")
         losses = [[line["loss"] for line in metrics(log)] for log in (ours, self.folder / "torchrun")]
         self.assertEqual(losses[0], losses[1])
 
@@ -41,7 +41,7 @@ class Examples(SystemTest):
         self.assertTrue(re.search(r"2 replicas, checksum [0-9a-f]+: equal", out), out)
 
     def test_toy_fsdp_holds_one_model_together(self):
-        alone, two = self.command(TOY_FSDP), self.torchrun(TOY_FSDP)
+        alone, two = self.command(TOY_FSDP), self.command(TESSERA, "run", "--nproc-per-node", 2, TOY_FSDP)
         self.assertIn("1 rank, 165 of 165 elements: one model", alone)
         self.assertIn("2 ranks, 165 of 165 elements: one model", two)
 
@@ -64,7 +64,7 @@ class Examples(SystemTest):
         graph = self.command(PIPELINE_SPLIT, "--print")
         self.assertTrue(graph.startswith("Model in 2 stages\nstage 0: "), graph)
         self.assertIn("\n  sends relu after 'layers.0.fc' to stage 1: float32 [4, 3], 48 B, and gets its gradient\nstage 1: ", graph)
-        alone, two = self.command(PIPELINE_SPLIT), self.torchrun(PIPELINE_SPLIT)
+        alone, two = self.command(PIPELINE_SPLIT), self.command(TESSERA, "run", "--nproc-per-node", 2, PIPELINE_SPLIT)
         for out in alone, two:
             self.assertIn(graph, out)
         self.assertIn("2 stages on 1 rank: losses equal the whole model's", alone)

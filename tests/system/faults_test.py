@@ -7,8 +7,6 @@ import subprocess
 import time
 import unittest
 
-import numpy
-
 from processes import alive, children
 from support import SystemTest, TESSERA, environment, metrics, run, safetensors
 
@@ -99,18 +97,14 @@ class Faults(SystemTest):
     def test_a_full_stop_loses_nothing_that_was_saved(self):
         sets = [f"checkpoint.dir={self.folder / 'ckpt'}", "checkpoint.every=4"]
         whole, log = self.train("whole", "--dump-step", 20, "--dump-dir", self.folder / "want", nproc=2)
-        for fault in ("kill", "error"):
-            self.inject(f"rank=1,op=all_reduce,count=11,do={fault}", *sets, within=8, tag="part")
-            newest = max(int(f.name.rpartition("-")[2]) for f in (self.folder / "ckpt").glob("step-*"))
-            self.assertGreaterEqual(newest, 4)
-            self.assertGreaterEqual(len(metrics(self.folder / "part")), newest)
-            self.train("part", "--dump-step", 20, "--dump-dir", self.folder / "got", nproc=2, sets=[*sets, "checkpoint.resume=latest"])
-            self.assertEqual([[line[k] for k in KEYS] for line in metrics(self.folder / "part")], [[line[k] for k in KEYS] for line in metrics(log)])
-            got, want = (safetensors(self.folder / f / "weights.safetensors") for f in ("got", "want"))
-            for name, tensor in want.items():
-                self.assertTrue(numpy.array_equal(got[name], tensor), name)
-            for folder in (self.folder / "ckpt").iterdir():
-                subprocess.run(["rm", "-rf", folder], check=True)
+        self.inject("rank=1,op=all_reduce,count=11,do=kill", *sets, within=8, tag="part")
+        newest = max(int(f.name.rpartition("-")[2]) for f in (self.folder / "ckpt").glob("step-*"))
+        self.assertGreaterEqual(newest, 4)
+        self.assertGreaterEqual(len(metrics(self.folder / "part")), newest)
+        self.train("part", "--dump-step", 20, "--dump-dir", self.folder / "got", nproc=2, sets=[*sets, "checkpoint.resume=latest"])
+        self.assertEqual([[line[k] for k in KEYS] for line in metrics(self.folder / "part")], [[line[k] for k in KEYS] for line in metrics(log)])
+        got, want = (safetensors(self.folder / f / "weights.safetensors") for f in ("got", "want"))
+        self.assert_equal_tensors(got, want)
 
     def test_refusals_come_before_any_rank(self):
         for fault, part in (("rank=7,do=kill", "rank=7"), ("rank=1,do=explode", "do=explode"), ("rank=1,op=allreduce,do=kill", "op=allreduce"),

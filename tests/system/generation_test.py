@@ -13,10 +13,11 @@ LOSSES = 5e-6  # relative
 
 class Generation(SystemTest):
     def checkpoint(self, family, kv_heads, sets, nproc):
-        saved = self.folder / family
-        recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=kv_heads)
-        self.train(f"{family}-log", nproc=nproc, sets=[f"checkpoint.dir={saved}", "run.steps=60", "optim.lr=3e-3", *sets], recipe=recipe)
-        return saved
+        def train(saved):
+            recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=kv_heads)
+            self.train(f"{family}-log", nproc=nproc, sets=[f"checkpoint.dir={saved}", "run.steps=40", "optim.lr=3e-3", *sets], recipe=recipe)
+
+        return self.once(f"{family}-{nproc}", train)
 
     def read(self, command, saved, *arguments, nproc=1, sets=(), expect=0):
         flags = [x for s in sets for x in ("--set", s)]
@@ -29,30 +30,27 @@ class Generation(SystemTest):
         sampled = ("--prompt", "the ", "--max-tokens", 40, "--temperature", 1, "--top-k", 5, "--seed", 3)
         text = ("--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--micro-size", 4, "--json", "--dump-logits")
 
-        def results(nproc, sets):
+        def evaluated(nproc, sets):
             dump = self.folder / "logits.safetensors"
             loss = json.loads(self.read("eval", saved, *text, dump, nproc=nproc, sets=sets).stdout)
-            texts = [self.read("generate", saved, *flags, nproc=nproc, sets=sets).stdout for flags in (greedy, sampled)]
-            return texts, loss, safetensors(dump)["logits"]
+            return loss, safetensors(dump)["logits"]
 
-        texts, loss, logits = results(1, ())
+        loss, logits = evaluated(1, ())
+        texts = [self.read("generate", saved, *flags).stdout for flags in (greedy, sampled)]
         self.assertNotEqual(texts[0], texts[1])
         for text_of_one in texts:
             self.assertTrue(text_of_one.startswith("the ") and len(text_of_one) > 20, text_of_one)
-        for nproc, sets in layouts:
-            other_texts, other_loss, other_logits = results(nproc, sets)
-            self.assertEqual(other_texts, texts, sets)
+        for number, (nproc, sets) in enumerate(layouts):
+            other_loss, other_logits = evaluated(nproc, sets)
+            # Each layout one of the two: tests/train/generation_test.cpp takes both everywhere.
+            self.assertEqual(self.read("generate", saved, *(sampled, greedy)[number % 2], nproc=nproc, sets=sets).stdout, texts[1 - number % 2], sets)
             self.assertEqual(other_loss["tokens"], loss["tokens"])
             self.assertLessEqual(abs(other_loss["loss"] - loss["loss"]), LOSSES * loss["loss"], sets)
             self.assertLessEqual(numpy.abs(other_logits - logits).max(), 1e-4 * numpy.abs(logits).max(), sets)
 
     def test_llama_with_more_ranks_than_key_heads(self):
         saved = self.checkpoint("llama", 2, ["mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"], nproc=4)
-        self.assert_read_alike(saved, [(2, ["mesh.tp=2"]), (4, ["mesh.tp=4"])])
-
-    def test_gpt2_with_tied_embeddings(self):
-        saved = self.checkpoint("gpt2", 4, ["model.tie_embeddings=true", "mesh.tp=3"], nproc=3)
-        self.assert_read_alike(saved, [(3, ["mesh.tp=3", "tensor.sequence_parallel=true"])])
+        self.assert_read_alike(saved, [(2, ["mesh.tp=2", "tensor.sequence_parallel=true"]), (4, ["mesh.tp=4"])])
 
     def test_stages_have_the_bits_of_one_device(self):
         saved = self.checkpoint("llama", 2, ["mesh.pp=2"], nproc=2)
@@ -88,14 +86,10 @@ class Generation(SystemTest):
         self.assertLessEqual(abs(four["loss"] - one["loss"]), LOSSES * one["loss"])
 
     def test_what_cannot_be_read_so_is_refused(self):
-        saved = self.checkpoint("llama", 2, ["run.steps=3"], nproc=1)
+        saved = self.checkpoint("llama", 2, [], nproc=1)
         for nproc, sets, words in (
             (2, [], "mesh.dp_replicate = 2: one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=2"),
-            (2, ["mesh.tp=2", "zero.stage=3"], "zero.stage = 3: shards what training keeps"),
-            (2, ["mesh.dp_shard=2"], "mesh.dp_shard = 2"),
             (9, ["mesh.pp=9"], "mesh.pp x pipeline.virtual_stages = 9 stages: the model is a chain of"),
-            (3, ["mesh.pp=2"], "3"),
-            (2, ["mesh.pp=2", "pipeline.virtual_stages=0"], "pipeline.virtual_stages = 0"),
             (2, ["mesh.pp=2", 'pipeline.split=["layers.9"]'], "the model's chain has no link 'layers.9'"),
             (5, ["mesh.tp=5"], "mesh.tp = 5"),
         ):
@@ -103,7 +97,7 @@ class Generation(SystemTest):
             self.assertIn(words, self.refusal(done))
 
     def test_what_a_reader_refuses_before_it_computes(self):
-        saved = self.checkpoint("llama", 2, ["run.steps=4"], 1)
+        saved = self.checkpoint("llama", 2, [], 1)
         held_out = self.folder / "held_out.txt"
         refused = [((*flags,), words) for flags, words in (
             (("--set", "model.rope_theta=-1"), "model.rope_theta = -1"), (("--set", "model.norm_eps=-1"), "model.norm_eps = -1"),
@@ -121,7 +115,7 @@ class Generation(SystemTest):
             self.assertEqual(done.stdout, "", "the prompt is not printed first")
 
     def test_a_prompt_that_is_too_long_is_said_to_be(self):
-        saved = self.checkpoint("llama", 2, ["run.steps=3"], 1)
+        saved = self.checkpoint("llama", 2, [], 1)
         for length, said in ((31, 0), (40, 1)):
             command = [TESSERA, "generate", "--checkpoint", saved, "--prompt", length * "a", "--max-tokens", "1", "--nproc", "2", "--set", "mesh.tp=2"]
             done = subprocess.run(command, capture_output=True, env=environment(), timeout=60)  # bytes that a new model makes spell no text
@@ -129,7 +123,7 @@ class Generation(SystemTest):
             self.assertEqual([done.returncode, done.stderr.decode().count(sentence)], [0, said], done.stderr)
 
     def test_more_windows_in_a_pass_than_there_are(self):
-        saved = self.checkpoint("llama", 2, ["run.steps=4"], 1)
+        saved = self.checkpoint("llama", 2, [], 1)
         losses = [json.loads(self.read("eval", saved, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--micro-size", size, "--json").stdout)["loss"]
                   for size in (1, 10**9, 2**63 - 1)]
         self.assertGreater(losses[0], 1)

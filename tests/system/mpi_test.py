@@ -10,7 +10,7 @@ import unittest
 
 from support import SystemTest, TESSERA, environment, metrics
 
-MPIRUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
+MPIRUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
 def descendants(pid):
@@ -48,9 +48,9 @@ class Mpirun(SystemTest):
         return done, log
 
     def test_losses_are_those_of_one_process(self):
-        _, one = self.train("one")
-        for n, backend in ((2, "auto"), (2, "mpi"), (4, "mpi"), (3, "gloo")):
-            _, log = self.train_under_mpirun(n, f"{backend}{n}", f"comm.backend={backend}")
+        _, one = self.train("one", sets=["run.steps=6"])
+        for n, backend in ((2, "auto"), (3, "mpi"), (2, "gloo")):
+            _, log = self.train_under_mpirun(n, f"{backend}{n}", f"comm.backend={backend}", "run.steps=6")
             self.assert_close_losses(metrics(log), metrics(one), 5e-6)
 
     def test_one_rank_is_alone(self):
@@ -58,25 +58,24 @@ class Mpirun(SystemTest):
         self.assertEqual(len(metrics(log)), 3)
 
     def test_a_killed_rank_ends_all(self):
-        for backend in ("auto", "mpi"):
-            log = self.folder / f"killed-{backend}"
-            process = subprocess.Popen(self.command(3, log, f"comm.backend={backend}", "run.steps=100000"), stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True, env=environment(**MPIRUN), start_new_session=True)
-            try:
-                deadline = time.time() + 60
-                while time.time() < deadline and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").read_text().count("\n") > 3):
-                    self.assertIsNone(process.poll(), process.stderr.read() if process.poll() is not None else "")
-                    time.sleep(0.1)
-                ranks = [p for p in descendants(process.pid) if variable(p, "OMPI_COMM_WORLD_RANK") is not None]
-                self.assertEqual(len(ranks), 3)
-                os.kill(next(p for p in ranks if variable(p, "OMPI_COMM_WORLD_RANK") == "1"), signal.SIGKILL)
-                _, stderr = process.communicate(timeout=15)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-            self.assertNotEqual(process.returncode, 0)
-            self.assertFalse([p for p in ranks if pathlib.Path(f"/proc/{p}/exe").exists()], f"orphans\n{stderr[-2000:]}")
+        log = self.folder / "killed"
+        process = subprocess.Popen(self.command(3, log, "comm.backend=mpi", "run.steps=100000"), stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, env=environment(**MPIRUN), start_new_session=True)
+        try:
+            deadline = time.time() + 60
+            while time.time() < deadline and not ((log / "metrics.jsonl").exists() and (log / "metrics.jsonl").read_text().count("\n") > 3):
+                self.assertIsNone(process.poll(), process.stderr.read() if process.poll() is not None else "")
+                time.sleep(0.1)
+            ranks = [p for p in descendants(process.pid) if variable(p, "OMPI_COMM_WORLD_RANK") is not None]
+            self.assertEqual(len(ranks), 3)
+            os.kill(next(p for p in ranks if variable(p, "OMPI_COMM_WORLD_RANK") == "1"), signal.SIGKILL)
+            _, stderr = process.communicate(timeout=15)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        self.assertNotEqual(process.returncode, 0)
+        self.assertFalse([p for p in ranks if pathlib.Path(f"/proc/{p}/exe").exists()], f"orphans\n{stderr[-2000:]}")
 
     def test_refusals_end_all_with_their_reason(self):
         done = subprocess.run(self.command(2, self.folder / "log", "optim.lr=-1"), capture_output=True, text=True, timeout=60, env=environment(**MPIRUN))

@@ -30,13 +30,10 @@ class Precision(SystemTest):
         return metrics(self.train(tag, sets=sets, nproc=nproc)[1])
 
     def test_sixteen_bits_end_within_a_percent_of_fp32(self):
-        steps = ["run.steps=80"]
+        steps = ["run.steps=50", "optim.lr=3e-3"]
         fp32 = self.log("fp32", steps)
         self.assertLess(fp32[-1]["loss"], 0.7 * fp32[0]["loss"])
-        for tag, sets, nproc in (
-            ("fp16", FP16, 1),
-            ("bf16", BF16, 1),
-            ("mixed", ["precision.compute=bf16"], 1),
+        for tag, sets, nproc in (  # the others: tests/train/precision_test.cpp
             ("fp16-stage2", [*FP16, "precision.reduce=fp16", "zero.stage=2"], 2),
             ("bf16-stage3", [*BF16, "precision.reduce=bf16", "zero.stage=3"], 2),
         ):
@@ -58,17 +55,16 @@ class Precision(SystemTest):
                         scale, finite = min(2 * scale, LARGEST_SCALE), 0
                 self.assertEqual((line["loss_scale"], line["skipped_steps"]), (scale, skipped), line)
             self.assertGreater(skipped, 0, "a scale that doubles every third step overflows sooner or later")
-            applied = self.log(f"fp32-{nproc}", ["run.steps=40"])
+            applied = metrics(self.once("fp32", lambda at: self.train("fp32", sets=["run.steps=40", f"log.dir={at}"])))
             self.assertEqual(rates, [line["lr"] for line in applied[: len(rates)]])
 
     def test_an_interrupted_run_goes_on_with_its_scale_to_the_bit(self):
         sets = [*FP16, "precision.growth_steps=2", "run.steps=24", "optim.schedule=constant"]
-        for nproc, stage in ((1, 0), (2, 1), (2, 3)):
+        for nproc, stage in ((1, 0), (2, 3)):
             layout = [*sets, f"zero.stage={stage}"]
-            whole = self.log(f"whole-{nproc}-{stage}", layout, nproc)
-            saved = f"checkpoint.dir={self.folder / f'saved-{nproc}-{stage}'}"
-            self.log(f"first-{nproc}-{stage}", [*layout, saved, "run.steps=18"], nproc)
-            resumed = self.log(f"resumed-{nproc}-{stage}", [*layout, saved, "checkpoint.resume=latest"], nproc)
+            saved = self.folder / f"saved-{nproc}-{stage}"
+            whole = self.log(f"whole-{nproc}-{stage}", [*layout, f"checkpoint.dir={saved}", "checkpoint.every=18"], nproc)
+            resumed = self.log(f"resumed-{nproc}-{stage}", [*layout, f"checkpoint.resume={saved / 'step-00000018'}"], nproc)
             self.assertEqual(len(resumed), 6)
             for mine, theirs in zip(resumed, whole[18:]):
                 for key in ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped_steps"):
@@ -76,22 +72,21 @@ class Precision(SystemTest):
 
     def test_a_run_stops_after_so_many_skips_in_a_row(self):
         sets = ["precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=1e30", "precision.max_skips=3"]
-        for nproc in (1, 2):
-            done, log = self.train(f"stops{nproc}", sets=sets, nproc=nproc, expect=1)
-            self.assertIn("step 3: the gradient's norm is not finite for 3 steps in a row (precision.max_skips), at a loss scale of 1e+30", done.stderr)
-            self.assertRegex(done.stderr, r"on rank 0 the (output|gradient) of '[a-z0-9_.]+' is the first that is not finite")
-            lines = metrics(log)
-            self.assertEqual([line["skipped_steps"] for line in lines], [1, 2])
-            self.assertEqual([line["grad_norm"] for line in lines], [None, None])
-            self.assertEqual([line["lr"] for line in lines], [lines[0]["lr"]] * 2)
-            self.assertEqual(len(set(line["loss"] for line in lines if line["loss"] is not None)), 2, "other batches, the same weights")
+        done, log = self.train("stops", sets=sets, nproc=2, expect=1)
+        self.assertIn("step 3: the gradient's norm is not finite for 3 steps in a row (precision.max_skips), at a loss scale of 1e+30", done.stderr)
+        self.assertRegex(done.stderr, r"on rank 0 the (output|gradient) of '[a-z0-9_.]+' is the first that is not finite")
+        lines = metrics(log)
+        self.assertEqual([line["skipped_steps"] for line in lines], [1, 2])
+        self.assertEqual([line["grad_norm"] for line in lines], [None, None])
+        self.assertEqual([line["lr"] for line in lines], [lines[0]["lr"]] * 2)
+        self.assertEqual(len(set(line["loss"] for line in lines if line["loss"] is not None)), 2, "other batches, the same weights")
 
     def test_a_planted_nan_is_named_with_step_rank_and_module(self):
         saved = self.folder / "saved"
         self.train("first", sets=["run.steps=10", f"checkpoint.dir={saved}"])
         (folder,) = saved.iterdir()
         plant(folder, "model.layers.1.attention.wv.weight", float("nan"))
-        for nproc, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
+        for nproc, stage in ((1, 0), (2, 3)):
             sets = [f"checkpoint.resume={folder}", "checkpoint.verify=false", f"zero.stage={stage}", "run.steps=12"]
             done, _ = self.train(f"nan-{nproc}-{stage}", sets=sets, nproc=nproc, expect=1)
             self.assertIn("step 11: the gradient's norm is not finite: on rank 0 the output of 'layers.1.attention.wv' is the first", done.stderr)
@@ -131,8 +126,8 @@ class Formats(SystemTest):
             self.assertIn(f'compute = "auto"  # became "{became}"', (log / "config.toml").read_text())
             named = self.run_on(kind, f"named-{kind}", [f"precision.compute={became}"], nproc=2)[1]
             self.assertEqual(self.losses(log), self.losses(named))
-            again = self.run_on(kind, f"again-{kind}", [], recipe=log / "config.toml", nproc=2)[1]
-            self.assertEqual(self.losses(again), self.losses(log))
+        again = self.run_on(kind, "again", [], recipe=log / "config.toml", nproc=2)[1]
+        self.assertEqual(self.losses(again), self.losses(log))
 
     def test_bf16_by_name_on_a_cpu_without_it_is_widened(self):
         text, log = self.run_on("fp32", "widened", ["precision.compute=bf16"])

@@ -21,7 +21,7 @@ class RanksAgree(SystemTest):
         port = free_port()
         ranks = [subprocess.Popen([TESSERA, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env=environment(RANK=str(rank), WORLD_SIZE=str(len(commands)), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(len(commands)),
-                                                  MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"))
+                                                  MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)))
                  for rank, command in enumerate(commands)]
         done = [rank.communicate(timeout=120) for rank in ranks]
         return [subprocess.CompletedProcess([], rank.returncode, *out) for rank, out in zip(ranks, done)]

@@ -18,7 +18,7 @@ class Srun(SystemTest):
         processes = []
         for task in sorted(set(range(tasks)) - set(missing)):
             variables = {"SLURM_JOB_ID": number, "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(tasks), "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task),
-                         "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": str(tasks), "SLURM_STEP_NODELIST": "localhost", "OMP_NUM_THREADS": "1"}
+                         "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": str(tasks), "SLURM_STEP_NODELIST": "localhost"}
             variables.update(step)
             variables.update(per_task(task))
             processes.append(subprocess.Popen([TESSERA, "train", self.recipe, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -37,9 +37,9 @@ class Srun(SystemTest):
         return [(p.returncode, error) for p, error in zip(processes, errors)]
 
     def test_a_step_trains_as_one_run(self):
-        _, one = self.train("one")
+        _, one = self.train("one", sets=("run.steps=6",))
         for tasks, backend in ((2, "auto"), (3, "gloo")):
-            for code, error in self.finish(self.start(tasks, f"step{tasks}", sets=(f"comm.backend={backend}",))):
+            for code, error in self.finish(self.start(tasks, f"step{tasks}", sets=(f"comm.backend={backend}", "run.steps=6"))):
                 self.assertEqual(code, 0, error[-3000:])
             self.assert_close_losses(metrics(self.folder / f"step{tasks}"), metrics(one), 5e-6)
 

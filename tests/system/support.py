@@ -1,5 +1,9 @@
-"""What the system tests share: the command, small texts, and readers of what a run writes. Standard library and numpy only."""
+"""What the system tests share: the command, small texts, and readers of what a run writes. Standard library and numpy only.
 
+A start of the command costs a quarter of a second of processor time, a step of these models some milliseconds: a test that starts three ranks where two would show
+it pays more than by anything it trains."""
+
+import functools
 import json
 import os
 import pathlib
@@ -9,15 +13,14 @@ import subprocess
 import tempfile
 import unittest
 
-import numpy
-
 SOURCE = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BINARY", str(SOURCE / "build/release/bin/tessera"))
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(**extra):
     env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    env["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on a busy machine spin for longer than they compute
     env.update(extra)
     return env
 
@@ -27,8 +30,8 @@ def run(*arguments, timeout=120, **extra):
     return subprocess.run([TESSERA, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment(**extra))
 
 
-def english(path, words=20000, seed=0):
-    """Writes pseudo-English with structure that a small model can learn."""
+@functools.cache
+def english_text(words, seed):
     draw = random.Random(seed)
     vocabulary = ["".join(draw.choice("etaoinshrdlu") for _ in range(draw.randint(2, 7))) for _ in range(300)]
     out = []
@@ -36,7 +39,12 @@ def english(path, words=20000, seed=0):
         out.append(vocabulary[min(int(draw.expovariate(1 / 40)), 299)])
         if draw.random() < 0.08:
             out[-1] += ".\n"
-    path.write_text(" ".join(out))
+    return " ".join(out)
+
+
+def english(path, words=20000, seed=0):
+    """Writes pseudo-English with structure that a small model can learn."""
+    path.write_text(english_text(words, seed))
     return path
 
 
@@ -46,6 +54,8 @@ def metrics(log_dir):
 
 def safetensors(path):
     """A minimal reader: name -> numpy array (F32 and I64 are all that dumps hold)."""
+    import numpy  # takes longer to load than many a test takes
+
     data = pathlib.Path(path).read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -102,6 +112,18 @@ class SystemTest(unittest.TestCase):
     def tearDown(self):
         self._folder.cleanup()
 
+    def once(self, name, make):
+        """A folder that `make(path)` fills the first time that a test of the class asks for it. What changes it takes a copy."""
+        made = self.__class__.__dict__.get("_made")
+        if made is None:
+            place = tempfile.TemporaryDirectory(prefix="tessera-test-")
+            self.addClassCleanup(place.cleanup)
+            self.__class__._made = made = (pathlib.Path(place.name), set())
+        if name not in made[1]:
+            make(made[0] / name)
+            made[1].add(name)
+        return made[0] / name
+
     def write_recipe(self, name="run.toml", family="llama", kv_heads=2, text=RECIPE):
         path = self.folder / name
         path.write_text(text.format(family=family, kv_heads=kv_heads))
@@ -120,11 +142,16 @@ class SystemTest(unittest.TestCase):
         self.assertEqual(done.returncode, 2, done.stderr)
         return done.stderr.strip().splitlines()[-1]
 
+    def assert_equal_tensors(self, actual, expected, what=""):
+        self.assertEqual(sorted(actual), sorted(expected))
+        for name, want in expected.items():
+            self.assertTrue(actual[name].shape == want.shape and (actual[name] == want).all(), f"{what} {name}")
+
     def assert_close_tensors(self, actual, expected, bound):
         self.assertEqual(sorted(actual), sorted(expected))
         for name, want in expected.items():
-            scale = numpy.abs(want).max()
-            difference = numpy.abs(actual[name] - want).max()
+            scale = abs(want).max()
+            difference = abs(actual[name] - want).max()
             self.assertLessEqual(difference, bound * scale, f"{name}: differs by {difference:.3g}, largest entry {scale:.3g}")
 
     def assert_close_losses(self, actual, expected, bound):

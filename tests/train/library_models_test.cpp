@@ -176,11 +176,11 @@ INSTANTIATE_TEST_SUITE_P(PlainLoop, LibraryModels,
                                             ::testing::Values("ddp", "zero1", "zero2", "fsdp", "fsdp_units")),
                          [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
-void expect_parity(const std::string& name, const std::string& wrapper, const std::string& mode) {
+void expect_parity(const std::string& name, const std::string& wrapper, const std::string& mode, const std::vector<int>& sizes) {
   SCOPED_TRACE(mode);
   const LibraryModel model = library_model(name);
   const checkpoint::TemporaryFolder folder;
-  for (const int ranks : {1, 2, 3}) {
+  for (const int ranks : sizes) {
     const int parts = ranks * (mode == "accumulated" ? 2 : 1);
     const Outcome expected = one_process(name, mode, parts);
     std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
@@ -206,7 +206,10 @@ void expect_parity(const std::string& name, const std::string& wrapper, const st
 
 TEST_P(LibraryModels, RunOnManyRanksAsOnOne) {
   const auto& [name, wrapper] = GetParam();
-  for (const char* mode : {"plain", "accumulated", "frozen", "saved"}) expect_parity(name, wrapper, mode);
+  expect_parity(name, wrapper, "plain", {1, 3});
+  expect_parity(name, wrapper, "accumulated", {2});
+  expect_parity(name, wrapper, "frozen", {3});
+  expect_parity(name, wrapper, "saved", {2});
 }
 
 /// Images from noise, and a judge of them: two models, two optimizers, two backward passes through one of them.

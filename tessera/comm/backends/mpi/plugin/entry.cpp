@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "tessera/comm/backends/mpi/library.h"
@@ -40,6 +42,8 @@ class Library : public MpiLibrary {
     return std::make_unique<MpiFactory>(runtime_);
   }
 
+  void end() { runtime_.end(); }
+
  private:
   Runtime runtime_;
 };
@@ -50,5 +54,9 @@ class Library : public MpiLibrary {
 extern "C" tessera::comm::MpiLibrary& tessera_mpi_library() {
   static tessera::comm::mpi::Library library;
   tessera::comm::mpi::Progress::shared();  // made later, ended earlier
+  [[maybe_unused]] static const int asked = std::at_quick_exit([] {
+    tessera::comm::mpi::Progress::shared().end();
+    library.end();
+  });
   return library;
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "tessera/core/error.h"
 
@@ -43,9 +44,11 @@ void Runtime::finish() {
   check(MPI_Finalize(), "MPI_Finalize");
 }
 
-Runtime::~Runtime() {
-  if (runs_ && !broken_ && others_finish_too()) MPI_Finalize();
+void Runtime::end() {
+  if (std::exchange(runs_, false) && !broken_ && others_finish_too()) MPI_Finalize();
 }
+
+Runtime::~Runtime() { end(); }
 
 bool Runtime::others_finish_too() {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);

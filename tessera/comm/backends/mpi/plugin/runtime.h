@@ -28,6 +28,8 @@ class Runtime {
   void start(const Environment& environment);
   /// Ends it, with all ranks.
   void finish();
+  /// What the destructor does, for a program that ends without destructors.
+  void end();
 
   /// Rank 0's text on every rank.
   std::string broadcast(std::string text) const;

@@ -106,7 +106,9 @@ Progress& Progress::shared() {
   return progress;
 }
 
-Progress::~Progress() {
+Progress::~Progress() { end(); }
+
+void Progress::end() {
   {
     const std::lock_guard lock(mutex_);
     ending_ = true;

@@ -70,6 +70,8 @@ class MpiWork : public c10d::Work {
 class Progress {
  public:
   ~Progress();
+  /// Ends its thread; nothing is moved on any more.
+  void end();
   void add(c10::intrusive_ptr<MpiWork> work);
   /// Of the process.
   static Progress& shared();
