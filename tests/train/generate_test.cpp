@@ -33,6 +33,23 @@ TEST_P(Generation, GreedyTextIsWhatFullForwardsChoose) {
   EXPECT_TRUE(model->is_training());
 }
 
+TEST_P(Generation, AFullContextIsReadAgainFromItsNewerHalf) {
+  constexpr size_t kContext = 16;
+  for (const size_t length : {3u, 16u, 40u}) {
+    std::vector<int64_t> seen;
+    for (size_t i = 0; i < length; ++i) seen.push_back(static_cast<int64_t>(i * i % 37));
+    const auto newer_half = [&] { return std::vector<int64_t>(seen.end() - kContext / 2, seen.end()); };
+    const auto made = generate(engine, seen, 40, {.temperature = 0});
+    std::vector<int64_t> context = length < kContext ? seen : newer_half();
+    for (size_t i = 0; i < made.size(); ++i) {
+      ASSERT_EQ(made[i], model->logits(at::tensor(context, at::kLong).unsqueeze(0))[0][-1].argmax().item<int64_t>()) << "token " << i << " after " << length;
+      seen.push_back(made[i]);
+      context.push_back(made[i]);
+      if (context.size() > kContext) context = newer_half();
+    }
+  }
+}
+
 TEST_P(Generation, GoesOnBeyondTheContextAndStopsWhereTold) {
   const std::vector<int64_t> long_prompt(40, 5);
   EXPECT_EQ(generate(engine, long_prompt, 50, {.seed = 2}).size(), 50u);
