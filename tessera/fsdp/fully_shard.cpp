@@ -166,7 +166,7 @@ class FullyShardedDataParallel::Impl {
 
   void before(ActionKind action, const MicroBatchPosition& position) {
     explicit_calls_.before(action, position);
-    if (active()) step_->before(action, position, explicit_calls_.is_complete());
+    if (active()) step_->before(action, position);
   }
 
   void after(ActionKind action) {

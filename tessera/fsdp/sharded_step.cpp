@@ -145,12 +145,13 @@ void ShardedStep::begin(Drive drive) {
   drive_ = drive;
   running_ = engine_last_ = last_ = complete_ = true;
   last_done_ = in_weights_ = foretold_ = stays_ = false;
+  awaited_weights_ = 0;
   alive_forwards_.clear();
   end_pass();
 }
 
 /// Forwards may run ahead: what one leaves gathered for a backward is there for whoever comes next.
-void ShardedStep::before(ActionKind action, const MicroBatchPosition& position, bool complete) {
+void ShardedStep::before(ActionKind action, const MicroBatchPosition& position) {
   stays_ = position.stays && !find_unused_;
   foretold_ = stays_ || position.coming.has_value();
   order_.follow_with(!position.coming                               ? UseOrder::Follows::Unknown
@@ -164,9 +165,11 @@ void ShardedStep::before(ActionKind action, const MicroBatchPosition& position, 
       return;
     case ActionKind::Backward:
       engine_last_ = last_ = position.last;
-      complete_ = complete;
+      awaited_weights_ += position.weights_later ? 1 : 0;
+      complete_ = last_ ? awaited_weights_ == 0 : !position.weights_later;
       return;
     case ActionKind::Weights:
+      --awaited_weights_;
       in_weights_ = complete_ = true;
       last_ = position.last;
       return;

@@ -50,8 +50,7 @@ class ShardedStep {
   ShardedStep& operator=(const ShardedStep&) = delete;
 
   void begin(Drive drive);
-  /// Of an engine's step. `complete`: none of the gradients that the action belongs to come in another (ExplicitCalls).
-  void before(ActionKind action, const MicroBatchPosition& position, bool complete);
+  void before(ActionKind action, const MicroBatchPosition& position);  ///< of an engine's step
   void after(ActionKind action);
   void expect(ActionKind action);  ///< as GradientSynchronizer::expect
   void finish();                   ///< of an engine's step
@@ -144,7 +143,8 @@ class ShardedStep {
   Drive drive_ = Drive::Loop;
   bool engine_last_ = true;                ///< what an engine said of the pass that comes
   bool last_ = true;                       ///< the pass at hand completes its step
-  bool complete_ = true;                   ///< none of its gradients come in another action of an engine
+  bool complete_ = true;                   ///< no gradients of its micro-batch, or, where it is the last, of any, come in another action of an engine
+  int64_t awaited_weights_ = 0;            ///< backwards of an engine's step that have left some for later
   bool last_done_ = false;                 ///< of an engine's step: the last pass is over
   bool in_weights_ = false;                ///< an engine brings gradients that backward has left for later
   bool foretold_ = false, stays_ = false;  ///< an engine's action: what comes behind it is known; what it has gathered stays

@@ -43,7 +43,7 @@ void ExplicitCalls::before(ActionKind action, const MicroBatchPosition& position
       ++backwards_;
       awaited_weights_ += position.weights_later ? 1 : 0;
       has_last_ = is_last_ = position.last;
-      is_complete_ = position.last ? awaited_weights_ == 0 : !position.weights_later;  // the last one may be whole, and others' weights still to come
+      is_complete_ = !position.weights_later;
       break;
     case ActionKind::Weights:
       require(awaited_weights_ > 0, technique_, ": ", call, " was called for what no backward has left for later (MicroBatchPosition::weights_later)");

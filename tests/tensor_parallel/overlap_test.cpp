@@ -242,7 +242,7 @@ TEST(Overlap, GradientsOfWeightsAreLeftForLater) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const bool sequence : {true, false}) {
       for (const bool kept : {false, true}) {
-        run_ranks(3, [&](World& world) {
+        run_ranks(5, [&](World& world) {
           Layers layers(world, at::kFloat, 7);
           const std::vector<nn::LinearImpl*> columns{layers.first.get(), layers.second.get()};
           for (auto* linear : {layers.first.get(), layers.second.get(), layers.row.get()}) linear->set_compute_dtype(dtype);
@@ -259,7 +259,7 @@ TEST(Overlap, GradientsOfWeightsAreLeftForLater) {
             return counter->flops();
           };
           const auto made = [&](const std::shared_ptr<nn::WeightGradients>& later) {
-            const at::Tensor x = (sequence ? part_of(whole, 3, world.rank()) : whole.clone()).requires_grad_(), z = wide.clone().requires_grad_();
+            const at::Tensor x = (sequence ? part_of(whole, 5, world.rank()) : whole.clone()).requires_grad_(), z = wide.clone().requires_grad_();
             for (auto* linear : {layers.first.get(), layers.second.get(), layers.row.get()}) linear->zero_grad();
             at::Tensor loss;
             {

@@ -78,6 +78,14 @@ TEST_F(Pipeline, ZeroOfEachStageEqualsOneDevice) {
   }
 }
 
+/// dualpipev leaves the gradients of weights of some micro-batches for later, and in the middle of a step.
+TEST_F(Pipeline, WholeBackwardsBesideHalvesEqualOneDevice) {
+  for (const char* sharding : {"zero.stage=0", "zero.stage=2", "zero.stage=3"}) {
+    expect_one_device("llama", 4, {"mesh.pp=2", sharding, "zero.accumulate=whole", "pipeline.schedule=dualpipev", "pipeline.virtual_stages=2"},
+                      {"batch.global_size=9"});
+  }
+}
+
 TEST_F(Pipeline, TiedEmbeddingsAreOneParameter) {
   const std::vector<std::string> tied{"model.tie_embeddings=true"};
   expect_one_device("llama", 2, {"mesh.pp=2"}, tied);

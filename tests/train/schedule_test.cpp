@@ -25,16 +25,36 @@ schedules::Schedule alone(const schedules::Schedule& schedule, int rank = 0) {
   return one;
 }
 
-/// All forwards, then the first micro-batch's backward in two halves and the others' whole; its weights right behind their half, or behind all.
-schedules::Schedule mixed(int micro_batches, bool weights_last) {
+using Schedules = std::vector<std::pair<const char*, Engine::MakeSchedule>>;
+
+Schedules usual_schedules() {
+  return {
+      {"1F1B", [](int m) { return alone(schedules::one_f_one_b(4, m)); }},
+      {"1F1B, weights behind", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(3, m), WeightGradients::BehindBackward), 1); }},
+      {"1F1B, weights at the end", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(4, m), WeightGradients::AtTheEnd)); }},
+      {"ZB-H1", [](int m) { return alone(schedules::zb_h1(4, m), 2); }},
+      {"all forward, all backward", [](int m) { return alone(schedules::gpipe(1, m)); }},
+  };
+}
+
+/// One micro-batch's backward is whole; of the others the gradients of weights come as `others` says.
+schedules::Schedule with_one_whole(int m, WeightGradients others, int whole) {
   using schedules::Kind;
-  schedules::RankActions actions;
-  for (int i = 0; i < micro_batches; ++i) actions.push_back({.kind = Kind::Forward, .micro_batch = i});
-  actions.push_back({.kind = Kind::BackwardInput, .micro_batch = 0});
-  if (!weights_last) actions.push_back({.kind = Kind::BackwardWeight, .micro_batch = 0});
-  for (int i = 1; i < micro_batches; ++i) actions.push_back({.kind = Kind::Backward, .micro_batch = i});
-  if (weights_last) actions.push_back({.kind = Kind::BackwardWeight, .micro_batch = 0});
-  return {.name = "mixed", .micro_batches = micro_batches, .rank_of = {0}, .actions = {actions}};
+  schedules::Schedule schedule = alone(with_weight_gradients(schedules::one_f_one_b(2, m), others));
+  auto& actions = schedule.actions[0];
+  std::erase_if(actions, [&](const schedules::Action& action) { return action.kind == Kind::BackwardWeight && action.micro_batch == whole; });
+  for (schedules::Action& action : actions) {
+    if (action.kind == Kind::BackwardInput && action.micro_batch == whole) action.kind = Kind::Backward;
+  }
+  return schedule;
+}
+
+/// Whole backwards beside halves, the sums in the order of the micro-batches.
+Schedules mixed_schedules() {
+  return {
+      {"the last whole", [](int m) { return with_one_whole(m, WeightGradients::BehindBackward, m - 1); }},
+      {"the first whole", [](int m) { return with_one_whole(m, WeightGradients::AtTheEnd, 0); }},
+  };
 }
 
 class Scheduled : public TrainFixture {
@@ -82,19 +102,10 @@ class Scheduled : public TrainFixture {
     return "";
   }
 
-  void expect_one_result(int world, std::vector<std::string> sets, const std::string& family = "llama") const {
+  void expect_one_result(int world, std::vector<std::string> sets, const std::string& family = "llama", const Schedules& schedules = usual_schedules()) const {
     sets.insert(sets.end(), {"batch.micro_size=1", "zero.bucket_bytes=20000", "run.threads=1"});
     const Config config = TrainFixture::config(family, sets);
     const auto plain = run(config, world, {});
-    const std::vector<std::pair<const char*, Engine::MakeSchedule>> schedules{
-        {"1F1B", [](int m) { return alone(schedules::one_f_one_b(4, m)); }},
-        {"1F1B, weights behind", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(3, m), WeightGradients::BehindBackward), 1); }},
-        {"1F1B, weights at the end", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(4, m), WeightGradients::AtTheEnd)); }},
-        {"ZB-H1", [](int m) { return alone(schedules::zb_h1(4, m), 2); }},
-        {"all forward, all backward", [](int m) { return alone(schedules::gpipe(1, m)); }},
-        {"weights before whole backwards", [](int m) { return mixed(m, /*weights_last=*/false); }},
-        {"weights behind whole backwards", [](int m) { return mixed(m, /*weights_last=*/true); }},
-    };
     for (const auto& [name, schedule] : schedules) {
       SCOPED_TRACE(std::to_string(world) + " ranks" + (sets.empty() ? "" : ", " + sets.front()) + ", " + name);
       EXPECT_EQ(difference(run(config, world, schedule), plain), "");
@@ -124,8 +135,31 @@ TEST_F(Scheduled, FullShardingGivesTheSameBits) {
   expect_one_result(4, {"zero.stage=3", "mesh.dp_replicate=2"});
 }
 
+TEST_F(Scheduled, WholeBackwardsBesideHalvesGiveTheSameBits) {
+  const std::string small = "batch.global_size=6";
+  expect_one_result(2, {"zero.stage=0", small}, "llama", mixed_schedules());
+  expect_one_result(2, {"run.deterministic=true", small}, "llama", mixed_schedules());
+  expect_one_result(2, {"zero.stage=2", small}, "llama", mixed_schedules());
+  expect_one_result(2, {"zero.stage=3", "zero.accumulate=whole", small}, "llama", mixed_schedules());
+  expect_one_result(2, {"zero.stage=3", small}, "llama", mixed_schedules());
+}
+
+/// The last backward is whole, and the gradients that others have left come behind it: another order of the sum.
+TEST_F(Scheduled, GradientsMayComeBehindTheLastBackward) {
+  for (const char* accumulate : {"zero.accumulate=sharded", "zero.accumulate=whole"}) {
+    const Config config =
+        TrainFixture::config("llama", {"zero.stage=3", accumulate, "batch.micro_size=1", "batch.global_size=6", "run.threads=1", "optim.name=sgd"});
+    const auto plain = run(config, 2, {}), late = run(config, 2, [](int m) { return with_one_whole(m, WeightGradients::AtTheEnd, m - 1); });
+    for (const auto& [name, tensor] : plain[0]) {
+      if (tensor.numel() == 0) continue;
+      EXPECT_LE((late[0].at(name) - tensor).abs().max().item<double>(), testing_support::kGradients * tensor.abs().max().item<double>()) << name;
+    }
+  }
+}
+
 TEST_F(Scheduled, TensorParallelismGivesTheSameBits) {
   expect_one_result(2, {"mesh.tp=2"});
+  expect_one_result(2, {"mesh.tp=2", "tensor.overlap=true", "tensor.sequence_parallel=true", "model.dropout=0.1"});
   expect_one_result(4, {"mesh.tp=2", "zero.stage=3", "model.dropout=0.1"});
   expect_one_result(4, {"mesh.tp=2", "zero.stage=2", "tensor.sequence_parallel=true"}, "gpt2");
 }
@@ -138,6 +172,7 @@ TEST_F(Scheduled, RecomputationGivesTheSameBits) {
 }
 
 TEST_F(Scheduled, PrecisionsGiveTheSameBits) {
+  expect_one_result(2, {"precision.compute=fp8"});
   expect_one_result(2, {"precision.compute=bf16", "zero.stage=1"});
   expect_one_result(2, {"precision.compute=bf16", "zero.stage=3"});
   expect_one_result(2, {"precision.compute=fp16", "model.dropout=0.1"});
