@@ -129,10 +129,14 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
   const at::Tensor losses = forward_backward(batch, request, lr);
   const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device());
-  if (!updates_) mark_memory("update");
-  const bool updating = updates_ || may_update(batch, norm);
-  if (updates_) require_finite_updates(batch, norm);
-  if (updating && !updates_) update(norm, lr);
+  bool updating = true;
+  if (updates_) {
+    require_finite_updates(batch, norm);
+  } else {
+    mark_memory("update");
+    updating = may_update(batch, norm);
+    if (updating) update(norm, lr);
+  }
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
