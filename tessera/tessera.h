@@ -76,6 +76,7 @@
 #include "tessera/pipeline/schedules/lower.h"
 #include "tessera/pipeline/schedules/picture.h"
 #include "tessera/pipeline/schedules/registry.h"
+#include "tessera/pipeline/split/clip_grad_norm.h"
 #include "tessera/pipeline/split/shared_gradients.h"
 #include "tessera/pipeline/split/split.h"
 #include "tessera/pipeline/split/traced_stage.h"

@@ -22,7 +22,8 @@ std::string missing_gradients(int64_t rank, const std::string& group, int64_t mi
   return detail::concat(
       "data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
       "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
-      "the models of the command use all of theirs)");
+      "the models of the command use all of theirs). Gradients that a pipeline's schedule leaves for later (zb_h1, zb_v) come behind the backward: tell the "
+      "wrapper of each action, through pipeline::ExecutorOptions::around (docs/pipeline.md)");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/divided_model.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
@@ -23,6 +24,7 @@ struct ParameterData : c10::BackendMeta {
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false;
   std::vector<Sharing> sharings;
+  std::shared_ptr<const DividedModel> divided;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
 
@@ -42,6 +44,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
     data->sharings = before->sharings;
+    data->divided = before->divided;
     data->updated_for = before->updated_for;
     data->drawn_as = before->drawn_as;
   }
@@ -122,6 +125,16 @@ bool keeps_memory(const at::Tensor& parameter) {
 
 void set_updated_for(const at::Tensor& part, const at::Tensor& parameter) {
   change(part, [&](ParameterData& data) { data.updated_for.emplace(parameter.getIntrusivePtr()); });
+}
+
+void set_divided(const at::Tensor& parameter, std::shared_ptr<const DividedModel> model) {
+  change(parameter, [&](ParameterData& data) { data.divided = std::move(model); });
+}
+
+std::shared_ptr<const DividedModel> divided_model_of(const at::Tensor& tensor) {
+  const at::Tensor parameter = updated_for(tensor);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  return data ? data->divided : nullptr;
 }
 
 at::Tensor updated_for(const at::Tensor& tensor) {

@@ -2,12 +2,14 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <vector>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/divided_model.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
@@ -61,6 +63,19 @@ optim::NormGroup norm_group(const GradientSynchronizer& synchronizer) {
   return terms;
 }
 
+/// Of a model in stages, all that has gradients has to be there, with memory.
+void refuse_part_of_a_model(const std::vector<nn::NamedParameter>& parameters) {
+  std::map<std::shared_ptr<const nn::DividedModel>, size_t> held;
+  for (const auto& [name, tensor, aliases] : parameters) {
+    const auto model = nn::divided_model_of(tensor);
+    if (model && (tensor.is_floating_point() || tensor.is_complex())) held[model] += tensor.is_meta() ? 0 : 1;
+  }
+  for (const auto& [model, count] : held) {
+    require(count == model->parameters, "clip_grad_norm: it is given ", count, " of the ", model->parameters,
+            " parameters of a model in stages: ", model->way_out);
+  }
+}
+
 at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
   require(max_norm > 0, "clip_grad_norm: max_norm = ", max_norm, ": a norm above 0 is expected");
   const nn::Unwatched quietly;  // wrappers refuse norms of slices by others
@@ -71,9 +86,13 @@ at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
 
 }  // namespace
 
-at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) { return clip({norm_group(synchronizer)}, max_norm); }
+at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) {
+  const optim::NormGroup group = norm_group(synchronizer);
+  refuse_part_of_a_model(group.parameters);
+  return clip({group}, max_norm);
+}
 
-at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm) {
+std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model) {
   std::vector<const GradientSynchronizer*> wrappers;  // in the order of registration, so that their collectives match on all ranks
   std::map<const GradientSynchronizer*, size_t> wrapped;
   std::vector<nn::NamedParameter> alone;
@@ -95,6 +114,12 @@ at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm) {
   }
   refuse_cut_layers(alone);
   if (!alone.empty()) groups.push_back({.parameters = std::move(alone), .reduce = {}});
+  return groups;
+}
+
+at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm) {
+  refuse_part_of_a_model(nn::unique_parameters(model));
+  const auto groups = optim::norm_groups(model);
   require(!groups.empty(), "clip_grad_norm: '", model.name(), "' has no parameters");
   return clip(groups, max_norm);
 }

@@ -1,10 +1,13 @@
 #pragma once
 
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/optim/clip.h"
 
 namespace tessera {
 
@@ -13,11 +16,20 @@ namespace tessera {
 /// FullyShardedDataParallel, several in one model), between backward and the optimizer's step: where gradients lie in parts, their terms are added up over the
 /// ranks that hold them, tied parameters once. Returns the norm before clipping, an fp64 scalar on the gradients' device; nothing is read on the host.
 /// Collective where gradients lie in parts. Traffic: an all-reduce of one number a wrapper. Throws ConfigError where a part of a wrapped module is asked for,
-/// and for layers that are cut over further ranks (tensor parallelism), whose terms it does not see.
+/// for layers that are cut over further ranks (tensor parallelism), whose terms it does not see,
+/// and for a part of a model whose other parts lie on other ranks (the stages of pipeline::split).
 at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm);
 
 /// The same of what one wrapper synchronizes.
 at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm);
+
+namespace optim {
+
+/// The parameters of `model` as clip_grad_norm takes them together, whichever wrappers hold them: for whoever adds further ranks' (a pipeline's stages). Throws
+/// what clip_grad_norm throws, but for a model without parameters, of which there are no groups.
+std::vector<NormGroup> norm_groups(const torch::nn::Module& model);
+
+}  // namespace optim
 
 template <class Contained>
 at::Tensor clip_grad_norm(const torch::nn::ModuleHolder<Contained>& model, double max_norm) {

@@ -125,7 +125,7 @@ TEST(SplitModules, InterceptorsArePassed) {
   expect_same(doubled, run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
 }
 
-/// Who watches operators for another reason sees those of a recording, and of each replay.
+/// Who watches operators for another reason sees those of a recording, of which the first of a mode is made twice, and of each replay.
 TEST(SplitModules, OtherWatchersSeeThePass) {
   struct Names final : nn::OperatorWatcher {
     void before(const c10::OperatorHandle& op, torch::jit::Stack&) override { seen.push_back(op.schema().name()); }
@@ -140,7 +140,7 @@ TEST(SplitModules, OtherWatchersSeeThePass) {
   const std::vector<std::string> expected{"aten::t", "aten::addmm", "aten::relu"};
   std::vector<std::string> of_recording = names->seen;
   std::erase_if(of_recording, [](const std::string& name) { return name.starts_with("aten::empty"); });
-  EXPECT_EQ(of_recording, expected);
+  EXPECT_EQ(of_recording, (std::vector<std::string>{"aten::t", "aten::addmm", "aten::relu", "aten::t", "aten::addmm", "aten::relu"}));
   pipeline::TracedStage stage(split, 0, [&](int) { return inputs; });
   names->seen.clear();
   stage.forward(0, {});

@@ -80,21 +80,42 @@ void print_slots(std::ostream& out, const Graph& graph, const std::vector<Slot>&
   }
 }
 
+/// Without the numbers of its results.
+void print_call(std::ostream& out, const Graph& graph, int number) {
+  const Node& node = graph.nodes[static_cast<size_t>(number)];
+  out << (node.op ? detail::concat(node.op->schema().operator_name()) : node.name + " '" + node.path + "'") << "(";
+  print_slots(out, graph, node.arguments);
+  out << ")" << (node.grad_mode ? "" : " without gradients");
+  for_each_result(node, [&](int value) { out << "  " << to_string(graph.values[static_cast<size_t>(value)].form_before(number + 1)); });
+}
+
 }  // namespace
 
 std::string to_string(const Graph& graph) {
   std::ostringstream out;
-  for (size_t i = 0; i < graph.nodes.size(); ++i) {
-    const Node& node = graph.nodes[i];
+  for (int i = 0; i < graph.size(); ++i) {
     out << i << ": ";
-    print_slots(out, graph, node.results);
-    out << " = " << (node.op ? detail::concat(node.op->schema().operator_name()) : node.name + " '" + node.path + "'") << "(";
-    print_slots(out, graph, node.arguments);
-    out << ")" << (node.grad_mode ? "" : " without gradients");
-    for_each_result(node, [&](int value) { out << "  " << to_string(graph.values[static_cast<size_t>(value)].form_before(static_cast<int>(i) + 1)); });
+    print_slots(out, graph, graph.nodes[static_cast<size_t>(i)].results);
+    out << " = ";
+    print_call(out, graph, i);
     out << "\n";
   }
   return std::move(out).str();
+}
+
+std::string first_difference(const Graph& before, const Graph& now) {
+  const auto call = [](const Graph& graph, int node) {
+    std::ostringstream out;
+    if (node < graph.size()) print_call(out, graph, node);
+    return node < graph.size() ? std::move(out).str() : std::string("nothing");
+  };
+  std::string path;
+  for (int i = 0; i < std::max(before.size(), now.size()); ++i) {
+    const std::string old = call(before, i), one = call(now, i);
+    if (old != one) return detail::concat(path.empty() ? "" : "after '" + path + "': ", one, " in place of ", old);
+    if (const std::string& at = now.nodes[static_cast<size_t>(i)].path; !at.empty()) path = at;
+  }
+  return path.empty() ? "a tensor that is filled by hand" : "a tensor that is filled by hand, in a pass whose last module is '" + path + "'";
 }
 
 }  // namespace tessera::tape

@@ -70,6 +70,8 @@ struct Node {
   std::vector<Slot> arguments{}, results{};
   std::vector<int> state{};   ///< what a called module holds
   std::vector<int> writes{};  ///< values that it writes into
+  /// Whose history, as autograd keeps it, goes through it from then on: of what it writes into, the values that are or show the same memory as views.
+  std::vector<int> rebased{};
   bool grad_mode = true;
 };
 
@@ -114,5 +116,8 @@ std::string short_name(const std::string& type);  ///< "Net" of "my::NetImpl"
 
 /// The graph line by line, values by number: for whoever looks for why two differ.
 std::string to_string(const Graph& graph);
+
+/// The first operator in which `now` is not `before`, with the module before it: "after 'a': aten::mul.Scalar(%4, 2) in place of aten::mul.Scalar(%4, 1)".
+std::string first_difference(const Graph& before, const Graph& now);
 
 }  // namespace tessera::tape

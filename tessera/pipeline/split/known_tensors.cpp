@@ -50,14 +50,17 @@ void KnownTensors::name_tensor(const at::Tensor& tensor, int value) {
 
 int KnownTensors::add(const at::Tensor& tensor, Value::Kind kind, std::string name, int maker) {
   const int value = static_cast<int>(graph_.values.size());
-  graph_.values.push_back({.kind = kind, .name = std::move(name), .storage = storage_number(tensor), .maker = maker, .forms = {{maker, form_of(tensor)}}});
+  Form form = form_of(tensor);
+  if (kind == Value::Kind::Parameter) form.requires_grad = tensor.is_floating_point() || tensor.is_complex();
+  const bool requires_grad = form.requires_grad;
+  graph_.values.push_back({.kind = kind, .name = std::move(name), .storage = storage_number(tensor), .maker = maker, .forms = {{maker, std::move(form)}}});
   name_tensor(tensor, value);
   if (tensor.is_meta() && !at(value).is_state()) {
     makers_[value] = maker_of(tensor);
     return value;
   }
   at::Tensor twin = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
-  twin.set_requires_grad(tensor.requires_grad());
+  twin.set_requires_grad(requires_grad);
   storages_.emplace(twin.storage().unsafeGetStorageImpl(), at(value).storage);
   kept_storages_.push_back(twin.storage().getWeakStorageImpl());
   name_tensor(twin, value);
@@ -141,7 +144,8 @@ int KnownTensors::unknown(const at::Tensor& tensor) {
             " is given a part of a tensor's memory that no operator has cut out (a view that is kept from an earlier pass?); make it anew in each forward");
   }
   require(!tensor.is_meta(), "pipeline: ", where_.text(),
-          " is given a tensor on meta that is no parameter, no buffer and no input, so that nobody would give it values; register it as a buffer");
+          " is given a tensor on meta that is no parameter, no buffer and no input, so that nobody would give it values (one that an earlier pass has left in "
+          "a member?); register it as a buffer");
   require(!tensor.requires_grad(), "pipeline: ", where_.text(),
           " is given a tensor that requires gradients, and is no parameter, so that no stage would own it; register it as a parameter");
   const int value = add(tensor, Value::Kind::Constant, "");
@@ -170,7 +174,7 @@ int KnownTensors::result(const at::Tensor& tensor, int node, bool unwritten) {
 
 void KnownTensors::look_again(int value, const at::Tensor& tensor, int node) {
   Value& known = at(value);
-  if (known.kind == Value::Kind::Result) makers_[value] = maker_of(tensor);
+  if (const auto* const maker = maker_of(tensor); std::exchange(makers_[value], maker) != maker) rebased_.push_back(value);
   Form now = form_of(tensor);
   if (now != known.last_form()) known.forms.push_back({node, std::move(now)});
 }
@@ -180,7 +184,7 @@ void KnownTensors::written(int value, int node) {
     auto impl = handle.tensor.lock();
     if (!impl) continue;
     const at::Tensor tensor(std::move(impl));
-    if (!twins_.contains(tensor.unsafeGetTensorImpl())) look_again(handle.value, tensor, node);
+    if (tensor.is_meta() && !twins_.contains(tensor.unsafeGetTensorImpl())) look_again(handle.value, tensor, node);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +30,8 @@ struct Where {
 /// replay would not repeat: it is refused by name (ConfigError).
 ///
 /// A pass is recorded without memory and without arithmetic: what has data is stood in for by a meta tensor (its twin), which operators take in its place.
-/// Parameters and buffers have twins also where they are on meta themselves, so that the pass leaves them as they are.
+/// Parameters and buffers have twins also where they are on meta themselves, so that the pass leaves them as they are. Those of parameters take gradients also
+/// where the parameter is frozen for now: what crosses and what comes back is what could, whoever freezes and unfreezes a part of the model, and when.
 class KnownTensors {
  public:
   KnownTensors(Graph& graph, const Where& where) : graph_(graph), where_(where) {}
@@ -44,6 +46,8 @@ class KnownTensors {
   int result(const at::Tensor& tensor, int node, bool unwritten);
   /// Node number `node` wrote into it: everything that shows the same memory may have another history now.
   void written(int value, int node);
+  /// Those that have another one since the last call.
+  std::vector<int> take_rebased() { return std::exchange(rebased_, {}); }
 
   /// The tensor itself, or what stands in for it.
   at::Tensor twin(const at::Tensor& tensor) const;
@@ -75,6 +79,7 @@ class KnownTensors {
   std::vector<std::vector<Handle>> handles_;                      ///< by number of the storage; the last list: of tensors that have none
   std::unordered_map<int, const torch::autograd::Node*> makers_;  ///< grad_fn as the last operator left it
   std::unordered_set<int> unwritten_;
+  std::vector<int> rebased_;
   std::vector<at::Tensor> originals_;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> kept_storages_;
 };

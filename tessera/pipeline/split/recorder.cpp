@@ -301,6 +301,7 @@ class Recorder final : public nn::OperatorWatcher {
   void finish(Node node) {
     const int number = graph_.size();
     for (const int value : node.writes) known_.written(value, number);
+    node.rebased = known_.take_rebased();
     graph_.nodes.push_back(std::move(node));
   }
 

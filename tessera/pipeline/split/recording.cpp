@@ -1,5 +1,7 @@
 #include "tessera/pipeline/split/recording.h"
 
+#include <algorithm>
+#include <set>
 #include <utility>
 
 #include <ATen/autocast_mode.h>
@@ -25,6 +27,18 @@ uint64_t fingerprint_of(const Graph& graph, const Stages& stages) {
   Hasher hasher;
   hasher.update(text.data(), text.size());
   for (const StagePlan& stage : stages.stages) hasher.update(&stage.begin, sizeof stage.begin);
+  for (const Crossing& crossing : stages.crossings) hasher.update(&crossing.gradient, sizeof crossing.gradient);
+  constexpr size_t most = 1 << 16;  // of a constant, so that a large one costs nothing
+  std::set<int> written;            // by operators, and nothing before
+  for (const Node& node : graph.nodes) {
+    for (const int value : node.writes) written.insert(graph.values[static_cast<size_t>(value)].storage);
+  }
+  for (const Value& value : graph.values) {
+    if (value.kind != Value::Kind::Constant || written.contains(value.storage) || !value.constant.defined() || !value.constant.is_cpu() ||
+        !value.constant.is_contiguous())
+      continue;
+    hasher.update(value.constant.const_data_ptr(), std::min(value.constant.nbytes(), most));
+  }
   return hasher.value();
 }
 

@@ -2,31 +2,80 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/core/hash.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/divided_model.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
 #include "tessera/pipeline/split/own_modules.h"
 
 namespace tessera::pipeline {
 
 namespace {
 
-/// What is kept of inputs: their looks.
+/// What is kept of inputs: their looks. An example that repeats one row (`zeros({1}).expand({3})`) is taken as one that has all: data do.
 std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
   std::vector<at::Tensor> looks;
   for (const at::Tensor& tensor : inputs) {
     require(tensor.defined(), "pipeline: example input ", looks.size(), " is undefined; give a tensor of the shape and dtype that the pass gets");
-    looks.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false)));
+    const auto options = tensor.options().device(at::kMeta).requires_grad(false);
+    looks.push_back(tensor.is_non_overlapping_and_dense() ? at::empty_strided(tensor.sizes(), tensor.strides(), options) : at::empty(tensor.sizes(), options));
     looks.back().set_requires_grad(tensor.requires_grad());
   }
   return looks;
 }
+
+Crossings crossings_of(const tape::Stages& stages) {
+  Crossings crossings;
+  for (size_t c = 0; c < stages.crossings.size(); ++c) {
+    const tape::Crossing& crossing = stages.crossings[c];
+    const auto number = [&](const std::vector<int>& list) { return static_cast<int>(std::ranges::find(list, static_cast<int>(c)) - list.begin()); };
+    crossings.push_back({.from = crossing.from,
+                         .to = crossing.to,
+                         .output = number(stages.stages[static_cast<size_t>(crossing.from)].sends),
+                         .input = number(stages.stages[static_cast<size_t>(crossing.to)].receives),
+                         .takes_gradient = crossing.gradient});
+  }
+  return crossings;
+}
+
+/// The same values, whatever comes back for them.
+bool same_ways(const Crossings& a, const Crossings& b) {
+  return std::ranges::equal(a, b, [](const Crossing& one, const Crossing& other) {
+    return one.from == other.from && one.to == other.to && one.output == other.output && one.input == other.input;
+  });
+}
+
+/// Whether an executor that was given `all` can run what needs `some`.
+bool covers(const Crossings& all, const Crossings& some) {
+  return same_ways(all, some) &&
+         std::ranges::equal(all, some, [](const Crossing& one, const Crossing& other) { return one.takes_gradient || !other.takes_gradient; });
+}
+
+std::string ways(const Crossings& crossings) {
+  std::string text;
+  for (const Crossing& crossing : crossings) text += detail::concat(text.empty() ? "" : ", ", crossing.from, " to ", crossing.to);
+  return text.empty() ? "nothing" : text;
+}
+
+/// Passes of one kind after which it is recorded again, to see whether it still is the same: often where a mistake shows first, then rarely.
+bool is_checked(int64_t passes) { return passes > 1 && (passes < 64 ? (passes & (passes - 1)) == 0 : passes % 64 == 0); }
+
+constexpr const char* kFrozenWayOut =
+    "; a recording keeps the numbers that forward reads of the program (a member that is a number, Dropout's p, a tensor that a pass leaves in a member): make "
+    "it a buffer, put it into a module that is declared with TESSERA_MODULE, whose forward runs anew each time, or call SplitModel::record_anew() on every "
+    "rank whenever the program has changed it";
 
 }  // namespace
 
@@ -39,8 +88,51 @@ struct SplitModel::State {
   SplitSpec splits;
   std::vector<at::Tensor> inputs;                    ///< as they look
   std::map<int, std::vector<at::Tensor>> inputs_of;  ///< of micro-batches that have others
-  std::map<std::string, std::shared_ptr<const tape::Recording>> recordings;
+  struct Kept {
+    std::shared_ptr<const tape::Recording> recording;
+    int64_t passes = 0;  ///< that began with it, of the first stage and micro-batch that ran here: steps
+    bool fits = false;   ///< what executors were given
+  };
+  std::map<std::string, Kept> recordings;
+  std::set<std::string> settled;                     ///< modes in which two recordings in a row were the same
   std::vector<std::set<std::string>> owned, called;  ///< by stage
+  std::vector<tape::SharedParameter> shared;
+  std::vector<Crossings> given;                        ///< what crossings() has said
+  std::optional<std::pair<int, int>> first_in_a_step;  ///< stage and micro-batch
+
+  /// Which ones are known to differ, one for each; -1: all others.
+  std::vector<int> micro_batches() const {
+    std::vector<int> numbers;
+    for (const auto& [number, looks] : inputs_of) numbers.push_back(number);
+    if (numbers.empty() || numbers.front() != 0 || numbers.back() + 1 != static_cast<int>(numbers.size())) numbers.push_back(-1);
+    return numbers;
+  }
+
+  bool is_wrapped() const {
+    return std::ranges::any_of(root->parameters(), [](const at::Tensor& parameter) {
+      const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
+      return dispatcher != nullptr && dispatcher->owner() != nullptr;
+    });
+  }
+
+  std::shared_ptr<const tape::Recording> record(const std::vector<at::Tensor>& inputs) const {
+    return std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root)));
+  }
+
+  /// The first of a mode is made until two in a row are the same: a forward may keep a table that it makes once, and must not count.
+  std::shared_ptr<const tape::Recording> record_settled(const std::vector<at::Tensor>& inputs) {
+    constexpr int most = 3;
+    auto made = record(inputs);
+    const std::string mode = tape::mode_of(modules);
+    for (int times = 2; !settled.contains(mode); ++times) {
+      auto again = record(inputs);
+      if (again->fingerprint == made->fingerprint) settled.insert(mode);
+      require(settled.contains(mode) || times < most, "pipeline: the forward of ", tape::short_name(root->name()),
+              " is another one each time: ", tape::first_difference(*made->graph, *again->graph), kFrozenWayOut);
+      made = std::move(again);
+    }
+    return made;
+  }
 
   const std::vector<at::Tensor>& inputs_for(int micro_batch) const {
     const auto found = inputs_of.find(micro_batch);
@@ -53,21 +145,40 @@ struct SplitModel::State {
     return key;
   }
 
-  std::shared_ptr<const tape::Recording> recording(int micro_batch) {
+  Kept& kept(int micro_batch) {
     const auto& inputs = inputs_for(micro_batch);
     const std::string key = this->key(inputs);
     if (recordings.size() >= kMostRecordings && !recordings.contains(key)) recordings.clear();
-    auto& found = recordings[key];
-    if (!found) {
-      auto made = std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root)));
+    Kept& found = recordings[key];
+    if (!found.recording) {
+      auto made = record_settled(inputs);
       if (owned.empty()) {
         deal(*made);
       } else {
         check_owners(*made, key);
       }
-      found = std::move(made);
+      found.recording = std::move(made);
     }
     return found;
+  }
+
+  void check_fits(Kept& kept, int micro_batch) const {
+    if (kept.fits || given.empty()) return;
+    const Crossings now = crossings_of(kept.recording->stages);
+    require(std::ranges::any_of(given, [&](const Crossings& one) { return covers(one, now); }), "pipeline: micro-batch ", micro_batch,
+            ", with the shapes and modes of now, sends other tensors between stages (", ways(now), ") than the executor was told (", ways(given.back()),
+            "), or needs gradients for others; take SplitModel::crossings() behind expect(), train() and eval(), and make the executor anew of them, on every "
+            "rank");
+    kept.fits = true;
+  }
+
+  /// While a wrapper counts passes, a recording would be one more to it.
+  void check_still_the_same(Kept& kept, int stage, int micro_batch) {
+    if (!first_in_a_step) first_in_a_step = {stage, micro_batch};
+    if (*first_in_a_step != std::pair(stage, micro_batch) || !is_checked(++kept.passes) || is_wrapped()) return;
+    const auto again = record(inputs_for(micro_batch));
+    require(again->fingerprint == kept.recording->fingerprint, "pipeline: the forward of ", tape::short_name(root->name()),
+            " is not the one that was recorded: ", tape::first_difference(*kept.recording->graph, *again->graph), kFrozenWayOut);
   }
 
   /// Whose every parameter is. One that the pass does not use goes with the one registered before it, so that no checkpoint loses it.
@@ -87,6 +198,7 @@ struct SplitModel::State {
         if (node.call) called[s].insert(node.path);
       }
     }
+    shared = made.stages.shared;
     std::set<size_t> before{0};
     const auto give = [&](const std::string& name) {
       if (const auto found = users.find(name); found != users.end()) before = found->second;
@@ -120,47 +232,81 @@ SplitModel::SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward fo
   state_->forward = std::move(forward);
   state_->splits = std::move(splits);
   expect(example_inputs);
-  state_->recording(0);
+  state_->kept(0);
+  if (stages() > 1) mark_parts();
+}
+
+void SplitModel::mark_parts() const {
+  std::vector<at::Tensor> parameters;
+  for (const auto& parameter : nn::unique_parameters(*state_->root)) {
+    if (parameter.tensor.is_floating_point() || parameter.tensor.is_complex()) parameters.push_back(parameter.tensor);
+  }
+  const auto whole = std::make_shared<const nn::DividedModel>(nn::DividedModel{
+      .parameters = parameters.size(),
+      .way_out = "other ranks hold the pipeline's other stages; call pipeline::clip_grad_norm(split, schedule, ranks, max_norm) on every rank of the pipeline, "
+                 "behind sum_shared_gradients"});
+  for (const at::Tensor& parameter : parameters) nn::set_divided(parameter, whole);
 }
 
 int SplitModel::stages() const { return static_cast<int>(state_->splits.size()) + 1; }
 
 std::string SplitModel::to_string() const { return tape::to_string(*recording(), tape::short_name(state_->root->name())); }
 
-std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const { return state_->recording(micro_batch); }
+std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const { return state_->kept(micro_batch).recording; }
+
+std::shared_ptr<const tape::Recording> SplitModel::recording_to_run(int stage, int micro_batch) const {
+  State::Kept& kept = state_->kept(micro_batch);
+  state_->check_fits(kept, micro_batch);
+  state_->check_still_the_same(kept, stage, micro_batch);
+  return kept.recording;
+}
+
+void SplitModel::record_anew() const {
+  state_->recordings.clear();
+  state_->settled.clear();
+}
 
 Crossings SplitModel::crossings() const {
-  const auto recording = this->recording();
-  Crossings crossings;
-  for (size_t c = 0; c < recording->stages.crossings.size(); ++c) {
-    const tape::Crossing& crossing = recording->stages.crossings[c];
-    const auto number = [&](const std::vector<int>& list) { return static_cast<int>(std::ranges::find(list, static_cast<int>(c)) - list.begin()); };
-    crossings.push_back({.from = crossing.from,
-                         .to = crossing.to,
-                         .output = number(recording->stages.stages[static_cast<size_t>(crossing.from)].sends),
-                         .input = number(recording->stages.stages[static_cast<size_t>(crossing.to)].receives),
-                         .takes_gradient = crossing.gradient});
+  const c10::InferenceMode recorded(false);
+  const at::AutoGradMode gradients(true);
+  const std::vector<int> numbers = state_->micro_batches();
+  Crossings all = crossings_of(recording(numbers[0])->stages);
+  for (const int number : numbers) {
+    const Crossings more = crossings_of(recording(number)->stages);
+    require(same_ways(all, more), "pipeline: micro-batches ", numbers[0], " and ", number,
+            " (-1: those without shapes of their own) send other tensors between "
+            "stages (",
+            ways(all), "; ", ways(more), "), since forward goes another way for other shapes; make what crosses the same, or split elsewhere");
+    for (size_t c = 0; c < all.size(); ++c) all[c].takes_gradient |= more[c].takes_gradient;
   }
-  return crossings;
+  if (std::ranges::find(state_->given, all) == state_->given.end()) state_->given.push_back(all);
+  return all;
 }
+
+const std::vector<tape::SharedParameter>& SplitModel::shared() const { return state_->shared; }
 
 std::vector<int> SplitModel::takes(int stage) const {
   check_stage(stage);
   return recording()->stages.stages[static_cast<size_t>(stage)].fed;
 }
 
-std::shared_ptr<torch::nn::Module> SplitModel::module(int stage) const {
-  check_stage(stage);
-  return tape::own_modules(*state_->root, state_->owned[static_cast<size_t>(stage)], state_->called[static_cast<size_t>(stage)]);
+std::shared_ptr<torch::nn::Module> SplitModel::module(int stage) const { return module(std::vector<int>{stage}); }
+
+std::shared_ptr<torch::nn::Module> SplitModel::module(const std::vector<int>& stages) const {
+  std::set<std::string> owned, called;
+  for (const int stage : stages) {
+    check_stage(stage);
+    owned.insert(state_->owned[static_cast<size_t>(stage)].begin(), state_->owned[static_cast<size_t>(stage)].end());
+    called.insert(state_->called[static_cast<size_t>(stage)].begin(), state_->called[static_cast<size_t>(stage)].end());
+  }
+  return tape::own_modules(*state_->root, owned, called);
 }
 
 void SplitModel::keep_only(const std::vector<int>& stages) const {
   std::set<const c10::TensorImpl*> kept;
-  for (const int stage : stages) {
-    const auto part = module(stage);
-    for (const at::Tensor& tensor : part->parameters()) kept.insert(tensor.unsafeGetTensorImpl());
-    for (const at::Tensor& tensor : part->buffers()) kept.insert(tensor.unsafeGetTensorImpl());
-  }
+  const auto part = module(stages);
+  for (const at::Tensor& tensor : part->parameters()) kept.insert(tensor.unsafeGetTensorImpl());
+  for (const at::Tensor& tensor : part->buffers()) kept.insert(tensor.unsafeGetTensorImpl());
   const auto let_go = [&](const at::Tensor& tensor) {
     if (tensor.defined() && !tensor.is_meta() && !kept.contains(tensor.unsafeGetTensorImpl())) nn::materialize_storage(tensor, at::kMeta);
   };
@@ -180,7 +326,12 @@ void SplitModel::expect(const std::vector<at::Tensor>& inputs) const {
 void SplitModel::expect(const std::vector<at::Tensor>& inputs, int micro_batch) const { state_->inputs_of[micro_batch] = looks_of(inputs); }
 
 void SplitModel::check_agreement(const comm::Group& group) const {
-  const auto mine = static_cast<int64_t>(recording()->fingerprint);
+  Hasher hasher;
+  for (const int micro_batch : state_->micro_batches()) {
+    const uint64_t fingerprint = recording(micro_batch)->fingerprint;
+    hasher.update(&fingerprint, sizeof fingerprint);
+  }
+  const auto mine = static_cast<int64_t>(hasher.value());
   const at::Tensor in = at::empty({1}, at::kLong).fill_(mine), all = at::empty({group.size()}, at::kLong);
   comm::all_gather(group, all, in);
   for (int rank = 0; rank < group.size(); ++rank) {

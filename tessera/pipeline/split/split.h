@@ -33,7 +33,8 @@ namespace tessera::pipeline {
 /// gradient are added up in another order.
 ///
 /// A recording is for one set of input shapes, modes of modules (train(), eval()) and autocast; it is made anew where these change, without memory and
-/// arithmetic, in a millisecond or two for a hundred operators. One rank, one thread, as the module.
+/// arithmetic, in a millisecond or two for a hundred operators. The first in a mode is made twice, to see that forward is the same each time. One rank, one
+/// thread, as the module.
 class SplitModel {
  public:
   /// See split().
@@ -44,23 +45,35 @@ class SplitModel {
   std::string to_string() const;
   /// The stage graph as data, for inputs of the current shapes and the modes of now.
   std::shared_ptr<const tape::Recording> recording(int micro_batch = 0) const;
-  /// What an executor sends from stage to stage.
+  /// The same for a stage that is about to run it (TracedStage). Throws ConfigError where more crosses than crossings() has said, and where the pass is not
+  /// what it was when it was recorded: it is recorded once more in steps 2, 4, 8, ... 64 and every 64th of a kind, unless a wrapper holds the parameters.
+  std::shared_ptr<const tape::Recording> recording_to_run(int stage, int micro_batch) const;
+  /// Forgets the recordings. For a program that has changed what forward reads and no shape or mode shows (a scale that is a member, Dropout's p): between two
+  /// steps, on every rank.
+  void record_anew() const;
+  /// What an executor sends from stage to stage, for all micro-batches that expect() knows by now: a gradient comes back where it could in one of them, with
+  /// gradients on and no parameter frozen, so that freezing and unfreezing changes nothing here. Throws ConfigError where micro-batches send other tensors.
   Crossings crossings() const;
+  /// Parameters of which several stages hold a copy.
+  const std::vector<tape::SharedParameter>& shared() const;
   /// Which of the model's inputs a stage takes from its own loader, by their places.
   std::vector<int> takes(int stage) const;
   /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
   std::shared_ptr<torch::nn::Module> module(int stage) const;
+  /// Those of several stages.
+  std::shared_ptr<torch::nn::Module> module(const std::vector<int>& stages) const;
   /// Puts the parameters and buffers that none of `stages` uses on meta, which frees their memory.
   void keep_only(const std::vector<int>& stages) const;
 
   /// Says what shapes and dtypes the inputs have from now on, or in one micro-batch of the step alone. Every rank says it: only the first stage could see it.
   void expect(const std::vector<at::Tensor>& inputs) const;
   void expect(const std::vector<at::Tensor>& inputs, int micro_batch) const;
-  /// Throws ConfigError on every rank where the ranks of `group` have recorded different graphs. Traffic: 8 bytes a rank.
+  /// Throws ConfigError on every rank where the ranks of `group` have recorded different graphs, of any micro-batch. Traffic: 8 bytes a rank.
   void check_agreement(const comm::Group& group) const;
 
  private:
   void check_stage(int stage) const;
+  void mark_parts() const;
 
   struct State;
   std::shared_ptr<State> state_;

@@ -60,6 +60,7 @@ class Planner {
     refuse_torn_memory();
     // Where a tensor goes to several stages, the last of them comes first: so its gradients are added up in autograd's order.
     std::ranges::sort(plan_.crossings, {}, [](const Crossing& c) { return std::tuple(c.from, -c.to, c.value); });
+    take_back_what_is_handed_on();
     for (int i = 0; i < static_cast<int>(plan_.crossings.size()); ++i) {
       stage(plan_.crossings[static_cast<size_t>(i)].from).sends.push_back(i);
       stage(plan_.crossings[static_cast<size_t>(i)].to).receives.push_back(i);
@@ -86,6 +87,7 @@ class Planner {
       const auto look = [&](int v) { gives |= wanted[static_cast<size_t>(v)] && value(v).form_before(i + 1).requires_grad; };
       for_each_result(node, look);
       for (const int v : node.writes) look(v);
+      for (const int v : node.rebased) look(v);
       differentiated_[static_cast<size_t>(i)] = gives && node.grad_mode;
       if (!differentiated_[static_cast<size_t>(i)]) continue;
       for_each_use(node, [&](int v) { wanted[static_cast<size_t>(v)] = wanted[static_cast<size_t>(v)] || value(v).form_before(i).requires_grad; });
@@ -150,7 +152,23 @@ class Planner {
 
   void add_crossing(int v, int from, int to) {
     const Form& form = value(v).form_before(plan_.stages[static_cast<size_t>(from)].end);
-    plan_.crossings.push_back({.value = v, .from = from, .to = to, .form = form, .gradient = brings_gradient(v, form, to), .name = name_of(v)});
+    plan_.crossings.push_back(
+        {.value = v, .from = from, .to = to, .form = form, .gradient = brings_gradient(v, form, to), .copied = is_kept(v), .name = name_of(v)});
+  }
+
+  bool is_kept(int v) const {
+    return std::ranges::any_of(by_storage_.at(value(v).storage), [&](int u) { return value(u).is_state() || value(u).kind == Value::Kind::Input; });
+  }
+
+  /// A stage that changes a tensor and hands it on uses it, if by that alone: the gradient comes back through it.
+  void take_back_what_is_handed_on() {
+    for (int to = last(); to > 0; --to) {
+      for (Crossing& crossing : plan_.crossings) {
+        if (crossing.to != to || !crossing.form.requires_grad) continue;
+        crossing.gradient |=
+            std::ranges::any_of(plan_.crossings, [&](const Crossing& next) { return next.value == crossing.value && next.from == to && next.gradient; });
+      }
+    }
   }
 
   bool brings_gradient(int v, const Form& form, int to) {

@@ -17,6 +17,7 @@ struct Crossing {
   int from, to;   ///< stages
   Form form;      ///< as it is sent
   bool gradient;  ///< whether one comes back
+  bool copied;    ///< what is sent shows memory that outlives the pass (a buffer's, a parameter's, an input's), and may be written before it is read
   std::string name;
 };
 

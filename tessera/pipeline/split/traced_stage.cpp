@@ -14,7 +14,7 @@ TracedStage::TracedStage(SplitModel model, int stage, Inputs inputs, Loss loss)
 }
 
 StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>& inputs) {
-  const auto recording = model_.recording(micro_batch);
+  const auto recording = model_.recording_to_run(stage_, micro_batch);
   const tape::Graph& graph = *recording->graph;
   const tape::StagePlan& plan = recording->stages.stages[static_cast<size_t>(stage_)];
   const tape::Program& program = recording->programs[static_cast<size_t>(stage_)];
@@ -43,8 +43,10 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
 
   const std::vector<at::Tensor> results = program.run(given);
   StageOutputs outputs;
-  for (const int c : plan.sends)
-    outputs.values.push_back(tape::to_wire(results[static_cast<size_t>(program.result_number(crossing(c).value))], crossing(c).form));
+  for (const int c : plan.sends) {
+    const at::Tensor wire = tape::to_wire(results[static_cast<size_t>(program.result_number(crossing(c).value))], crossing(c).form);
+    outputs.values.push_back(crossing(c).copied ? wire.clone(at::MemoryFormat::Contiguous) : wire);
+  }
   if (stage_ + 1 == model_.stages() && loss_) outputs.loss = loss_(micro_batch, results);
   return outputs;
 }

@@ -1,0 +1,171 @@
+#include <filesystem>
+#include <map>
+#include <memory>
+
+#include <gmock/gmock.h>
+#include <torch/nn.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/torch_optimizer.h"
+#include "tessera/comm/testing.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/meta.h"
+#include "tessera/pipeline/executor.h"
+#include "tessera/pipeline/schedules/generators.h"
+#include "tessera/pipeline/split/clip_grad_norm.h"
+#include "tessera/pipeline/split/split.h"
+#include "tessera/pipeline/split/traced_stage.h"
+#include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/refusal.h"
+
+/// Stages of a split model, each in a wrapper of its own over the ranks that hold the same stage: two data ranks times two stages, against one process.
+namespace tessera {
+namespace {
+
+using pipeline::SplitPoint;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing_support::refusal;
+
+constexpr int kOfEachRank = 4, kDataRanks = 2, kSteps = 2;
+constexpr double kMaxNorm = 0.5;
+
+template <class Linear, class Base>
+struct FourLayersImpl : Base {
+  FourLayersImpl() {
+    this->register_module("a", a);
+    this->register_module("b", b);
+    this->register_module("c", c);
+    this->register_module("d", d);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = torch::tanh(b(torch::tanh(a(x))));
+    return d(torch::tanh(c(h)) + h);
+  }
+  Linear a{4, 5}, b{5, 4}, c{4, 4}, d{4, 3};
+};
+using PlainFourImpl = FourLayersImpl<torch::nn::Linear, torch::nn::Module>;
+TORCH_MODULE(PlainFour);
+using OwnFourImpl = FourLayersImpl<nn::Linear, nn::Module>;
+TESSERA_MODULE(OwnFour);
+
+at::Tensor sample(int number) { return at::randn({3, 4}, at::detail::createCPUGenerator(30 + static_cast<uint64_t>(number))); }
+at::Tensor loss_of_sample(const at::Tensor& output, int number) {
+  return (output * at::randn(output.sizes(), at::detail::createCPUGenerator(90 + static_cast<uint64_t>(number)))).sum();
+}
+
+const auto make_sgd = [](const std::vector<at::Tensor>& parameters) {
+  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+};
+
+using Weights = std::map<std::string, at::Tensor>;
+
+template <class Model>
+std::pair<Weights, std::vector<double>> one_process() {
+  auto model = on_meta([] { return Model(); });
+  materialize(*model, 5);
+  const auto optimizer = make_sgd(model->parameters());
+  std::vector<double> norms;
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer->zero_grad();
+    for (int i = 0; i < kOfEachRank * kDataRanks; ++i) loss_of_sample(model(sample(i)), i).backward();
+    norms.push_back(torch::nn::utils::clip_grad_norm_(model->parameters(), kMaxNorm));
+    optimizer->step();
+  }
+  Weights weights;
+  for (const auto& item : model->named_parameters()) weights[item.key()] = item.value().detach().clone();
+  return {weights, norms};
+}
+
+/// As docs/pipeline.md has it.
+pipeline::Around tell(GradientSynchronizer& wrapper, int micro_batches) {
+  return [&wrapper, micro_batches](const schedules::Action& action, const std::function<void()>& body) {
+    using schedules::Kind;
+    const bool weights = action.kind == Kind::BackwardWeight, forward = action.kind == Kind::Forward;
+    const ActionKind kind = forward ? ActionKind::Forward : weights ? ActionKind::Weights : ActionKind::Backward;
+    const MicroBatchPosition position{
+        .index = action.micro_batch, .last = action.micro_batch + 1 == micro_batches, .weights_later = action.kind == Kind::BackwardInput};
+    wrapper.before(kind, position);
+    body();
+    wrapper.after(kind, position);
+  };
+}
+
+/// `how`: of the wrapper. `told`: of the schedule's actions.
+template <class Model>
+void train_wrapped(const std::string& how, schedules::Schedule (*schedule)(int, int), bool told) {
+  const auto [expected, norms] = one_process<Model>();
+  comm::run_ranks(2 * kDataRanks,
+                  [&, &expected = expected, &norms = norms](comm::World& world) {
+                    const Mesh mesh(world, {{"dp", kDataRanks}, {"pp", 2}});
+                    const auto data = mesh["dp"], pipe = mesh["pp"];
+                    const auto number = [&](int micro_batch) { return micro_batch * kDataRanks + data.rank(); };
+                    auto model = on_meta([] { return Model(); });
+                    const auto split = pipeline::split(model, {sample(0)}, {{"c", SplitPoint::Beginning}});
+                    const auto own = split.module(pipe.rank());
+                    std::unique_ptr<GradientSynchronizer> wrapper;
+                    if (how == "fully_shard") wrapper = fully_shard(*own, data, {});
+                    materialize(*own, 5);
+                    if (how == "ddp") wrapper = std::make_unique<DistributedDataParallel>(*own, data, DdpOptions{});
+                    if (how == "zero 2") wrapper = std::make_unique<ShardedDataParallel>(*own, ShardGroups{.shard = data}, ZeroOptions{.stage = 2});
+                    auto optimizer = zero_optimizer(*wrapper, make_sgd);
+                    pipeline::TracedStage stage(
+                        split, pipe.rank(), [&](int i) { return std::vector<at::Tensor>{sample(number(i))}; },
+                        [&](int i, const std::vector<at::Tensor>& outputs) { return loss_of_sample(outputs[0], number(i)); });
+                    const auto plan = schedule(2, kOfEachRank);
+                    pipeline::Executor executor(plan, split.crossings(), {{pipe.rank(), &stage}},
+                                                {.ranks = pipe, .around = told ? tell(*wrapper, kOfEachRank) : pipeline::Around()});
+                    for (int step = 0; step < kSteps; ++step) {
+                      told ? wrapper->begin_step() : optimizer.zero_grad();
+                      executor.run();
+                      if (told) wrapper->finish();
+                      EXPECT_NEAR(pipeline::clip_grad_norm(split, plan, pipe, kMaxNorm).template item<double>(), norms[step], 1e-4 * norms[step]) << how;
+                      optimizer.step();
+                    }
+                    if (how == "fully_shard") unshard(*own);
+                    for (const auto& item : own->named_parameters()) {
+                      EXPECT_LT((item.value() - expected.at(item.key())).abs().max().template item<double>(), 1e-5) << how << " " << item.key();
+                    }
+                  },
+                  {.timeout = std::chrono::seconds(30)});
+}
+
+TEST(SplitWrapped, EachStageInAWrapperOfItsOwnAndOneNormOverAll) {
+  for (const std::string how : {"ddp", "zero 2", "fully_shard"}) train_wrapped<PlainFour>(how, &schedules::one_f_one_b, /*told=*/false);
+}
+
+TEST(SplitWrapped, BackwardsInTwoHalvesAreToldToTheWrapper) {
+  for (const std::string how : {"ddp", "zero 2", "fully_shard"}) train_wrapped<OwnFour>(how, &schedules::zb_h1, /*told=*/true);
+  EXPECT_THAT(refusal([] { train_wrapped<OwnFour>("ddp", &schedules::zb_h1, /*told=*/false); }), HasSubstr("pipeline::ExecutorOptions::around"));
+  EXPECT_THAT(refusal([] { train_wrapped<OwnFour>("zero 2", &schedules::zb_h1, /*told=*/false); }), HasSubstr("pipeline::ExecutorOptions::around"));
+}
+
+/// A stage loads its part of a checkpoint of the whole.
+TEST(SplitWrapped, AStageLoadsFromACheckpointOfTheWholeModel) {
+  const auto folder = std::filesystem::temp_directory_path() / ("tessera-split-" + std::to_string(getpid()));
+  PlainFour whole;
+  comm::run_ranks(1, [&](comm::World& world) {
+    const auto saved = checkpoint::save(folder, 1, *whole, world.group());
+    auto model = on_meta([] { return PlainFour(); });
+    const auto split = pipeline::split(model, {sample(0)}, {{"c", SplitPoint::Beginning}});
+    const auto own = split.module(1);
+    materialize(*own, 5);
+    EXPECT_THAT(refusal([&] { checkpoint::load(saved, *own); }), HasSubstr("extra model.a.weight"));
+    checkpoint::LoadOptions options;
+    for (const auto& [name, stored] : checkpoint::read_manifest(saved).tensors) options.expected.push_back(name);
+    checkpoint::load(saved, *own, options);
+    EXPECT_TRUE(at::equal(model->c->weight, whole->c->weight));
+    EXPECT_TRUE(model->a->weight.is_meta());
+  });
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace tessera
