@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +27,15 @@ struct SlicedTensor {
   Slice slice;
 };
 
-/// A model's parameters under their own names, tied ones once: what load_hugging_face fills and dump writes.
+/// A model's parameters under their own names, tied ones once: what dump writes.
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model);
+
+/// The same as targets: with those that follow another (nn::set_follows), under its name. What load_hugging_face fills.
+std::vector<SlicedTensor> parameter_targets(const torch::nn::Module& model);
+
+/// The parameter, or buffer, that a stored tensor belongs to: "head.weight" of "model.head.weight", "buffer.head.weight" and "optimizer.exp_avg.head.weight",
+/// where the name of a state has no dot; of any other name the name itself.
+std::string_view parameter_of(std::string_view stored);
 
 /// Their gradients; undefined where there is none.
 std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model);
