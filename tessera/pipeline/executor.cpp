@@ -70,21 +70,7 @@ at::Tensor room_for(const TensorSpec& spec, at::Device device) {
 }  // namespace
 
 std::string describe(const Action& action) {
-  const auto name = [](Kind kind) {
-    switch (kind) {
-      case Kind::Forward:
-        return "forward";
-      case Kind::Backward:
-        return "backward";
-      case Kind::BackwardInput:
-        return "backward of inputs";
-      case Kind::BackwardWeight:
-        return "gradients of weights";
-      default:
-        return "action";
-    }
-  };
-  return detail::concat("stage ", action.stage, ", ", name(action.kind), " of micro-batch ", action.micro_batch);
+  return detail::concat("stage ", action.stage, ", ", schedules::words_of(action.kind), " of micro-batch ", action.micro_batch);
 }
 
 Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options)
@@ -95,7 +81,7 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
   legs_ = itinerary(schedule, crossings_, options_.ranks.rank());
   for (const Leg& leg : legs_) {
     invariant(stages_.contains(leg.action.stage), "rank ", options_.ranks.rank(), " does not hold stage ", leg.action.stage);
-    if (leg.action.kind == Kind::BackwardWeight) splits_[{leg.action.stage, leg.action.micro_batch}] = true;
+    if (leg.action.kind == Kind::BackwardWeight) splits_.insert({leg.action.stage, leg.action.micro_batch});
   }
 }
 
@@ -148,7 +134,7 @@ void Executor::carry_out(const Leg& leg) {
 void Executor::forward(const Action& action) {
   const bool recording = at::GradMode::is_enabled();
   Alive now;
-  if (splits_.contains({action.stage, action.micro_batch})) now.later = std::make_shared<nn::WeightGradients>();
+  if (leaves_weights(action)) now.later = std::make_shared<nn::WeightGradients>();
   for (size_t c = 0; c < crossings_.size(); ++c) {
     const Crossing& crossing = crossings_[c];
     if (crossing.to != action.stage) continue;

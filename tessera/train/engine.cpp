@@ -14,7 +14,6 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/train/evaluation_mode.h"
-#include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
 
@@ -81,23 +80,22 @@ at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
   return model_.logits(tokens);
 }
 
-Engine::Engine(const Config& config, Composition& run, MakeSchedule schedule)
+Engine::Engine(const Config& config, Composition& run, ScheduleMaker schedule)
     : seed_(static_cast<uint64_t>(config.run.seed)), run_(run), schedule_(std::move(schedule)), stages_(stages_of(run)) {
-  if (!schedule_) schedule_ = [&config, ranks = run.pipeline.size()](int micro_batches) { return make_schedule(config, ranks, micro_batches); };
+  if (!schedule_) schedule_ = schedule_maker(config, run.pipeline.size());
 }
 
 Engine::Plan& Engine::plan_for(size_t micro_batches) {
   const auto known = plans_.find(micro_batches);
   if (known != plans_.end()) return known->second;
   Plan& plan = plans_[micro_batches];
-  const schedules::Schedule schedule = schedule_(static_cast<int>(micro_batches));
+  const schedules::Schedule schedule = with_backwards_alike(schedule_(static_cast<int>(micro_batches)));
   int alive = 0;
   std::map<std::pair<int, Kind>, size_t> done;
   for (const Action& listed : schedule.actions[static_cast<size_t>(run_.pipeline.rank())]) {
     for (const Action& action : schedules::parts(listed)) {
       const bool backward = action.kind == Kind::Backward || action.kind == Kind::BackwardInput;
       const Kind kind = backward ? Kind::Backward : action.kind;
-      if (kind == Kind::BackwardWeight) plan.weights_later[{action.stage, action.micro_batch}] = true;
       plan.last_micro_batch[{action.stage, kind}] = action.micro_batch;
       ++done[{action.stage, kind}];
       if (!schedule.is_last(action.stage)) continue;
@@ -125,7 +123,7 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
   const MicroBatchPosition position{.index = micro.index,
                                     .last = plan_->last_micro_batch.at({action.stage, counted}) == action.micro_batch,
                                     .padding = micro.weight == 0,
-                                    .weights_later = plan_->weights_later.contains({action.stage, action.micro_batch}),
+                                    .weights_later = plan_->executor->leaves_weights(action),
                                     .part = static_cast<int>(std::distance(stages_.begin(), stages_.find(action.stage)))};
   run_.synchronizer->before(kind, position);
   {

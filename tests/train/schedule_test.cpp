@@ -28,7 +28,7 @@ class Scheduled : public TrainFixture {
   /// What a rank has after two steps whose optimizer is a plain one: losses, gradients and updated values, by name.
   using Seen = std::map<std::string, at::Tensor>;
 
-  std::vector<Seen> run(const Config& config, int world, const Engine::MakeSchedule& schedule) const {
+  std::vector<Seen> run(const Config& config, int world, const ScheduleMaker& schedule) const {
     std::vector<Seen> seen(static_cast<size_t>(world));
     const auto text = corpus(config);
     comm::run_ranks(world, [&](comm::World& ranks) {
@@ -69,7 +69,7 @@ class Scheduled : public TrainFixture {
     sets.insert(sets.end(), {"batch.micro_size=1", "zero.bucket_bytes=20000", "run.threads=1"});
     const Config config = TrainFixture::config(family, sets);
     const auto plain = run(config, world, {});
-    const std::vector<std::pair<const char*, Engine::MakeSchedule>> schedules{
+    const std::vector<std::pair<const char*, ScheduleMaker>> schedules{
         {"1F1B", [](int m) { return alone(schedules::one_f_one_b(4, m)); }},
         {"1F1B, weights behind", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(3, m), WeightGradients::BehindBackward), 1); }},
         {"1F1B, weights at the end", [](int m) { return alone(with_weight_gradients(schedules::one_f_one_b(4, m), WeightGradients::AtTheEnd)); }},

@@ -15,11 +15,27 @@ using enum Kind;
 constexpr std::array<std::string_view, 13> kKindNames{"F",      "B",       "I",       "W",           "SEND_F", "RECV_F",     "SEND_B",
                                                       "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "UPDATE", "OVERLAP_F_B"};
 
+constexpr std::array<std::string_view, 13> kKindWords{"forward",
+                                                      "backward",
+                                                      "backward of inputs",
+                                                      "gradients of weights",
+                                                      "send of an output",
+                                                      "receive of an input",
+                                                      "send of a gradient",
+                                                      "receive of a gradient",
+                                                      "gathering of parameters",
+                                                      "release of parameters",
+                                                      "reduction of gradients",
+                                                      "update",
+                                                      "forward and backward"};
+
 bool any_action(const Schedule& schedule, auto&& predicate) {
   return std::ranges::any_of(schedule.actions, [&](const RankActions& actions) { return std::ranges::any_of(actions, predicate); });
 }
 
 }  // namespace
+
+std::string_view words_of(Kind kind) { return kKindWords[static_cast<size_t>(kind)]; }
 
 std::vector<Action> parts(const Action& action) {
   if (action.kind != Overlap) return {action};
@@ -88,6 +104,32 @@ Schedule with_weight_gradients(Schedule schedule, WeightGradients when) {
     }
     cut.insert(cut.end(), later.begin(), later.end());
     actions = std::move(cut);
+  }
+  return schedule;
+}
+
+Schedule with_backwards_alike(Schedule schedule) {
+  std::vector<bool> cuts(static_cast<size_t>(schedule.stages()));
+  any_action(schedule, [&](const Action& action) {
+    if (action.kind == BackwardInput) cuts[static_cast<size_t>(action.stage)] = true;
+    return false;
+  });
+  for (auto& actions : schedule.actions) {
+    RankActions alike;
+    for (const Action& action : actions) {
+      const bool whole = action.kind == Backward || action.kind == Overlap;
+      if (!whole || !cuts[static_cast<size_t>(parts(action).back().stage)]) {
+        alike.push_back(action);
+        continue;
+      }
+      for (Action part : parts(action)) {
+        if (part.kind == Backward) part.kind = BackwardInput;
+        alike.push_back(part);
+      }
+      alike.push_back(alike.back());
+      alike.back().kind = BackwardWeight;
+    }
+    actions = std::move(alike);
   }
   return schedule;
 }
