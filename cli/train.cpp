@@ -91,6 +91,7 @@ void check_faults(const std::string& flag, int size, int attempt) {
 std::vector<std::string> inputs_of(const TrainFlags& flags, const Config& config) {
   std::vector<std::string> inputs{flags.file, config.data.tokenizer, config.model.from_hf, config.comm.table};
   for (const auto* files : {&config.data.files, &config.data.validation_files}) inputs.insert(inputs.end(), files->begin(), files->end());
+  if (is_schedule_file(config.pipeline)) inputs.push_back(config.pipeline.schedule);
   return inputs;
 }
 

@@ -47,7 +47,7 @@ void check_case(const PipelineCase& what) {
   Config config;
   config.pipeline.schedule = what.schedule;
   config.pipeline.virtual_stages = what.chunks;
-  make_schedule(config, what.ranks, static_cast<int>(what.micro_batches));
+  schedule_maker(config, what.ranks)(static_cast<int>(what.micro_batches));
 }
 
 PipelinePlan plan_of(const BenchPpFlags& flags, int ranks) {

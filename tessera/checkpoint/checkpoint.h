@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +27,15 @@ struct SlicedTensor {
   Slice slice;
 };
 
-/// A model's parameters under their own names, tied ones once: what load_hugging_face fills and dump writes.
+/// A model's parameters under their own names, tied ones once: what dump writes.
 std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model);
+
+/// The same as targets: with those that follow another (nn::set_follows), under its name. What load_hugging_face fills.
+std::vector<SlicedTensor> parameter_targets(const torch::nn::Module& model);
+
+/// The parameter, or buffer, that a stored tensor belongs to: "head.weight" of "model.head.weight", "buffer.head.weight" and "optimizer.exp_avg.head.weight",
+/// where the name of a state has no dot; of any other name the name itself.
+std::string_view parameter_of(std::string_view stored);
 
 /// Their gradients; undefined where there is none.
 std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model);
@@ -38,6 +46,9 @@ std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>
 /// The tensors of a training state, as views: parameters as "model.<name>" (tied ones once), buffers as "buffer.<name>" and optimizer state as
 /// "optimizer.<state>.<name>". `optimizer` may be null (eval, generate).
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer);
+
+/// The same without an optimizer, as targets of a model that is only read: with those that follow another.
+std::vector<SlicedTensor> model_targets(const torch::nn::Module& model);
 
 /// The same as targets for the checkpoint that `source` describes, whose optimizer may hold state of other parameters: it makes room for the state of those
 /// that were trained there and are frozen here, and leaves out the state of those that have had no update there, which stays zero. Where one of the two has

@@ -24,13 +24,6 @@
 namespace tessera::checkpoint {
 namespace {
 
-/// The parameter that a stored tensor belongs to: "head.weight" of "model.head.weight", "buffer.head.weight" and "optimizer.exp_avg.head.weight".
-std::string_view parameter_of(std::string_view stored) {
-  const auto rest = [](std::string_view text) { return text.substr(std::min(text.size(), text.find('.') + 1)); };
-  if (stored.starts_with("optimizer.")) return rest(rest(stored));
-  return stored.starts_with("model.") || stored.starts_with("buffer.") ? rest(stored) : stored;
-}
-
 /// Patterns of LoadOptions::partial, and which of them have matched anything.
 class PartialPatterns {
  public:

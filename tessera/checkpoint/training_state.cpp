@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -39,14 +40,7 @@ void settle_wrappers(const torch::nn::Module& model) {
   }
 }
 
-/// Whose state a tensor is: "optimizer.<state>.<parameter>", where a state's name has no dot.
-std::optional<std::string> parameter_of_state(const std::string& name) {
-  constexpr std::string_view kOptimizer = "optimizer.";
-  if (!name.starts_with(kOptimizer)) return std::nullopt;
-  const size_t dot = name.find('.', kOptimizer.size());
-  if (dot == std::string::npos) return std::nullopt;
-  return name.substr(dot + 1);
-}
+bool is_state(std::string_view stored) { return stored.starts_with("optimizer."); }
 
 constexpr std::string_view kMaster = "optimizer.master.";
 
@@ -89,12 +83,32 @@ std::vector<SlicedTensor> parameter_tensors(const torch::nn::Module& model) {
   return tensors;
 }
 
+std::vector<SlicedTensor> parameter_targets(const torch::nn::Module& model) {
+  auto targets = parameter_tensors(model);
+  for (const auto& parameter : nn::following_parameters(model)) targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), parameter.name)});
+  return targets;
+}
+
+std::string_view parameter_of(std::string_view stored) {
+  const auto rest = [](std::string_view text) { return text.substr(std::min(text.size(), text.find('.') + 1)); };
+  if (is_state(stored)) return rest(rest(stored));
+  return stored.starts_with(kModel) || stored.starts_with("buffer.") ? rest(stored) : stored;
+}
+
 std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model) { return gradient_tensors(nn::unique_parameters(model)); }
 
 std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>& parameters) {
   std::vector<SlicedTensor> tensors;
   for (const auto& parameter : parameters) tensors.push_back({parameter.tensor.grad(), renamed(nn::slice_of(parameter.tensor), parameter.name)});
   return tensors;
+}
+
+std::vector<SlicedTensor> model_targets(const torch::nn::Module& model) {
+  auto targets = training_tensors(model, nullptr);
+  for (const auto& parameter : nn::following_parameters(model)) {
+    targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), std::string(kModel) + parameter.name)});
+  }
+  return targets;
 }
 
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer) {
@@ -113,15 +127,18 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source) {
   std::map<std::string, int64_t> held;
   for (const auto& [name, stored] : source.tensors) {
-    if (const auto parameter = parameter_of_state(name)) held[*parameter] = 1;
+    if (is_state(name)) held[std::string(parameter_of(name))] = 1;
   }
   optimizer.hold_state(held);
   auto targets = training_tensors(model, &optimizer);
+  for (const auto& parameter : nn::following_parameters(model)) {
+    targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), std::string(kModel) + parameter.name)});
+  }
   std::erase_if(targets, [&](const SlicedTensor& target) {
-    const auto parameter = parameter_of_state(target.slice.name);
-    if (!parameter || source.tensors.contains(target.slice.name)) return false;
+    if (!is_state(target.slice.name) || source.tensors.contains(target.slice.name)) return false;
     const auto counts = source.optimizer.find("update_counts");
-    return counts != source.optimizer.end() && !target.slice.name.starts_with(kMaster) && counts->value(*parameter, int64_t{-1}) == 0;
+    return counts != source.optimizer.end() && !target.slice.name.starts_with(kMaster) &&
+           counts->value(std::string(parameter_of(target.slice.name)), int64_t{-1}) == 0;
   });
   fill_across_masters(targets, source);
   return targets;

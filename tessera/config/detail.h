@@ -48,6 +48,8 @@ constexpr std::string_view type_name() {
     return "a string";
   } else if constexpr (std::is_same_v<T, Betas>) {
     return "a list of two numbers";
+  } else if constexpr (std::is_same_v<T, std::vector<double>>) {
+    return "a list of numbers";
   } else {
     static_assert(std::is_same_v<T, std::vector<std::string>>);
     return "a list of strings";

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -19,8 +20,9 @@ struct Dependence {
 
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
-  const auto& [optim, checkpoint, zero] = std::tie(config.optim, config.checkpoint, config.zero);
+  const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
   const bool pipelined = config.mesh.pp != 1;
+  static const std::set<std::string> for_costs{"zb_1p", "zb_2p", "zb_auto"};
   return {
       {optim.name != "sgd", with("optim.name", optim.name), {"optim.momentum"}},
       {optim.name == "sgd", with("optim.name", optim.name), {"optim.betas", "optim.eps"}},
@@ -32,11 +34,14 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
       {zero.stage < 2, with("zero.stage", zero.stage), {"zero.accumulate"}},
-      {config.mesh.pp == 1,
+      {!pipelined,
        "with mesh.pp = 1",
-       {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages", "pipeline.vertical_sync", "pipeline.per_update"}},
-      {pipelined && config.pipeline.schedule != "pipedream", with("pipeline.schedule", config.pipeline.schedule), {"pipeline.vertical_sync"}},
-      {pipelined && config.pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", config.pipeline.schedule), {"pipeline.per_update"}},
+       {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages", "pipeline.vertical_sync", "pipeline.per_update", "pipeline.memory_limit",
+        "pipeline.costs"}},
+      {pipelined && pipeline.schedule != "pipedream", with("pipeline.schedule", pipeline.schedule), {"pipeline.vertical_sync"}},
+      {pipelined && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
+      {pipelined && pipeline.schedule != "zb_auto", with("pipeline.schedule", pipeline.schedule), {"pipeline.memory_limit"}},
+      {pipelined && !for_costs.contains(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.costs"}},
       {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
       {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},

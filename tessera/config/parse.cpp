@@ -159,6 +159,17 @@ void assign(Betas& field, const toml::node& node, const Location& at) {
   }
 }
 
+void assign(std::vector<double>& field, const toml::node& node, const Location& at) {
+  const auto* array = node.as_array();
+  if (!array) refuse(at, node, "expected ", detail::type_name<std::vector<double>>());
+  std::vector<double> values;
+  for (const auto& entry : *array) {
+    if (!entry.is_number()) refuse(at, node, "expected ", detail::type_name<std::vector<double>>());
+    assign(values.emplace_back(), entry, at);
+  }
+  field = std::move(values);
+}
+
 template <class T>
 void assign(std::optional<T>& field, const toml::node& node, const Location& at) {
   T value{};

@@ -168,9 +168,23 @@ void validate_process(const Config& config) {
   at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
 }
 
+void validate_pipeline(const PipelineConfig& pipeline) {
+  at_least("pipeline.virtual_stages", pipeline.virtual_stages, 1);
+  at_least("pipeline.per_update", pipeline.per_update, 0);
+  at_least("pipeline.memory_limit", pipeline.memory_limit, 0);
+  const std::vector<double>& costs = pipeline.costs;
+  if (costs.empty()) return;
+  std::string text;
+  for (const double cost : costs) text += (text.empty() ? "" : ", ") + format_float(cost);
+  const bool all = costs.size() == 3 || costs.size() == 4;
+  require(
+      all && costs[0] > 0 && costs[1] > 0 && costs[2] > 0 && costs.back() >= 0, "pipeline.costs = [", text,
+      "]: expected the times of a stage's forward, backward of inputs and backward of weights, each above 0, and of a message, 0 or more, which may be left ",
+      "out; such as [1, 1.1, 0.9], or [] for an estimate");
+}
+
 void validate_rest(const Config& config) {
-  at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
-  at_least("pipeline.per_update", config.pipeline.per_update, 0);
+  validate_pipeline(config.pipeline);
   at_least("checkpoint.every", config.checkpoint.every, 0);
   at_least("checkpoint.keep", config.checkpoint.keep, 0);
   at_least("checkpoint.staging_bytes", config.checkpoint.staging_bytes, 4096);

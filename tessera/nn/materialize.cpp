@@ -285,7 +285,9 @@ void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
   nn::assign_paths(root);
   nn::refuse_shared_names(root);
   const auto recipes = nn::find_values(root, seed);
-  for (const auto& parameter : nn::unique_parameters(root)) {
+  auto parameters = nn::unique_parameters(root);
+  for (auto& parameter : nn::following_parameters(root)) parameters.push_back(std::move(parameter));  // drawn alike, by their name
+  for (const auto& parameter : parameters) {
     const at::Tensor& tensor = parameter.tensor;
     nn::forget_version(tensor);
     const bool fits = tensor.sizes() == at::IntArrayRef(nn::slice_of(tensor).local_shape());

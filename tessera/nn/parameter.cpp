@@ -1,5 +1,6 @@
 #include "tessera/nn/parameter.h"
 
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -22,7 +23,7 @@ struct ParameterData : c10::BackendMeta {
   std::optional<InitRule> init;
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
-  bool keeps_memory = false;
+  bool keeps_memory = false, follows = false;
   std::vector<Sharing> sharings;
   std::shared_ptr<const DividedModel> divided;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
@@ -43,6 +44,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->init_position = before->init_position;
     data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
+    data->follows = before->follows;
     data->sharings = before->sharings;
     data->divided = before->divided;
     data->updated_for = before->updated_for;
@@ -123,6 +125,15 @@ bool keeps_memory(const at::Tensor& parameter) {
   return data && data->keeps_memory;
 }
 
+void set_follows(const at::Tensor& parameter) {
+  change(parameter, [](ParameterData& data) { data.follows = true; });
+}
+
+bool follows(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data && data->follows;
+}
+
 void set_updated_for(const at::Tensor& part, const at::Tensor& parameter) {
   change(part, [&](ParameterData& data) { data.updated_for.emplace(parameter.getIntrusivePtr()); });
 }
@@ -163,7 +174,7 @@ void refuse_shared_names(const torch::nn::Module& root) {
   std::unordered_set<const c10::TensorImpl*> seen;
   std::unordered_map<std::string, std::string> paths;
   for (const auto& parameter : root.named_parameters()) {
-    if (!parameter.value().defined() || !seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
+    if (!parameter.value().defined() || follows(parameter.value()) || !seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
     const std::string name = has_slice(parameter.value()) ? whole_name(slice_of(parameter.value()).name, parameter.key()) : parameter.key();
     const auto [it, is_new] = paths.emplace(name, parameter.key());
     require(is_new, "'", it->second, "' and '", parameter.key(), "' are two tensors of one name, '", name,
@@ -171,8 +182,16 @@ void refuse_shared_names(const torch::nn::Module& root) {
   }
 }
 
-std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {
-  std::vector<NamedParameter> unique;
+namespace {
+
+/// Every parameter once, and those that follow one of them.
+struct Listed {
+  std::vector<NamedParameter> unique, following;
+};
+
+Listed list_parameters(const torch::nn::Module& root) {
+  Listed listed;
+  auto& [unique, following] = listed;
   std::unordered_map<c10::TensorImpl*, size_t> seen;
   for (const auto& parameter : root.named_parameters()) {
     if (!parameter.value().defined()) continue;
@@ -181,9 +200,23 @@ std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) {
       unique[it->second].aliases.push_back(parameter.key());
       continue;
     }
-    unique.push_back({has_slice(parameter.value()) ? whole_name(slice_of(parameter.value()).name, parameter.key()) : parameter.key(), parameter.value(), {}});
+    NamedParameter named{has_slice(parameter.value()) ? whole_name(slice_of(parameter.value()).name, parameter.key()) : parameter.key(), parameter.value(), {}};
+    const auto followed = follows(named.tensor) ? std::ranges::find(unique, named.name, &NamedParameter::name) : unique.end();
+    if (followed == unique.end()) {
+      unique.push_back(std::move(named));
+      continue;
+    }
+    it->second = static_cast<size_t>(followed - unique.begin());
+    followed->aliases.push_back(parameter.key());
+    following.push_back(std::move(named));
   }
-  return unique;
+  return listed;
 }
+
+}  // namespace
+
+std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) { return list_parameters(root).unique; }
+
+std::vector<NamedParameter> following_parameters(const torch::nn::Module& root) { return list_parameters(root).following; }
 
 }  // namespace tessera::nn

@@ -55,9 +55,17 @@ struct NamedParameter {
   std::vector<std::string> aliases;
 };
 
-/// Every parameter of `root` once, in the order of registration. Tied ones (one tensor registered in several places) carry the other
-/// names as aliases, where torch's named_parameters lists them again. Names are paths below `root`, or the logical names
+/// Every parameter of `root` once, in the order of registration. Tied ones (one tensor registered in several places, or one that follows another) carry the
+/// other names as aliases, where torch's named_parameters lists them again. Names are paths below `root`, or the logical names
 /// where those are set.
 std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root);
+
+/// Says that this parameter is a copy of the one of the same logical name, for modules that are sharded or synchronized apart and use one parameter: that one
+/// is trained, saved and loaded, this one takes its values (pipeline::TiedCopies). In a `root` that does not hold the other it is a parameter as any other.
+void set_follows(const at::Tensor& parameter);
+bool follows(const at::Tensor& parameter);
+
+/// Those of `root` that follow another of it, under its name.
+std::vector<NamedParameter> following_parameters(const torch::nn::Module& root);
 
 }  // namespace tessera::nn

@@ -75,23 +75,8 @@ int end_of_tags(int micro_batches, const Crossings& crossings) { return tag_of({
 double lap_clock() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string describe(const Action& action) {
-  const auto name = [](Kind kind) {
-    switch (kind) {
-      case Kind::Forward:
-        return "forward";
-      case Kind::Backward:
-        return "backward";
-      case Kind::BackwardInput:
-        return "backward of inputs";
-      case Kind::BackwardWeight:
-        return "gradients of weights";
-      case Kind::Update:
-        return "update";
-      default:
-        return "action";
-    }
-  };
-  return detail::concat("stage ", action.stage, ", ", name(action.kind), action.kind == Kind::Update ? " behind" : " of", " micro-batch ", action.micro_batch);
+  return detail::concat("stage ", action.stage, ", ", schedules::words_of(action.kind), action.kind == Kind::Update ? " behind" : " of", " micro-batch ",
+                        action.micro_batch);
 }
 
 Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options)
@@ -104,7 +89,7 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
     const bool updatable = options_.update && options_.weights.contains(leg.action.stage);
     invariant(leg.action.kind != Kind::Update || updatable, "the schedule '", schedule.name, "' updates stage ", leg.action.stage,
               ", and nobody said what that changes, or how");
-    if (leg.action.kind == Kind::BackwardWeight) splits_[{leg.action.stage, leg.action.micro_batch}] = true;
+    if (leg.action.kind == Kind::BackwardWeight) splits_.insert({leg.action.stage, leg.action.micro_batch});
     names_.push_back(schedule.stages() > 1 ? describe(leg.action) : "");
     for (const Message& message : leg.needs) taker_of_[{message.crossing, message.micro_batch, message.gradient}] = names_.back();
   }
@@ -183,7 +168,7 @@ void Executor::compute(const Action& action) {
 void Executor::forward(const Action& action) {
   const bool recording = at::GradMode::is_enabled();
   Alive now;
-  if (splits_.contains({action.stage, action.micro_batch})) now.later = std::make_shared<nn::WeightGradients>();
+  if (leaves_weights(action)) now.later = std::make_shared<nn::WeightGradients>();
   for (size_t c = 0; c < crossings_.size(); ++c) {
     const Crossing& crossing = crossings_[c];
     if (crossing.to != action.stage) continue;

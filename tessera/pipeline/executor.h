@@ -4,6 +4,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -59,6 +60,9 @@ class Executor {
   /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts. `times`: takes down when each action ran.
   void run(StepTimes* times = nullptr);
 
+  /// Whether the gradients of weights of this action's stage and micro-batch come in an action of their own.
+  bool leaves_weights(const schedules::Action& action) const { return splits_.contains({action.stage, action.micro_batch}); }
+
  private:
   struct Arrival {
     at::Tensor tensor;
@@ -91,8 +95,8 @@ class Executor {
   std::map<int, Stage*> stages_;
   ExecutorOptions options_;
   std::vector<Leg> legs_;
-  std::vector<std::string> names_;              ///< of each leg; empty where there is one stage
-  std::map<std::pair<int, int>, bool> splits_;  ///< stage and micro-batch whose gradients of weights come in an action of their own
+  std::vector<std::string> names_;        ///< of each leg; empty where there is one stage
+  std::set<std::pair<int, int>> splits_;  ///< stage and micro-batch: see leaves_weights
 
   std::map<Value, std::string> taker_of_;  ///< of what comes: which action takes it
   std::map<Value, Arrival> arrivals_;      ///< for actions to come

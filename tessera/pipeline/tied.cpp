@@ -64,29 +64,33 @@ Runs shared(const Runs& mine, const Runs& theirs) {
 }
 
 /// Elements in the order of the logical tensor, as both ends have them.
-at::Tensor packed(const at::Tensor& gradient, const Runs& runs) {
-  const at::Tensor flat = gradient.reshape({-1});
+at::Tensor packed(const at::Tensor& tensor, const Runs& runs) {
+  const at::Tensor flat = tensor.reshape({-1});
   std::vector<at::Tensor> pieces;
   for (const auto& [first, count] : runs) pieces.push_back(flat.narrow(0, first, count));
   return at::cat(pieces);
 }
 
-void add_packed(const at::Tensor& gradient, const Runs& runs, const at::Tensor& terms) {
-  const at::Tensor flat = gradient.view({-1});
+/// Calls use(part of `tensor`, part of `elements`) for each run.
+void unpack(const at::Tensor& tensor, const Runs& runs, const at::Tensor& elements, auto&& use) {
+  const at::Tensor flat = tensor.view({-1});
   int64_t at = 0;
   for (const auto& [first, count] : runs) {
-    flat.narrow(0, first, count).add_(terms.narrow(0, at, count));
+    use(flat.narrow(0, first, count), elements.narrow(0, at, count));
     at += count;
   }
 }
 
+End other_than(End end) { return end == End::First ? End::Last : End::First; }
+
 }  // namespace
 
-TiedGradients::TiedGradients(comm::Group ranks, const std::vector<Copy>& copies) : ranks_(std::move(ranks)), copies_(copies) {
+TiedCopies::TiedCopies(comm::Group ranks, const std::vector<Copy>& copies, bool last_follows)
+    : ranks_(std::move(ranks)), copies_(copies), last_follows_(last_follows) {
   const comm::CallSite site(kTiedSite);
   const at::Tensor mine = at::zeros({2, kEntry}, at::kLong);
   for (const Copy& copy : copies_) {
-    if (copy.end == End::Last)
+    if (copy.end == End::Last && !last_follows)
       nn::add_sharing(nn::updated_for(copy.tensor), {.axis = kTiedSite, .rank = 1, .first = 0, .holders = 2});  // counted at the other end
     const Runs runs = runs_of(nn::slice_of(copy.tensor));
     invariant(std::ssize(runs) <= kMostRuns, "a slice of '", nn::slice_of(copy.tensor).name, "' has ", runs.size(), " runs");
@@ -95,6 +99,7 @@ TiedGradients::TiedGradients(comm::Group ranks, const std::vector<Copy>& copies)
     for (size_t i = 0; i < runs.size(); ++i) entry[1 + 2 * i] = runs[i].first, entry[2 + 2 * i] = runs[i].second;
   }
   const at::Tensor all = at::zeros({2 * ranks_.size(), kEntry}, at::kLong);
+  all.narrow(0, 2 * ranks_.rank(), 2).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
   comm::all_gather(ranks_, all, mine);
   for (size_t c = 0; c < copies_.size(); ++c) {
     const Runs own = runs_of(nn::slice_of(copies_[c].tensor));
@@ -107,34 +112,57 @@ TiedGradients::TiedGradients(comm::Group ranks, const std::vector<Copy>& copies)
   }
 }
 
-void TiedGradients::sum() {
-  const at::NoGradGuard no_grad;
-  const comm::CallSite site(kTiedSite);
-  std::vector<at::Tensor> leaving, coming;
+std::vector<at::Tensor> TiedCopies::pass(const std::vector<End>& senders, const Which& which) const {
+  const auto sends = [&](End end) { return std::ranges::find(senders, end) != senders.end(); };
+  std::vector<at::Tensor> leaving(exchanges_.size()), coming(exchanges_.size());
   std::vector<comm::Pending> pending;
-  for (const Exchange& exchange : exchanges_) {
-    const auto& [end, tensor] = copies_[exchange.copy];
-    if (!tensor.requires_grad()) return;  // frozen, at both ends
-    invariant(tensor.grad().defined(), "'", nn::slice_of(tensor).name, "' has no gradient");
-    leaving.push_back(packed(tensor.grad(), exchange.runs));
-    coming.push_back(at::empty_like(leaving.back()));
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    const auto& [copy, peer, runs, numel] = exchanges_[i];
+    const auto& [end, tensor] = copies_[copy];
+    if (sends(end)) leaving[i] = packed(which(tensor), runs);
+    if (sends(other_than(end))) coming[i] = at::empty({numel}, which(tensor).options());
   }
   const auto tag = [](End end) { return end == End::First ? 0 : 1; };
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     const auto& [copy, peer, runs, numel] = exchanges_[i];
     if (peer == ranks_.rank()) continue;
     const End end = copies_[copy].end;
-    pending.push_back(comm::recv_async(ranks_, coming[i], peer, tag(end == End::First ? End::Last : End::First)));
-    pending.push_back(comm::send_async(ranks_, leaving[i], peer, tag(end)));
+    if (coming[i].defined()) pending.push_back(comm::recv_async(ranks_, coming[i], peer, tag(other_than(end))));
+    if (leaving[i].defined()) pending.push_back(comm::send_async(ranks_, leaving[i], peer, tag(end)));
   }
   for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (exchanges_[i].peer != ranks_.rank()) continue;
-    for (size_t other = 0; other < exchanges_.size(); ++other) {
-      if (exchanges_[other].peer == ranks_.rank() && exchanges_[other].copy != exchanges_[i].copy) coming[i].copy_(leaving[other]);
-    }
+    if (exchanges_[i].peer != ranks_.rank() || !coming[i].defined()) continue;
+    const auto other =
+        std::ranges::find_if(exchanges_, [&](const Exchange& exchange) { return exchange.peer == ranks_.rank() && exchange.copy != exchanges_[i].copy; });
+    coming[i] = leaving[static_cast<size_t>(other - exchanges_.begin())];
   }
   for (auto& one : pending) one.wait();
-  for (size_t i = 0; i < exchanges_.size(); ++i) add_packed(copies_[exchanges_[i].copy].tensor.mutable_grad(), exchanges_[i].runs, coming[i]);
+  return coming;
+}
+
+void TiedCopies::sum() {
+  const at::NoGradGuard no_grad;
+  const comm::CallSite site(kTiedSite);
+  for (const Copy& copy : copies_) {
+    if (!copy.tensor.requires_grad()) return;  // frozen, at both ends
+    invariant(copy.tensor.numel() == 0 || copy.tensor.grad().defined(), "'", nn::slice_of(copy.tensor).name, "' has no gradient");
+  }
+  const auto terms = pass(last_follows_ ? std::vector{End::Last} : std::vector{End::First, End::Last}, [](const at::Tensor& tensor) { return tensor.grad(); });
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    if (!terms[i].defined()) continue;
+    unpack(copies_[exchanges_[i].copy].tensor.grad(), exchanges_[i].runs, terms[i], [](at::Tensor sum, const at::Tensor& term) { sum.add_(term); });
+  }
+}
+
+void TiedCopies::follow() {
+  if (!last_follows_) return;
+  const at::NoGradGuard no_grad;
+  const comm::CallSite site(kTiedSite);
+  const auto values = pass({End::First}, [](const at::Tensor& tensor) { return tensor.detach(); });
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    if (!values[i].defined()) continue;
+    unpack(copies_[exchanges_[i].copy].tensor, exchanges_[i].runs, values[i], [](at::Tensor own, const at::Tensor& value) { own.copy_(value); });
+  }
 }
 
 }  // namespace tessera::pipeline

@@ -82,7 +82,8 @@ struct RankRun {
   std::vector<comm::Record> records;  ///< of the last step
 };
 
-RankRun run_rank(const Config& config, int world_size, int rank, const DryRunOptions& options, DryRunProgress progress) {
+/// As `pipeline` deals the model's FLOPs to the stages.
+RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress) {
   auto recorder = std::make_shared<comm::Recorder>();
   auto world = comm::World::dry(world_size, rank, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
@@ -96,6 +97,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const DryRunOpt
   RankRun run;
   RankClass& result = run.ranks;
   result.examples = {rank};
+  result.pipeline_rank = mesh.rank(mesh_roles(config).stages);
   progress.steps = kDrySteps;
   int64_t peak = -1;
   for (int step = 1; step <= kDrySteps; ++step) {
@@ -105,7 +107,8 @@ RankRun run_rank(const Config& config, int world_size, int rank, const DryRunOpt
     const auto counter = std::make_shared<nn::FlopCounter>();
     const auto tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
                                         [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
-    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) / mesh.size(mesh_roles(config).stages);
+    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) *
+                   pipeline.model_share_of(result.pipeline_rank);
     progress.step = step;
     {
       std::optional<nn::OperatorScope> told;
@@ -140,19 +143,24 @@ nlohmann::json to_json(const MemoryByCategory& bytes) {
   return json;
 }
 
-nlohmann::json to_json(const RankClass& ranks) {
+nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
   nlohmann::json collectives = nlohmann::json::array();
   for (const auto& c : ranks.collectives) collectives.push_back(to_json(c));
-  return {{"count", ranks.count},
-          {"examples", ranks.examples},
-          {"micro_batches", ranks.micro_batches},
-          {"parameters", ranks.parameters},
-          {"peak_bytes", to_json(ranks.peak_bytes)},
-          {"host_bytes", to_json(ranks.host_bytes)},
-          {"collectives", collectives},
-          {"flops", ranks.flops},
-          {"hardware_flops", ranks.hardware_flops},
-          {"recomputed_flops", ranks.recomputed_flops}};
+  nlohmann::json json = {{"count", ranks.count},
+                         {"examples", ranks.examples},
+                         {"micro_batches", ranks.micro_batches},
+                         {"parameters", ranks.parameters},
+                         {"peak_bytes", to_json(ranks.peak_bytes)},
+                         {"host_bytes", to_json(ranks.host_bytes)},
+                         {"collectives", collectives},
+                         {"flops", ranks.flops},
+                         {"hardware_flops", ranks.hardware_flops},
+                         {"recomputed_flops", ranks.recomputed_flops}};
+  if (pipeline.stages.size() > 1) {
+    json["stages"] = pipeline.stages_of(ranks.pipeline_rank);
+    json["kept_alive"] = pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank));
+  }
+  return json;
 }
 
 }  // namespace
@@ -172,12 +180,13 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.memory_limit = config.run.memory_limit_bytes;
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   run.parameters = num_parameters(config.model);
+  run.pipeline = plan_pipeline(config, world);
   auto classes = rank_classes(config, world);
   Agreement agreement(mesh_shape(config.mesh, config.zero.stage, world));
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
   for (auto& members : classes) {
     ++progress.kind;
-    auto [ranks, records] = run_rank(shortened(config), world, members.front(), options, progress);
+    auto [ranks, records] = run_rank(shortened(config), world, members.front(), run.pipeline, options, progress);
     agreement.add(members, records);
     ranks.count = static_cast<int64_t>(members.size());
     members.resize(std::min<size_t>(members.size(), 8));
@@ -196,10 +205,14 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
 
 nlohmann::json to_json(const DryRun& run) {
   nlohmann::json ranks = nlohmann::json::array();
-  for (const auto& r : run.ranks) ranks.push_back(to_json(r));
+  for (const auto& r : run.ranks) ranks.push_back(to_json(r, run.pipeline));
   nlohmann::json json = {
       {"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}, {"remarks", run.remarks}};
   if (run.memory_limit > 0) json["fits"] = run.fits();
+  if (run.pipeline.stages.size() > 1) {
+    json["bubble_fraction"] = run.pipeline.bubble_fraction;
+    json["pipeline"] = to_json(run.pipeline);
+  }
   return json;
 }
 
@@ -208,11 +221,13 @@ std::string to_string(const DryRun& run) {
                                 format_count(static_cast<double>(run.parameters)), format_count(static_cast<double>(run.tokens_per_step)));
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
+  out += to_string(run.pipeline);
   for (const auto& ranks : run.ranks) {
     const std::string again = ranks.recomputed_flops > 0 ? fmt::format(" ({}FLOP of them again)", format_count(ranks.recomputed_flops)) : std::string();
     out += fmt::format("\n{} rank{} like rank {}: {} micro-batch{}, {}FLOP a step, {}FLOP run{}\n", ranks.count, ranks.count == 1 ? "" : "s",
                        ranks.examples.front(), ranks.micro_batches, ranks.micro_batches == 1 ? "" : "es", format_count(ranks.flops),
                        format_count(ranks.hardware_flops), again);
+    if (run.pipeline.stages.size() > 1) out += fmt::format("  {}\n", holding_of(run.pipeline, ranks.pipeline_rank));
     const bool beside = total_of(ranks.host_bytes) > 0;
     const auto row = [&](std::string_view name, int64_t device, int64_t host, std::string_view remark) {
       return fmt::format("  {:<12}{:>12}{}{}\n", name, format_bytes(device), beside ? fmt::format("{:>12}", format_bytes(host)) : "", remark);

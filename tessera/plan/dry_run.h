@@ -9,6 +9,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/memory/history.h"
+#include "tessera/plan/pipeline_plan.h"
 
 namespace tessera::plan {
 
@@ -27,6 +28,7 @@ struct RankClass {
   int64_t count = 0;
   std::vector<int> examples;               ///< the first few of them
   int64_t micro_batches = 0;               ///< per step, padding included
+  int pipeline_rank = 0;                   ///< along mesh.pp
   int64_t parameters = 0;                  ///< elements held
   MemoryByCategory peak_bytes{};           ///< at the moment of the largest total over the dry steps
   MemoryByCategory host_bytes{};           ///< beside the device (offload), when most was there
@@ -45,6 +47,7 @@ struct DryRun {
   std::vector<RankClass> ranks;
   std::vector<std::string> remarks;  ///< what `train` would refuse, and why
   int64_t memory_limit = 0;          ///< run.memory_limit_bytes; 0: none
+  PipelinePlan pipeline;
 
   /// Whether no rank needs more than the limit.
   bool fits() const;

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <string_view>
 #include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/train/pipeline_layout.h"
 
 // Which settings fit is measured by dry runs; in which order to try them is a table of prices. A model of time would be another description of the system, and
 // wrong on other machines; the order has to be right only roughly, for the first that fits ends the search. Rules of the configuration are not repeated here:
@@ -25,10 +27,13 @@ struct Choice {
   int price = 0;
 };
 
-constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;  // stages 1, 2 and 3; above 1 accumulation sends more, stage 3 gathers twice
-constexpr int kOffload = 16;                                               // slices cross to the device with every unit, and the host updates them
-constexpr int kHalfMicroBatch = 4;                                         // products of half the size are less efficient
-constexpr int kSelective = 3, kFull = 10;                                  // a share of the FLOPs, and up to a third of them
+constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;       // stages 1, 2 and 3; above 1 accumulation sends more, stage 3 gathers twice
+constexpr int kOffload = 16;                                                    // slices cross to the device with every unit, and the host updates them
+constexpr int kHalfMicroBatch = 4;                                              // products of half the size are less efficient
+constexpr int kSelective = 3, kFull = 10;                                       // a share of the FLOPs, and up to a third of them
+constexpr int kOneForwardOneBackward = 1, kHalfMemory = 3, kThirdOfMemory = 5;  // larger bubbles
+constexpr int kPipeline = 9;                                                    // idle for a fifth of a step at most, with so many micro-batches:
+constexpr int kMicroBatchesAStage = 4;
 
 std::vector<Choice> stages(const Config& config, int world) {
   std::vector<Choice> choices{{}};
@@ -78,6 +83,33 @@ std::vector<Choice> recomputations(const Config& config) {
   return choices;
 }
 
+/// Schedules that hold fewer micro-batches' activations; where there are no stages yet, a pipeline over the data ranks, which divides what each parameter
+/// keeps.
+std::vector<Choice> pipelines(const Config& config, int world) {
+  std::vector<Choice> choices{{}};
+  const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
+  const MeshRoles roles = mesh_roles(config);
+  if (size_along(shape, roles.stages) > 1) {
+    const std::string& now = config.pipeline.schedule;
+    const auto is_one_of = [&](std::initializer_list<std::string_view> names) { return std::ranges::find(names, now) != names.end(); };
+    const auto add = [&](const char* schedule, int chunks, int price) {
+      choices.push_back({.sets = {std::string("pipeline.schedule=") + schedule, "pipeline.virtual_stages=" + std::to_string(chunks)}, .price = price});
+    };
+    if (is_one_of({"gpipe", "breadth_first", "interleaved", "zb_h2", "zb_2p", "zb_auto"})) add("1f1b", 1, kOneForwardOneBackward);
+    if (!is_one_of({"naive", "v_half", "v_min"})) add("v_half", 2, kHalfMemory);
+    if (!is_one_of({"naive", "v_min"})) add("v_min", 2, kThirdOfMemory);
+    return choices;
+  }
+  const int data = size_along(shape, roles.batch);
+  const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
+  if (config.mesh.dp_replicate || config.mesh.dp_shard) return choices;  // as many as was asked for
+  for (int stages = 2; stages <= data; stages *= 2) {
+    const bool many = micro_batches / (data / stages) >= kMicroBatchesAStage * stages;
+    if (data % stages == 0 && many && stages <= config.model.layers) choices.push_back({.sets = {"mesh.pp=" + std::to_string(stages)}, .price = kPipeline});
+  }
+  return choices;
+}
+
 Config with(const Config& config, const Sets& sets) {
   Config changed = parse_config(to_toml(config), std::filesystem::current_path(), sets);
   changed.name = config.name;
@@ -114,9 +146,11 @@ std::vector<Sets> cheaper_settings(const Config& config, int world) {
   for (const auto& stage : stages(config, world)) {
     for (const auto& micro : micro_batches(config)) {
       for (const auto& recompute : recomputations(config)) {
-        Choice choice{.price = stage.price + micro.price + recompute.price};
-        for (const auto* part : {&stage, &micro, &recompute}) choice.sets.insert(choice.sets.end(), part->sets.begin(), part->sets.end());
-        if (!choice.sets.empty()) all.push_back(std::move(choice));
+        for (const auto& pipeline : pipelines(config, world)) {
+          Choice choice{.price = stage.price + micro.price + recompute.price + pipeline.price};
+          for (const auto* part : {&stage, &micro, &recompute, &pipeline}) choice.sets.insert(choice.sets.end(), part->sets.begin(), part->sets.end());
+          if (!choice.sets.empty()) all.push_back(std::move(choice));
+        }
       }
     }
   }
@@ -138,6 +172,7 @@ FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::
     try {
       const Config changed = with(config, sets);
       validate(changed, world, Purpose::Plan);
+      check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world));
       search.tried.push_back(tried(dry_run(changed, world), std::move(sets)));
     } catch (const ConfigError&) {
       continue;  // these settings do not go together

@@ -21,6 +21,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/replicas.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/master_weights.h"
@@ -120,19 +121,31 @@ std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<Gradien
   return std::make_unique<PartSynchronizers>(std::move(parts));
 }
 
+constexpr const char* kTied = "embed_tokens.weight";
+
+/// Without those that follow others.
+std::vector<nn::NamedParameter> trained(const std::vector<nn::NamedParameter>& parameters) {
+  std::vector<nn::NamedParameter> own;
+  for (const auto& parameter : parameters) {
+    if (!nn::follows(nn::updated_for(parameter.tensor))) own.push_back(parameter);
+  }
+  return own;
+}
+
 /// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
 void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
   if (run.parts.empty() || !config.model.tie_embeddings) return;
-  const int rank = run.pipeline.rank();
-  std::vector<pipeline::TiedGradients::Copy> copies;
-  for (const auto& parameter : run.updated) {
-    if (nn::slice_of(parameter.tensor).name != "embed_tokens.weight") continue;
-    copies.push_back({run.rank_of_stage.front() == rank ? pipeline::End::First : pipeline::End::Last, parameter.tensor});
+  const bool first_too = run.rank_of_stage.front() == run.pipeline.rank();
+  std::vector<pipeline::TiedCopies::Copy> copies;
+  for (const auto& parameter : run.synchronizer->updated()) {
+    if (nn::slice_of(parameter.tensor).name != kTied) continue;
+    const bool first = first_too && !nn::follows(nn::updated_for(parameter.tensor));
+    copies.push_back({first ? pipeline::End::First : pipeline::End::Last, parameter.tensor});
   }
-  run.tied.emplace(mesh[mesh_roles(config).tied], copies);
+  run.tied.emplace(mesh[mesh_roles(config).tied], copies, /*last_follows=*/run.rank_of_stage.front() == run.rank_of_stage.back());
 }
 
-/// In the order of the parts, tied ones once.
+/// In the order of the parts; of each part tied ones once.
 std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
   std::vector<nn::NamedParameter> all;
   for (torch::nn::Module* root : roots_of(run)) {
@@ -199,7 +212,7 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   std::vector<std::unique_ptr<GradientSynchronizer>> parts;
   for (torch::nn::Module* root : roots_of(run)) {
     auto zero = std::make_unique<ShardedDataParallel>(*root, ShardGroups{.shard = run.shard, .replicate = mesh[mesh_roles(config).replicate]}, options);
-    for (const auto& shard : zero->shards()) run.updated.push_back(shard);
+    for (const auto& shard : trained(zero->shards())) run.updated.push_back(shard);
     parts.push_back(std::move(zero));
   }
   run.synchronizer = as_one(std::move(parts));
@@ -282,6 +295,15 @@ void allow_tf32(const precision::Policy& policy, at::Device device, bool first) 
   if (policy.tf32 && !used && first && device.is_cpu()) log().warn("precision.compute = tf32: a CPU has no such products, and computes in fp32");
 }
 
+/// The head's copy of a weight that is tied takes its values from the embedding's, where both are on this rank.
+void let_the_head_follow(const CutModel& model) {
+  const int rank = model.pipeline.rank();
+  if (model.parts.size() < 2 || model.rank_of_stage.front() != rank || model.rank_of_stage.back() != rank) return;
+  for (const auto& parameter : nn::unique_parameters(*model.parts.back().module)) {
+    if (parameter.name == kTied) nn::set_follows(parameter.tensor);
+  }
+}
+
 }  // namespace
 
 void take_stages(const Config& config, const PipelineLayout& layout, CutModel& run) {
@@ -291,6 +313,7 @@ void take_stages(const Config& config, const PipelineLayout& layout, CutModel& r
   run.model->keep(links);
   for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
   run.rank_of_stage = layout.rank_of;
+  if (config.model.tie_embeddings) let_the_head_follow(run);
   const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
   run.stream.dim = config.model.dim;
   if (!in_parts) return;
@@ -356,13 +379,14 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   if (layout.stages() > 1) take_stages(config, layout, run);
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
-  run.parameters = run.updated = parameters_of(run);
+  run.parameters = parameters_of(run);
+  run.updated = trained(run.parameters);
   const comm::Group data = mesh[roles.batch];
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   // Before there is an optimizer: master weights begin as the weights are.
   const bool from_hf = device != at::kMeta && !resume && !config.model.from_hf.empty();
-  if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_tensors(*run.model));
+  if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_targets(*run.model));
   {
     const HostMemory beside(run.offloaded);
     run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);

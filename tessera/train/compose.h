@@ -30,14 +30,15 @@ namespace tessera {
 /// A model with everything that a configuration attaches to it. Members are destroyed from the last to the first: what is attached goes before the
 /// model it is attached to.
 struct Composition : CutModel {
-  std::optional<pipeline::TiedGradients> tied;  ///< what the first and the last stage share
-  Attachment recomputed;                        ///< what of it is computed again in backward
-  std::vector<nn::NamedParameter> parameters;   ///< tied ones once
-  std::vector<nn::NamedParameter> updated;      ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns
-  comm::Group shard;                            ///< ranks over which those slices are cut; of one where this rank updates everything
-  bool offloaded = false;                       ///< what the optimizer updates, its gradients and its state lie on the host beside the device
-  comm::Group cut;                              ///< ranks that layers are cut over, with those over which the slices are cut
-  comm::Group elements;                         ///< ranks that hold different elements of the gradients: what a norm sums over
+  std::optional<pipeline::TiedCopies> tied;    ///< what the first and the last stage share
+  Attachment recomputed;                       ///< what of it is computed again in backward
+  std::vector<nn::NamedParameter> parameters;  ///< of each part; tied ones once
+  std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns;
+                                               ///< without those that follow another (nn::set_follows)
+  comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
+  bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
+  comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
+  comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
   std::unique_ptr<optim::Optimizer> optimizer;
   precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
   std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole

@@ -9,7 +9,6 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
-#include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
 
@@ -26,21 +25,21 @@ const char* memory_mark(ActionKind kind) { return kind == ActionKind::Forward ? 
 
 }  // namespace
 
-Engine::Engine(const Config& config, Composition& run, MakeSchedule schedule)
+Engine::Engine(const Config& config, Composition& run, ScheduleMaker schedule)
     : seed_(static_cast<uint64_t>(config.run.seed)),
       zero_(config.zero),
       run_(run),
       schedule_(std::move(schedule)),
       forward_only_(run),
       stages_(stages_of(run)) {
-  if (!schedule_) schedule_ = [&config, ranks = run.pipeline.size()](int micro_batches) { return make_schedule(config, ranks, micro_batches); };
+  if (!schedule_) schedule_ = schedule_maker(config, run.pipeline.size());
 }
 
 Engine::Plan& Engine::plan_for(size_t micro_batches) {
   const auto known = plans_.find(micro_batches);
   if (known != plans_.end()) return known->second;
   Plan& plan = plans_[micro_batches];
-  schedules::Schedule schedule = with_weights_last(schedule_(static_cast<int>(micro_batches)));
+  schedules::Schedule schedule = with_backwards_alike(schedule_(static_cast<int>(micro_batches)));
   if (zero_.stage == 3) {
     schedule = with_gathers(schedule, zero_.reshard_after_forward ? gathered_while_reshards(schedule) : schedules::Gathered::Step);
   }
@@ -52,8 +51,6 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
     for (const Action& action : schedules::parts(listed)) {
       const bool backward = action.kind == Kind::Backward || action.kind == Kind::BackwardInput;
       const Kind kind = backward ? Kind::Backward : action.kind;
-      if (kind == Kind::Backward) plan.last_micro_batch.erase({action.stage, Kind::BackwardWeight});  // weights that come before a backward end nothing
-      if (kind == Kind::BackwardWeight) plan.weights_later[{action.stage, action.micro_batch}] = true;
       plan.last_micro_batch[{action.stage, kind}] = action.micro_batch;
       ++done[{action.stage, kind}];
       if (!schedule.is_last(action.stage)) continue;
@@ -92,11 +89,10 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
   const schedules::Outlook& outlook = plan_->outlooks.at({action.stage, action.kind, action.micro_batch});
   std::optional<ComingAction> coming;
   if (outlook.coming) coming = {.kind = announced(outlook.coming->kind), .part = part_of(outlook.coming->stage)};
-  const auto last = plan_->last_micro_batch.find({action.stage, counted});
   const MicroBatchPosition position{.index = micro.index,
-                                    .last = last != plan_->last_micro_batch.end() && last->second == action.micro_batch,
+                                    .last = plan_->last_micro_batch.at({action.stage, counted}) == action.micro_batch,
                                     .padding = micro.weight == 0,
-                                    .weights_later = plan_->weights_later.contains({action.stage, action.micro_batch}),
+                                    .weights_later = plan_->executor->leaves_weights(action),
                                     .part = part_of(action.stage),
                                     .coming = coming,
                                     .stays = outlook.stays};

@@ -17,6 +17,7 @@
 #include "tessera/train/compose.h"
 #include "tessera/train/forward_engine.h"
 #include "tessera/train/model_stage.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/update_windows.h"
 
 namespace tessera {
@@ -34,11 +35,8 @@ struct StepOptions {
 /// that the action's thread carries. It knows nothing of how gradients meet, and the loop does not know which schedule that is.
 class Engine {
  public:
-  /// Of all ranks of the pipeline, for so many micro-batches.
-  using MakeSchedule = std::function<schedules::Schedule(int micro_batches)>;
-
-  /// `schedule`: unset, the configuration's.
-  Engine(const Config& config, Composition& run, MakeSchedule schedule = {});
+  /// `schedule`: of all ranks of the pipeline; unset, the configuration's.
+  Engine(const Config& config, Composition& run, ScheduleMaker schedule = {});
 
   /// Forward and backward of every micro-batch; afterwards `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of the global
   /// batch: the same bits for every schedule. Returns the summed loss of each micro-batch, fp32 [micro-batches of this rank], 0 for padding and on ranks that
@@ -55,8 +53,7 @@ class Engine {
   /// The executor for so many micro-batches, with what only the whole schedule tells of its actions.
   struct Plan {
     std::unique_ptr<pipeline::Executor> executor;
-    std::map<std::pair<int, int>, bool> weights_later;                ///< stage and micro-batch
-    std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind; of weights where no backward follows
+    std::map<std::pair<int, schedules::Kind>, int> last_micro_batch;  ///< of each stage: of the last action of a kind
     schedules::Outlooks outlooks;
     bool runs_ahead = false;                 ///< several forwards of the last stage are alive at once
     std::unique_ptr<UpdateWindows> windows;  ///< null where the step ends with its one update
@@ -70,7 +67,7 @@ class Engine {
   uint64_t seed_;
   const ZeroConfig zero_;
   Composition& run_;
-  MakeSchedule schedule_;
+  ScheduleMaker schedule_;
   ForwardEngine forward_only_;
   std::map<int, ModelStage> stages_;  ///< of this rank, by number
   LossPass pass_;

@@ -105,11 +105,11 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
 LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
   LoadedModel loaded = build(found.config, tensor, pipeline, device);
   if (!found.checkpoint) {
-    checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_tensors(*loaded.model));
+    checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_targets(*loaded.model));
     return loaded;
   }
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
-  checkpoint::load(folder, manifest, checkpoint::training_tensors(*loaded.model, nullptr),
+  checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),
                    {.verify = config.checkpoint.verify,
                     .expected = stored_for_others(config, manifest, loaded),
                     .ignore_prefixes = {"optimizer.", hook_prefix},

@@ -1,26 +1,97 @@
 #include "tessera/train/pipeline_layout.h"
 
 #include <algorithm>
-#include <set>
+#include <filesystem>
 #include <string>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/pipeline/chain_split.h"
+#include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/registry.h"
+#include "tessera/train/stage_costs.h"
 
 namespace tessera {
 namespace {
 
-/// A schedule that train carries out.
+bool is_known(const std::string& name) {
+  const auto& known = schedules::known_schedules();
+  return std::ranges::find(known, name, &schedules::KnownSchedule::name) != known.end();
+}
+
+std::string names() {
+  std::string all;
+  for (const auto& name : schedules::schedule_names()) all += (all.empty() ? "" : ", ") + name;
+  return all;
+}
+
+/// The file that pipeline.schedule names, proven, and of the pipeline that the mesh has.
+schedules::Schedule schedule_in_file(const PipelineConfig& config, int ranks) {
+  const std::string& path = config.schedule;
+  const std::string word = std::filesystem::path(path).filename().string();
+  require(is_there(path), "pipeline.schedule = ", path, ": there is no such file, and no schedule '", word, "'; did you mean ",
+          nearest(word, schedules::schedule_names()), "? train carries out CSV files and ", names());
+  const auto read = [&] {
+    try {
+      return schedules::read_csv_file(path);
+    } catch (const ConfigError& error) {
+      throw ConfigError(detail::concat("pipeline.schedule = ", error.what()));
+    }
+  };
+  schedules::Schedule schedule = read();
+  require(!schedule.is_asynchronous(), "pipeline.schedule = ", path, ": updates weights in the middle of a step, which train takes from no file; leave UPDATE ",
+          "and versions out, or set pipeline.schedule = pipedream or pipedream_2bw");
+  require(schedule.ranks() == ranks, "pipeline.schedule = ", path, ": has ", schedule.ranks(), " rows, one a rank, and mesh.pp = ", ranks,
+          "; set mesh.pp = ", schedule.ranks(), ", or give a row for each of ", ranks, " ranks");
+  const int chunks = schedule.stages() / ranks;
+  require(chunks * ranks == schedule.stages(), "pipeline.schedule = ", path, ": has ", schedule.stages(), " stages on ", ranks,
+          " ranks, and stages are pipeline.virtual_stages for each rank, on average; give a multiple of ", ranks);
+  require(chunks == config.virtual_stages, "pipeline.virtual_stages = ", config.virtual_stages, ": pipeline.schedule = ", path, " has ", schedule.stages(),
+          " stages on ", ranks, " ranks; set pipeline.virtual_stages = ", chunks);
+  return schedule;
+}
+
+/// The schedule in a file is of one number of micro-batches.
+void check_micro_batches(const schedules::Schedule& schedule, int micro_batches) {
+  require(schedule.micro_batches == micro_batches, "pipeline.schedule = ", schedule.name, ": has ", schedule.micro_batches,
+          " micro-batches, and a step gives each data rank ", micro_batches,
+          " (batch.global_size / batch.micro_size over the data ranks, rounded up; ranks with fewer fill up with empty ones); set batch.global_size = ",
+          schedule.micro_batches, " x batch.micro_size x the data ranks, or give a file of ", micro_batches);
+}
+
+/// A schedule by its name.
 const schedules::KnownSchedule& schedule_named(const PipelineConfig& config) {
-  static const std::set<std::string> executed{"naive",       "gpipe",         "1f1b",  "pipedream", "pipedream_2bw",
-                                              "interleaved", "breadth_first", "zb_h1", "zb_v",      "dualpipev"};
-  if (executed.contains(config.schedule)) return *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
-  std::string names;
-  for (const auto& name : executed) names += (names.empty() ? "" : ", ") + name;
-  throw ConfigError(detail::concat("pipeline.schedule = ", config.schedule, ": train carries out ", names, "; set pipeline.schedule to one of them"));
+  const schedules::KnownSchedule& known = *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
+  const int chunks = config.virtual_stages;
+  const bool any = known.chunks == 0;
+  require(any || chunks >= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
+          " chunks of the model on each rank; set pipeline.virtual_stages = ", known.chunks);
+  require(any || chunks <= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
+          known.chunks == 1 ? " chunk" : " chunks", " of the model on each rank; set pipeline.virtual_stages = ", known.chunks,
+          ", or pipeline.schedule = interleaved");
+  require(known.name != "zb_auto" || config.memory_limit > 0, "pipeline.memory_limit = ", config.memory_limit,
+          ": pipeline.schedule = zb_auto is made for a limit, the micro-batches whose activations a rank may hold; set pipeline.memory_limit to 1 or more, ",
+          "or pipeline.schedule = zb_1p, which takes mesh.pp of them");
+  return known;
+}
+
+int micro_batches_per_update(const PipelineConfig& config, int ranks, int micro_batches) {
+  const int fewest = std::min(ranks, micro_batches);
+  require(config.per_update == 0 || config.per_update >= fewest, "pipeline.per_update = ", config.per_update,
+          ": two versions of the weights are enough where an update sums a micro-batch for each of ", ranks, " stages; set pipeline.per_update = ", fewest,
+          " or more, or 0");
+  return config.per_update;
+}
+
+/// Which rank holds each stage: what does not depend on costs or micro-batches.
+std::vector<int> placement(const PipelineConfig& config, int ranks) {
+  if (!is_known(config.schedule)) return schedule_in_file(config, ranks).rank_of;
+  const schedules::KnownSchedule& known = schedule_named(config);
+  if (schedules::is_made_for_costs(known.name)) return schedules::loop_placement(ranks, 1);
+  // With a number of micro-batches that every one takes.
+  return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = 2 * ranks, .chunks = config.virtual_stages}).rank_of;
 }
 
 std::vector<std::string> link_names(const ModelConfig& model) {
@@ -40,44 +111,41 @@ std::vector<int> PipelineLayout::stages_of(int rank) const {
   return held;
 }
 
-schedules::Schedule make_schedule(const Config& config, int ranks, int micro_batches) {
-  if (ranks == 1) return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches});
-  const schedules::KnownSchedule& known = schedule_named(config.pipeline);
-  const int chunks = config.pipeline.virtual_stages;
-  const bool any = known.chunks == 0;
-  require(any || chunks >= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
-          " chunks of the model on each rank; set pipeline.virtual_stages = ", known.chunks);
-  require(any || chunks <= known.chunks, "pipeline.virtual_stages = ", chunks, ": pipeline.schedule = ", known.name, " has ", known.chunks,
-          known.chunks == 1 ? " chunk" : " chunks", " of the model on each rank; set pipeline.virtual_stages = ", known.chunks,
-          ", or pipeline.schedule = interleaved");
-  schedules::Request request{.name = known.name, .ranks = ranks, .micro_batches = micro_batches, .chunks = chunks};
-  if (known.name == "pipedream") request.vertical_sync = config.pipeline.vertical_sync;
-  if (known.name == "pipedream_2bw") {
-    const int fewest = std::min(ranks, micro_batches);
-    require(config.pipeline.per_update == 0 || config.pipeline.per_update >= fewest, "pipeline.per_update = ", config.pipeline.per_update,
-            ": two versions of the weights are enough where an update sums a micro-batch for each of ", ranks, " stages; set pipeline.per_update = ", fewest,
-            " or more, or 0");
-    request.per_update = config.pipeline.per_update;
+bool is_schedule_file(const PipelineConfig& config) { return !is_known(config.schedule); }
+
+ScheduleMaker schedule_maker(const Config& config, int ranks) {
+  if (ranks == 1) return [](int micro_batches) { return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches}); };
+  if (is_schedule_file(config.pipeline)) {
+    return [schedule = schedule_in_file(config.pipeline, ranks)](int micro_batches) {
+      check_micro_batches(schedule, micro_batches);
+      return schedule;
+    };
   }
-  return schedules::make_schedule(request);
+  const PipelineConfig& pipeline = config.pipeline;
+  schedules::Request request{.name = schedule_named(pipeline).name, .ranks = ranks, .chunks = pipeline.virtual_stages};
+  if (request.name == "pipedream") request.vertical_sync = pipeline.vertical_sync;
+  if (request.name == "zb_auto") request.memory_limit = pipeline.memory_limit;
+  if (schedules::is_made_for_costs(request.name)) request.costs = costs_of(pipeline, stage_flops(config, pipeline_layout(config, ranks)));
+  return [request, pipeline](int micro_batches) {
+    schedules::Request asked = request;
+    asked.micro_batches = micro_batches;
+    if (asked.name == "pipedream_2bw") asked.per_update = micro_batches_per_update(pipeline, asked.ranks, micro_batches);
+    return schedules::make_schedule(asked);
+  };
 }
 
 PipelineLayout pipeline_layout(const Config& config, int ranks) {
   PipelineLayout layout;
   if (ranks == 1) return {.links = {{0, config.model.layers + 2}}, .rank_of = {0}};
-  const schedules::Schedule schedule = make_schedule(config, ranks, 2 * ranks);  // a number that every one takes: who holds what does not depend on it
-  for (const auto& [begin, end] : pipeline::split_chain(link_names(config.model), schedule.stages(), config.pipeline.split))
-    layout.links.push_back({begin, end});
-  layout.rank_of = schedule.rank_of;
+  layout.rank_of = placement(config.pipeline, ranks);
+  const auto stages = static_cast<int>(layout.rank_of.size());
+  for (const auto& [begin, end] : pipeline::split_chain(link_names(config.model), stages, config.pipeline.split)) layout.links.push_back({begin, end});
   return layout;
 }
 
 void check_stages(const Config& config, int ranks) {
   if (ranks == 1) return;
-  const PipelineLayout layout = pipeline_layout(config, ranks);
-  require(!config.model.tie_embeddings || layout.rank_of.front() != layout.rank_of.back(),
-          "model.tie_embeddings = true: pipeline.schedule = ", config.pipeline.schedule,
-          " has the first and the last stage on one rank, which cannot keep two copies of one parameter; set pipeline.schedule = 1f1b, interleaved or zb_h1");
+  pipeline_layout(config, ranks);
 }
 
 void check_pipeline(const Config& config, const MeshShape& axes) {
@@ -86,7 +154,7 @@ void check_pipeline(const Config& config, const MeshShape& axes) {
   if (ranks == 1) return;
   check_stages(config, ranks);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  make_schedule(config, ranks, static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
+  schedule_maker(config, ranks)(static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
 }
 
 }  // namespace tessera

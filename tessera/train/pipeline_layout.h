@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "tessera/config/config.h"
@@ -19,9 +20,16 @@ struct PipelineLayout {
   std::vector<int> stages_of(int rank) const;
 };
 
-/// The order of every rank's actions in a step, as [pipeline] says it; on one rank one micro-batch after the other. Throws ConfigError for a number of
-/// micro-batches or of chunks that the schedule cannot take, with the rule and the next value, and for one that this build cannot train with.
-schedules::Schedule make_schedule(const Config& config, int ranks, int micro_batches);
+/// The order of every rank's actions in a step of so many micro-batches of each data rank, those that fill up counted.
+using ScheduleMaker = std::function<schedules::Schedule(int micro_batches)>;
+
+/// What [pipeline] says; on one rank one micro-batch after the other. A file is read, and stages are counted for costs (stage_costs.h), here and once. Throws
+/// ConfigError, and so does what it gives, for a number of micro-batches, chunks or ranks that the schedule cannot take, with the rule and the next value, for
+/// a file that is none or is wrong, and for a schedule that this build cannot train with.
+ScheduleMaker schedule_maker(const Config& config, int ranks);
+
+/// Whether pipeline.schedule is a path.
+bool is_schedule_file(const PipelineConfig& config);
 
 /// Throws ConfigError where pipeline.split does not fit the model.
 PipelineLayout pipeline_layout(const Config& config, int ranks);

@@ -14,6 +14,8 @@
 #include "tessera/comm/failure.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/pipeline/schedules/csv.h"
+#include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
 namespace {
@@ -39,6 +41,13 @@ std::string text_of(const std::vector<std::pair<std::string, std::vector<int>>>&
 }
 
 std::string content(const std::string& fingerprint) { return "content " + fingerprint; }
+
+/// Its name, or the content of its file.
+std::string schedule_of(const Config& config) {
+  if (config.mesh.pp == 1 || !is_schedule_file(config.pipeline)) return config.pipeline.schedule;
+  const std::string text = schedules::to_csv(schedules::read_csv_file(config.pipeline.schedule));
+  return content(hash_hex(text.data(), text.size()));
+}
 
 }  // namespace
 
@@ -85,6 +94,7 @@ Settings run_settings(const Config& config, const Inputs& inputs, const comm::Wo
   settings.emplace_back("data.tokenizer", content(inputs.corpus->tokenizer()));  // before the texts, whose content is theirs and its
   settings.emplace_back("data.files", content(inputs.corpus->content()));
   settings.emplace_back("data.validation_files", inputs.validation ? content(inputs.validation->content()) : "none");
+  settings.emplace_back("pipeline.schedule", schedule_of(config));
   if (!config.model.from_hf.empty() && !inputs.resume)
     settings.emplace_back("model.from_hf", content(checkpoint::hugging_face_fingerprint(config.model.from_hf)));
   return settings;

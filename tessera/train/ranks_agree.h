@@ -21,7 +21,8 @@ std::optional<std::string> disagreement(const std::vector<tessera::Settings>& of
 void check_ranks_agree(const comm::Group& group, const tessera::Settings& mine);
 
 /// What all ranks of a training run must have alike: shared_settings(), and the content of what paths name: tokenizer, texts, the table of collective
-/// algorithms in use, and the model of from_hf where no checkpoint takes its place (its files' headers and the beginning of each tensor).
+/// algorithms in use, a pipeline's schedule, and the model of from_hf where no checkpoint takes its place (its files' headers and the beginning of each
+/// tensor).
 tessera::Settings run_settings(const Config& config, const Inputs& inputs, const comm::WorldOptions& options);
 
 }  // namespace tessera

@@ -168,6 +168,7 @@ void Stepper::update(const at::Tensor& norm, double lr) {
   const HostMemory beside(run_.offloaded);
   if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
   run_.optimizer->step(lr);
+  if (run_.tied) run_.tied->follow();
   run_.synchronizer->after_update();
 }
 

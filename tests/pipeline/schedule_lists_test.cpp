@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/lower.h"
 #include "tests/pipeline/schedules.h"
@@ -55,6 +56,13 @@ TEST(ScheduleLists, WeightGradientsMayWait) {
   EXPECT_EQ(text(WeightGradients::InBackward), "rank 0: 0F0 0B0 0F1 0B1\n");
   EXPECT_EQ(text(WeightGradients::BehindBackward), "rank 0: 0F0 0I0 0W0 0F1 0I1 0W1\n");
   EXPECT_EQ(text(WeightGradients::AtTheEnd), "rank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n");
+}
+
+TEST(ScheduleLists, BackwardsOfAStageAreCutAlike) {
+  const auto alike = [](const char* text) { return to_string(with_backwards_alike(read_csv(text, "mine.csv"))); };
+  EXPECT_EQ(alike("0F0,0I0,0W0,0F1,(0F2;0B1)OVERLAP_F_B,0B2\n"), "rank 0: 0F0 0I0 0W0 0F1 0F2 0I1 0W1 0I2 0W2\n");
+  EXPECT_EQ(alike("0F0,0F1,0B0,0I1,0W1\n"), "rank 0: 0F0 0F1 0I0 0W0 0I1 0W1\n");
+  EXPECT_EQ(alike("0F0,1F0,1I0,0B0,1W0\n"), "rank 0: 0F0 1F0 1I0 0B0 1W0\n") << "each stage by itself";
 }
 
 TEST(ScheduleLists, WhatADomainLacksIsRefusedWithTheWayOut) {

@@ -6,40 +6,12 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/generate.h"
-#include "tests/train/fixture.h"
+#include "tests/train/pipeline_fixture.h"
 
 namespace tessera {
 namespace {
 
-using testing_support::difference;
-using testing_support::kGradients;
-using testing_support::kLosses;
-using testing_support::TrainFixture;
-
-class Pipeline : public TrainFixture {
- protected:
-  Config piped(const std::string& family, std::vector<std::string> sets) const {
-    sets.insert(sets.begin(), {"run.threads=1", "batch.micro_size=1", "batch.global_size=6", "model.layers=6", "run.steps=2"});
-    return config(family, sets);
-  }
-
-  void expect_one_device(const std::string& family, int world, const std::vector<std::string>& layout, const std::vector<std::string>& sets = {}) {
-    const auto trace = [&](int ranks, const std::vector<std::string>& more) {
-      std::vector<std::string> all = sets;
-      all.insert(all.end(), more.begin(), more.end());
-      return train(piped(family, all), ranks, {}, /*recorded_step=*/1);  // an update makes of rounding what Adam makes of a small gradient
-    };
-    const Trace one = trace(1, {}), many = trace(world, layout);
-    std::string name;
-    for (const auto& set : layout) name += set + " ";
-    SCOPED_TRACE(name);
-    EXPECT_LT(difference(many.gradients, one.gradients), kGradients);
-    for (size_t step = 0; step < one.steps.size(); ++step) {
-      EXPECT_NEAR(many.steps[step].loss, one.steps[step].loss, kLosses * one.steps[step].loss);
-      EXPECT_NEAR(many.steps[step].grad_norm, one.steps[step].grad_norm, 2e-5 * one.steps[step].grad_norm);
-    }
-  }
-};
+class Pipeline : public testing_support::PipelineFixture {};
 
 TEST_F(Pipeline, OneFOneBEqualsOneDevice) {
   for (const int stages : {2, 3, 4, 8}) expect_one_device("llama", stages, {"mesh.pp=" + std::to_string(stages)});
@@ -87,7 +59,7 @@ TEST_F(Pipeline, WholeBackwardsBesideHalvesEqualOneDevice) {
 }
 
 TEST_F(Pipeline, TiedEmbeddingsAreOneParameter) {
-  const std::vector<std::string> tied{"model.tie_embeddings=true"};
+  const Sets tied{"model.tie_embeddings=true"};
   expect_one_device("llama", 2, {"mesh.pp=2"}, tied);
   expect_one_device("gpt2", 3, {"mesh.pp=3", "pipeline.schedule=gpipe"}, tied);
   for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) expect_one_device("llama", 6, {"mesh.pp=2", "mesh.dp_shard=3", stage}, tied);

@@ -61,6 +61,14 @@ TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
   EXPECT_THAT(disagreement({here, settings("one/y")}).value_or(""), HasSubstr("data.files = content "));
   EXPECT_THAT(disagreement({here, settings("one/x", {"data.validation_files=" + (folder_ / "text.txt").string()})}).value_or(""),
               HasSubstr("data.validation_files = none on rank 0, content "));
+  const auto file = [&](const char* name, const char* text) {
+    std::ofstream(folder_ / name) << text;
+    return std::vector<std::string>{"mesh.pp=2", "pipeline.schedule=" + (folder_ / name).string()};
+  };
+  const tessera::Settings by_file = settings("one/x", file("a.csv", "0F0,0B0\n1F0,1B0\n"));
+  EXPECT_EQ(disagreement({by_file, settings("one/x", file("b.csv", "0F0,,0B0\n1F0,1B0\n"))}), std::nullopt);
+  EXPECT_THAT(disagreement({by_file, settings("one/x", file("c.csv", "0F0,0I0,0W0\n1F0,1B0\n"))}).value_or(""), HasSubstr("pipeline.schedule = content "));
+  EXPECT_THAT(disagreement({here, settings("one/x", {"pipeline.schedule=gpipe"})}).value_or(""), HasSubstr("pipeline.schedule = 1f1b on rank 0, gpipe"));
   EXPECT_THAT(disagreement({here, settings("one/x", {"optim.lr=0.3"})}).value_or(""), HasSubstr("optim.lr = 0.01 on rank 0, 0.3 on rank 1"));
 }
 

@@ -58,11 +58,13 @@ TEST_F(Resume, LayersThatAreCutGoOnCutInAnotherWayOrWhole) {
 }
 
 TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
-  const std::vector<Layout> cut{{"pp2", 2, {"mesh.pp=2"}},
-                                {"one by itself", 1, {}},
-                                {"pp2 in chunks", 2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}},
-                                {"pp4", 4, {"mesh.pp=4", "pipeline.schedule=zb_h1"}},
-                                {"pp2 x tp2 of stage 3 over 2", 8, {"mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
+  const std::vector<Layout> cut{
+      {"pp2", 2, {"mesh.pp=2"}},
+      {"one by itself", 1, {}},
+      {"pp2 in chunks", 2, {"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}},
+      {"pp4", 4, {"mesh.pp=4", "pipeline.schedule=zb_h1"}},
+      {"pp2 in a V of stage 3 over 2", 4, {"mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "mesh.dp_shard=2", "zero.stage=3"}},
+      {"pp2 x tp2 of stage 3 over 2", 8, {"mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
   for (size_t from = 0; from < cut.size(); ++from) {
     const auto whole = run_saving(cut[from], {});
     const auto state = stored(saved(cut[from], kSaved));

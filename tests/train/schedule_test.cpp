@@ -25,7 +25,7 @@ schedules::Schedule alone(const schedules::Schedule& schedule, int rank = 0) {
   return one;
 }
 
-using Schedules = std::vector<std::pair<const char*, Engine::MakeSchedule>>;
+using Schedules = std::vector<std::pair<const char*, ScheduleMaker>>;
 
 Schedules usual_schedules() {
   return {
@@ -62,7 +62,7 @@ class Scheduled : public TrainFixture {
   /// What a rank has after two steps whose optimizer is a plain one: losses, gradients and updated values, by name.
   using Seen = std::map<std::string, at::Tensor>;
 
-  std::vector<Seen> run(const Config& config, int world, const Engine::MakeSchedule& schedule) const {
+  std::vector<Seen> run(const Config& config, int world, const ScheduleMaker& schedule) const {
     std::vector<Seen> seen(static_cast<size_t>(world));
     const auto text = corpus(config);
     comm::run_ranks(world, [&](comm::World& ranks) {

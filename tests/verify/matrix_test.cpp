@@ -163,7 +163,7 @@ const std::vector<StageCut>& stage_cuts() {
       {"pp=2,tp=2", {"pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "tensor.sequence_parallel=true"}},
       {"pp=2,dp_shard=3", {"zero.stage=1", "pipeline.schedule=zb_h1"}},
       {"pp=2,dp_shard=2", {"zero.stage=2", "pipeline.schedule=breadth_first", "pipeline.virtual_stages=2"}},
-      {"pp=2,dp_shard=2,tp=2", {"zero.stage=3"}},
+      {"pp=2,dp_shard=2,tp=2", {"zero.stage=3", "pipeline.schedule=v_half", "pipeline.virtual_stages=2"}},
       {"pp=4,dp_shard=2", {"zero.stage=3", "pipeline.schedule=zb_h1"}},
       {"pp=2,dp_shard=2,dp_replicate=2", {"zero.stage=3", "pipeline.schedule=gpipe"}},
   };

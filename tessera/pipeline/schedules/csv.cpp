@@ -115,7 +115,7 @@ Schedule read_csv_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   require(file.good(), path, ": cannot be read; name a CSV file that holds a schedule");
   std::ostringstream text;
-  text << file.rdbuf();
+  if (file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
   require(!file.bad() && !text.fail(), path, ": cannot be read to its end");
   return read_csv(text.str(), path);
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
 #include <string_view>
 #include <utility>
 
@@ -16,11 +15,27 @@ using enum Kind;
 constexpr std::array<std::string_view, 13> kKindNames{"F",      "B",       "I",       "W",           "SEND_F", "RECV_F",     "SEND_B",
                                                       "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "UPDATE", "OVERLAP_F_B"};
 
+constexpr std::array<std::string_view, 13> kKindWords{"forward",
+                                                      "backward",
+                                                      "backward of inputs",
+                                                      "gradients of weights",
+                                                      "send of an output",
+                                                      "receive of an input",
+                                                      "send of a gradient",
+                                                      "receive of a gradient",
+                                                      "gathering of parameters",
+                                                      "release of parameters",
+                                                      "reduction of gradients",
+                                                      "update",
+                                                      "forward and backward"};
+
 bool any_action(const Schedule& schedule, auto&& predicate) {
   return std::ranges::any_of(schedule.actions, [&](const RankActions& actions) { return std::ranges::any_of(actions, predicate); });
 }
 
 }  // namespace
+
+std::string_view words_of(Kind kind) { return kKindWords[static_cast<size_t>(kind)]; }
 
 std::vector<Action> parts(const Action& action) {
   if (action.kind != Overlap) return {action};
@@ -93,35 +108,28 @@ Schedule with_weight_gradients(Schedule schedule, WeightGradients when) {
   return schedule;
 }
 
-Schedule with_weights_last(Schedule schedule) {
+Schedule with_backwards_alike(Schedule schedule) {
+  std::vector<bool> cuts(static_cast<size_t>(schedule.stages()));
+  any_action(schedule, [&](const Action& action) {
+    if (action.kind == BackwardInput) cuts[static_cast<size_t>(action.stage)] = true;
+    return false;
+  });
   for (auto& actions : schedule.actions) {
-    std::set<int> weights_follow;  // stages, behind the action at hand
-    std::set<int> ended;           // whose last backward has been seen
-    RankActions backwards;
-    for (auto listed = actions.rbegin(); listed != actions.rend(); ++listed) {
-      const std::vector<Action> halves = parts(*listed);
-      bool cut = false;
-      for (Action action : halves) {
-        if (action.kind == BackwardWeight) weights_follow.insert(action.stage);
-        if (action.kind == Backward || action.kind == BackwardInput) {
-          cut |= ended.insert(action.stage).second && action.kind == Backward && weights_follow.contains(action.stage);
-        }
-      }
-      if (!cut) {
-        backwards.push_back(*listed);
+    RankActions alike;
+    for (const Action& action : actions) {
+      const bool whole = action.kind == Backward || action.kind == Overlap;
+      if (!whole || !cuts[static_cast<size_t>(parts(action).back().stage)]) {
+        alike.push_back(action);
         continue;
       }
-      for (auto half = halves.rbegin(); half != halves.rend(); ++half) {
-        Action action = *half;
-        if (action.kind == Backward) {
-          action.kind = BackwardWeight;
-          backwards.push_back(action);
-          action.kind = BackwardInput;
-        }
-        backwards.push_back(action);
+      for (Action part : parts(action)) {
+        if (part.kind == Backward) part.kind = BackwardInput;
+        alike.push_back(part);
       }
+      alike.push_back(alike.back());
+      alike.back().kind = BackwardWeight;
     }
-    actions.assign(backwards.rbegin(), backwards.rend());
+    actions = std::move(alike);
   }
   return schedule;
 }

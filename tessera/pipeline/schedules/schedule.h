@@ -28,6 +28,9 @@ enum class Kind : uint8_t {
   Overlap           ///< OVERLAP_F_B: a forward and a backward that run together, of two stages of one rank
 };
 
+/// "forward", "backward of inputs": as pictures, errors and verdicts name it.
+std::string_view words_of(Kind kind);
+
 /// One thing that a rank does.
 struct Action {
   Kind kind = Kind::Forward;
@@ -95,9 +98,9 @@ enum class WeightGradients : uint8_t {
 /// The schedule with each full backward (no part of an overlap) cut in two, and the weights' half where `when` says.
 Schedule with_weight_gradients(Schedule schedule, WeightGradients when);
 
-/// The schedule in which nothing but weights comes behind a stage's last backward where any do: one that is whole, with weights of other micro-batches behind
-/// it, is cut in its two halves, so that who waits for a stage's gradients has one action to wait for, its last backward or its last weights.
-Schedule with_weights_last(Schedule schedule);
+/// The schedule with every backward of a stage cut in two where some of that stage's are, the weights' half right behind the other: the same order of
+/// computations, in which the last half of either kind is the last that brings a stage gradients. Overlaps with such a backward become their parts.
+Schedule with_backwards_alike(Schedule schedule);
 
 /// How many micro-batches are alive at most on `rank`, in stages of its own: from their forward to the end of their backward, weights included.
 /// A rank with v chunks counts a micro-batch once for each, so divide by chunks(rank) for micro-batches of its whole share.

@@ -11,23 +11,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string_view category(Kind kind) {
-  switch (kind) {
-    case Kind::Forward:
-      return "forward";
-    case Kind::Backward:
-      return "backward";
-    case Kind::BackwardInput:
-      return "backward of inputs";
-    case Kind::BackwardWeight:
-      return "gradients of weights";
-    case Kind::Overlap:
-      return "forward and backward";
-    default:
-      return "other";
-  }
-}
-
 /// Writes the events of one drawing, which is process `pid` of the trace.
 class TraceWriter {
  public:
@@ -68,7 +51,7 @@ class TraceWriter {
       }
       add({{"ph", "X"},
            {"name", to_string(action)},
-           {"cat", category(action.kind)},
+           {"cat", words_of(action.kind)},
            {"tid", rank},
            {"ts", span.start * microseconds_},
            {"dur", (span.end - span.start) * microseconds_},

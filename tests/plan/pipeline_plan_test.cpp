@@ -1,0 +1,117 @@
+// What a plan says of a pipeline: its bubble, who has which share of the FLOPs, and what each rank holds.
+
+#include "tessera/plan/pipeline_plan.h"
+
+#include <numeric>
+
+#include <gmock/gmock.h>
+
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/fit.h"
+#include "tests/refusal.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Sets = std::vector<std::string>;
+
+class PipelinePlanTest : public testing_support::TrainFixture {
+ protected:
+  Config piped(Sets sets) const {
+    sets.insert(sets.begin(), {"run.threads=1", "batch.micro_size=1", "batch.global_size=8", "model.layers=6", "run.steps=2"});
+    return config("llama", sets);
+  }
+};
+
+TEST_F(PipelinePlanTest, ABubbleIsThatOfTheScheduleWhereStagesAreAlike) {
+  // A head of little, so that four stages of blocks weigh the same.
+  const Sets even{"mesh.pp=2",          "pipeline.split=[\"4\", \"4\"]", "data.tokenizer=byte", "model.dim=256",
+                  "model.ffn_dim=1024", "model.vocab_size=256",          "model.heads=4",       "data.seq_len=4"};
+  const auto idle = [&](const std::string& schedule, Sets more = {}) {
+    more.insert(more.end(), even.begin(), even.end());
+    more.push_back("pipeline.schedule=" + schedule);
+    return plan::plan_pipeline(piped(more), 2).bubble_fraction;
+  };
+  const double bubble = idle("1f1b");
+  EXPECT_NEAR(bubble, 1.0 / 9, 0.02);  // (p-1)/(m+p-1)
+  EXPECT_NEAR(idle("gpipe"), bubble, 1e-9);
+  EXPECT_NEAR(idle("naive"), 0.5, 1e-9);  // (p-1)/p, however unequal the stages
+  EXPECT_LT(idle("zb_h1"), 0.8 * bubble);
+  EXPECT_LE(idle("zb_2p"), idle("zb_h2"));
+  EXPECT_GT(idle("1f1b", {"pipeline.costs=[1, 1, 1, 0.5]"}), bubble + 0.01) << "messages take time where they are said to";
+}
+
+TEST_F(PipelinePlanTest, SharesAndLinksOfStages) {
+  const auto plan =
+      plan::plan_pipeline(piped({"mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "pipeline.split=[\"1\", \"3\", \"3\", \"1\"]"}), 2);
+  ASSERT_EQ(plan.stages.size(), 4u);
+  EXPECT_EQ(plan.stages[0].links, "embed_tokens");
+  EXPECT_EQ(plan.stages[1].links, "layers.0-2");
+  EXPECT_EQ(plan.stages[3].links, "head");
+  EXPECT_EQ(plan.stages[0].flops_share, 0);
+  EXPECT_EQ(plan.stages[1].flops_share, plan.stages[2].flops_share);
+  EXPECT_NEAR(std::accumulate(plan.stages.begin(), plan.stages.end(), 0.0, [](double sum, const auto& stage) { return sum + stage.flops_share; }), 1, 1e-12);
+  EXPECT_THAT(plan.stages_of(0), ElementsAre(0, 3));
+  EXPECT_THAT(plan.stages_of(1), ElementsAre(1, 2));
+}
+
+TEST_F(PipelinePlanTest, TextAndJsonSayWhatRanksHold) {
+  const auto run = plan::dry_run(piped({"mesh.pp=2", "mesh.dp_shard=2", "zero.stage=1"}), 4);
+  const auto json = plan::to_json(run);
+  EXPECT_EQ(json.at("bubble_fraction"), run.pipeline.bubble_fraction);
+  EXPECT_EQ(json.at("pipeline").at("schedule"), "1f1b");
+  EXPECT_EQ(json.at("pipeline").at("micro_batches"), 4);
+  EXPECT_EQ(json.at("pipeline").at("stages").at(1).at("links"), "layers.3-5, head");
+  double flops = 0;
+  for (const auto& ranks : json.at("ranks")) {
+    const bool first = ranks.at("stages") == nlohmann::json{0};
+    EXPECT_EQ(ranks.at("kept_alive"), first ? 2 : 1);
+    flops += ranks.at("count").get<double>() * ranks.at("flops").get<double>();
+  }
+  const auto whole = plan::dry_run(piped({}), 1);
+  EXPECT_NEAR(flops, whole.ranks.front().flops, 1e-9 * flops) << "the stages' together are the model's";
+  EXPECT_FALSE(plan::to_json(whole).contains("bubble_fraction"));
+  EXPECT_THAT(plan::to_string(run), AllOf(HasSubstr("pipeline 1f1b: 2 stages, 4 micro-batches"), HasSubstr("stage 0, activations of at most 2 micro-batches"),
+                                          HasSubstr("layers.3-5, head")));
+}
+
+TEST_F(PipelinePlanTest, PeaksAreThoseOfTheRun) {
+  const Sets tied{"model.tie_embeddings=true", "mesh.pp=2"};
+  const auto expect_peaks = [&](Sets sets) {
+    sets.insert(sets.end(), tied.begin(), tied.end());
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    const auto planned = plan::dry_run(piped(sets), 2);
+    const auto real = train(piped(sets), 2).peak_of_rank;
+    for (const auto& ranks : planned.ranks) {
+      const auto measured = static_cast<double>(real[static_cast<size_t>(ranks.examples.front())]);
+      EXPECT_NEAR(static_cast<double>(total_of(ranks.peak_bytes)), measured, 0.02 * measured);
+    }
+  };
+  expect_peaks({"pipeline.schedule=zb_v", "pipeline.virtual_stages=2"});
+  expect_peaks({"pipeline.schedule=zb_auto", "pipeline.memory_limit=2"});
+}
+
+TEST_F(PipelinePlanTest, WhatFitsIsLookedForAmongPipelines) {
+  EXPECT_THAT(plan::cheaper_settings(piped({"mesh.pp=2", "pipeline.schedule=gpipe"}), 2),
+              Contains(Sets{"pipeline.schedule=1f1b", "pipeline.virtual_stages=1"}));
+  EXPECT_THAT(plan::cheaper_settings(piped({"mesh.pp=2"}), 2), Contains(Sets{"pipeline.schedule=v_min", "pipeline.virtual_stages=2"}));
+  EXPECT_THAT(plan::cheaper_settings(piped({}), 2), Contains(Sets{"mesh.pp=2"}));
+  EXPECT_THAT(plan::cheaper_settings(piped({"batch.global_size=7"}), 2), ::testing::Not(Contains(Sets{"mesh.pp=2"}))) << "too few micro-batches";
+  const auto peak = [&](const Sets& sets) { return total_of(plan::largest_class(plan::dry_run(piped(sets), 2)).peak_bytes); };
+  const Sets piped_sets{"mesh.pp=2", "pipeline.schedule=gpipe"};
+  const auto found = plan::find_fit(piped(piped_sets), 2, peak(piped_sets) - 1);
+  ASSERT_TRUE(found.fits);
+  EXPECT_EQ(plan::flags_of(*found.best()), "--set pipeline.schedule=1f1b --set pipeline.virtual_stages=1");
+}
+
+TEST_F(PipelinePlanTest, ASplitThatDoesNotFitIsRefused) {
+  EXPECT_THAT(testing_support::refusal([&] { plan::plan_pipeline(piped({"mesh.pp=2", "pipeline.split=[\"1\", \"1\"]"}), 2); }), HasSubstr("pipeline.split"));
+}
+
+}  // namespace
+}  // namespace tessera
