@@ -96,7 +96,7 @@ Compared other_side(const TraceFlags& flags, const Timed& measured) {
           " ranks, and what was measured has ", ran.stages(), "; time a run with pipeline.schedule = ", flags.against, ", or compare schedules of ",
           ran.stages(), " stages");
   auto timeline = simulate(other, costs);
-  return {flags.against + " foretold", {.schedule = std::move(other), .timeline = std::move(timeline)}};
+  return {"foretold", {.schedule = std::move(other), .timeline = std::move(timeline)}};
 }
 
 std::string compared_title(const Compared& side) {

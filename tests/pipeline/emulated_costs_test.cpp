@@ -2,6 +2,7 @@
 // schedule can be held against the formulas of the papers by the clock.
 
 #include <chrono>
+#include <mutex>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -22,20 +23,29 @@ using schedules::Schedule;
 
 constexpr int64_t kKept = 1 << 20;  // bytes that a stage keeps of a micro-batch
 
-/// One rank's device. Work that follows at once takes its time from when what came before was due: a host that wakes late does not make later work later.
+/// One rank's device. Work begins when what came before it, here or where its input was made, was due, and sleeps until it is due itself: a host that wakes
+/// threads late, as a busy one does, makes later work no later, while an engine that lets a rank wait for nothing does.
 class SleepingDevice {
  public:
   explicit SleepingDevice(double unit) : unit_(unit) {}
 
-  void work() {
-    const double now = lap_clock();
-    due_ = (now - due_ < unit_ / 8 ? due_ : now) + unit_;
+  /// Returns when this work was due.
+  double work(double made = 0) {
+    const double now = lap_clock(), begin = std::max(due_, made);
+    due_ = (now - begin < unit_ / 2 ? begin : now) + unit_;
     std::this_thread::sleep_for(std::chrono::duration<double>(due_ - now));
+    late_ = std::max(late_, lap_clock() - due_);
+    return due_;
   }
 
+  /// How late the host has woken it at most.
+  double late() const { return late_; }
+
  private:
-  double unit_, due_ = 0;
+  double unit_, due_ = 0, late_ = 0;
 };
+
+at::Tensor as_value(double due) { return at::full({1}, due, at::kDouble); }
 
 struct Capsule : torch::CustomClassHolder {
   SleepingDevice* device = nullptr;
@@ -43,45 +53,41 @@ struct Capsule : torch::CustomClassHolder {
   std::shared_ptr<nn::WeightGradients> later;
 };
 
-/// One unit of time each for forward, the gradient of the input, and that of the weight, now or later; keeps kKept bytes until the last of them is done.
+/// One unit of time each for forward, the gradient of the input, and that of the weight, now or later; keeps kKept bytes until the last of them is done. What
+/// crosses, values and gradients alike, is when it was due.
 struct SleepingLayer : torch::autograd::Function<SleepingLayer> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const c10::intrusive_ptr<Capsule>& capsule) {
     context->saved_data["capsule"] = c10::IValue::make_capsule(capsule);
     context->save_for_backward({at::empty({kKept}, at::kByte)});
-    capsule->device->work();
-    return x + weight.detach();
+    return as_value(capsule->device->work(x.item<double>()));
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto capsule = c10::static_intrusive_pointer_cast<Capsule>(context->saved_data["capsule"].toCapsule());
-    capsule->device->work();
-    const auto of_weight = [device = capsule->device, kept = context->get_saved_variables()[0], gradient = grads[0].detach()] {
-      device->work();
-      return gradient.clone();
-    };
-    if (!capsule->later) return {grads[0], of_weight(), {}};
+    const at::Tensor gradient = as_value(capsule->device->work(grads[0].item<double>()));
+    const auto of_weight = [device = capsule->device, kept = context->get_saved_variables()[0]] { return as_value(device->work()); };
+    if (!capsule->later) return {gradient, of_weight(), {}};
     capsule->later->leave(capsule->weight, of_weight);
-    return {grads[0], {}, {}};
+    return {gradient, {}, {}};
   }
 };
 
 class SleepingStage final : public Stage {
  public:
-  SleepingStage(SleepingDevice& device, bool last) : device_(device), last_(last), weight_(torch::zeros({1}).requires_grad_()) {}
+  SleepingStage(SleepingDevice& device, bool last) : device_(device), last_(last), weight_(torch::zeros({1}, at::kDouble).requires_grad_()) {}
 
   StageOutputs forward(int /*micro_batch*/, const std::vector<at::Tensor>& inputs) override {
     const auto capsule = c10::make_intrusive<Capsule>();
     capsule->device = &device_;
     capsule->weight = weight_;
     capsule->later = nn::LeaveWeightGradients::current();
-    const at::Tensor y =
-        SleepingLayer::apply(inputs.empty() ? torch::zeros({1}) : inputs[0], capsule->later ? weight_.detach().requires_grad_() : weight_, capsule);
+    const at::Tensor y = SleepingLayer::apply(inputs.empty() ? as_value(0) : inputs[0], capsule->later ? weight_.detach().requires_grad_() : weight_, capsule);
     if (last_) return {.values = {}, .loss = y.sum()};
     return {.values = {y}};
   }
 
-  std::optional<TensorSpec> input_spec(int /*micro_batch*/, int /*input*/) const override { return TensorSpec{{1}, at::kFloat}; }
+  std::optional<TensorSpec> input_spec(int /*micro_batch*/, int /*input*/) const override { return TensorSpec{{1}, at::kDouble}; }
 
  private:
   SleepingDevice& device_;
@@ -91,6 +97,7 @@ class SleepingStage final : public Stage {
 
 struct Ran {
   schedules::Timed timed;
+  double late = 0;            ///< of the host, at most
   std::vector<int64_t> kept;  ///< of each rank, at its peak: micro-batches of a chunk, by the tracker of memory
 };
 
@@ -100,6 +107,7 @@ Ran run(const Schedule& schedule, double unit) {
   ran.timed.timeline.resize(static_cast<size_t>(ranks));
   ran.timed.asked.resize(static_cast<size_t>(ranks));
   ran.timed.collectives.resize(static_cast<size_t>(ranks));
+  std::mutex mutex;
   comm::run_ranks(ranks, [&](comm::World& world) {
     const auto rank = static_cast<size_t>(world.rank());
     SleepingDevice device(unit);
@@ -112,6 +120,10 @@ Ran run(const Schedule& schedule, double unit) {
     StepTimes times;
     executor.run(&times);
     ran.kept[rank] = tracker.peak() / kKept;  // what else there is, a few bytes each, is less than one
+    {
+      const std::lock_guard lock(mutex);
+      ran.late = std::max(ran.late, device.late());
+    }
     for (const Lap& lap : times.laps) {
       ran.timed.timeline[rank].push_back({lap.start, lap.end});
       ran.timed.asked[rank].push_back(lap.asked);
@@ -137,28 +149,38 @@ std::vector<Case> cases() {
 }
 
 TEST(EmulatedCosts, BubblesAndPeaksAreThoseOfTheFormulas) {
-  constexpr double kUnit = 0.02;
-  constexpr int kTries = 3;  // a host that does something else meanwhile only ever adds to the bubble
+  constexpr double kUnit = 0.02;  // seconds, of a chunk
+  constexpr int kTries = 2;
   std::map<std::string, double> makespans;
+  std::string busy_host;
   for (const Case& each : cases()) {
     SCOPED_TRACE(each.schedule.name);
     const int chunks = each.schedule.chunks(0);
-    const double want = each.idle / (each.busy + each.idle);
-    double bubble = 1;
-    for (int i = 0; i < kTries && bubble > 1.05 * want; ++i) {
-      const Ran ran = run(each.schedule, kUnit / chunks);
+    const double want = each.idle / (each.busy + each.idle), busy = 3 * each.schedule.micro_batches * chunks * kUnit;
+    double bubble = 1, of_spans = 1;
+    const auto within = [&] { return bubble < 1.05 * want && of_spans < want + 0.05; };
+    bool punctual = false;  // a host that does something else for half a unit adds to the bubble, and says nothing of the engine
+    for (int i = 0; i < kTries && !within() && !punctual; ++i) {
+      const Ran ran = run(each.schedule, kUnit);
       const auto measures = schedules::measure(ran.timed.schedule, ran.timed.timeline);
-      bubble = std::min(bubble, measures.bubble_fraction);
-      makespans[each.schedule.name] = measures.makespan / kUnit;
+      bubble = std::min(bubble, 1 - busy / measures.makespan);
+      of_spans = std::min(of_spans, measures.bubble_fraction);  // a thread that wakes late has worked for less
+      punctual = ran.late < kUnit / 8;
       for (size_t rank = 0; rank < each.peak.size(); ++rank) {
         EXPECT_LE(measures.peak_activations[rank], each.peak[rank]);
         EXPECT_EQ(static_cast<double>(ran.kept[rank]) / chunks, measures.peak_activations[rank]) << "rank " << rank;
       }
-      std::cout << each.schedule.name << " bubble " << measures.bubble_fraction << " want " << want << " message " << message_time(ran.timed) << "\n";
+    }
+    makespans[each.schedule.name] = busy / (1 - bubble);
+    if (!within() && !punctual) {
+      busy_host = each.schedule.name;
+      continue;
     }
     EXPECT_NEAR(bubble, want, 0.05 * want);
+    EXPECT_NEAR(of_spans, want, 0.05);
   }
-  EXPECT_NEAR(makespans.at("zb_h1") / makespans.at("1f1b"), 27.0 / 33.0, 0.05);  // (3 m + p - 1) against 3 (m + p - 1)
+  if (!busy_host.empty()) GTEST_SKIP() << "this host is too busy to wake a thread within " << 1000 * kUnit / 8 << " ms: " << busy_host;
+  EXPECT_NEAR(makespans.at("zb_h1") / makespans.at("1f1b"), 27.0 / 33.0, 0.03);  // 3 m + p - 1 against 3 (m + p - 1)
 }
 
 }  // namespace

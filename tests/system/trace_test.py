@@ -68,8 +68,8 @@ class Trace(SystemTest):
         self.assertIn("timeline.jsonl, line 1: rank_of_stage names rank 7", self.refusal(run("trace", log)))
 
     def test_a_run_without_it_writes_none_and_drops_an_earlier_ones(self):
-        _, log = self.train("run", nproc=P, sets=(f"mesh.pp={P}", "run.steps=1", "log.timeline_every=1"))
-        self.train("run", nproc=P, sets=(f"mesh.pp={P}", "run.steps=1"))
+        _, log = self.train("run", nproc=P, sets=(f"mesh.pp={P}", "run.steps=1", "optim.warmup_steps=0", "log.timeline_every=1"))
+        self.train("run", nproc=P, sets=(f"mesh.pp={P}", "run.steps=1", "optim.warmup_steps=0"))
         self.assertIn("is empty", self.refusal(run("trace", log)))
         last = self.refusal(run("train", self.recipe, "--set", "log.timeline_every=-1"))
         self.assertIn("log.timeline_every", last)
