@@ -130,6 +130,7 @@ TEST_F(Reading, StagesOfLayersThatAreCutAndCopiesOfThem) {
   train_and_save("gpt2", 2, {"model.tie_embeddings=true", "mesh.pp=2"});
   expect_read_alike(
       {{2, {"mesh.pp=2"}}, {4, {"mesh.pp=2", "mesh.tp=2"}}, {6, {"mesh.pp=3", "mesh.tp=2", kBySequence}}, {4, {"mesh.pp=2", "mesh.dp_replicate=2"}}});
+  expect_read_alike({{2, {"mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}}});  // both ends on one rank
 }
 
 /// The last stage does not go on before the first has begun with what comes next: where ranks wait for each other's passes, nobody would.
