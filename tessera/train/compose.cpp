@@ -159,13 +159,16 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
   return all;
 }
 
-/// What a checkpoint of the whole model holds for other stages.
+/// What a checkpoint of the whole model holds for other stages, and the weights that it has to hold for them.
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const Composition& run) {
   std::vector<std::string> others;
   if (run.parts.empty()) return others;
   const auto whole = on_meta([&] { return make_model(config.model); });
   std::set<std::string> known;
-  for (const auto& parameter : nn::unique_parameters(*whole)) known.insert(parameter.name);
+  for (const auto& parameter : nn::unique_parameters(*whole)) {
+    known.insert(parameter.name);
+    others.push_back("model." + parameter.name);
+  }
   for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
   for (const auto& [name, stored] : manifest.tensors) {
     // "model.<name>", "buffer.<name>", "optimizer.<state>.<name>"
