@@ -73,7 +73,13 @@ void check_pipeline(const Config& config, const MeshShape& axes) {
           "model.tie_embeddings = true: pipeline.schedule = ", config.pipeline.schedule,
           " has the first and the last stage on one rank, which cannot keep two copies of one parameter; set pipeline.schedule = 1f1b, interleaved or zb_h1");
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  make_schedule(config, ranks, static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
+  const auto each = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
+  try {
+    make_schedule(config, ranks, each);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", each, " of the ", micro_batches,
+                                     " micro-batches of a step, batch.global_size / batch.micro_size: change these, or the data ranks"));
+  }
   require(config.comm.compression != "powersgd",
           "comm.compression = powersgd: keeps state for each bucket, which a checkpoint does not tell apart between the stages of mesh.pp = ", ranks,
           "; set comm.compression = none, bf16 or fp16");
