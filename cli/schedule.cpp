@@ -1,8 +1,11 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -130,15 +133,24 @@ std::string list_text() {
          "micro-batches\n";
 }
 
+/// Each by itself, and that none takes another's place.
+void check_outputs(const std::vector<std::pair<const char*, std::string>>& outputs, const std::vector<std::string>& inputs) {
+  std::map<std::filesystem::path, const char*> taken;
+  for (const auto& [flag, file] : outputs) {
+    const std::string place = check_output_file(flag, file, inputs);
+    if (place.empty()) continue;
+    const auto [other, free] = taken.emplace(std::filesystem::weakly_canonical(place), flag);
+    require(free, flag, " = ", file, ": is where ", other->second, " is written, too; name another file");
+  }
+}
+
 int show_schedule(const ScheduleFlags& flags) {
   if (flags.list) {
     std::fputs(list_text().c_str(), stdout);
     return 0;
   }
   const std::vector<std::string> inputs = schedules::is_schedule_file(flags.request.name) ? std::vector{flags.request.name} : std::vector<std::string>{};
-  check_output_file("--csv", flags.csv, inputs);
-  check_output_file("--svg", flags.svg, inputs);
-  check_output_file("--trace", flags.trace, inputs);
+  check_outputs({{"--csv", flags.csv}, {"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
   const auto simulated = simulate(flags);
   std::fputs(
       (flags.json ? schedules::to_json({.schedule = simulated.schedule, .timeline = simulated.timeline}).dump() + "\n" : text_of(flags, simulated)).c_str(),

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -241,6 +242,7 @@ int train(const TrainFlags& flags) {
           " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
   check_output_file("--memory-report", flags.memory_report_file, inputs_of(flags, config));
   check_log_dir(flags, config);
+  if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, std::chrono::seconds(2));
   check_reached("checkpoint.dir", config.checkpoint.dir);
   say_without_effect(config, size, attempt);
   check_host_memory(here, size);

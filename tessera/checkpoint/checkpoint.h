@@ -86,8 +86,8 @@ std::filesystem::path save(const std::filesystem::path& dir, const CheckpointSta
 
 struct LoadOptions {
   bool verify = true;  ///< check the hash of every stored slice that is read
-  /// Logical names that the whole model has, where this rank holds only some (a pipeline stage); empty: the targets' own. What is stored beyond them is
-  /// refused.
+  /// Stored names that the whole model has, where this rank holds only some (a pipeline stage); empty: the targets' own. What is stored beyond them is
+  /// refused, and so is one of them that is not stored.
   std::vector<std::string> expected = {};
   /// Stored names with one of these prefixes may be left unread ("optimizer." when only weights are wanted).
   std::vector<std::string> ignore_prefixes = {};
@@ -97,6 +97,10 @@ struct LoadOptions {
   /// Floating tensors may be stored in another floating dtype than the targets': they are rounded to nearest, or widened.
   bool convert = false;
 };
+
+/// Refuses a pattern of LoadOptions::partial that matches neither what a checkpoint holds nor any of the whole model's parameters: before there are ranks of
+/// which each holds some.
+void check_partial(const std::vector<std::string>& patterns, const Manifest& manifest, const std::vector<std::string>& parameters);
 
 /// Fills `targets` from a checkpoint of any layout; not collective. Only the stored slices that overlap a target are mapped, hashed and copied. Throws
 /// ConfigError with the full list of missing, extra, mis-shaped and differently typed tensors before anything is touched, or naming file, tensor and offset

@@ -73,10 +73,11 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
   Problems problems;
   LoadReport report;
   PartialPatterns partial(options.partial);
-  std::set<std::string> wanted(options.expected.begin(), options.expected.end());
+  std::set<std::string> own, wanted(options.expected.begin(), options.expected.end());
   for (const auto& target : targets) {
     const auto& [tensor, slice] = target;
     wanted.insert(slice.name);
+    own.insert(slice.name);
     invariant(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "'", slice.name, "' has shape ", tensor.sizes(), ", its slice ",
               at::IntArrayRef(slice.local_shape()));
     const auto stored = manifest.tensors.find(slice.name);
@@ -95,11 +96,12 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
     }
   }
   for (const auto& name : wanted) {
+    const bool allowed = partial.allow(name);  // a pattern may be of what other ranks hold
     if (manifest.tensors.contains(name)) continue;
-    if (partial.allow(name)) {
-      report.fresh.insert(name);
-    } else {
+    if (!allowed) {
       problems.add("missing ", name);
+    } else if (own.contains(name)) {
+      report.fresh.insert(name);
     }
   }
   for (const auto& [name, stored] : manifest.tensors) {
@@ -118,6 +120,15 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
 }
 
 }  // namespace
+
+void check_partial(const std::vector<std::string>& patterns, const Manifest& manifest, const std::vector<std::string>& parameters) {
+  for (const auto& pattern : patterns) {
+    const auto matches = [&](std::string_view name) { return nn::matches(pattern, name); };
+    const bool stored = std::ranges::any_of(manifest.tensors, [&](const auto& tensor) { return matches(parameter_of(tensor.first)); });
+    require(stored || std::ranges::any_of(parameters, matches), "checkpoint.partial = ", pattern,
+            ": matches no tensor of the checkpoint, and no parameter of the model; name some, or leave it out");
+  }
+}
 
 StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify)
     : folder_(std::move(folder)), manifest_(manifest), verify_(verify) {}

@@ -91,7 +91,13 @@ std::string absolute(const std::string& path, const std::filesystem::path& base_
 std::string accept(const std::string& text, const Location& at) {
   const auto choices = detail::split_choices(at.rule.choices), refused = detail::split_choices(at.rule.refused);
   const bool listed = std::find(choices.begin(), choices.end(), text) != choices.end();
-  if (at.rule.path) return text.empty() || listed ? text : absolute(text, at.origin.base_dir);
+  if (at.rule.path) {
+    // Beside names, a word that is no path's and of which there is no file is a name that nobody knows: it is shown as it was given.
+    std::error_code ignored;
+    const bool word = !choices.empty() && text.find_first_of("/.") == std::string::npos;
+    const bool name = listed || (word && !std::filesystem::exists(absolute(text, at.origin.base_dir), ignored));
+    return text.empty() || name ? text : absolute(text, at.origin.base_dir);
+  }
   if (std::find(refused.begin(), refused.end(), text) != refused.end()) return text;  // validate() knows why not
   if (choices.empty() || listed || (at.rule.number && is_number(text))) return text;
   refuse(at, detail::quoted(text), "expected ", at.rule.number ? "a number, or " : "", "one of ", at.rule.choices, "; did you mean ", nearest(text, choices),

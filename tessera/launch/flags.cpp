@@ -51,10 +51,10 @@ Written read_flag(const std::vector<Flag>& table, const std::string& argument) {
 }
 
 template <class Number>
-Number parse(const std::string& name, const std::string& text, Number low) {
+Number parse(const std::string& flag, const std::string& text, Number low) {
   Number number{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  require(!text.empty() && error == std::errc() && end == text.data() + text.size() && number >= low, "--", name, " = ", text, ": a number, at least ", low);
+  require(!text.empty() && error == std::errc() && end == text.data() + text.size() && number >= low, flag, " = ", text, ": a number, at least ", low);
   return number;
 }
 
@@ -67,12 +67,12 @@ std::optional<std::string> FlagValues::text(const std::string& name) const {
 
 double FlagValues::seconds(const std::string& name, double fallback) const {
   const auto value = text(name);
-  return value ? parse<double>(name, *value, 0) : fallback;
+  return value ? parse<double>(before_names + name, *value, 0) : fallback;
 }
 
 int FlagValues::number(const std::string& name, int low, int fallback) const {
   const auto value = text(name);
-  return value ? parse<int>(name, *value, low) : fallback;
+  return value ? parse<int>(before_names + name, *value, low) : fallback;
 }
 
 FlagValues parse_flags(const std::vector<Flag>& table, const std::vector<std::string>& arguments, const Lookup& environment) {

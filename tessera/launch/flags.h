@@ -26,6 +26,7 @@ class FlagValues {
   int number(const std::string& name, int low, int fallback) const;
 
   std::vector<std::pair<std::string, std::string>> values{};
+  std::string before_names = "--";  ///< in errors
   std::vector<std::string> rest{};  ///< the program and its arguments
 };
 

@@ -97,6 +97,7 @@ FlagValues parse_conf(const std::string& text) {
   const std::vector<std::string> known{"join_timeout",           "timeout", "last_call_timeout", "close_timeout", "read_timeout", "keep_alive_interval",
                                        "keep_alive_max_attempt", "is_host", "store_type"};
   FlagValues conf;
+  conf.before_names = "--rdzv-conf ";
   std::istringstream entries(text);
   for (std::string entry; std::getline(entries, entry, ',');) {
     const size_t equals = entry.find('=');

@@ -13,7 +13,7 @@ namespace {
 using Runs = std::vector<std::pair<int64_t, int64_t>>;
 
 bool is_count(const std::string& text) {
-  return !text.empty() && text.size() < 10 && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
+  return !text.empty() && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
 }
 
 std::string list_of(const std::vector<std::string>& entries) {
@@ -37,6 +37,8 @@ Runs by_counts(int64_t links, int stages, const std::vector<std::string>& split)
   for (const auto& entry : split) {
     require(is_count(entry), list_of(split), "'", entry,
             "' stands among numbers of links; give a number for each stage, or the names of those that begin them");
+    constexpr size_t kDigits = 9;
+    require(entry.size() <= kDigits, list_of(split), "a stage of ", entry, " links, and the model has ", links);
     counts.push_back(std::stoll(entry));
     require(counts.back() > 0, list_of(split), "a stage has at least one link");
   }

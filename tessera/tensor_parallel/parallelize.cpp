@@ -149,7 +149,7 @@ class Builder {
     try {
       return cut.shares(features, size());
     } catch (const ConfigError& error) {
-      throw ConfigError(detail::concat("parallelize_module: ", style_, " of '", path_, "': ", error.what()));
+      throw ConfigError(detail::concat(error.what(), " (", style_, " of '", path_, "')"));
     }
   }
 

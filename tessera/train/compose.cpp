@@ -327,12 +327,13 @@ std::vector<std::string> stored_for_others(const Config& config, const checkpoin
   if (run.parts.empty()) return others;
   const auto whole = on_meta([&] { return make_model(config.model); });
   std::set<std::string> known;
-  for (const auto& parameter : nn::unique_parameters(*whole)) known.insert(parameter.name);
+  for (const auto& parameter : nn::unique_parameters(*whole)) {
+    known.insert(parameter.name);
+    others.push_back("model." + parameter.name);
+  }
   for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
   for (const auto& [name, stored] : manifest.tensors) {
-    // "model.<name>", "buffer.<name>", "optimizer.<state>.<name>"
-    const size_t begin = name.starts_with("optimizer.") ? name.find('.', std::string_view("optimizer.").size()) : name.find('.');
-    if (begin != std::string::npos && known.contains(name.substr(begin + 1))) others.push_back(name);
+    if (known.contains(std::string(checkpoint::parameter_of(name)))) others.push_back(name);
   }
   return others;
 }

@@ -17,6 +17,9 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
+#include "tessera/models/model.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/train/progress.h"
 
@@ -98,6 +101,13 @@ void check_momentum(const Config& saved, const Config& config, const std::string
           "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
+std::vector<std::string> parameter_names(const ModelConfig& config) {
+  const auto model = on_meta([&] { return make_model(config); });
+  std::vector<std::string> names;
+  for (const auto& parameter : nn::unique_parameters(*model)) names.push_back(parameter.name);
+  return names;
+}
+
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
@@ -112,6 +122,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
   check_momentum(config_of(manifest.progress, folder), config, folder);
+  if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config.model));
 }
 
 /// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".

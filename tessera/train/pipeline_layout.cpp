@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <string>
+#include <string_view>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -154,7 +155,15 @@ void check_pipeline(const Config& config, const MeshShape& axes) {
   if (ranks == 1) return;
   check_stages(config, ranks);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  schedule_maker(config, ranks)(static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second));
+  const auto each = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
+  const ScheduleMaker maker = schedule_maker(config, ranks);
+  try {
+    maker(each);
+  } catch (const ConfigError& error) {  // a file's knows of keys, a generator's does not
+    if (is_schedule_file(config.pipeline) || std::string_view(error.what()).starts_with("pipeline.")) throw;
+    throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", each, " of the ", micro_batches,
+                                     " micro-batches of a step, batch.global_size / batch.micro_size: change these, or the data ranks"));
+  }
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
@@ -63,6 +64,14 @@ std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, in
   return brings;
 }
 
+/// A weight that several layers use gets a term from each, and autograd adds those of a backward pass up in the parameter's type unless told another. Stages
+/// that each hold a copy (pipeline/tied.h) add their terms up in the gradients' type, and so does whoever holds one weight for all of its uses.
+void add_uses_up_in(at::ScalarType dtype, const std::vector<nn::NamedParameter>& parameters) {
+  for (const auto& parameter : parameters) {
+    if (!parameter.aliases.empty() && parameter.tensor.requires_grad()) parameter.tensor.set_grad_dtype(dtype);
+  }
+}
+
 MemoryByCategory bytes_at(const double* numbers) {
   MemoryByCategory bytes{};
   for (size_t c = 0; c < bytes.size(); ++c) bytes[c] = static_cast<int64_t>(numbers[c]);
@@ -112,9 +121,11 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       run_(compose(config, mesh, device, resume)),
       brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
+      resumed_(resume.has_value()),
       learning_rate_(config.optim, config.run.steps) {
   if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
+  if (dtype) add_uses_up_in(*dtype, run_.parameters);
   const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
   if (dtype && !config.run.deterministic && !kept_in_slices) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
   if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
@@ -147,8 +158,8 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
                                 .times = {.compute_s = passed.count() - waited, .wait_s = waited},
                                 .flops = *flops_});
   if (updating && outcome.not_finite) {  // a loss may be lost where its gradient is not
-    throw Error(detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite,
-                               " is not finite, though the gradient is; resume from the last checkpoint with a lower optim.lr"));
+    throw Error(
+        detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite, " is not finite, though the gradient is; ", way_on(batch.step)));
   }
   outcome.lr = lr;
   outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
@@ -200,13 +211,22 @@ bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
         scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))
                         : "";
     throw Error(detail::concat("step ", batch.step, ": the gradient's norm is not finite", tried, ": ", where,
-                               "; the step was not applied: resume from the last checkpoint with a lower optim.lr, or with optim.max_grad_norm"));
+                               "; the step was not applied: ", way_on(batch.step), config_.optim.max_grad_norm > 0 ? "" : ", or with optim.max_grad_norm"));
   }
   if (data_group_.rank() == 0) {
     log().warn("step {}: the gradient's norm is not finite at a loss scale of {}: the step is skipped, and the next one scales by {}", batch.step,
                format_float(used), format_float(scale.value()));
   }
   return false;
+}
+
+std::string Stepper::way_on(int64_t step) const {
+  const auto& [every, z_loss] = std::tie(config_.checkpoint.every, config_.loss.z_loss);
+  const std::string smaller = z_loss > 0 ? detail::concat("a smaller loss.z_loss (it is ", format_float(z_loss), ")") : std::string();
+  if (step == 1 && !resumed_)
+    return smaller.empty() ? "no weight has been updated yet: look at those it began with, and at [precision]" : "start again with " + smaller;
+  const bool saved = resumed_ || (!config_.checkpoint.dir.empty() && every > 0 && step > every);
+  return detail::concat(saved ? "resume from the last checkpoint" : "start again", " with a lower optim.lr", smaller.empty() ? "" : ", or " + smaller);
 }
 
 StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tessera/core/attachment.h"
@@ -37,6 +38,8 @@ struct LossScaling {
 };
 
 /// FLOPs of the matrix products in the passes of a step (nn::product_flops), as the first step of this process showed them: all steps have the same shapes.
+/// What was run counts, those of a data rank's padding micro-batch included (data/loader.h): where micro-batches do not go up in the ranks, more than is
+/// useful.
 struct StepFlops {
   double run = 0;
   double recomputed = 0;  ///< of those, what recompute ran again
@@ -110,6 +113,8 @@ class Stepper {
   void update(const at::Tensor& norm, double lr);
   /// Whether the optimizer may step: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
   bool may_update(const data::StepBatch& batch, const at::Tensor& norm);
+  /// What to do about a run that cannot go on from this step.
+  std::string way_on(int64_t step) const;
   StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;
 
   const Config& config_;
@@ -119,6 +124,7 @@ class Stepper {
   std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: of the ranks that have the same losses (the same data rank), and those that have none, one
   Engine engine_;
   std::optional<StageUpdates> updates_;  ///< where weights change in the midst of steps
+  bool resumed_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   Attachment attached_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <initializer_list>
 #include <vector>
 
@@ -7,11 +8,12 @@
 
 namespace tessera {
 
-/// Turns signals that ask this process to end into a request that a run asks for between steps: the first is kept, and the same signal once more does what
-/// it would have done without us, which is to end the process at once. Handlers are of the process: ranks as threads share one object. One at a time.
+/// Turns signals that ask this process to end into a request that a run asks for between steps: the first is kept, the same signal within `one_request` of it
+/// is the same request (who ends all processes of a job reaches a rank itself and by its launcher), and later once more it ends the process at once, as it
+/// would have without us. Handlers are of the process: ranks as threads share one object. One at a time.
 class StopSignals {
  public:
-  explicit StopSignals(std::initializer_list<int> signals = {SIGTERM});
+  explicit StopSignals(std::initializer_list<int> signals = {SIGTERM}, std::chrono::nanoseconds one_request = std::chrono::seconds(1));
   ~StopSignals();
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;

@@ -27,9 +27,9 @@ using Scales = std::map<std::string, double>;
 /// Each tensor's own largest entry.
 Scales own_scales(const std::vector<checkpoint::SlicedTensor>& reference);
 
-/// The same, but at least a tenth of the largest entry among the parameters of the same module. A key's bias moves all of a query's scores alike, which the
-/// softmax takes out again: in exact arithmetic its gradient is zero, and what is left of it can only be measured by its weight's.
-Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference);
+/// The same, but at least a tenth of the largest entry among the parameters of the same module. What is zero in exact arithmetic is rounding alone, and is
+/// measured by what it is the rounding of: a key's bias by its weight's gradient, and, in sequences of one token, queries and keys by their attention's.
+Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference, int64_t seq_len);
 
 /// Compares one kind of tensors step by step: every rank's slices with the same part of one device's logical tensors.
 class TensorComparer {

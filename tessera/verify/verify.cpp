@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <thread>
 
@@ -71,6 +72,15 @@ struct Shown {
 
 /// Of a model that is cut into stages, what gives its output on this rank, if anything does.
 nn::Module* end_of(Composition& run) { return run.parts.empty() || !run.parts.back().module->gives_loss() ? nullptr : run.parts.back().module.get(); }
+
+/// What is refused in the midst of a step is a run that fails: what could be seen of the input has been.
+void failing_as_a_step(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const ConfigError& refusal) {
+    throw Error(refusal.what());
+  }
+}
 
 class Verification {
  public:
@@ -182,10 +192,12 @@ void Verification::run_rank(comm::World& world) {
   show(checkpoint::parameter_tensors(side.model()));
   for (int64_t i = 0; i < options_.steps; ++i) {
     outputs.begin_step();
-    shown.outcome = side.stepper.step(next_batch(side), {.gradients_ready = [&] {
-                                        if (options_.plant.gradients) options_.plant.gradients(run, world.rank());
-                                        show(checkpoint::gradient_tensors(side.stepper.run().updated));
-                                      }});
+    failing_as_a_step([&] {
+      shown.outcome = side.stepper.step(next_batch(side), {.gradients_ready = [&] {
+                                          if (options_.plant.gradients) options_.plant.gradients(run, world.rank());
+                                          show(checkpoint::gradient_tensors(side.stepper.run().updated));
+                                        }});
+    });
     show(checkpoint::parameter_tensors(side.model()));
   }
 }
@@ -211,7 +223,8 @@ void Verification::run_reference() {
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
     const auto batch = next_batch(side);
-    const auto outcome = side.stepper.step(batch, {.gradients_ready = [&] { compare_gradients(batch.step, side.stepper.run()); }});
+    StepOutcome outcome;
+    failing_as_a_step([&] { outcome = side.stepper.step(batch, {.gradients_ready = [&] { compare_gradients(batch.step, side.stepper.run()); }}); });
     meeting_.wait_for_ranks();  // with their new weights
     const auto theirs = shown_tensors();
     weights_.compare(batch.step, weights, theirs, own_scales(weights));
@@ -231,7 +244,7 @@ void Verification::compare_gradients(int64_t step, const Composition& reference)
   if (overflow) {
     ++skipped_;
   } else {
-    gradients_.compare(step, own, theirs, gradient_scales(own));
+    gradients_.compare(step, own, theirs, gradient_scales(own, layout_.data.seq_len));
   }
   for (const auto& gradient : own) follow(gradient, theirs);
   meeting_.dismiss();

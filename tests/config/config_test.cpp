@@ -162,6 +162,7 @@ TEST(ConfigParse, PathsAreRelativeToWhereTheyStand) {
   EXPECT_EQ(config.pipeline.schedule, "/base/mine.csv");
   EXPECT_EQ(config.log.dir, (fs::current_path() / "out").string());
   EXPECT_EQ(parse("", {"data.tokenizer=byte"}).data.tokenizer, "byte");
+  EXPECT_EQ(parse("[pipeline]\nschedule = \"1F1B\"").pipeline.schedule, "1F1B") << "no name, and no path either";
 }
 
 TEST(ConfigParse, SyntaxErrorsSayWhere) {

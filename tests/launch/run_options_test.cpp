@@ -141,6 +141,7 @@ TEST(RunOptions, RefuseByName) {
       {{"--nnodes=2", "--node-rank=2"}, "--node-rank = 2: less than --nnodes = 2"},
       {{"--rdzv-conf=join_timout=3"}, "the nearest is join_timeout"},
       {{"--rdzv-conf=join_timeout"}, "KEY=VALUE"},
+      {{"--rdzv-conf=join_timeout=-1"}, "--rdzv-conf join_timeout = -1: a number, at least 0"},
       {{"--rdzv-id=../../tmp/x", "--log-dir=d"}, "--rdzv-id = ../../tmp/x: with --log-dir it names a folder there"},
       {{"--rdzv-id=..", "--log-dir=d"}, "--rdzv-id = ..: with"},
       {{"--rdzv-id=", "--log-dir=d"}, "it must be a plain file name"},

@@ -52,6 +52,8 @@ TEST(ChainSplit, RefusesWhatDoesNotFit) {
   EXPECT_THAT(chain_refusal(2, {"3", "4"}), HasSubstr("adds up to 7 links, and the model has 6"));
   EXPECT_THAT(chain_refusal(2, {"6"}), HasSubstr("names 1 stages"));
   EXPECT_THAT(chain_refusal(2, {"6", "0"}), HasSubstr("at least one link"));
+  EXPECT_THAT(chain_refusal(2, {"9223372036854775807", "1"}), HasSubstr("a stage of 9223372036854775807 links, and the model has 6"));
+  EXPECT_THAT(chain_refusal(2, {"3", "99999999999999999999"}), HasSubstr("a stage of 99999999999999999999 links, and the model has 6"));
   EXPECT_THAT(chain_refusal(2, {"3", "layers.2"}), HasSubstr("stands among numbers"));
 }
 

@@ -1,7 +1,12 @@
 // The checker sees what it is for: each schedule here has one fault.
 
+#include <filesystem>
+#include <fstream>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/check.h"
@@ -17,6 +22,28 @@ using testing_support::refusal;
 
 std::string read(const std::string& text) {
   return refusal([&] { read_csv(text, "mine.csv"); });
+}
+
+TEST(ScheduleCsv, TakesAByteOrderMarkAndNoBinaryFile) {
+  EXPECT_EQ(to_csv(read_csv("\xEF\xBB\xBF"
+                            "0F0,0B0\n",
+                            "mine.csv")),
+            "0F0,0B0\n");
+  EXPECT_EQ(refusal([] { read_csv(std::string_view("0F0,\0B0\n", 8), "mine.csv"); }), "mine.csv: holds a byte 0, and is no text in UTF-8; save it as one");
+}
+
+TEST(ScheduleCsv, IsARegularFile) {
+  const auto place = std::filesystem::temp_directory_path() / ("tessera-csv-" + std::to_string(::getpid()));
+  const auto refused = [&] { return refusal([&] { read_csv_file(place.string()); }).substr(place.string().size()); };
+  ASSERT_EQ(::mkfifo(place.c_str(), 0600), 0);
+  EXPECT_EQ(refused(), ": is not a regular file; name a CSV file that holds a schedule");
+  std::filesystem::remove(place);
+  std::filesystem::create_directory(place);
+  EXPECT_EQ(refused(), ": is a folder; name a CSV file that holds a schedule");
+  std::filesystem::remove(place);
+  std::ofstream(place).flush();
+  EXPECT_EQ(refused(), ": holds no action; write a row for each rank, such as 0F0,0B0");
+  std::filesystem::remove(place);
 }
 
 TEST(ScheduleCheck, ACircleIsPrintedWithItsActions) {

@@ -79,6 +79,7 @@ class Schedule(SystemTest):
             (("1f1b", *sizes, "--per-rank", "1,2"), ("--per-rank = 1,2", "give 4")),
             (("1f1b", *sizes, "--memory-limit", 3), ("memory_limit", "zb_auto")),
             (("1f1b", *sizes, "--svg", "/nowhere/s.svg"), ("--svg = /nowhere/s.svg", "folder")),
+            (("1f1b", *sizes, "--csv", self.folder / "one", "--svg", self.folder / "." / "one"), ("--svg = ", "is where --csv is written, too")),
             ((self.folder / "none.csv",), ("none.csv", "cannot be read")),
             ((self.folder / "hangs.csv",), ("row 1 (rank 0), column 2", "deadlock", "0B0, which needs 1B0 of rank 1", "1F1, which needs 0F1 of rank 0")),
             ((self.folder / "lacks.csv",), ("row 2 (rank 1): 1B0 is missing",)),

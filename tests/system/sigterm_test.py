@@ -133,6 +133,13 @@ class Sigterm(SystemTest):
         stderr, _ = self.end(process, 1)
         self.assertIn("interrupted by SIGTERM (terminated)", stderr.splitlines()[-1])
 
+    def test_every_process_of_the_job_at_once(self):
+        process, log = self.start(2, f"checkpoint.dir={self.folder / 'ckpt'}")
+        for pid in (*children(process.pid), process.pid):  # as a service manager's stop does; the launcher tells its ranks once more
+            os.kill(pid, signal.SIGTERM)
+        self.assertIn("got SIGTERM; saved to", self.end(process, 0)[0])
+        self.assertEqual(self.newest(), len(metrics(log)))
+
     def test_before_the_first_step(self):
         process, _ = self.start(2, until=-1)
         process.terminate()
@@ -143,7 +150,7 @@ class Sigterm(SystemTest):
     def test_a_second_signal_does_not_wait_for_the_step(self):
         process, _ = self.start(1, "run.threads=1", "batch.global_size=3000", until=0)  # a step of some ten seconds
         process.terminate()
-        time.sleep(0.2)
+        time.sleep(1.2)  # within a second it would be the same request
         process.terminate()
         _, took = self.end(process, -signal.SIGTERM)
         self.assertLess(took, 2)

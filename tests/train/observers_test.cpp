@@ -127,6 +127,22 @@ TEST(RecordFile, ANamedPipeHoldsNobodyUp) {
   ::close(reader);
 }
 
+TEST(MetricsFile, ASecondLiveRunIsRefused) {
+  Folder folder;
+  MetricsFile::check_free(folder.path());
+  {
+    MetricsFile first;
+    first.on_start({.log_dir = folder.path()});
+    first.after_step(step(1));
+    for (const bool early : {true, false}) {
+      EXPECT_THAT(refusal([&] { early ? MetricsFile::check_free(folder.path()) : MetricsFile().on_start({.log_dir = folder.path()}); }),
+                  AllOf(HasSubstr("log.dir = "), HasSubstr("another run that still trains"), HasSubstr("name another log.dir")));
+    }
+    EXPECT_EQ(lines(folder / "metrics.jsonl").size(), 1);
+  }
+  MetricsFile().on_start({.log_dir = folder.path()});
+}
+
 TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {
   const Folder folder;
   MetricsFile metrics;

@@ -106,6 +106,9 @@ TEST_F(RecomputeRun, CountsWhatItRunsAgainOnAllRanks) {
   EXPECT_EQ(other.recomputed, full.recomputed / 2);
   EXPECT_EQ(flops({kFull}, 3).recomputed, full.recomputed);
   EXPECT_EQ(flops({kFull, "zero.stage=3"}, 3).run, full.run);
+  // Four micro-batches on three ranks: two are padding, and run.
+  const Sets four{kFull, "batch.global_size=8"};
+  EXPECT_EQ(flops(four, 3).run, 1.5 * flops(four, 1).run);
 }
 
 TEST(FlopRates, RecomputationRaisesHfuAndNotMfu) {

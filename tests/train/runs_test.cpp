@@ -104,6 +104,25 @@ TEST_F(Runs, ARewindThatIsRefusedLeavesEverythingWhereItWas) {
   EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6)) << "a run that does not train moves nothing";
 }
 
+TEST_F(Runs, APatternOfWhatOneStageHoldsIsNoneOfTheOthers) {
+  run_into("a", 2, {"model.layers=3"});
+  Sets longer{"model.layers=4", "run.steps=3", "checkpoint.resume=" + at("a", 2)};
+  longer.push_back("checkpoint.partial=[\"layers.3.**\"]");
+  const auto trained = [&](int ranks, Sets more) {
+    more.insert(more.end(), longer.begin(), longer.end());
+    return run({"staged", ranks, {}}, more).back().loss;
+  };
+  const double whole = trained(1, {});
+  EXPECT_NEAR(trained(2, {"mesh.pp=2"}), whole, testing_support::kLosses * whole);
+  EXPECT_NEAR(trained(3, {"mesh.pp=3"}), whole, testing_support::kLosses * whole);
+  // The new block lies on the last stage: what is missing and not listed is refused by all.
+  longer.back() = "checkpoint.partial=[\"layers.2.**\"]";
+  EXPECT_THAT(([&] { trained(2, {"mesh.pp=2"}); }), ThrowsMessage<ConfigError>(HasSubstr("missing model.layers.3.")));
+  longer.back() = "checkpoint.partial=[\"layers.3.**\", \"layers.7.**\"]";
+  EXPECT_THAT(([&] { open_inputs(settings({"one", 1, {}}, longer)); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.partial = layers.7.**"), HasSubstr("matches no tensor of the checkpoint"))));
+}
+
 TEST_F(Runs, ARestartGoesOnFromTheNewestThatThisJobWrote) {
   run_into("a", 6, {});
   const Sets from{"checkpoint.resume=" + at("a", 2)};

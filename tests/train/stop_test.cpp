@@ -33,10 +33,16 @@ TEST(StopSignals, StartAnewAndRestoreWhatWasThere) {
   EXPECT_THROW(StopSignals(), InternalError);
 }
 
+TEST(StopSignals, OneRequestMayComeTwice) {
+  const StopSignals signals({SIGTERM}, std::chrono::hours(1));
+  for (int i = 0; i < 3; ++i) ::raise(SIGTERM);
+  EXPECT_EQ(signals.received(), SIGTERM);
+}
+
 TEST(StopSignals, TheSecondEndsTheProcess) {
   const pid_t child = ::fork();
   if (child == 0) {
-    const StopSignals signals;
+    const StopSignals signals({SIGTERM}, std::chrono::nanoseconds(0));
     ::raise(SIGTERM);
     if (signals.received() != SIGTERM) ::_exit(3);
     ::raise(SIGTERM);

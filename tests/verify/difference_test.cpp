@@ -42,15 +42,28 @@ TEST(Difference, Relative) {
 }
 
 TEST(Difference, ABiasIsMeasuredByItsWeightToo) {
-  const std::vector<SlicedTensor> reference{{numbers({10, -20}), Slice::whole("wk.weight", {2})},
-                                            {numbers({1e-9f}), Slice::whole("wk.bias", {1})},
+  const std::vector<SlicedTensor> reference{{numbers({10, -20}), Slice::whole("w1.weight", {2})},
+                                            {numbers({1e-9f}), Slice::whole("w1.bias", {1})},
                                             {numbers({1e-3f}), Slice::whole("norm.weight", {1})},
                                             {at::Tensor(), Slice::whole("unused", {1})}};
-  auto scales = gradient_scales(reference);
-  EXPECT_EQ(scales["wk.weight"], 20);
-  EXPECT_EQ(scales["wk.bias"], 2);
+  auto scales = gradient_scales(reference, 8);
+  EXPECT_EQ(scales["w1.weight"], 20);
+  EXPECT_EQ(scales["w1.bias"], 2);
   EXPECT_FLOAT_EQ(static_cast<float>(scales["norm.weight"]), 1e-3f);
   EXPECT_EQ(scales["unused"], 0);
+}
+
+TEST(Difference, WhatIsZeroInExactArithmeticIsMeasuredByWhatItIsTheRoundingOf) {
+  const std::vector<SlicedTensor> reference{{numbers({1e-9f}), Slice::whole("0.attention.wq.weight", {1})},
+                                            {numbers({0.5f}), Slice::whole("0.attention.wk.weight", {1})},
+                                            {numbers({1e-9f}), Slice::whole("0.attention.wk.bias", {1})},
+                                            {numbers({20}), Slice::whole("0.attention.wv.weight", {1})},
+                                            {numbers({30}), Slice::whole("1.attention.wv.weight", {1})}};
+  auto some = gradient_scales(reference, 2), one = gradient_scales(reference, 1);
+  EXPECT_EQ(some["0.attention.wk.bias"], 0.5);
+  EXPECT_EQ(some["0.attention.wk.weight"], 0.5);
+  EXPECT_FLOAT_EQ(static_cast<float>(some["0.attention.wq.weight"]), 1e-9f);
+  for (const char* name : {"wq.weight", "wk.weight", "wk.bias", "wv.weight"}) EXPECT_EQ(one["0.attention." + std::string(name)], 20) << name;
 }
 
 class Slices : public ::testing::Test {

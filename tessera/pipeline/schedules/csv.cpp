@@ -1,13 +1,16 @@
 #include "tessera/pipeline/schedules/csv.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
-#include <sstream>
+#include <iterator>
+#include <system_error>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/pipeline/schedules/check.h"
 
 namespace tessera::schedules {
@@ -85,6 +88,9 @@ std::string to_csv(const Schedule& schedule) {
 Schedule read_csv(std::string_view text, const std::string& name) {
   Schedule schedule{.name = name, .micro_batches = 0, .rank_of = {}, .actions = {}};
   Columns columns;
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";  // with which some programs begin a text in UTF-8
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  require(text.find('\0') == std::string_view::npos, name, ": holds a byte 0, and is no text in UTF-8; save it as one");
   for (const auto row : rows_of(text)) {
     const int rank = schedule.ranks();
     schedule.actions.emplace_back();
@@ -112,12 +118,14 @@ Schedule read_csv(std::string_view text, const std::string& name) {
 }
 
 Schedule read_csv_file(const std::string& path) {
+  std::error_code error;
+  const bool special = is_there(path) && !std::filesystem::is_regular_file(path, error);  // a pipe might never end, or never begin
+  require(!special, path, is_folder(path) ? ": is a folder" : ": is not a regular file", "; name a CSV file that holds a schedule");
   std::ifstream file(path, std::ios::binary);
   require(file.good(), path, ": cannot be read; name a CSV file that holds a schedule");
-  std::ostringstream text;
-  if (file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
-  require(!file.bad() && !text.fail(), path, ": cannot be read to its end");
-  return read_csv(text.str(), path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  require(!file.bad(), path, ": cannot be read to its end");
+  return read_csv(text, path);
 }
 
 }  // namespace tessera::schedules

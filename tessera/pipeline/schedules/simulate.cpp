@@ -90,9 +90,13 @@ Timeline simulate(const Schedule& schedule, const Costs& costs) {
   const detail::EventIndex index(schedule);
   std::vector<double> done(index.size(), kNotYet);
   Timeline timeline(schedule.ranks());
+  // Forwards go from rank to rank upwards and backwards downwards: rounds go both ways in turns, or each backward would take a round a rank.
+  bool upwards = false;
   for (bool progress = true; progress;) {
     progress = false;
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    upwards = !upwards;
+    for (int i = 0; i < schedule.ranks(); ++i) {
+      const int rank = upwards ? i : schedule.ranks() - 1 - i;
       const auto& actions = schedule.actions[rank];
       auto& spans = timeline[rank];
       while (spans.size() < actions.size()) {

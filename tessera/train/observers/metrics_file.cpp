@@ -2,6 +2,7 @@
 
 #include <fstream>
 #include <string>
+#include <thread>
 
 #include <nlohmann/json.hpp>
 
@@ -77,11 +78,17 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
 
 }  // namespace
 
-void MetricsFile::on_start(const RunInfo& run) {
-  if (RecordFile::is_being_written(run.log_dir / "metrics.jsonl")) {
-    log().warn("log.dir = {}: another run that still trains writes its records there, and loses them to this one; give each run a log.dir of its own",
-               run.log_dir.string());
+void MetricsFile::check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (RecordFile::is_being_written(log_dir / "metrics.jsonl")) {
+    require(std::chrono::steady_clock::now() < deadline, "log.dir = ", log_dir.string(),
+            ": another run that still trains writes its records there, and would lose them to this one; wait for its end, end it, or name another log.dir");
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
+}
+
+void MetricsFile::on_start(const RunInfo& run) {
+  check_free(run.log_dir);
   continue_file(run.log_dir / "metrics.jsonl", run.first_step, metrics_);
   continue_file(run.log_dir / "validation.jsonl", run.first_step, validation_);
   run_ = run;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 
 #include "tessera/train/observer.h"
@@ -15,11 +16,15 @@ namespace tessera {
 ///
 /// A run from step 1 starts these files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
 /// Where a line is no record, a copy of the file stays in metrics.jsonl.unreadable-1 (or the next free number), which is said aloud.
-/// Throws ConfigError where log_dir cannot be written, or a named pipe stands in the files' place. A line that is lost later is
-/// said aloud (RecordFile), and ends a run whose log is strict.
+/// Throws ConfigError where log_dir cannot be written, where another live run writes its records there, or where a named pipe stands in the files' place. A
+/// line that is lost later is said aloud (RecordFile), and ends a run whose log is strict.
 class MetricsFile : public Observer {
  public:
   explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict), timeline_(strict) {}
+
+  /// Throws ConfigError where a live run writes its records into `log_dir`, and `patience` later still does: one that is being killed takes a moment to go.
+  static void check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
+
   void on_start(const RunInfo& run) override;
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;

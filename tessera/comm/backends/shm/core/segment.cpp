@@ -42,7 +42,10 @@ std::string room_in(const std::string& folder) {
   return mebibytes(block * static_cast<double>(fs.f_bavail)) + " of " + mebibytes(block * static_cast<double>(fs.f_blocks)) + " are free";
 }
 
-[[noreturn]] void fail(const std::string& what, int error) { throw Failure("shared memory: " + what + ": " + std::strerror(error)); }
+[[noreturn]] void fail(const std::string& what, int error) {
+  const std::string way_out = error == EFBIG ? "; `ulimit -f` is what a file may have at most: raise it (ulimit -f unlimited)" : "";
+  throw Failure("shared memory: " + what + ": " + std::strerror(error) + way_out);
+}
 
 }  // namespace
 
