@@ -211,7 +211,7 @@ void run(int argc, char** argv) {
   const Settings settings = read(argc, argv);
   at::set_num_threads(1);
   const Digits digits(settings.file);
-  auto world = tessera::comm::World::from_environment();
+  auto world = tessera::comm::World::from_environment({.backend = "gloo"});  // waits asleep: many small messages, and few cores
   const auto ranks = world.group();
   tessera::require(ranks.size() == 2 || ranks.size() == 4, "vit_digits: ", ranks.size(), " ranks for ", kLayers, " layers; start 2 or 4");
   for (const Way& way : ways(static_cast<int>(ranks.size()))) train(settings, digits, way, ranks);
