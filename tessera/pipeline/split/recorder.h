@@ -22,7 +22,8 @@ using Forward = std::function<std::vector<at::Tensor>(const std::vector<at::Tens
 /// Where an operator has no kernel for meta tensors, and under autocast, which knows none, it runs once on zeros on the CPU: memory and time of that operator.
 /// Throws ConfigError, naming the operator, the module and the way out, for what a replay could not repeat: a host that reads a tensor, shapes that depend on
 /// values, autograd Functions and hooks outside of our modules, requires_grad that is changed by hand, writes into what is neither parameter nor buffer.
-/// Not seen, and wrong in a replay: a host that reads through data_ptr() (null here), and control flow that depends on anything but the inputs' shapes.
+/// Not seen, and wrong in a replay: a host that reads through data_ptr() (null here), and numbers and control flow that depend on anything but the inputs'
+/// shapes (SplitModel records again, now and then, and compares).
 Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs,
              const std::function<bool(const std::string& path)>& inside);
 

@@ -6,7 +6,6 @@
 #include <set>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
@@ -267,8 +266,7 @@ void SplitModel::record_anew() const {
 }
 
 Crossings SplitModel::crossings() const {
-  const c10::InferenceMode recorded(false);
-  const at::AutoGradMode gradients(true);
+  const c10::InferenceMode with_gradients(false);  // whatever is on around the caller
   const std::vector<int> numbers = state_->micro_batches();
   Crossings all = crossings_of(recording(numbers[0])->stages);
   for (const int number : numbers) {
