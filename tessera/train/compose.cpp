@@ -20,6 +20,7 @@
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/replicas.h"
@@ -350,6 +351,19 @@ void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len) {
   check_parallel_plan(*model, ranks, plan_of(config, *model), [&] { model->loss_sum(tokens, tokens); });
 }
 
+namespace {
+
+/// Products that are overlapped begin in the call of the module around their layers, when a unit of a layer alone has not been gathered.
+void check_overlapped_units(const Config& config, const torch::nn::Module& model) {
+  for (const auto& item : model.named_modules()) {
+    require(dynamic_cast<const nn::LinearImpl*>(item.value().get()) == nullptr || !nn::matches(config.zero.wrap, item.key()), "zero.wrap = ", config.zero.wrap,
+            ": makes '", item.key(), "' a unit by itself, and with tensor.overlap = true its products begin before it is called; wrap what is around it (",
+            "zero.wrap = layers.* or layers.*.*), or set tensor.overlap = false");
+  }
+}
+
+}  // namespace
+
 void check_modules(const Config& config, int tensor_ranks) {
   if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks, config.data.seq_len);
   const auto model = on_meta([&] { return make_model(config.model); });
@@ -358,6 +372,7 @@ void check_modules(const Config& config, int tensor_ranks) {
   const Attachment recomputed = recompute_blocks(config, *model);
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
+  if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);
   fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
 }
 

@@ -2,8 +2,10 @@
 // fetched ahead, changes no bit.
 
 #include <ATen/ops/equal.h>
+#include <gmock/gmock.h>
 
 #include "tessera/comm/backends/record.h"
+#include "tests/refusal.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -113,6 +115,16 @@ TEST_F(PipelineSharding, NoBitDependsOnWhenUnitsAreGathered) {
       for (const auto& [name, weight] : plain) EXPECT_TRUE(at::equal(got.at(name), weight)) << schedule << ", " << other.back() << ", " << name;
     }
   }
+}
+
+TEST_F(PipelineSharding, UnitsOfALayerAloneAreRefusedWhereItsProductsBeginBefore) {
+  const auto check = [&](const std::string& wrap, const std::string& overlap) {
+    check_modules(config("llama", {"mesh.tp=2", "zero.stage=3", "zero.wrap=" + wrap, "tensor.overlap=" + overlap}), 2);
+  };
+  EXPECT_THAT(testing_support::refusal([&] { check("**", "true"); }), ::testing::HasSubstr("makes 'layers.0.attention.wq' a unit by itself"));
+  EXPECT_NO_THROW(check("**", "false"));
+  EXPECT_NO_THROW(check("layers.*", "true"));
+  EXPECT_NO_THROW(check("layers.*.*", "true"));
 }
 
 }  // namespace
