@@ -97,7 +97,9 @@ TEST_F(VerifyTest, WhatARankThrowsEndsTheWaitOfAll) {
   try {
     run("dp_replicate=3", "mlp", {}, options);
     FAIL() << "nothing was thrown";
-  } catch (const ConfigError& error) {
+  } catch (const ConfigError& refusal) {
+    FAIL() << "a step that fails is no bad input: " << refusal.what();
+  } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("planted failure"));
   }
 }
