@@ -42,6 +42,7 @@ Config config_of(const PipelineCase& what) {
   config.mesh.pp = what.ranks;
   config.pipeline.schedule = what.schedule;
   config.pipeline.virtual_stages = what.chunks;
+  if (what.schedule == "zb_auto") config.pipeline.memory_limit = what.ranks;
   resolve(config);
   return config;
 }
@@ -53,7 +54,7 @@ data::StepBatch batch_of(const PipelineCase& what) {
   const int64_t rows = what.global_size / what.micro_batches;
   for (int64_t i = 0; i < what.micro_batches; ++i) {
     const auto draw = [&] { return at::randint(kVocabulary, {rows, what.tokens}, generator, at::kLong); };
-    batch.micro_batches.push_back({.tokens = draw(), .labels = draw(), .index = i, .first_sample = i * rows, .valid_tokens = rows * what.tokens});
+    batch.micro_batches.push_back({.tokens = draw(), .labels = draw(), .rows = rows, .seq_len = what.tokens, .index = i, .first_sample = i * rows, .valid_tokens = rows * what.tokens});
   }
   return batch;
 }

@@ -125,8 +125,7 @@ TEST_F(PipelineSchedules, WhatAFileLacksIsRefusedBeforeTheRun) {
 
 TEST_F(PipelineSchedules, NamesThatAreNoneAndKeysThatAreMissingAreRefused) {
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=1fb1"}, 2), AllOf(HasSubstr("there is no such file, and no schedule '1fb1'; did you mean 1f1b?")));
-  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=" + folder_.string()}, 2), HasSubstr("cannot be read"));
-  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=pipedream"}, 2), HasSubstr("updates weights in the middle of a step"));
+  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=" + folder_.string()}, 2), HasSubstr("is a folder"));
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=zb_auto"}, 2), StartsWith("pipeline.memory_limit = 0: pipeline.schedule = zb_auto is made for a limit"));
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=v_half"}, 2), HasSubstr("set pipeline.virtual_stages = 2"));
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=zb_1p", "pipeline.costs=[1, 2]"}, 2), StartsWith("pipeline.costs = [1.0, 2.0]: expected the times"));
