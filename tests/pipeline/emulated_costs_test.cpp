@@ -180,7 +180,7 @@ TEST(EmulatedCosts, BubblesAndPeaksAreThoseOfTheFormulas) {
     EXPECT_NEAR(of_spans, want, 0.05);
   }
   if (!busy_host.empty()) GTEST_SKIP() << "this host is too busy to wake a thread within " << 1000 * kUnit / 8 << " ms: " << busy_host;
-  EXPECT_NEAR(makespans.at("zb_h1") / makespans.at("1f1b"), 27.0 / 33.0, 0.03);  // 3 m + p - 1 against 3 (m + p - 1)
+  EXPECT_NEAR(makespans.at("zb_h1") / makespans.at("1f1b"), 27.0 / 33.0, 0.01);  // 3 m + p - 1 against 3 (m + p - 1)
 }
 
 }  // namespace
