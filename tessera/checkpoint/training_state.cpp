@@ -64,6 +64,13 @@ void fill_across_masters(std::vector<SlicedTensor>& targets, const Manifest& sou
   }
 }
 
+/// Those that follow another of the model's parameters, under its name.
+void add_followers(const torch::nn::Module& model, std::vector<SlicedTensor>& targets) {
+  for (const auto& parameter : nn::following_parameters(model)) {
+    targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), std::string(kModel) + parameter.name)});
+  }
+}
+
 /// The parameters among tensors, by their own names. No other tensor has an update count.
 std::vector<std::string> parameters_among(const std::set<std::string>& tensors) {
   std::vector<std::string> names;
@@ -105,9 +112,7 @@ std::vector<SlicedTensor> gradient_tensors(const std::vector<nn::NamedParameter>
 
 std::vector<SlicedTensor> model_targets(const torch::nn::Module& model) {
   auto targets = training_tensors(model, nullptr);
-  for (const auto& parameter : nn::following_parameters(model)) {
-    targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), std::string(kModel) + parameter.name)});
-  }
+  add_followers(model, targets);
   return targets;
 }
 
@@ -131,9 +136,7 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
   }
   optimizer.hold_state(held);
   auto targets = training_tensors(model, &optimizer);
-  for (const auto& parameter : nn::following_parameters(model)) {
-    targets.push_back({parameter.tensor, renamed(nn::slice_of(parameter.tensor), std::string(kModel) + parameter.name)});
-  }
+  add_followers(model, targets);
   std::erase_if(targets, [&](const SlicedTensor& target) {
     if (!is_state(target.slice.name) || source.tensors.contains(target.slice.name)) return false;
     const auto counts = source.optimizer.find("update_counts");
