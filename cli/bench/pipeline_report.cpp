@@ -178,8 +178,7 @@ std::string plot(const std::vector<PipelineRow>& rows) {
   Svg svg(2 * margin + 2 * LogPlot::width + gap, 2 * margin + 2 * row_height);
   const auto& steps = curve.front();
   svg.text(margin, margin + 10,
-           fmt::format("{} on {} ranks ({}), {}: one global batch in more and smaller micro-batches", steps.what.schedule, steps.what.ranks, steps.backend,
-                       model_text(steps.what)),
+           fmt::format("{} on {} ranks ({}), {}, in more and smaller parts", steps.what.schedule, steps.what.ranks, steps.backend, model_text(steps.what)),
            {.size = 14, .bold = true});
   double top = margin + heading, below = top + LogPlot::height + 6;
   draw_curve(svg, margin, top, "idle share of a step, over micro-batches", curve, in_percent,
