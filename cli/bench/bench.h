@@ -8,23 +8,28 @@
 /// `tessera bench`: what its commands share. Flags are values, so that the files that measure need not see the parser of the command line.
 namespace tessera::cli {
 
-struct BenchCommFlags {
+/// What every one of them takes.
+struct BenchFlags {
+  std::string interface{};
+  std::optional<int> nproc{};
+  double seconds = 0.5;
+  int64_t iterations = 0;
+  std::string svg{};
+  std::string rows{};  ///< a file that takes the rows instead of standard output: how copies answer
+  bool json = false;
+};
+
+struct BenchCommFlags : BenchFlags {
   std::vector<std::string> ops{"all_reduce"};
   std::vector<std::string> backends{"auto"};
   std::vector<std::string> algorithms{"engine"};
   std::vector<std::string> bytes{"1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"};
   std::string dtype = "fp32";
   std::string buffers = "plain";
-  std::string interface{};
-  std::optional<int> nproc{};
-  double seconds = 0.5;
-  int64_t iterations = 0;
-  std::string table{}, svg{};
-  std::string rows{};  ///< a file that takes the rows instead of standard output: how copies answer
-  bool json = false;
+  std::string table{};
 };
 
-struct BenchTpFlags {
+struct BenchTpFlags : BenchFlags {
   std::vector<int64_t> hidden{256, 512, 1024, 2048};
   int64_t tokens = 256;
   int64_t head_dim = 64;
@@ -32,16 +37,9 @@ struct BenchTpFlags {
   bool overlap = false;
   std::string dtype = "fp32";
   std::string backend = "auto";
-  std::string interface{};
-  std::optional<int> nproc{};
-  double seconds = 0.5;
-  int64_t iterations = 0;
-  std::string svg{};
-  std::string rows{};  ///< as above
-  bool json = false;
 };
 
-struct BenchPpFlags {
+struct BenchPpFlags : BenchFlags {
   int64_t dim = 256;
   int64_t layers = 4;
   int64_t tokens = 128;
@@ -50,13 +48,6 @@ struct BenchPpFlags {
   std::vector<int64_t> micro_batches{1, 2, 4, 8, 16, 32};
   std::vector<int64_t> hidden{128, 256, 512, 1024};
   std::string backend = "auto";
-  std::string interface{};
-  std::optional<int> nproc{};
-  double seconds = 0.5;
-  int64_t iterations = 0;
-  std::string svg{};
-  std::string rows{};  ///< as above
-  bool json = false;
 };
 
 /// Each checks its flags (ConfigError), measures, shows, and returns the exit code.

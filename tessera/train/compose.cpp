@@ -122,8 +122,6 @@ std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<Gradien
   return std::make_unique<PartSynchronizers>(std::move(parts));
 }
 
-constexpr const char* kTied = "embed_tokens.weight";
-
 /// Without those that follow others.
 std::vector<nn::NamedParameter> trained(const std::vector<nn::NamedParameter>& parameters) {
   std::vector<nn::NamedParameter> own;
@@ -139,7 +137,7 @@ void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
   const bool first_too = run.rank_of_stage.front() == run.pipeline.rank();
   std::vector<pipeline::TiedCopies::Copy> copies;
   for (const auto& parameter : run.synchronizer->updated()) {
-    if (nn::slice_of(parameter.tensor).name != kTied) continue;
+    if (nn::slice_of(parameter.tensor).name != kTiedWeight) continue;
     const bool first = first_too && !nn::follows(nn::updated_for(parameter.tensor));
     copies.push_back({first ? pipeline::End::First : pipeline::End::Last, parameter.tensor});
   }
@@ -301,7 +299,7 @@ void let_the_head_follow(const CutModel& model) {
   const int rank = model.pipeline.rank();
   if (model.parts.size() < 2 || model.rank_of_stage.front() != rank || model.rank_of_stage.back() != rank) return;
   for (const auto& parameter : nn::unique_parameters(*model.parts.back().module)) {
-    if (parameter.name == kTied) nn::set_follows(parameter.tensor);
+    if (parameter.name == kTiedWeight) nn::set_follows(parameter.tensor);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -10,6 +11,9 @@
 #include "tessera/train/model_stage.h"
 
 namespace tessera {
+
+/// The embedding, which a head that is tied to it uses, too.
+inline constexpr std::string_view kTiedWeight = "embed_tokens.weight";
 
 /// A stage's share of a model.
 struct ModelShare {

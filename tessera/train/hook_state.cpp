@@ -36,7 +36,6 @@ Slice prefixed(Slice slice) {
   return slice;
 }
 
-constexpr const char* kTied = ".embed_tokens.weight";
 constexpr const char* kLastCopy = "@last";
 
 /// What a hook carries, as a checkpoint has it.
@@ -50,9 +49,10 @@ struct Carried {
 /// of the sum. So there they carry the rank's place in their names, and are whole under them: another cut has others.
 std::vector<Carried> state_of(const HookShares& hooks, const comm::Group& data) {
   std::vector<Carried> state;
+  const std::string tied = detail::concat(".", kTiedWeight);
   for (const auto& [hook, stage] : hooks.parts) {
     for (HookTensor& held : hook->state()) {
-      const bool copied = hooks.tied_copies && held.name.ends_with(kTied), last = copied && stage > 0;
+      const bool copied = hooks.tied_copies && held.name.ends_with(tied), last = copied && stage > 0;
       Carried carried{.held = std::move(held), .row = data.rank() + (last ? data.size() : 0), .rows = data.size() * (copied ? 2 : 1), .stand_in = {}};
       HookTensor& own = carried.held;
       const std::string cut = hooks.layers.size() > 1 ? detail::concat("@tp", hooks.layers.rank(), "of", hooks.layers.size()) : std::string();

@@ -95,7 +95,7 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   const int shards = size_along(axes, roles.shard);
   require(shards == 1, "mesh.dp_shard = ", shards,
           ": shards what training keeps, and a model that is only read keeps none of it; cut it by mesh.tp or mesh.pp, or leave mesh.dp_shard out");
-  check_stages(config, layout.stage_ranks);
+  pipeline_layout(config, layout.stage_ranks);  // or a refusal
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));

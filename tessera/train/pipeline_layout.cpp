@@ -144,16 +144,11 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   return layout;
 }
 
-void check_stages(const Config& config, int ranks) {
-  if (ranks == 1) return;
-  pipeline_layout(config, ranks);
-}
-
 void check_pipeline(const Config& config, const MeshShape& axes) {
   const MeshRoles roles = mesh_roles(config);
   const int ranks = size_along(axes, roles.stages);
   if (ranks == 1) return;
-  check_stages(config, ranks);
+  pipeline_layout(config, ranks);  // or a refusal
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto each = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
   const ScheduleMaker maker = schedule_maker(config, ranks);

@@ -31,11 +31,9 @@ ScheduleMaker schedule_maker(const Config& config, int ranks);
 /// Whether pipeline.schedule is a path.
 bool is_schedule_file(const PipelineConfig& config);
 
-/// Throws ConfigError where pipeline.split does not fit the model.
+/// Throws ConfigError for a schedule that does not exist, or whose ranks or chunks are not those of [mesh] and [pipeline], and where pipeline.split does not
+/// fit the model: what can be refused of stages in training and in reading.
 PipelineLayout pipeline_layout(const Config& config, int ranks);
-
-/// What can be refused of stages that are dealt over `ranks`, in training and in reading. Throws ConfigError.
-void check_stages(const Config& config, int ranks);
 
 /// Everything that can be refused of mesh.pp in training, before any process group exists. Throws ConfigError.
 void check_pipeline(const Config& config, const MeshShape& axes);

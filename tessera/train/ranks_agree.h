@@ -14,15 +14,15 @@ namespace tessera {
 
 /// What ranks were told differently, as one sentence that names the first such setting, its values with their ranks, and the other settings; nothing where
 /// `of_ranks` are all alike. A setting that only some have counts.
-std::optional<std::string> disagreement(const std::vector<tessera::Settings>& of_ranks);
+std::optional<std::string> disagreement(const std::vector<Settings>& of_ranks);
 
 /// Throws ConfigError, on every rank the same, unless all ranks of `group` bring the same settings. Collective. Traffic: one all-gather of 8 bytes; where they
 /// differ, of the settings too.
-void check_ranks_agree(const comm::Group& group, const tessera::Settings& mine);
+void check_ranks_agree(const comm::Group& group, const Settings& mine);
 
 /// What all ranks of a training run must have alike: shared_settings(), and the content of what paths name: tokenizer, texts, the table of collective
 /// algorithms in use, a pipeline's schedule, and the model of from_hf where no checkpoint takes its place (its files' headers and the beginning of each
 /// tensor).
-tessera::Settings run_settings(const Config& config, const Inputs& inputs, const comm::WorldOptions& options);
+Settings run_settings(const Config& config, const Inputs& inputs, const comm::WorldOptions& options);
 
 }  // namespace tessera

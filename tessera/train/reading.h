@@ -21,7 +21,7 @@ struct FoundTokenizer {
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag);
 
 /// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, checkpoint or weights, tokenizer.
-tessera::Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokenizer);
+Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokenizer);
 
 /// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, settings without effect; refuses values among the
 /// latter that no run takes. Throws ConfigError.

@@ -14,7 +14,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 
 TEST(RanksAgree, NamesTheSettingItsValuesAndWhoHasThem) {
-  const tessera::Settings most{{"model.dim", "32"}, {"optim.lr", "0.003"}, {"run.seed", "1"}}, odd{{"model.dim", "32"}, {"optim.lr", "0.3"}, {"run.seed", "2"}};
+  const Settings most{{"model.dim", "32"}, {"optim.lr", "0.003"}, {"run.seed", "1"}}, odd{{"model.dim", "32"}, {"optim.lr", "0.3"}, {"run.seed", "2"}};
   EXPECT_EQ(disagreement({most, most, most}), std::nullopt);
   EXPECT_EQ(disagreement({most}), std::nullopt);
   EXPECT_EQ(disagreement({most, most, most, odd}),
@@ -42,7 +42,7 @@ TEST(RanksAgree, AllRanksRefuse) {
 
 class RunSettings : public testing_support::TrainFixture {
  protected:
-  tessera::Settings settings(const std::string& text, const std::vector<std::string>& sets = {}) const {
+  Settings settings(const std::string& text, const std::vector<std::string>& sets = {}) const {
     std::filesystem::create_directories(folder_ / text);
     std::ofstream(folder_ / text / "text.txt") << std::string(600, 'a') << text.back() << std::string(600, 'b');
     const Config read = config("llama", [&] {
@@ -55,7 +55,7 @@ class RunSettings : public testing_support::TrainFixture {
 };
 
 TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
-  const tessera::Settings here = settings("one/x");
+  const Settings here = settings("one/x");
   EXPECT_EQ(disagreement({here, settings("elsewhere/x", {"log.dir=/other", "checkpoint.dir=/tmp/other", "comm.interface=eth1", "run.memory_limit_bytes=9"})}),
             std::nullopt);
   EXPECT_THAT(disagreement({here, settings("one/y")}).value_or(""), HasSubstr("data.files = content "));
@@ -65,7 +65,7 @@ TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
     std::ofstream(folder_ / name) << text;
     return std::vector<std::string>{"mesh.pp=2", "pipeline.schedule=" + (folder_ / name).string()};
   };
-  const tessera::Settings by_file = settings("one/x", file("a.csv", "0F0,0B0\n1F0,1B0\n"));
+  const Settings by_file = settings("one/x", file("a.csv", "0F0,0B0\n1F0,1B0\n"));
   EXPECT_EQ(disagreement({by_file, settings("one/x", file("b.csv", "0F0,,0B0\n1F0,1B0\n"))}), std::nullopt);
   EXPECT_THAT(disagreement({by_file, settings("one/x", file("c.csv", "0F0,0I0,0W0\n1F0,1B0\n"))}).value_or(""), HasSubstr("pipeline.schedule = content "));
   EXPECT_THAT(disagreement({here, settings("one/x", {"pipeline.schedule=gpipe"})}).value_or(""), HasSubstr("pipeline.schedule = 1f1b on rank 0, gpipe"));

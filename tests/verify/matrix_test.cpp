@@ -7,11 +7,11 @@
 namespace tessera {
 namespace {
 
-using Settings = std::vector<std::string>;
+using Sets = std::vector<std::string>;
 
 struct Choice {
   const char* name;
-  Settings sets;
+  Sets sets;
 };
 
 /// Ranks, and how a sharded stage lays them out; stage 0 has as many replicas.
@@ -77,8 +77,8 @@ class VerifyMatrix : public testing_support::VerifyFixture, public ::testing::Wi
     const Ranks& layout = kRanks[ranks];
     const Choice& model = models()[family % models().size()];
     // 10 micro-batches: more than one to each rank but a few of eight, and unevenly dealt where they can be.
-    Settings sets{"batch.global_size=10", "batch.micro_size=1", "run.steps=2", "zero.stage=" + std::to_string(stage()), "zero.bucket_bytes=8000"};
-    for (const Settings& more : {precisions()[precision % precisions().size()].sets, recomputations()[recompute % recomputations().size()].sets, model.sets}) {
+    Sets sets{"batch.global_size=10", "batch.micro_size=1", "run.steps=2", "zero.stage=" + std::to_string(stage()), "zero.bucket_bytes=8000"};
+    for (const Sets& more : {precisions()[precision % precisions().size()].sets, recomputations()[recompute % recomputations().size()].sets, model.sets}) {
       sets.insert(sets.end(), more.begin(), more.end());
     }
     if (stage() == 2 && recompute % 2 == 1) sets.emplace_back("zero.accumulate=whole");
@@ -116,8 +116,8 @@ class TensorVerifyMatrix : public testing_support::VerifyFixture, public ::testi
     const Choice& again = recomputations()[recompute % recomputations().size()];
     // 5 micro-batches: several to most ranks, and unevenly dealt. The learning rate leaves attention soft: where it saturates, a query's gradient is the small
     // difference of large numbers, and one device in fp32 is as far from itself in fp64 as a module may be off.
-    Settings sets{"batch.global_size=5", "batch.micro_size=1", "run.steps=2", "optim.lr=1e-3", axis("zero.stage", layout.stage), "zero.bucket_bytes=8000"};
-    for (const Settings& more : {format.sets, again.sets, model.sets}) sets.insert(sets.end(), more.begin(), more.end());
+    Sets sets{"batch.global_size=5", "batch.micro_size=1", "run.steps=2", "optim.lr=1e-3", axis("zero.stage", layout.stage), "zero.bucket_bytes=8000"};
+    for (const Sets& more : {format.sets, again.sets, model.sets}) sets.insert(sets.end(), more.begin(), more.end());
     const auto set_if = [&](bool condition, const char* set) {
       if (condition) sets.emplace_back(set);
     };
@@ -153,7 +153,7 @@ TEST_P(TensorVerifyMatrix, DISABLED_Everything) {
 /// Stages: mesh, schedule and chunks.
 struct StageCut {
   const char* mesh;
-  Settings sets;
+  Sets sets;
 };
 
 const std::vector<StageCut>& stage_cuts() {
@@ -175,8 +175,8 @@ class PipelineVerifyMatrix : public testing_support::VerifyFixture {
   void expect_cell(size_t cut, size_t precision, size_t recompute, size_t family) const {
     const StageCut& layout = stage_cuts()[cut % stage_cuts().size()];
     const Choice& model = cut_models()[family % cut_models().size()];
-    Settings sets{"batch.global_size=8", "batch.micro_size=1", "run.steps=2", "optim.lr=1e-3", "zero.bucket_bytes=8000"};
-    for (const Settings& more :
+    Sets sets{"batch.global_size=8", "batch.micro_size=1", "run.steps=2", "optim.lr=1e-3", "zero.bucket_bytes=8000"};
+    for (const Sets& more :
          {layout.sets, precisions()[precision % precisions().size()].sets, recomputations()[recompute % recomputations().size()].sets, model.sets}) {
       sets.insert(sets.end(), more.begin(), more.end());
     }

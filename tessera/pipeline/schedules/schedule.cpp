@@ -110,10 +110,11 @@ Schedule with_weight_gradients(Schedule schedule, WeightGradients when) {
 
 Schedule with_backwards_alike(Schedule schedule) {
   std::vector<bool> cuts(static_cast<size_t>(schedule.stages()));
-  any_action(schedule, [&](const Action& action) {
-    if (action.kind == BackwardInput) cuts[static_cast<size_t>(action.stage)] = true;
-    return false;
-  });
+  for (const auto& actions : schedule.actions) {
+    for (const Action& action : actions) {
+      if (action.kind == BackwardInput) cuts[static_cast<size_t>(action.stage)] = true;
+    }
+  }
   for (auto& actions : schedule.actions) {
     RankActions alike;
     for (const Action& action : actions) {
