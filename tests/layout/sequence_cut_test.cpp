@@ -1,0 +1,62 @@
+#include "tessera/layout/sequence_cut.h"
+
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+namespace tessera {
+namespace {
+
+std::vector<int64_t> columns_of(const SequenceCut& cut, int rank) {
+  const at::Tensor places = cut.positions(rank, at::kCPU);
+  const int64_t* begin = places.const_data_ptr<int64_t>();
+  return {begin, begin + places.numel()};
+}
+
+void expect_each_column_once(const SequenceCut& cut, int64_t length) {
+  std::vector<int64_t> all;
+  for (int rank = 0; rank < cut.ranks(); ++rank) {
+    const auto columns = columns_of(cut, rank);
+    EXPECT_EQ(static_cast<int64_t>(columns.size()), cut.columns(rank));
+    EXPECT_TRUE(std::ranges::is_sorted(columns));
+    all.insert(all.end(), columns.begin(), columns.end());
+  }
+  std::ranges::sort(all);
+  ASSERT_EQ(static_cast<int64_t>(all.size()), length);
+  for (int64_t i = 0; i < length; ++i) EXPECT_EQ(all[static_cast<size_t>(i)], i);
+}
+
+TEST(SequenceCut, EveryColumnLiesOnOneRankAndRanksHoldAsManyGiveOrTakeOne) {
+  for (int ranks = 1; ranks <= 8; ++ranks) {
+    for (int64_t length = 0; length <= 40; ++length) {
+      for (const SequenceCut& cut : {SequenceCut::contiguous(length, ranks), SequenceCut::head_tail(length, ranks)}) {
+        expect_each_column_once(cut, length);
+        int64_t least = length, most = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          least = std::min(least, cut.columns(rank));
+          most = std::max(most, cut.columns(rank));
+        }
+        EXPECT_LE(most - least, 1) << length << " over " << ranks;
+      }
+    }
+  }
+}
+
+TEST(SequenceCut, HeadAndTailMakeCausalWorkEven) {
+  EXPECT_EQ(SequenceCut::head_tail(8, 2).runs, (std::vector<std::vector<ColumnRun>>{{{0, 2}, {6, 2}}, {{2, 4}}}));
+  for (const int ranks : {2, 3, 5, 8}) {
+    const int64_t length = 1003;
+    const SequenceCut cut = SequenceCut::head_tail(length, ranks);
+    int64_t least = length * length, most = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      int64_t work = 0;  // keys that the rank's queries see
+      for (const int64_t column : columns_of(cut, rank)) work += column + 1;
+      least = std::min(least, work);
+      most = std::max(most, work);
+    }
+    EXPECT_LE(static_cast<double>(most - least), 0.02 * static_cast<double>(most)) << ranks;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
