@@ -75,6 +75,18 @@ void refuse_clamped_numbers(CLI::App& app) {
   }
 }
 
+/// Where a variable of a script was not set: without a word nothing would be written. A prompt may be empty, and --set has its own sentence.
+void refuse_empty_values(CLI::App& app) {
+  const auto check = [](const std::string& text) -> std::string { return text.empty() ? "is empty: give a value, or leave the flag out" : ""; };
+  for (auto* command : app.get_subcommands({})) {
+    for (auto* option : command->get_options()) {
+      const bool may_be_empty = option->get_positional() || option->check_name("--prompt") || option->check_name("--set");
+      if (option->get_type_name() == "TEXT" && !may_be_empty) option->check(check);
+    }
+    refuse_empty_values(*command);
+  }
+}
+
 }  // namespace
 
 /// The program's main, called by start.cpp.
@@ -105,11 +117,14 @@ extern "C" int tessera_command(int argc, char** argv) {
   // The flags of `run`, and its program's, are read by the launcher as torchrun reads them: "--" included, which CLI11 would take for its own.
   refuse_unknown_word(app, argc > 1 ? argv[1] : "");
   refuse_clamped_numbers(app);
+  refuse_empty_values(app);
   const bool runs = argc > 1 && std::string_view(argv[1]) == "run";
   try {
     app.parse(runs ? 2 : argc, argv);
   } catch (const CLI::ParseError& e) {
-    leave(app.exit(e) == 0 ? 0 : 2);
+    if (app.exit(e) != 0) leave(2);
+    finish_output();
+    leave(0);
   } catch (const tessera::ConfigError& e) {
     fail(Failure::Config, e.what());
   } catch (const tessera::CommError& e) {

@@ -97,7 +97,8 @@ Simulated simulate(const ScheduleFlags& flags) {
   check_request(request);
   request.costs = read_costs(flags);
   // A list that is made for costs holds one stage a rank: the ranks' factors are the stages'.
-  if (schedules::is_made_for_costs(request.name)) request.costs.scale = scale_of(flags.per_rank, schedules::loop_placement(request.ranks, 1), request.ranks);
+  if (schedules::is_made_for_costs(request.name) && request.ranks > 0)
+    request.costs.scale = scale_of(flags.per_rank, schedules::loop_placement(request.ranks, 1), request.ranks);
   Simulated result{.schedule = schedules::make_schedule(request), .costs = request.costs, .timeline = {}, .measures = {}};
   result.costs.scale = scale_of(flags.per_rank, result.schedule.rank_of, result.schedule.ranks());
   if (flags.lower && !result.schedule.is_lowered()) result.schedule = schedules::lower(result.schedule, {.reduce_gradients = true, .costs = result.costs});

@@ -11,6 +11,8 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 namespace {
@@ -44,10 +46,41 @@ void hold_standard_streams() {
   }
 }
 
+// libtorch takes its stack for granted, and where that is small ends by a segmentation fault. Threads that are to come take the limit as it was when the
+// process began, unless they are told.
+bool has_a_stack() {
+  constexpr rlim_t kLeast = rlim_t{256} << 10, kUsual = rlim_t{8} << 20;
+  rlimit stack{};
+  if (getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kUsual) return true;
+  if (stack.rlim_max < kLeast) {
+    std::fprintf(stderr, "tessera: the stack is limited to %llu KiB (ulimit -s), and libtorch takes %llu at least: allow more, such as ulimit -s 8192\n",
+                 static_cast<unsigned long long>(stack.rlim_max >> 10), static_cast<unsigned long long>(kLeast >> 10));
+    return false;
+  }
+  stack.rlim_cur = stack.rlim_max < kUsual ? stack.rlim_max : kUsual;
+  setrlimit(RLIMIT_STACK, &stack);
+  pthread_attr_t threads;
+  if (pthread_attr_init(&threads) == 0) {
+    if (pthread_attr_setstacksize(&threads, stack.rlim_cur) == 0) pthread_setattr_default_np(&threads);
+    pthread_attr_destroy(&threads);
+  }
+  return true;
+}
+
+// The OpenMP library of libtorch reads it before anybody can ask, and ends by a segmentation fault where it cannot start so many. What is no number it ignores.
+bool has_countable_threads() {
+  constexpr long kMost = 1024;  // as run.threads
+  const char* const text = std::getenv("OMP_NUM_THREADS");
+  if (text == nullptr || std::strtol(text, nullptr, 10) <= kMost) return true;
+  std::fprintf(stderr, "tessera: OMP_NUM_THREADS = %s: expected at most %ld threads a rank; unset it, or set run.threads\n", text, kMost);
+  return false;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   hold_standard_streams();
+  if (!has_a_stack() || !has_countable_threads()) return kBadInput;
   std::signal(SIGXFSZ, SIG_IGN);  // then a write beyond `ulimit -f` fails as on a full disk, and whoever writes says so
   if (!is_a_rank()) {
     for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, end_here);

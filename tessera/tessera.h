@@ -21,6 +21,7 @@
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/kernels/rope.h"
 #include "tessera/kernels/swiglu.h"
+#include "tessera/kernels/widen.h"
 
 // Communication.
 #include "tessera/comm/algorithms/picture.h"

@@ -11,14 +11,17 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/once_differentiable.h"
 #include "tessera/layout/slice.h"
 
-// One node of autograd serves all collectives: it is given what to do forward and backward. Backward is mostly made of these same functions, so that
-// derivatives of derivatives need no code. It runs on autograd's thread, which knows no module: the node carries the call site of forward, so that records and
-// errors name the layer.
+// One node of autograd serves all collectives: it is given what to do forward and backward. Backward is made of these same functions, so that derivatives of
+// derivatives need no code; only a message to one rank has none, for the receiver's loss does not know of it. It runs on autograd's thread, which knows no
+// module: the node carries the call site of forward, so that records and errors name the layer.
 
 namespace tessera::comm::differentiable {
 namespace {
+
+constexpr const char* kMessages = "let values cross by broadcast, gather or scatter, whose derivatives have derivatives, or take the second within a rank";
 
 using Map = std::function<at::Tensor(const at::Tensor&)>;
 
@@ -102,6 +105,26 @@ at::Tensor reduced_part(const Group& group, const at::Tensor& x, int64_t dim) {
     comm::reduce_scatter(group, y, x.unflatten(dim, {group.size(), size}).movedim(dim, 0));
   }
   return y;
+}
+
+// Backward of gather: this rank's rows of root's x, whose size the others cannot tell; they pass the x of no rows that gather gave them.
+at::Tensor deal_from_root(const Group& group, const at::Tensor& x, int root, const std::vector<int64_t>& shape) {
+  const auto forward = [group, root, shape](const at::Tensor& x) {
+    auto y = at::empty(shape, x.options());
+    comm::scatter(group, y, x, root);
+    return y;
+  };
+  return apply(group, x, forward, [group, root](const at::Tensor& dy) { return differentiable::gather(group, dy, root); });
+}
+
+// Backward of scatter: root's y is the ranks' x one after the other, and the others' zeros of that size.
+at::Tensor gather_to_root(const Group& group, const at::Tensor& x, int root) {
+  const auto forward = [group, root](const at::Tensor& x) {
+    auto y = at::zeros(resized(x, 0, x.size(0) * group.size()), x.options());
+    comm::gather(group, y, x, root);
+    return y;
+  };
+  return apply(group, x, forward, [group, root](const at::Tensor& dy) { return differentiable::scatter(group, dy, root); });
 }
 
 // Root's y is the sum of the ranks' x, the others' zeros. Backward: broadcast of root's dL/dy.
@@ -204,30 +227,19 @@ at::Tensor gather(const Group& group, const at::Tensor& x, int root) {
     comm::gather(group, y, x, root);
     return y;
   };
-  const auto backward = [group, root, shape = x.sizes().vec()](const at::Tensor& dy) {
-    auto dx = at::empty(shape, dy.options());
-    comm::scatter(group, dx, dy, root);
-    return dx;
-  };
-  return apply(group, x, forward, backward);
+  return apply(group, x, forward, [group, root, shape = x.sizes().vec()](const at::Tensor& dy) { return deal_from_root(group, dy, root, shape); });
 }
 
 at::Tensor scatter(const Group& group, const at::Tensor& x, int root) {
   if (group.size() == 1) return x;
   wrap_dim(x, 0);
   invariant(x.size(0) % group.size() == 0, "scatter of group ", group.name(), ": ", x.size(0), " rows cannot be dealt equally over ", group.size(), " ranks");
-  const bool is_root = group.rank() == root;
   const auto forward = [group, root](const at::Tensor& x) {
     auto y = at::empty(resized(x, 0, x.size(0) / group.size()), x.options());
     comm::scatter(group, y, x, root);
     return y;
   };
-  const auto backward = [group, root, is_root, shape = x.sizes().vec()](const at::Tensor& dy) {
-    auto dx = is_root ? at::empty(shape, dy.options()) : at::zeros(shape, dy.options());
-    comm::gather(group, dx, dy, root);
-    return dx;
-  };
-  return apply(group, x, forward, backward);
+  return apply(group, x, forward, [group, root](const at::Tensor& dy) { return gather_to_root(group, dy, root); });
 }
 
 at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag) {
@@ -238,7 +250,7 @@ at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag) {
   const auto backward = [group, dst, tag, shape = x.sizes().vec()](const at::Tensor& token) {
     auto dx = at::empty(shape, token.options());
     comm::recv(group, dx, dst, tag);
-    return dx;
+    return once_differentiable("send", kMessages, {token}, {dx})[0];
   };
   return apply(group, x, forward, backward);
 }
@@ -251,7 +263,7 @@ at::Tensor recv(const Group& group, const at::Tensor& like, int src, int tag) {
   };
   const auto backward = [group, src, tag](const at::Tensor& dy) {
     comm::send(group, dy, src, tag);
-    return at::zeros({}, dy.options());
+    return once_differentiable("recv", kMessages, {dy}, {at::zeros({}, dy.options())})[0];
   };
   // Autograd comes back to a node only through an input that wants a gradient.
   return apply(group, at::zeros({}, like.options()).requires_grad_(at::isFloatingType(like.scalar_type())), forward, backward);

@@ -8,8 +8,8 @@
 #include "tessera/comm/group.h"
 
 /// Collectives that autograd follows. Each is named by what it does forward and says what it does backward; every rank must run backward through it,
-/// in the same order: x requires grad on all ranks or on none. Backward of all_reduce ... broadcast is made of these same functions, so gradients of
-/// gradients work. Outputs are new tensors (but for the group of one: the input itself). Backward's records carry the CallSite of forward.
+/// in the same order: x requires grad on all ranks or on none. Backward is made of these same functions, so gradients of gradients work; those of send and
+/// recv are refused (ConfigError). Outputs are new tensors (but for the group of one: the input itself). Backward's records carry the CallSite of forward.
 ///
 /// Which backward is right depends on what the gradient is that arrives at a *replicated* output (every rank holds the same y):
 ///   Gradient::Replicated   every rank goes on to compute the same loss from y, so each already holds the whole dL/dy;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -38,8 +39,18 @@ class Engine {
   /// call.
   virtual void set_place(std::string_view /*place*/) {}
 
+  /// Says that somebody's messages between the ranks ended in their midst: what was sent and not taken is still on its way, and whoever sends the like next
+  /// would take it for its own. For good; the first `what` stays.
+  void leave_messages(std::string what) {
+    if (left_messages_.empty()) left_messages_ = std::move(what);
+  }
+  const std::string& left_messages() const { return left_messages_; }  ///< empty: nothing is
+
   /// A tensor of so many elements in memory that the engine sums in place; undefined where it has no such memory.
   virtual at::Tensor empty(int64_t /*elements*/, const at::TensorOptions& /*options*/) { return {}; }
+
+ private:
+  std::string left_messages_;
 };
 
 /// Work that was done when it was made. Keeps `scratch` alive for as long as its caller keeps it.

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <sstream>
 
 #include "tessera/config/config.h"
@@ -68,6 +69,19 @@ void check_text(const Config& config) {
       using Field = std::decay_t<decltype(field)>;
       if constexpr (std::is_same_v<Field, std::string>) check(field);
       if constexpr (std::is_same_v<Field, std::vector<std::string>>) std::ranges::for_each(field, check);
+    });
+  });
+}
+
+/// A number that is none in fp32 would be seen in the loss, and its name would not.
+void check_numbers(const Config& config) {
+  Config::for_each_section(config, [&](const char* section, const auto& fields, std::string_view) {
+    std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, double>) {
+        const double size = std::abs(field);
+        require(size == 0 || (size >= std::numeric_limits<float>::min() && size <= std::numeric_limits<float>::max()), section, ".", name, " = ",
+                format_float(field), ": is beyond what fp32 holds, 1.2e-38 to 3.4e38; set ", section, ".", name, " to a number within");
+      }
     });
   });
 }
@@ -151,6 +165,8 @@ void validate_optim(const OptimConfig& optim, int64_t steps) {
   require(optim.eps > 0, "optim.eps = ", optim.eps, ": expected a positive number, such as 1e-8");
   require(optim.momentum >= 0 && optim.momentum < 1, "optim.momentum = ", optim.momentum, ": expected a number from 0 to below 1");
   require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
+  require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
+          " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));
   require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
   require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps);
   require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
@@ -315,6 +331,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
   detail::validate_asynchronous(config, size_of("pp"));
+  check_numbers(config);
 }
 
 void validate_reading(const Config& config) {

@@ -20,6 +20,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
+#include "tessera/kernels/widen.h"
 #include "tessera/memory/memory.h"
 
 // Logits of all tokens would be the largest tensor of a training step, and autograd would keep them, and make a second one for their gradient. The gradient of
@@ -34,19 +35,19 @@ constexpr int64_t kSmallestChunk = 128;
 
 using Parts = std::optional<c10::intrusive_ptr<VocabularyParts>>;
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
-                                                               bool, const std::optional<at::Tensor>&, double, double, const Parts&);
+                                                               bool, at::ScalarType, const std::optional<at::Tensor>&, double, double, const Parts&);
 
-/// Sum over chunks of d_logits^T hidden, in the weight's dtype. fp32 products (`compute`) add into the result themselves; others are rounded to their dtype, so
+/// Sum over chunks of d_logits^T hidden, in `handed_on`. fp32 products (`compute`) add into the result themselves; others are rounded to their dtype, so
 /// their sum needs fp32.
 class WeightGradient {
  public:
   /// `place`: where the sum is to lie, if anywhere.
-  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk, const std::optional<at::Tensor>& place)
-      : weight_dtype_(weight.scalar_type()),
+  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk, at::ScalarType handed_on, const std::optional<at::Tensor>& place)
+      : handed_on_(handed_on),
         product_(compute == at::kFloat ? at::Tensor() : at::empty(weight.sizes(), weight.options().dtype(compute))),
-        sum_(place                                                            ? *place
-             : product_.defined() && single_chunk && compute == weight_dtype_ ? product_
-                                                                              : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
+        sum_(place                                                                   ? *place
+             : product_.defined() && single_chunk && compute == weight.scalar_type() ? product_
+                                                                                     : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
 
   void add(const at::Tensor& d_logits, const at::Tensor& hidden) {
     if (!product_.defined()) {
@@ -62,11 +63,11 @@ class WeightGradient {
   at::Tensor finish() {
     if (first_) sum_.zero_();
     product_ = at::Tensor();
-    return sum_.to(weight_dtype_);
+    return sum_.to(handed_on_);
   }
 
  private:
-  at::ScalarType weight_dtype_;
+  at::ScalarType handed_on_;
   at::Tensor product_, sum_;
   bool first_ = true;
 };
@@ -87,7 +88,8 @@ void meet_parts(VocabularyParts& parts, const CrossEntropyRoutines& routines, co
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, at::ScalarType compute,
                                                        int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
-                                                       const std::optional<at::Tensor>& place, double label_smoothing, double z_loss, const Parts& parts) {
+                                                       at::ScalarType handed_on, const std::optional<at::Tensor>& place, double label_smoothing, double z_loss,
+                                                       const Parts& parts) {
   const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
   // Parts meet once a chunk: what a part that has a column less could do in fewer chunks must not count.
   const int64_t columns = parts ? (*parts)->largest : vocabulary;
@@ -109,7 +111,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     if (product != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
   }
   std::optional<WeightGradient> d_weight;
-  if (needs_weight) d_weight.emplace(weight, product, chunk >= tokens, place);
+  if (needs_weight) d_weight.emplace(weight, product, chunk >= tokens, handed_on, place);
   const at::Tensor logits_buffer = [&] {
     const MemoryScope outputs(MemoryCategory::Outputs);
     return at::empty({chunk, vocabulary}, x.options());
@@ -153,6 +155,7 @@ struct Settings {
   int64_t chunk_tokens;
   double expected_gradient;
   double label_smoothing, z_loss;
+  at::ScalarType handed_on;  ///< in which the weight's gradient is
   Parts parts;
 };
 
@@ -160,8 +163,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> call(const at::Tensor& hidden, co
                                                     bool needs_hidden, bool needs_weight, const std::optional<at::Tensor>& place) {
   static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
   const at::AutoDispatchBelowADInplaceOrView below;
-  auto result = op.call(hidden, weight, labels, settings.compute, settings.chunk_tokens, settings.expected_gradient, needs_hidden, needs_weight, place,
-                        settings.label_smoothing, settings.z_loss, settings.parts);
+  auto result = op.call(hidden, weight, labels, settings.compute, settings.chunk_tokens, settings.expected_gradient, needs_hidden, needs_weight,
+                        settings.handed_on, place, settings.label_smoothing, settings.z_loss, settings.parts);
   if (place) std::get<2>(result) = place->alias();  // a handle that autograd finds to be the only one
   return result;
 }
@@ -246,7 +249,8 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
   m.class_<VocabularyParts>("VocabularyParts");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType compute_dtype, int chunk_tokens, float expected_gradient, bool "
-      "needs_hidden, bool needs_weight, Tensor(a!)? weight_gradient, float label_smoothing, float z_loss, __torch__.torch.classes.tessera.VocabularyParts? "
+      "needs_hidden, bool needs_weight, ScalarType handed_on, Tensor(a!)? weight_gradient, float label_smoothing, float z_loss, "
+      "__torch__.torch.classes.tessera.VocabularyParts? "
       "parts) -> (Tensor loss, Tensor d_hidden, "
       "Tensor d_weight)");
 }
@@ -283,6 +287,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                           .expected_gradient = options.expected_gradient,
                           .label_smoothing = options.loss.label_smoothing,
                           .z_loss = options.loss.z_loss,
+                          .handed_on = handed_on_in(weight, at::kFloat),
                           .parts = options.parts ? Parts(options.parts) : std::nullopt};
   if (options.in_backward && differentiate) return GradientsInBackward::apply(hidden, weight, labels.contiguous(), settings, options.weight_gradient);
   return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), settings, differentiate && hidden.requires_grad(), needs_weight,

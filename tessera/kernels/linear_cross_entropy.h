@@ -42,7 +42,7 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 
 /// Sum over valid tokens of the cross-entropy of `hidden @ weight^T`, without ever holding all logits; differentiable in `hidden` and `weight`.
 ///   hidden  [T, D]  fp32 or bf16
-///   weight  [V, D]  fp32 or bf16; its gradient comes in its own dtype, accumulated over the chunks in fp32
+///   weight  [V, D]  fp32 or bf16; its gradient, accumulated over the chunks in fp32, comes in its grad_dtype()
 ///   labels  [T]     int64 in [0, V), or -100: the row counts for nothing and gets no gradient
 ///   result  []      fp32; divide by the global count of valid tokens, once, outside
 /// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - target), two
@@ -50,12 +50,12 @@ int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::Scala
 /// and backward hands them over: it can run once. (With in_backward all but the losses is made there.) Under no_grad, or where an input needs no gradient, its
 /// products are skipped. Memory at the peak, in bytes, for chunks of C tokens and a compute dtype of e bytes:
 ///   C*V*e                                         logits, the only part that grows with the vocabulary and the tokens together
-///   T*D*size(hidden) + V*D*size(weight)           the two gradients (the second only where it has no place of its own)
+///   T*D*size(hidden) + V*D*size(grad_dtype)       the two gradients (the second only where it has no place of its own)
 ///   4*(T + 1)                                     losses
 ///   T*D*e + C*D*e                                 where hidden is of another dtype: its cast, and a chunk's gradient
 ///   V*D*e                                         where weight is of another dtype: its cast
 ///   V*D*e                                         where weight is fp32 and the compute dtype is not: a chunk's product; the sum is the gradient
-///   4*V*D                                         where weight is not fp32: the sum, unless a single chunk's product is the gradient
+///   4*V*D                                         where grad_dtype is not fp32: the sum, unless a single chunk's product is the gradient
 /// Where products are widened, e is 4, T*D*e and V*D*e are there whatever the dtypes are, and the two after them are not: fp32 products add up by themselves.
 /// The same sums in the same order for any number of threads. Throws ConfigError on shapes or dtypes that do not fit and on a label out of range (CPU).
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const LinearCrossEntropyOptions& options = {});

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "tessera/core/rng.h"
+#include "tessera/kernels/widen.h"
 
 namespace tessera::kernels::reference {
 
@@ -35,7 +36,7 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels,
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, std::optional<at::ScalarType> compute_dtype,
                                 const CrossEntropyOptions& options) {
   const at::ScalarType compute = compute_dtype.value_or(hidden.scalar_type());
-  return reference::cross_entropy_sum(at::mm(hidden.to(compute), weight.to(compute).t()), labels, options);
+  return reference::cross_entropy_sum(at::mm(hidden.to(compute), widen(weight, compute).t()), labels, options);
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {

@@ -7,9 +7,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/widen.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
-#include "tessera/nn/linear.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
@@ -17,14 +17,15 @@ namespace tessera::nn {
 
 namespace {
 
-/// at::embedding whose gradient is added up where it is to end up, if such a place is on offer when backward comes.
+/// at::embedding in `dtype`, whose gradient is added up where it is to end up, if such a place is on offer when backward comes.
 struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row,
+                            at::ScalarType dtype) {
     context->save_for_backward({ids});
     context->saved_data["weight"] = weight;  // for its place and shape: what it holds may change
     context->saved_data["padding_row"] = padding_row;
     const at::AutoDispatchBelowADInplaceOrView below;
-    return at::embedding(weight, ids, padding_row);
+    return at::embedding(weight, ids, padding_row).to(dtype);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
@@ -32,18 +33,19 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     const int64_t padding_row = context->saved_data["padding_row"].toInt();
     at::Tensor gradient = weight.is_cuda() ? at::Tensor() : GradientDispatcher::take_place(weight);  // there, adding rows up at once has no fixed order
     if (!gradient.defined()) {
-      gradient = at::embedding_dense_backward(grads[0], ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);
+      const at::Tensor rows = grads[0].to(kernels::handed_on_in(weight, grads[0].scalar_type()));
+      gradient = at::embedding_dense_backward(rows, ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);
     } else {
-      gradient.zero_().index_add_(0, ids.reshape({-1}), grads[0].reshape({-1, weight.size(1)}));
+      gradient.zero_().index_add_(0, ids.reshape({-1}), grads[0].to(gradient.scalar_type()).reshape({-1, weight.size(1)}));
       if (padding_row >= 0) gradient.select(0, padding_row).zero_();
     }
-    return {gradient, at::Tensor(), at::Tensor()};
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
-at::Tensor look_up(const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row) {
-  if (!at::GradMode::is_enabled() || !weight.requires_grad() || !weight.is_leaf()) return at::embedding(weight, ids, padding_row);
-  return EmbeddingFunction::apply(weight, ids, padding_row);
+at::Tensor look_up(const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row, at::ScalarType dtype) {
+  if (!at::GradMode::is_enabled() || !weight.requires_grad() || !weight.is_leaf()) return at::embedding(weight, ids, padding_row).to(dtype);
+  return EmbeddingFunction::apply(weight, ids, padding_row, dtype);
 }
 
 }  // namespace
@@ -70,8 +72,7 @@ void EmbeddingImpl::reset_parameters() {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   if (bypassed(*this)) return call(*this, ids);
-  const at::Tensor rows = look_up(in_use(weight), ids, options.padding_idx().value_or(-1));
-  return compute_dtype() ? cast(rows, at::kFloat) : rows;
+  return look_up(in_use(weight), ids, options.padding_idx().value_or(-1), compute_dtype() ? at::kFloat : weight.scalar_type());
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const {

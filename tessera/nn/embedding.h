@@ -10,8 +10,9 @@ using EmbeddingOptions = torch::nn::EmbeddingOptions;
 
 /// Row look-up, as torch::nn::Embedding (padding_idx included; max_norm and sparse gradients are refused).
 ///   ids [...] int64
-///   y   [..., D]  in the weight's dtype: the residual stream begins here, in fp32
-/// Backward allocates a dense gradient, V * D, unless it is offered a place for it (GradientDispatcher::offer_place).
+///   y   [..., D]  in the weight's dtype, or, where a compute dtype is set, fp32: the residual stream begins here
+/// Backward allocates a dense gradient, V * D, in the type that the weight takes gradients up in, unless it is offered a place for it
+/// (GradientDispatcher::offer_place).
 class EmbeddingImpl : public Module {
  public:
   EmbeddingImpl(int64_t num_embeddings, int64_t dim) : EmbeddingImpl(EmbeddingOptions(num_embeddings, dim)) {}

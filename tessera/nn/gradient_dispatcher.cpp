@@ -172,8 +172,8 @@ void GradientDispatcher::deliver(const at::Tensor& gradient) {
   invariant(gradient.sizes() == parameter.sizes(), "a gradient of shape ", gradient.sizes(), " was delivered to a parameter of shape ", parameter.sizes());
   {
     const at::NoGradGuard no_grad;
-    // What stands between autograd and the accumulation: the parameter's type, then hooks, ours for arrivals among them. One may bring it into another type.
-    torch::autograd::variable_list arriving{gradient.to(parameter.scalar_type())};
+    // What stands between autograd and the accumulation: the type in which gradients are taken up, then hooks, ours for arrivals among them.
+    torch::autograd::variable_list arriving{gradient.to(parameter.grad_dtype().value_or(gradient.scalar_type()))};
     for (const auto& hook : torch::autograd::impl::hooks(parameter)) arriving = (*hook)(arriving);
     at::Tensor& grad = parameter.mutable_grad();
     if (grad.defined()) {

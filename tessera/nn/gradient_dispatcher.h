@@ -65,8 +65,8 @@ class GradientDispatcher {
   /// were delivered.
   void expect(int count = 1);
 
-  /// Adds `gradient` to the parameter's as autograd would, in its type and through its hooks (Tensor::register_hook: called for each delivery), and tells the
-  /// listeners. Throws InternalError where shapes differ.
+  /// Adds `gradient` to the parameter's as autograd would, in its grad_dtype() and through its hooks (Tensor::register_hook: called for each delivery), and
+  /// tells the listeners. Throws InternalError where shapes differ.
   void deliver(const at::Tensor& gradient);
 
   /// Offers `place`, of the parameter's shape, strides and dtype, where the step's gradient is to end up. A place is offered to the first who takes

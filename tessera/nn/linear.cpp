@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/products.h"
+#include "tessera/kernels/widen.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
@@ -14,7 +15,7 @@
 
 namespace tessera::nn {
 
-at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) { return !dtype || tensor.scalar_type() == *dtype ? tensor : tensor.to(*dtype); }
+at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) { return dtype ? kernels::widen(tensor, *dtype) : tensor; }
 
 at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) { return kernels::linear(x, weight, bias); }
 

@@ -12,7 +12,7 @@ using LinearOptions = torch::nn::LinearOptions;
 /// y = x weight^T + bias, as torch::nn::Linear: same options, parameter names, shapes and initial distribution.
 ///   x [..., I]   any dtype; cast to the compute dtype where it has another; with set_fp8, rounded to fp8 with a scale instead
 ///   y [..., O]   in the compute dtype
-/// `weight` [O, I] and `bias` [O] stay in their own dtype: they are cast once per call, and autograd casts their gradients back.
+/// `weight` [O, I] and `bias` [O] stay in their own dtype: they are cast once per call, and autograd casts their gradients into their grad_dtype().
 /// Kept for backward: x and the cast weight (fp8: both as they are).
 class LinearImpl : public Module {
  public:
@@ -42,7 +42,8 @@ TESSERA_MODULE(Linear);
 /// x weight^T + bias of one dtype, as at::linear; 16-bit products that the device lacks are widened (kernels/products.h). `bias` may be undefined.
 at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
-/// `tensor` in `dtype`, differentiable; itself where it has that dtype or no dtype is asked for.
+/// `tensor` in `dtype`, differentiable; itself where it has that dtype or no dtype is asked for. The gradient of a 16-bit parameter in a wider type is handed
+/// on unrounded (kernels/widen.h).
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);
 
 }  // namespace tessera::nn

@@ -19,6 +19,9 @@ namespace {
 
 at::Tensor in_fp32(const at::Tensor& tensor) { return tensor.defined() ? tensor.to(at::kFloat) : tensor; }
 
+/// The arithmetic is fp32, and so is the gradient that a 16-bit weight is handed.
+at::Tensor widened(const at::Tensor& weight) { return at::isReducedFloatingType(weight.scalar_type()) ? cast(weight, at::kFloat) : weight; }
+
 /// LayerNorm of 16-bit inputs with fp32 arithmetic that keeps the input as it came, and not the fp32 copy of twice its size that the arithmetic needs.
 struct NarrowLayerNorm : torch::autograd::Function<NarrowLayerNorm> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const std::vector<int64_t>& shape,
@@ -63,7 +66,7 @@ void LayerNormImpl::reset_parameters() {
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto out = compute_dtype().value_or(x.scalar_type());
-  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(in_use(parameter)) : std::nullopt; };
+  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(widened(in_use(parameter))) : std::nullopt; };
   if (at::isReducedFloatingType(x.scalar_type())) {
     return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);
   }
@@ -89,7 +92,7 @@ void RMSNormImpl::reset_parameters() {
 
 at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
-  return kernels::rms_norm(x, in_use(weight), eps, compute_dtype());
+  return kernels::rms_norm(x, widened(in_use(weight)), eps, compute_dtype());
 }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::RMSNorm(" << weight.size(0) << ", eps=" << eps << ")"; }

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
@@ -95,7 +96,17 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
   }
 }
 
+/// An earlier step, of whatever executor, that ended in its midst has left messages which this one's receives would match.
+void Executor::refuse_what_is_left() const {
+  if (options_.ranks.size() == 1 || options_.ranks.engine()->left_messages().empty()) return;
+  throw Error(detail::concat(
+      "pipeline: an earlier step between the ranks of group '", options_.ranks.name(), "' ended in its midst (", options_.ranks.engine()->left_messages(),
+      "), and what they had sent each other is still on its way, where this step would take it for its own; go on from a checkpoint in a "
+      "new process"));
+}
+
 void Executor::run(StepTimes* times) {
+  refuse_what_is_left();
   if (times) *times = {.schedule = schedule_.name, .micro_batches = schedule_.micro_batches, .rank_of = schedule_.rank_of};
   arrivals_.clear();
   leaving_.clear();
@@ -118,6 +129,7 @@ void Executor::run(StepTimes* times) {
       for (const Message& message : leg.sends) send(message);
       drop_sent();
     } catch (...) {
+      if (options_.ranks.size() > 1) options_.ranks.engine()->leave_messages(describe(leg.action));
       if (name.empty()) throw;
       rethrow_naming(name);
     }

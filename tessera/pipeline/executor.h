@@ -52,6 +52,8 @@ struct ExecutorOptions {
 ///
 /// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module, a
 /// receive by the action that takes it, and the flight record while the action lasts (Group::set_place). One stage has no name. One rank, one thread.
+///
+/// What ranks had sent each other when an action threw stays on its way, so no executor of that group runs on this rank again: run() throws Error.
 class Executor {
  public:
   /// `stages`: those of this rank, by number; they have to outlive this.
@@ -78,6 +80,7 @@ class Executor {
   };
   using Value = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is its gradient
 
+  void refuse_what_is_left() const;
   void carry_out(const Leg& leg);
   void compute(const schedules::Action& action);
   void carry_out(const Leg& leg, Lap& lap);

@@ -1,6 +1,7 @@
 #include "tessera/precision/loss_scale.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -64,17 +65,25 @@ nlohmann::json LossScale::state() const {
 
 void LossScale::restore(const nlohmann::json& saved, const std::string& source) {
   if (saved.is_null()) return;
+  const auto refuse = [&](const std::string& what) {
+    throw ConfigError(detail::concat(source, ": progress.loss_scale in manifest.json cannot be read (", what, "); the checkpoint is damaged, use another"));
+  };
+  const auto count = [&](const char* name) {
+    const auto& number = saved.at(name);
+    if (!number.is_number_integer() || number < 0) refuse(detail::concat("'", name, "' is no count"));
+    return number.get<int64_t>();
+  };
   try {
-    skipped_ = saved.at("skipped").get<int64_t>();
+    skipped_ = count("skipped");
     const double value = saved.at("value").get<double>();
+    if (!(value > 0) || !std::isfinite(value)) refuse("'value' is no scale");
     const bool dynamic = saved.at("dynamic").get<bool>();
     if (!enabled() || dynamic != (mode_ == Mode::Dynamic) || (!dynamic && value != value_)) return;
     value_ = value;
-    finite_in_a_row_ = saved.at("finite_in_a_row").get<int64_t>();
-    in_a_row_ = saved.at("in_a_row").get<int64_t>();
+    finite_in_a_row_ = count("finite_in_a_row");
+    in_a_row_ = count("in_a_row");
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(
-        detail::concat(source, ": progress.loss_scale in manifest.json cannot be read (", error.what(), "); the checkpoint is damaged, use another"));
+    refuse(error.what());
   }
 }
 

@@ -1,5 +1,6 @@
 #include "tessera/train/compose.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -29,6 +30,7 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/part_synchronizers.h"
+#include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -53,14 +55,24 @@ void refuse_coupled_batches(const Config& config, const torch::nn::Module& model
   log().warn("{}", report);
 }
 
-std::shared_ptr<CommunicationHook> make_hook(const Config& config, const std::optional<ResumePoint>& resume) {
+/// Each is a step of its own to what synchronizes gradients.
+int64_t updates_per_step(const Config& config, const Mesh& mesh) {
+  const int stages = mesh.size(mesh_roles(config).stages);
+  if (!updates_within_steps(config, stages)) return 1;
+  const auto micro_batches = chunk(config.batch.global_size / config.batch.micro_size, mesh.size(mesh_roles(config).batch), 0).second;
+  const auto schedule = schedule_maker(config, stages)(static_cast<int>(micro_batches));
+  return std::ranges::count(schedule.actions.front(), schedules::Kind::Update, &schedules::Action::kind);
+}
+
+std::shared_ptr<CommunicationHook> make_hook(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume) {
   const CommConfig& comm = config.comm;
   const std::string& cast = comm.compression == "none" ? config.precision.reduce : comm.compression;  // where both are set, they say the same
   if (cast == "bf16") return std::make_shared<Bf16Hook>();
   if (cast == "fp16") return std::make_shared<Fp16Hook>();
   if (comm.compression != "powersgd") return nullptr;
-  PowerSgdOptions options{.rank = comm.powersgd_rank, .start = comm.powersgd_start, .seed = static_cast<uint64_t>(config.run.seed)};
-  if (resume) options.steps_done = resume->manifest.step;
+  const int64_t updates = updates_per_step(config, mesh);
+  PowerSgdOptions options{.rank = comm.powersgd_rank, .start = comm.powersgd_start * updates, .seed = static_cast<uint64_t>(config.run.seed)};
+  if (resume) options.steps_done = resume->manifest.step * updates;
   return std::make_shared<PowerSgd>(options);
 }
 
@@ -279,7 +291,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
   if (resume && data.size() > 1) plans = saved_plans(*resume, data, run, options);
   for (size_t part = 0; part < roots.size(); ++part) {
     options.plan = std::move(plans[part]);
-    options.hook = make_hook(config, resume);
+    options.hook = make_hook(config, mesh, resume);
     if (options.hook) run.hooks.push_back(options.hook);
     auto ddp = std::make_unique<DistributedDataParallel>(*roots[part], data, options);
     run.buckets.push_back(ddp.get());

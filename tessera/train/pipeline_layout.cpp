@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -62,6 +64,25 @@ void check_micro_batches(const schedules::Schedule& schedule, int micro_batches)
           schedule.micro_batches, " x batch.micro_size x the data ranks, or give a file of ", micro_batches);
 }
 
+/// The tree of run.deterministic adds a rank's micro-batches up as they come.
+void refuse_other_orders(const schedules::Schedule& schedule) {
+  using schedules::Kind;
+  std::map<std::pair<int, Kind>, int> latest;  // of each stage, by kind; whole backwards among those of inputs
+  for (const auto& listed : schedule.actions) {
+    for (const schedules::Action& one : listed) {
+      if (!one.computes()) continue;
+      for (const schedules::Action& action : schedules::parts(one)) {
+        const Kind kind = action.kind == Kind::Backward ? Kind::BackwardInput : action.kind;
+        int& before = latest.try_emplace({action.stage, kind}, -1).first->second;
+        require(before < action.micro_batch, "run.deterministic = true: adds the gradients of micro-batches up in the order of their numbers, and ",
+                "pipeline.schedule = ", schedule.name, " has the ", schedules::words_of(action.kind), " of micro-batch ", action.micro_batch,
+                " behind that of ", before, " on stage ", action.stage, "; give a file that takes them in order, or set run.deterministic = false");
+        before = action.micro_batch;
+      }
+    }
+  }
+}
+
 /// A schedule by its name.
 const schedules::KnownSchedule& schedule_named(const PipelineConfig& config) {
   const schedules::KnownSchedule& known = *std::ranges::find(schedules::known_schedules(), config.schedule, &schedules::KnownSchedule::name);
@@ -117,7 +138,9 @@ bool is_schedule_file(const PipelineConfig& config) { return !is_known(config.sc
 ScheduleMaker schedule_maker(const Config& config, int ranks) {
   if (ranks == 1) return [](int micro_batches) { return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches}); };
   if (is_schedule_file(config.pipeline)) {
-    return [schedule = schedule_in_file(config.pipeline, ranks)](int micro_batches) {
+    const schedules::Schedule schedule = schedule_in_file(config.pipeline, ranks);
+    if (config.run.deterministic) refuse_other_orders(schedule);
+    return [schedule](int micro_batches) {
       check_micro_batches(schedule, micro_batches);
       return schedule;
     };

@@ -48,7 +48,13 @@ struct Recorded {
   std::vector<int64_t> indices;
   std::vector<double> losses;
   nlohmann::json arithmetic;
+  std::vector<std::string> formats;  ///< in it
 };
+
+std::vector<std::string> formats_in(const nlohmann::json& arithmetic) {
+  const auto precision = arithmetic.value("precision", nlohmann::json::object());
+  return {precision.value("params", std::string("fp32")), precision.value("compute", std::string("fp32"))};
+}
 
 Recorded read_record(const nlohmann::json& record, int64_t global_size, const std::string& source) {
   const auto refuse = [&](const std::string& what) {
@@ -63,6 +69,7 @@ Recorded read_record(const nlohmann::json& record, int64_t global_size, const st
       read.losses.push_back(std::bit_cast<double>(entry.at("bits").get<uint64_t>()));
     }
     read.arithmetic = record.at("arithmetic");
+    read.formats = formats_in(read.arithmetic);
   } catch (const nlohmann::json::exception& error) {
     refuse(error.what());
   }
@@ -72,11 +79,6 @@ Recorded read_record(const nlohmann::json& record, int64_t global_size, const st
     if (index < 0 || index >= global_size / read.micro_size) refuse("no such micro-batch");
   }
   return read;
-}
-
-std::vector<std::string> formats_in(const nlohmann::json& arithmetic) {
-  const auto precision = arithmetic.value("precision", nlohmann::json::object());
-  return {precision.value("params", std::string("fp32")), precision.value("compute", std::string("fp32"))};
 }
 
 /// What orders the sums over ranks that layers are cut over, as a checkpoint can tell it: hosts by number, in the order in which they appear.
@@ -126,7 +128,7 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
 
   const auto here = arithmetic();
   const bool bits = here == recorded.arithmetic;
-  auto formats = formats_in(recorded.arithmetic);
+  auto formats = recorded.formats;
   for (auto& format : formats_in(here)) formats.push_back(std::move(format));
   const double bound = replay_bound(formats);
   for (size_t rank = 0; rank < losses.size(); ++rank) {

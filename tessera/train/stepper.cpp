@@ -64,14 +64,6 @@ std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, in
   return brings;
 }
 
-/// A weight that several layers use gets a term from each, and autograd adds those of a backward pass up in the parameter's type unless told another. Stages
-/// that each hold a copy (pipeline/tied.h) add their terms up in the gradients' type, and so does whoever holds one weight for all of its uses.
-void add_uses_up_in(at::ScalarType dtype, const std::vector<nn::NamedParameter>& parameters) {
-  for (const auto& parameter : parameters) {
-    if (!parameter.aliases.empty() && parameter.tensor.requires_grad()) parameter.tensor.set_grad_dtype(dtype);
-  }
-}
-
 MemoryByCategory bytes_at(const double* numbers) {
   MemoryByCategory bytes{};
   for (size_t c = 0; c < bytes.size(); ++c) bytes[c] = static_cast<int64_t>(numbers[c]);
@@ -124,10 +116,11 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       resumed_(resume.has_value()),
       learning_rate_(config.optim, config.run.steps) {
   if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
-  const auto dtype = precision::policy_from(config.precision).gradient_dtype();
-  if (dtype) add_uses_up_in(*dtype, run_.parameters);
-  const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
-  if (dtype && !config.run.deterministic && !kept_in_slices) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
+  if (const auto dtype = precision::policy_from(config.precision).gradient_dtype()) {
+    const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
+    precision::take_gradients_in(*dtype, run_.parameters,
+                                 config.run.deterministic || kept_in_slices ? precision::AddedUp::Elsewhere : precision::AddedUp::Here);
+  }
   if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
   for (const auto& p : run_.parameters) {
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(

@@ -269,8 +269,7 @@ TEST_P(Differentiable, BroadcastGatherScatter) {
                            Tensors ys(n, at::empty({0, 2}, at::kDouble));
                            ys[root] = at::cat(xs);
                            return ys;
-                         },
-                     .twice = false});
+                         }});
     cases.push_back({.shape = same({2 * n, 2}),
                      .collective = [=](const Group& group, const at::Tensor& x) { return differentiable::scatter(group, x, root); },
                      .plain =
@@ -278,8 +277,7 @@ TEST_P(Differentiable, BroadcastGatherScatter) {
                            Tensors ys;
                            for (int rank = 0; rank < n; ++rank) ys.push_back(xs[root].narrow(0, 2 * rank, 2) + 0 * xs[rank].sum());
                            return ys;
-                         },
-                     .twice = false});
+                         }});
   }
   check(cases, n);
 }
@@ -315,6 +313,18 @@ TEST_P(Differentiable, SendAndRecvThroughAChain) {
       const auto whole = example(0, {3, 2}).requires_grad_();
       expect_close(x.grad(), gradient_of(loss_of(whole * std::pow(2.0, n), 0), whole), "gradient");
     }
+  });
+}
+
+/// The receiver's second pass would never come by here: silence would be a wrong number.
+TEST(DifferentiableRefuses, ASecondDerivativeThroughAMessage) {
+  run_ranks(2, [](World& world) {
+    const auto group = world.group();
+    const auto x = example(world.rank(), {3}).requires_grad_();
+    if (world.rank() == 1) return (differentiable::recv(group, x, 0) * x).pow(2).sum().backward();
+    const auto gradient = gradient_of(differentiable::send(group, x.square(), 1), x, /*create_graph=*/true);
+    EXPECT_THAT([&] { gradient_of(gradient.square().sum(), x); },
+                testing::ThrowsMessage<ConfigError>(testing::HasSubstr("send: its gradient was differentiated once more")));
   });
 }
 

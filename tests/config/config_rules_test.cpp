@@ -195,6 +195,10 @@ TEST(Validate, Model) {
   EXPECT_THAT(refusal([](Config& c) { c.model.family = "gpt2", c.model.kv_heads = 2; }), StartsWith("model.kv_heads = 2"));
   EXPECT_THAT(refusal([](Config& c) { c.model.dropout = 1; }), StartsWith("model.dropout = 1"));
   EXPECT_THAT(refusal([](Config& c) { c.model.norm_eps = 0; }), StartsWith("model.norm_eps"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.eps = 1e-300; }), StartsWith("optim.eps = 1e-300: is beyond what fp32 holds"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.rope_theta = 1e-300; }), StartsWith("model.rope_theta = 1e-300: is beyond"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = INFINITY; }), StartsWith("optim.max_grad_norm = inf: is beyond"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0.5, c.optim.weight_decay = 2.5; }), HasSubstr("set a weight_decay of at most 2"));
   EXPECT_THAT(refusal([](Config& c) { c.model.experts = 8; }), HasSubstr("no experts"));
   EXPECT_THAT(refusal([](Config& c) { c.model.vocab_size = 255; }), AllOf(StartsWith("model.vocab_size = 255"), HasSubstr("256")));
   EXPECT_THAT(refusal([](Config& c) { c.data.seq_len = 17; }), AllOf(StartsWith("data.seq_len = 17"), HasSubstr("model.max_seq_len = 16")));

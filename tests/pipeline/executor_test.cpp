@@ -162,6 +162,20 @@ TEST(Executor, ErrorsNameStageAndMicroBatch) {
   EXPECT_EQ(failure(-1, -1), "(none)");
 }
 
+/// Values that were sent and not taken would match the next step's receives, also those of another executor.
+TEST(Executor, AStepAfterOneThatEndedInItsMidstIsRefused) {
+  comm::run_ranks(2, [](comm::World& world) {
+    ToyStage stage(world.rank(), false, false);
+    stage.refuses_at = world.rank() == 0 ? 2 : 0;  // one has sent two values by then, and the other has taken one
+    const auto run = [&](const Schedule& schedule) { Executor(schedule, chain(2), {{world.rank(), &stage}}, {.ranks = world.group()}).run(); };
+    EXPECT_ANY_THROW(run(schedules::gpipe(2, 3)));
+    stage.refuses_at = -1;
+    EXPECT_THAT([&] { run(schedules::one_f_one_b(2, 3)); },
+                ::testing::ThrowsMessage<Error>(
+                    AllOf(HasSubstr("an earlier step between the ranks of group 'world' ended in its midst (stage "), HasSubstr("forward of micro-batch "))));
+  });
+}
+
 TEST(Executor, ForwardsAloneKeepNothing) {
   Schedule schedule = schedules::gpipe(4, 3);
   for (auto& list : schedule.actions) std::erase_if(list, [](const schedules::Action& action) { return action.kind != schedules::Kind::Forward; });

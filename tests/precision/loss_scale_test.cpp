@@ -114,8 +114,12 @@ TEST(LossScale, AnotherKindTakesOverTheSkippedStepsAlone) {
     EXPECT_EQ(after.value(), value);
     EXPECT_EQ(after.skipped(), 1);
   }
-  EXPECT_THAT([&] { make("dynamic").restore({{"value", "x"}}, "here"); },
-              ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("here: progress.loss_scale")));
+  for (const auto& damage : std::vector<nlohmann::json>{{{"value", "x"}}, {{"skipped", 1e300}}, {{"skipped", -1}}, {{"in_a_row", nullptr}}, {{"value", 0}}}) {
+    nlohmann::json saved = make("dynamic").state();
+    saved.update(damage);
+    EXPECT_THAT([&] { make("dynamic").restore(saved, "here"); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("here: progress.loss_scale")))
+        << saved;
+  }
 }
 
 }  // namespace

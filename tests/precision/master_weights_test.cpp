@@ -152,7 +152,7 @@ TEST(MasterWeights, PolicyPicksTheOptimizer) {
 
 TEST(MasterWeights, GradientsOfARankAloneAddUpInFp32) {
   const at::Tensor weight = at::ones({2}, at::kBFloat16).requires_grad_(true);
-  const auto attached = keep_gradients_in(at::kFloat, {{"w", weight, {}}});
+  take_gradients_in(at::kFloat, {{"w", weight, {}}});
   for (const double part : {1.0, 1.0 / 512}) (weight * part).sum().backward();
   EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);
   EXPECT_EQ(weight.grad()[0].item<float>(), 1 + 1.0f / 512) << "which bf16 would round to 1";

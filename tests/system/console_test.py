@@ -42,7 +42,7 @@ class Console(SystemTest):
     def test_a_result_that_cannot_be_printed_is_a_failure(self):
         _, _, saved = self.train_as("full", 1, None)
         text = ("--file", self.folder / "held_out.txt", "--seq-len", 32, "--json")
-        commands = (("eval", "--checkpoint", saved, *text), ("generate", "--checkpoint", saved, "--prompt", "the", "--max-tokens", 3), ("inspect", saved))
+        commands = (("--version",), ("schedule", "--help"), ("eval", "--checkpoint", saved, *text), ("generate", "--checkpoint", saved, "--prompt", "the", "--max-tokens", 3), ("inspect", saved))
         for command in commands:
             with open("/dev/full", "w") as full:
                 done = subprocess.run([TESSERA, *map(str, command)], env=environment(), timeout=120, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -96,6 +96,21 @@ class Console(SystemTest):
             done = subprocess.run([TESSERA, *command], env=environment(), timeout=60, capture_output=True, text=True, preexec_fn=few)
             self.assertIn("ulimit -n = 16: ", self.refusal(done))
             self.assertEqual(sum("tessera: " in line for line in done.stderr.splitlines()), 1, done.stderr)
+
+    def test_a_small_stack_is_raised_or_refused_by_the_limits_name(self):
+        def limited(soft, hard):
+            return lambda: resource.setrlimit(resource.RLIMIT_STACK, (soft << 10, hard << 10))
+        refused = subprocess.run([TESSERA, "--version"], env=environment(), timeout=60, capture_output=True, text=True, preexec_fn=limited(64, 64))
+        self.assertIn("the stack is limited to 64 KiB (ulimit -s)", self.refusal(refused))
+        for hard in (256, 8192):
+            code, log, _ = self.train_as(f"stack{hard}", 2, limited(64, hard), "checkpoint.dir=")
+            self.assertEqual(code, 0)
+            self.assertEqual(len(metrics(log)), 4)
+
+    def test_more_threads_than_there_can_be_are_refused_by_the_variables_name(self):
+        for count in ("100000", "2147483647,2"):
+            done = subprocess.run([TESSERA, "train", self.recipe], env={**environment(), "OMP_NUM_THREADS": count}, timeout=60, capture_output=True, text=True)
+            self.assertIn(f"OMP_NUM_THREADS = {count}: expected at most 1024", self.refusal(done))
 
     def test_a_log_folder_that_is_removed_is_told_apart_from_a_second_run(self):
         log = self.folder / "removed"

@@ -59,6 +59,25 @@ TEST_F(PipelineResume, PowerSgdGoesOnToTheBit) {
   }
 }
 
+/// Its start is counted in steps, also where a step holds several updates.
+TEST_F(PipelineResume, PowerSgdOfAsynchronousPipelinesBeginsByStepsAndGoesOnToTheBit) {
+  for (const char* schedule : {"pipeline.schedule=pipedream", "pipeline.schedule=pipedream_2bw"}) {
+    const Sets sets{"mesh.pp=2",
+                    schedule,
+                    "model.tie_embeddings=false",
+                    "optim.max_grad_norm=0",
+                    "comm.compression=powersgd",
+                    "comm.powersgd_rank=1",
+                    "batch.global_size=8",
+                    "comm.powersgd_start=4"};
+    const Layout layout = with(schedule, 4, sets), never = with("never", 4, sets, {"comm.powersgd_start=100"});
+    const auto whole = run_saving(layout, {}), plain = run(never, {});
+    EXPECT_EQ(whole[3].loss, plain[3].loss) << "all updates of four steps are whole";
+    EXPECT_NE(whole[5].loss, plain[5].loss);
+    expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
+  }
+}
+
 /// Nothing of the gradient is lost: errors of a tied embedding's two copies are terms of one sum.
 TEST_F(PipelineResume, ErrorsOfPowerSgdFollowTheirParametersIntoAnyLayout) {
   const std::vector<Layout> layouts{with("dp2", 2, {}, kPowerSgd), with("pp2 x dp2", 4, kTwoStages, kPowerSgd),

@@ -123,6 +123,14 @@ TEST_F(PipelineSchedules, WhatAFileLacksIsRefusedBeforeTheRun) {
   EXPECT_THAT(of(""), HasSubstr("holds no action"));
 }
 
+/// The tree takes micro-batches in their order; without it any order trains.
+TEST_F(PipelineSchedules, AnotherOrderOfMicroBatchesIsRefusedWhereTheOrderIsOfTheBits) {
+  const std::string reversed = file("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n");
+  expect_one_device("llama", 2, {"mesh.pp=2", "pipeline.schedule=" + reversed}, {"batch.global_size=2", "batch.micro_size=1"});
+  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=" + reversed, "batch.global_size=2", "batch.micro_size=1", "run.deterministic=true"}, 2),
+              AllOf(StartsWith("run.deterministic = true: "), HasSubstr("of micro-batch 0 behind that of 1 on stage ")));
+}
+
 TEST_F(PipelineSchedules, NamesThatAreNoneAndKeysThatAreMissingAreRefused) {
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=1fb1"}, 2), AllOf(HasSubstr("there is no such file, and no schedule '1fb1'; did you mean 1f1b?")));
   EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=" + folder_.string()}, 2), HasSubstr("is a folder"));

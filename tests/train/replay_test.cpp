@@ -153,6 +153,9 @@ TEST_F(ReplayTest, DamagedAndMissingRecords) {
   refused([](auto& replay) { replay["micro_size"] = 0; });
   refused([](auto& replay) { replay["micro_size"] = 3; });
   refused([](auto& replay) { replay["losses"] = nlohmann::json::array(); });
+  refused([](auto& replay) { replay["arithmetic"] = nullptr; });
+  refused([](auto& replay) { replay["arithmetic"]["precision"] = nullptr; });
+  refused([](auto& replay) { replay["arithmetic"]["precision"]["compute"] = 16; });
   refused([](auto& replay) { replay["losses"][0]["index"] = 7; });
   refused([](auto& replay) { replay["losses"][0].erase("bits"); });
 }

@@ -70,9 +70,8 @@ class Scheduled : public TrainFixture {
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
       Composition composed = compose(config, mesh, at::kCPU);
-      Attachment in_fp32;
       const auto dtype = precision::policy_from(config.precision).gradient_dtype();
-      if (dtype && config.zero.stage < 3) in_fp32 = precision::keep_gradients_in(*dtype, composed.parameters);
+      if (dtype && config.zero.stage < 3) precision::take_gradients_in(*dtype, composed.parameters);
       Engine engine(config, composed, schedule);
       data::Loader loader(text, loader_options(config, mesh));
       Seen& mine = seen[static_cast<size_t>(ranks.rank())];

@@ -23,6 +23,8 @@ std::string file_id(const char* path, bool is_namespace) {
 
 }  // namespace
 
-std::string host_identity() { return fmt::format("{}/net:{}/shm:{}", boot_id(), file_id("/proc/self/ns/net", true), file_id("/dev/shm", false)); }
+std::string host_identity() {
+  return fmt::format("{}/net:{}/pid:{}/shm:{}", boot_id(), file_id("/proc/self/ns/net", true), file_id("/proc/self/ns/pid", true), file_id("/dev/shm", false));
+}
 
 }  // namespace tessera::comm

@@ -4,9 +4,9 @@
 
 namespace tessera::comm {
 
-/// Names the host of this process: processes with equal identities share /dev/shm and the loopback network; others may not.
-/// Made of the kernel's boot id, the network namespace and the file system at /dev/shm. So two containers on one machine, or two network namespaces (that is
-/// how several hosts are tried on one machine), count as two hosts. What cannot be read counts as "none".
+/// Names the host of this process: processes with equal identities share /dev/shm, the loopback network and the numbers of processes; others may not.
+/// Made of the kernel's boot id, the network namespace, that of processes and the file system at /dev/shm. So two containers on one machine, or two network
+/// namespaces (that is how several hosts are tried on one machine), count as two hosts. What cannot be read counts as "none".
 std::string host_identity();
 
 }  // namespace tessera::comm
