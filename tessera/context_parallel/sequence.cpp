@@ -29,16 +29,22 @@ Sequence::Sequence(const comm::Group& group, SequenceCut cut, bool causal, const
 }
 
 nn::AttentionColumns Sequence::columns(const std::vector<ColumnRun>& runs) const {
+  if (documents_.empty()) {
+    nn::AttentionColumns made{.rows = {{}}};
+    int64_t column = 0;
+    for (const auto& [begin, size] : runs) {
+      made.rows[0].push_back({.column = column, .position = begin, .size = size, .document = 0});
+      column += size;
+    }
+    return made;
+  }
   std::vector<int64_t> positions, documents;
   for (const auto& [begin, size] : runs) {
     positions.resize(positions.size() + static_cast<size_t>(size));
     std::iota(positions.end() - size, positions.end(), begin);
   }
-  documents.reserve(documents_.empty() ? 0 : positions.size() * static_cast<size_t>(rows_));
-  if (!documents_.empty()) {
-    for (int64_t row = 0; row < rows_; ++row) {
-      for (const int64_t position : positions) documents.push_back(documents_[static_cast<size_t>(row * cut_.length + position)]);
-    }
+  for (int64_t row = 0; row < rows_; ++row) {
+    for (const int64_t position : positions) documents.push_back(documents_[static_cast<size_t>(row * cut_.length + position)]);
   }
   return nn::AttentionColumns::of(positions, documents);
 }

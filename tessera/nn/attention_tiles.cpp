@@ -23,8 +23,9 @@ void add_tiles(std::vector<AttentionTile>& tiles, int64_t row, const AttentionRu
   const int64_t before = std::max<int64_t>(seen_by_first - 1, 0);
   add(0, queries.size, 0, before, false);
   const int64_t blind = std::max<int64_t>(keys.position - queries.position, 0);  // queries before the first key
-  const int64_t left = queries.size - blind;
-  add(blind, left, before, std::min(keys.size - before, left), true);
+  const int64_t side = std::min(keys.size - before, queries.size - blind);
+  add(blind, side, before, side, true);
+  add(blind + side, queries.size - blind - side, before, side, false);
 }
 
 }  // namespace
@@ -60,11 +61,7 @@ AttentionColumns AttentionColumns::of(std::span<const int64_t> positions, std::s
   return made;
 }
 
-int64_t AttentionTile::pairs() const {
-  if (!aligned) return queries.size * keys.size;
-  const int64_t triangle = std::min(queries.size, keys.size);
-  return triangle * (triangle + 1) / 2 + (queries.size - triangle) * keys.size;
-}
+int64_t AttentionTile::pairs() const { return aligned ? queries.size * (queries.size + 1) / 2 : queries.size * keys.size; }
 
 std::vector<AttentionTile> attention_tiles(const AttentionColumns& queries, const AttentionColumns& keys, bool causal) {
   const size_t rows = std::max(queries.rows.size(), keys.rows.size());

@@ -27,7 +27,8 @@ struct AttentionColumns {
   static AttentionColumns of(std::span<const int64_t> positions, std::span<const int64_t> documents = {});
 };
 
-/// A rectangle of queries and keys (columns of their tensors) that a fused kernel computes whole. Aligned: query i sees the keys 0 .. i, else each sees all.
+/// A rectangle of queries and keys (columns of their tensors) that a fused kernel computes whole. Aligned: a square of which query i sees the keys
+/// 0 .. i; else each sees all.
 struct AttentionTile {
   int64_t row = -1;  ///< of the batch; -1: all
   ColumnRun queries, keys;
@@ -38,7 +39,8 @@ struct AttentionTile {
 };
 
 /// What `queries` see of `keys`, as rectangles that do not overlap and leave nothing out: those of the same document and, if `causal`, of no later position.
-/// Each run of queries meets each run of keys in at most two tiles: the keys before all of its queries, and a triangle along the diagonal.
+/// Each run of queries meets each run of keys in at most three tiles: the keys before all of its queries, a triangle along the diagonal, and the queries after
+/// all keys; where both are of one sequence that is cut, in at most two.
 std::vector<AttentionTile> attention_tiles(const AttentionColumns& queries, const AttentionColumns& keys, bool causal);
 
 }  // namespace tessera::nn

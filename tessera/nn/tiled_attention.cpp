@@ -1,5 +1,6 @@
 #include "tessera/nn/tiled_attention.h"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -43,18 +44,40 @@ void TiledAttention::add(const at::Tensor& k, const at::Tensor& v, const std::ve
   }
 }
 
-void TiledAttention::merge(const AttentionTile& tile, const kernels::AttentionOutput& part) {
-  if (!output_.defined()) {
-    if (tile.row < 0 && tile.queries.size == q_.size(1)) {  // the first of all queries is the result so far
-      output_ = part.output.transpose(1, 2);
-      log_sum_exp_ = part.log_sum_exp;
-      return;
-    }
-    output_ = fp32_zeros(q_);
-    log_sum_exp_ = at::full({q_.size(0), q_.size(2), q_.size(1)}, -std::numeric_limits<double>::infinity(), output_.options());
+void TiledAttention::begin() {
+  if (output_.defined()) return;
+  output_ = fp32_zeros(q_);
+  log_sum_exp_ = at::full({q_.size(0), q_.size(2), q_.size(1)}, -std::numeric_limits<double>::infinity(), output_.options());
+}
+
+/// Whether this is the first that these queries see; notes that they have seen something.
+bool TiledAttention::is_first(const AttentionTile& tile) {
+  const int64_t columns = q_.size(1), last_row = tile.row < 0 ? q_.size(0) - 1 : tile.row;
+  seen_.resize(static_cast<size_t>(q_.size(0) * columns));
+  bool first = true;
+  for (int64_t row = std::max<int64_t>(tile.row, 0); row <= last_row; ++row) {
+    const auto begin = seen_.begin() + row * columns + tile.queries.begin;
+    first &= std::none_of(begin, begin + tile.queries.size, [](bool seen) { return seen; });
+    std::fill_n(begin, tile.queries.size, true);
   }
+  return first;
+}
+
+void TiledAttention::merge(const AttentionTile& tile, const kernels::AttentionOutput& part) {
+  const bool first = is_first(tile);
+  if (first && tile.row < 0 && tile.queries.size == q_.size(1)) {  // the result so far, as it is
+    output_ = part.output.transpose(1, 2);
+    log_sum_exp_ = part.log_sum_exp;
+    return;
+  }
+  begin();
   output_ = output_.to(at::kFloat);
   const at::Tensor output = part_of(output_, tile.row, tile.queries), sums = sums_of(log_sum_exp_, tile.row, tile.queries);
+  if (first) {
+    output.copy_(part.output);
+    sums.copy_(part.log_sum_exp);
+    return;
+  }
   const at::Tensor together = at::logaddexp(sums, part.log_sum_exp);
   output.mul_(at::exp(sums - together).unsqueeze(-1));
   output.addcmul_(part.output.to(at::kFloat), at::exp(part.log_sum_exp - together).unsqueeze(-1));
@@ -62,10 +85,7 @@ void TiledAttention::merge(const AttentionTile& tile, const kernels::AttentionOu
 }
 
 kernels::AttentionOutput TiledAttention::finish() {
-  if (!output_.defined()) {
-    output_ = fp32_zeros(q_);
-    log_sum_exp_ = at::full({q_.size(0), q_.size(2), q_.size(1)}, -std::numeric_limits<double>::infinity(), output_.options());
-  }
+  begin();
   return {.output = output_.to(q_.scalar_type()), .log_sum_exp = log_sum_exp_};
 }
 

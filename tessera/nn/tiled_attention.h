@@ -22,9 +22,12 @@ class TiledAttention {
   kernels::AttentionOutput finish();
 
  private:
+  void begin();
+  bool is_first(const AttentionTile& tile);
   void merge(const AttentionTile& tile, const kernels::AttentionOutput& part);
 
   at::Tensor q_, output_, log_sum_exp_;
+  std::vector<bool> seen_;  ///< [B * S]: what has no part yet is written, not merged
 };
 
 /// The gradients, block by block in any order. Memory: dq in fp32.

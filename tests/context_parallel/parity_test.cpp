@@ -64,7 +64,7 @@ TEST_P(MethodParity, OfPackedDocuments) {
 
 TEST_P(MethodParity, OfLargeScores) {
   const AttentionCase c{.length = 17, .heads = 8, .kv_heads = 8, .offset = 50};  // scores of about 880, whose exponential is no fp32 number
-  EXPECT_LE(parity(c, SequenceCut::head_tail(17, ranks()), options()), 1.2e-4) << "fp32 numbers are 6e-5 apart there";
+  EXPECT_LE(parity(c, SequenceCut::head_tail(17, ranks()), options()), 2.5e-4) << "fp32 numbers are 6e-5 apart there, and each merge rounds";
 }
 
 TEST(UlyssesRing, OfEveryShape) {
@@ -73,6 +73,16 @@ TEST(UlyssesRing, OfEveryShape) {
   for (const auto& [ranks, inner] : {std::pair{4, 2}, {6, 2}, {6, 3}, {6, 6}, {6, 1}}) {
     for (const SequenceCut& cut : cuts_of(29, ranks)) {
       EXPECT_LE(parity(c, cut, {.method = ContextMethod::UlyssesRing, .ulysses = inner}), kFp32) << ranks << " ranks, groups of " << inner;
+    }
+  }
+}
+
+TEST(Documents, DealtOneByOneAreTheSame) {
+  AttentionCase c{.length = 26, .heads = 4, .kv_heads = 4};
+  c.documents = at::repeat_interleave(at::arange(4), at::tensor({13, 1, 4, 8}, at::kLong)).expand({2, 26});
+  for (const ContextMethod method : {ContextMethod::Ring, ContextMethod::Ulysses, ContextMethod::AllGather}) {
+    for (const int ranks : {2, 3, 4}) {
+      EXPECT_LE(parity(c, SequenceCut::head_tail(std::vector<int64_t>{13, 1, 4, 8}, ranks), {.method = method}), kFp32) << to_string(method) << ' ' << ranks;
     }
   }
 }
