@@ -81,7 +81,8 @@ int eval(const EvalFlags& flags) {
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
-  reading_layout(config, ranks);
+  const auto layout = reading_layout(config, ranks);
+  validate_context(config, flags.seq_len, "--seq-len", layout.column_ranks, layout.tensor_ranks);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
   say_once(remarks);
@@ -100,7 +101,7 @@ int eval(const EvalFlags& flags) {
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    const auto loaded = load_model(source, reading_groups(config, mesh));
     ForwardEngine engine(loaded);
     found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
     if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
@@ -127,7 +128,9 @@ void add_eval(CLI::App& app, int& exit_code) {
   command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command->add_option("--seq-len", flags->seq_len, "Tokens of a window")->required();
   command->add_option("--micro-size", flags->micro_size, "Windows of a forward pass")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N or mesh.pp=N, parts of it")
+  command
+      ->add_option("--nproc", flags->nproc,
+                   "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, mesh.pp=N or mesh.cp=N, parts of it")
       ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");

@@ -116,8 +116,8 @@ void say_what_is_forgotten(size_t tokens, const ModelConfig& model) {
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
   require(layout.copies == 1, "mesh.dp_replicate = ", layout.copies,
-          ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", ranks / layout.stage_ranks,
-          ", or deal them as stages, --set mesh.pp=", ranks / layout.tensor_ranks, ", or start fewer");
+          ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", layout.tensor_ranks * layout.copies,
+          ", or deal them as stages, --set mesh.pp=", layout.stage_ranks * layout.copies, ", or start fewer");
 }
 
 /// All ranks draw every token, or hear of it.
@@ -186,8 +186,7 @@ int generate_text(const GenerateFlags& flags) {
     precision::settle_compute(source.config, at::kCPU, world.group());
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    const auto loaded = load_model(source, reading_groups(config, mesh));
     ForwardEngine engine(loaded);
     std::optional<Printer> printer;  // every rank knows every token, and one writes it
     if (world.rank() == 0) printer.emplace(*tokenizer, wanted.texts, flags.max_tokens, end_of_text);
@@ -220,8 +219,9 @@ void add_generate(CLI::App& app, int& exit_code) {
   command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
   command->add_option("--seed", flags->seed, "The same text for the same seed; 0 to 9223372036854775807")->capture_default_str();
   command
-      ->add_option("--nproc", flags->nproc,
-                   "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them, or mesh.pp=N to deal them as stages")
+      ->add_option(
+          "--nproc", flags->nproc,
+          "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them, mesh.pp=N to deal them as stages, or mesh.cp=N to cut the prompt")
       ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });

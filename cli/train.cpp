@@ -154,8 +154,8 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
   log().warn("{}; the run goes on without it", problem);
 }
 
-// Over which the batch is dealt.
-int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), mesh_roles(config).batch); }
+// Over which gradients are summed.
+int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), mesh_roles(config).tokens); }
 
 // The collective algorithms are those that the checkpoint recorded: they order the sums.
 comm::WorldOptions options_for(const Config& config, int size, Inputs& inputs) {

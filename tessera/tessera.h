@@ -60,6 +60,7 @@
 #include "tessera/data/tokenizer.h"
 
 // Techniques and optimizers.
+#include "tessera/context_parallel/context_parallel.h"
 #include "tessera/data_parallel/batch_coupling.h"
 #include "tessera/data_parallel/communication_hook.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"

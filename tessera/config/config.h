@@ -83,6 +83,12 @@ struct Config {
 /// Whether weights change in the midst of a step: a pipeline of several ranks, by a schedule that never flushes within it (PipeDream, PipeDream-2BW).
 bool updates_within_steps(const Config& config, int pipeline_ranks);
 
+/// Of `cp` ranks that share sequences, how many neighbours exchange columns for heads (context.method): all, some with a ring across them, or 1, none.
+int ulysses_ranks(const Config& config, int cp, int tp);
+
+/// What context.* asks of a model whose sequences of `seq_len` tokens, which `knob` gave, are cut over `cp` ranks. Throws ConfigError.
+void validate_context(const Config& config, int64_t seq_len, const std::string& knob, int cp, int tp);
+
 /// Reads a TOML file, then applies `sets` ("optim.lr=1e-3") in order. Relative paths in the file become absolute from the file's folder, those in
 /// `sets` from the working directory. Throws ConfigError: the file is missing, unreadable or no TOML (line and column), an unknown section or
 /// key (names the nearest), a wrong type (names key and expected type), a string that is none of the allowed ones (lists them).

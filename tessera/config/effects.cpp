@@ -42,7 +42,8 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {pipelined && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
       {pipelined && pipeline.schedule != "zb_auto", with("pipeline.schedule", pipeline.schedule), {"pipeline.memory_limit"}},
       {pipelined && !for_costs.contains(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.costs"}},
-      {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method"}},
+      {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method", "context.ulysses", "context.balance"}},
+      {config.mesh.cp != 1 && config.context.method != "ulysses_ring", with("context.method", config.context.method), {"context.ulysses"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
       {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
@@ -56,6 +57,7 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
   // Sections, and keys.
   std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero."};
   if (config.mesh.pp != 1) sections.emplace_back("pipeline.");
+  if (config.mesh.cp != 1) sections.emplace_back("context.");
   static const std::vector<std::string> keys{"data.tokenizer",       "data.cache_dir",        "comm.backend",       "comm.algorithm",   "comm.table",
                                              "comm.interface",       "comm.timeout_s",        "comm.check",         "precision.params", "precision.compute",
                                              "precision.fp8_scales", "checkpoint.verify",     "checkpoint.partial", "run.threads",      "run.deterministic",

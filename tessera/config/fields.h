@@ -67,7 +67,7 @@
   X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),     \
     "Data parallelism with sharded state; -1 takes what is left.")                                                   \
   X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                       \
-  X(int, cp, 1, any(), "Context parallelism: 1, as this build has none.")                                            \
+  X(int, cp, 1, any(), "Context parallelism: ranks that each hold some columns of every sequence.")                  \
   X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
   X(int, ep, 1, any(), "Expert parallelism: 1, as this build has none.")                                             \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
@@ -99,7 +99,13 @@
   X(bool, keep_gathered, false, any(), "Keep what that gathers until backward, rather than gather it again.")       \
   X(bool, overlap, false, any(), "Overlap the collectives of tensor parallelism with its matrix products.")
 
-#define TESSERA_CONTEXT_FIELDS(X) X(std::string, method, "ring", one_of("ring, ulysses, ulysses_ring"), "How attention crosses the parts of a sequence.")
+#define TESSERA_CONTEXT_FIELDS(X)                                                                                                                        \
+  X(std::string, method, "ring", one_of("ring, ulysses, ulysses_ring, ring_full, all_gather"),                                                           \
+    "How attention reaches the keys and values of other ranks: in a ring, by an exchange of columns for heads, by both, in a ring of whole rows of "     \
+    "scores, or gathered.")                                                                                                                              \
+  X(int, ulysses, 0, any(), "`ulysses_ring`: neighbouring ranks of `mesh.cp` that exchange columns for heads; the ring goes across. Divides `mesh.cp`.") \
+  X(std::string, balance, "head_tail", one_of("head_tail, contiguous"),                                                                                  \
+    "Which columns a rank holds: a part of the sequence's first half and its mirror image of the second, so that causal work is even, or one part.")
 
 #define TESSERA_PIPELINE_FIELDS(X)                                                                                                                            \
   X(std::string, schedule, "1f1b",                                                                                                                            \
@@ -181,7 +187,7 @@
   X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \
   X(ZeroConfig, zero, TESSERA_ZERO_FIELDS, "Sharded data parallelism.")                             \
   X(TensorConfig, tensor, TESSERA_TENSOR_FIELDS, "Tensor parallelism.")                             \
-  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism: not part of this build.") \
+  X(ContextConfig, context, TESSERA_CONTEXT_FIELDS, "Context parallelism.")                         \
   X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism.")                     \
   X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")              \
   X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")               \

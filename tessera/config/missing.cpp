@@ -1,6 +1,8 @@
 #include "tessera/config/missing.h"
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "tessera/core/error.h"
 
@@ -19,13 +21,9 @@ std::string text(int value) { return std::to_string(value); }
 
 }  // namespace
 
-void refuse_missing_techniques(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
-  const auto axis = [&](const std::string& name) {
-    return text(std::find_if(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == name; })->second);
-  };
+void refuse_missing_techniques(const Config& config) {
   const auto& offload = config.offload;
   const std::vector<Setting> settings = {
-      {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
       {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
       {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},
       {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},

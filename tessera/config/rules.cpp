@@ -315,7 +315,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   const auto size_of = [&](const std::string& wanted) {
     return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
   };
-  refuse_missing_techniques(config, axes);  // first: what is missing is not asked for its other settings
+  refuse_missing_techniques(config);  // first: what is missing is not asked for its other settings
   if (purpose == Purpose::Train) check_text(config);
   validate_model(config.model);
   validate_process(config);
@@ -330,6 +330,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_loss(config.loss);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
+  validate_context(config, config.data.seq_len, "data.seq_len", size_of("cp"), size_of("tp"));
   detail::validate_asynchronous(config, size_of("pp"));
   check_numbers(config);
 }

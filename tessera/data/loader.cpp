@@ -1,6 +1,7 @@
 #include "tessera/data/loader.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/ops/empty.h>
 
@@ -42,19 +43,22 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
   const auto [begin, size] = chunk(count, options.ranks, options.rank);
   const int64_t most = chunk(count, options.ranks, 0).second;
   const auto placed = at::TensorOptions().dtype(at::kLong).device(device);
+  const int64_t columns = count_columns(options.columns, options.seq_len);
+  const at::Tensor positions = options.columns.empty() ? at::Tensor() : at::empty({columns}, placed);
   StepBatch batch{.step = step, .micro_batches = {}, .global_valid_tokens = options.global_size * options.seq_len};
   batch.micro_batches.reserve(static_cast<size_t>(most));
   for (int64_t i = 0; i < most; ++i) {
     MicroBatch micro;
     micro.rows = options.micro_size;
     micro.seq_len = options.seq_len;
-    if (options.reads.tokens) micro.tokens = at::empty({micro.rows, micro.seq_len}, placed);
-    if (options.reads.labels) micro.labels = at::empty({micro.rows, micro.seq_len}, placed);
+    micro.positions = positions;
+    if (options.reads.tokens) micro.tokens = at::empty({micro.rows, columns}, placed);
+    if (options.reads.labels) micro.labels = at::empty({micro.rows, columns}, placed);
     micro.first_sample = (step - 1) * options.global_size;
     if (i < size) {
       micro.index = begin + i;
       micro.first_sample += micro.index * options.micro_size;
-      micro.valid_tokens = options.micro_size * options.seq_len;
+      micro.valid_tokens = options.micro_size * columns;
     } else {
       micro.weight = 0;
     }
@@ -64,6 +68,27 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
     batch.micro_batches.push_back(std::move(micro));
   }
   return batch;
+}
+
+void read_sample(const Corpus& corpus, int64_t first, int64_t seq_len, const std::vector<ColumnRun>& columns, int64_t* into) {
+  if (columns.empty()) return corpus.read(first, seq_len, into);
+  for (const auto& [begin, size] : columns) {
+    corpus.read(first + begin, size, into);
+    into += size;
+  }
+}
+
+int64_t count_columns(const std::vector<ColumnRun>& columns, int64_t seq_len) {
+  if (columns.empty()) return seq_len;
+  return std::accumulate(columns.begin(), columns.end(), int64_t{0}, [](int64_t sum, const ColumnRun& run) { return sum + run.size; });
+}
+
+void fill_positions(const std::vector<ColumnRun>& columns, const at::Tensor& positions) {
+  int64_t* next = positions.mutable_data_ptr<int64_t>();
+  for (const auto& [begin, size] : columns) {
+    std::iota(next, next + size, begin);
+    next += size;
+  }
 }
 
 void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob, const std::string& seq_len_knob) {
@@ -87,6 +112,7 @@ int64_t Loader::window_of(int64_t sample) const {
 
 StepBatch Loader::next() {
   StepBatch batch = dry_batch(options_, ++step_, at::kCPU);
+  if (!options_.columns.empty()) fill_positions(options_.columns, batch.micro_batches.front().positions);
   for (MicroBatch& micro : batch.micro_batches) {
     if (micro.index >= 0) {
       fill(micro);
@@ -98,7 +124,10 @@ StepBatch Loader::next() {
   if (!options_.reads.any()) return batch;
   for (const MicroBatch& micro : batch.micro_batches) {
     for (int64_t row = 0; micro.index >= 0 && row < options_.micro_size; ++row) {
-      corpus_->read_ahead(window_of(micro.first_sample + options_.global_size + row) * options_.seq_len, options_.seq_len + 1);
+      const int64_t first = window_of(micro.first_sample + options_.global_size + row) * options_.seq_len;
+      for (const auto& [begin, size] : options_.columns.empty() ? std::vector{ColumnRun{0, options_.seq_len}} : options_.columns) {
+        corpus_->read_ahead(first + begin, size + 1);
+      }
     }
   }
   return batch;
@@ -108,7 +137,7 @@ void Loader::fill(MicroBatch& micro) const {
   for (int64_t row = 0; row < options_.micro_size; ++row) {
     const int64_t first = window_of(micro.first_sample + row) * options_.seq_len;
     const auto read = [&](int64_t from, const at::Tensor& into) {
-      if (into.defined()) corpus_->read(from, options_.seq_len, into.mutable_data_ptr<int64_t>() + row * options_.seq_len);
+      if (into.defined()) read_sample(*corpus_, from, options_.seq_len, options_.columns, into.mutable_data_ptr<int64_t>() + row * micro.columns());
     };
     read(first, micro.tokens);
     read(first + 1, micro.labels);

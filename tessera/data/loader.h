@@ -9,6 +9,7 @@
 
 #include "tessera/data/corpus.h"
 #include "tessera/data/shuffle.h"
+#include "tessera/layout/sequence_cut.h"
 
 namespace tessera::data {
 
@@ -24,15 +25,18 @@ struct Reads {
 
 /// What one forward takes. A padding micro-batch (weight 0) is there so that all ranks run the same number: tokens 0, labels all ignored, index -1.
 struct MicroBatch {
-  at::Tensor tokens;              ///< [rows, seq_len] int64; undefined where they are not read
-  at::Tensor labels;              ///< [rows, seq_len] int64: the next token, or ignored_label; undefined where they are not read
-  int64_t rows = 0, seq_len = 0;  ///< on every rank
+  at::Tensor tokens;              ///< [rows, columns] int64; undefined where they are not read
+  at::Tensor labels;              ///< [rows, columns] int64: the next token of the sample, or ignored_label; undefined where they are not read
+  at::Tensor positions{};         ///< [columns] int64: where the columns lie in the sample; undefined: they are all here, in order
+  int64_t rows = 0, seq_len = 0;  ///< of whole samples; on every rank
   double weight = 1;              ///< 0 = padding micro-batch
   int64_t index = -1;             ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
   int64_t first_sample = 0;       ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
-  int64_t valid_tokens = 0;       ///< labels that count
+  int64_t valid_tokens = 0;       ///< labels that count, of these columns
   /// Those of all ranks' micro-batches at this place in their runs, known without communication: what a gradient of these alone is normalised by.
   int64_t global_valid_tokens = 0;
+
+  int64_t columns() const { return positions.defined() ? positions.size(0) : seq_len; }
 };
 
 /// A rank's share of one optimizer step.
@@ -50,6 +54,8 @@ struct LoaderOptions {
   uint64_t seed = 0;        ///< of the order
   int rank = 0, ranks = 1;  ///< of the data axes
   Reads reads{};            ///< of this rank
+  /// Of each sample, what this rank reads, where others of the same data rank read the rest (context parallelism); empty: all of it.
+  std::vector<ColumnRun> columns{};
 };
 
 /// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; carried() compares them.
@@ -70,7 +76,9 @@ struct Cursor {
 /// Sample s of the run is window s % windows of epoch s / windows: without shuffle that window itself, with it the window's image under that epoch's
 /// permutation (shuffle.h). So an epoch may begin inside a step, and step k is found without stepping there.
 ///
-/// Memory: micro_batches * micro_size * seq_len * 8 bytes a step for tokens, where they are read, and as much for labels; no buffer of its own (the kernel
+/// Labels are those of the whole sample: the last column that a rank reads has the token behind it, wherever that is.
+///
+/// Memory: micro_batches * micro_size * columns * 8 bytes a step for tokens, where they are read, and as much for labels; no buffer of its own (the kernel
 /// reads the next step's pages ahead). One object, one thread.
 class Loader {
  public:
@@ -110,6 +118,15 @@ Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
 /// and no corpus. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
+
+/// Reads one sample, whose first token is number `first` of the corpus, into `into`: of its `seq_len` tokens those of `columns`, run after run; empty: all.
+void read_sample(const Corpus& corpus, int64_t first, int64_t seq_len, const std::vector<ColumnRun>& columns, int64_t* into);
+
+/// How many columns of a sample of `seq_len` tokens these are.
+int64_t count_columns(const std::vector<ColumnRun>& columns, int64_t seq_len);
+
+/// Writes them to `positions`, [count_columns()] int64 on the host.
+void fill_positions(const std::vector<ColumnRun>& columns, const at::Tensor& positions);
 
 /// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them,
 /// `seq_len_knob` what gave seq_len.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,8 +12,9 @@
 
 namespace tessera::data {
 
-SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks, Reads reads)
-    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)), reads_(reads) {
+SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks, Reads reads,
+                                   std::vector<ColumnRun> columns)
+    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)), reads_(reads), columns_(std::move(columns)) {
   invariant(seq_len > 0 && micro_size > 0, "sequential loader of seq_len ", seq_len, ", micro_size ", micro_size);
   check_windows(*corpus_, seq_len, 1, "evaluation");
   const int64_t micro_batches = (windows_ + micro_size - 1) / micro_size;
@@ -25,17 +27,23 @@ std::optional<MicroBatch> SequentialLoader::next() {
   MicroBatch micro;
   micro.rows = micro_size_;
   micro.seq_len = seq_len_;
-  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, seq_len_}, at::kLong);
-  if (reads_.labels) micro.labels = at::full({micro_size_, seq_len_}, ignored_label, at::kLong);
+  const int64_t columns = count_columns(columns_, seq_len_);
+  if (!columns_.empty()) fill_positions(columns_, micro.positions = at::empty({columns}, at::kLong));
+  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, columns}, at::kLong);
+  if (reads_.labels) micro.labels = at::full({micro_size_, columns}, ignored_label, at::kLong);
   if (position_ < size_) {
     micro.index = begin_ + position_;
     micro.first_sample = micro.index * micro_size_;
     const int64_t rows = std::min(micro_size_, windows_ - micro.first_sample);
-    // Windows lie one behind the other, and so do rows.
     const int64_t first = micro.first_sample * seq_len_, count = rows * seq_len_;
-    if (reads_.tokens) corpus_->read(first, count, micro.tokens.mutable_data_ptr<int64_t>());
-    if (reads_.labels) corpus_->read(first + 1, count, micro.labels.mutable_data_ptr<int64_t>());
-    micro.valid_tokens = count;
+    const auto read = [&](int64_t from, const at::Tensor& into) {
+      for (int64_t row = 0; into.defined() && row < rows; ++row) {
+        read_sample(*corpus_, from + row * seq_len_, seq_len_, columns_, into.mutable_data_ptr<int64_t>() + row * columns);
+      }
+    };
+    read(first, micro.tokens);
+    read(first + 1, micro.labels);
+    micro.valid_tokens = rows * columns;
     if (reads_.any()) corpus_->read_ahead(first + count, std::min(count, corpus_->tokens() - first - count));
   } else {
     micro.weight = 0;

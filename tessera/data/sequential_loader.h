@@ -11,8 +11,9 @@ namespace tessera::data {
 /// beyond the last window have ignored labels, and ranks with fewer micro-batches get one padding micro-batch, so that shapes and counts are the same on all.
 class SequentialLoader {
  public:
-  /// Throws ConfigError where the corpus gives no window.
-  SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank = 0, int ranks = 1, Reads reads = {});
+  /// Throws ConfigError where the corpus gives no window. `columns`: see LoaderOptions.
+  SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank = 0, int ranks = 1, Reads reads = {},
+                   std::vector<ColumnRun> columns = {});
 
   /// The next micro-batch of this rank; nothing at the end. `first_sample` is the window of row 0.
   std::optional<MicroBatch> next();
@@ -26,6 +27,7 @@ class SequentialLoader {
   std::shared_ptr<const Corpus> corpus_;
   int64_t seq_len_, micro_size_, windows_;
   Reads reads_;
+  std::vector<ColumnRun> columns_;
   int64_t begin_ = 0, size_ = 0, count_ = 0, position_ = 0;  // this rank's run of micro-batches, calls of next(), calls made
 };
 

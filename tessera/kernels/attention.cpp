@@ -3,8 +3,14 @@
 #include <limits>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
@@ -58,6 +64,38 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor
   return {dq.to(q.scalar_type()), dk.to(k.scalar_type()), dv.to(v.scalar_type())};
 }
 
+// On CUDA: FlashAttention-2 for 16-bit numbers, which takes grouped heads as they are; the memory-efficient kernel for fp32, which does not, and whose
+// log-sum-exps stand in rows of whole multiples of 32.
+constexpr int64_t kEfficientRow = 32;
+
+at::Tensor for_each_query_head(const at::Tensor& x, const at::Tensor& q) { return x.size(1) == q.size(1) ? x : x.repeat_interleave(q.size(1) / x.size(1), 1); }
+
+AttentionOutput cuda_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
+  if (q.scalar_type() == at::kFloat) {
+    const auto result = at::_scaled_dot_product_efficient_attention(q, for_each_query_head(k, q), for_each_query_head(v, q), /*attn_bias=*/{},
+                                                                    /*compute_log_sumexp=*/true, /*dropout_p=*/0, causal, scale);
+    return {std::get<0>(result), std::get<1>(result).narrow(2, 0, q.size(2))};
+  }
+  const auto result = at::_scaled_dot_product_flash_attention(q, k, v, /*dropout_p=*/0, causal, /*return_debug_mask=*/false, scale);
+  return {std::get<0>(result), std::get<1>(result)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cuda_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                             const AttentionOutput& forward, bool causal, std::optional<double> scale) {
+  const at::Tensor none = at::empty({0}, q.options().dtype(at::kLong));  // no dropout has drawn anything
+  if (q.scalar_type() == at::kFloat) {
+    const int64_t padding = (kEfficientRow - q.size(2) % kEfficientRow) % kEfficientRow;
+    const at::Tensor sums = at::constant_pad_nd(forward.log_sum_exp, {0, padding}, std::numeric_limits<double>::infinity());
+    const auto [dq, dk, dv, dbias] = at::_scaled_dot_product_efficient_attention_backward(grad_output, q, for_each_query_head(k, q), for_each_query_head(v, q),
+                                                                                          /*attn_bias=*/{}, forward.output, sums, none, none, /*dropout_p=*/0,
+                                                                                          /*grad_input_mask=*/{true, true, true, false}, causal, scale);
+    const auto of_groups = [&](const at::Tensor& x) { return k.size(1) == q.size(1) ? x : x.unflatten(1, {k.size(1), q.size(1) / k.size(1)}).sum(2); };
+    return {dq, of_groups(dk), of_groups(dv)};
+  }
+  return at::_scaled_dot_product_flash_attention_backward(grad_output, q, k, v, forward.output, forward.log_sum_exp.contiguous(), /*cum_seq_q=*/{},
+                                                          /*cum_seq_k=*/{}, q.size(2), k.size(2), /*dropout_p=*/0, causal, none, none, scale);
+}
+
 /// Attention whose products are widened: keeps q, k, v and the output as narrow as they are, where autograd through casts would keep the wide ones.
 struct WidenedAttention : torch::autograd::Function<WidenedAttention> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
@@ -97,6 +135,7 @@ AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k
     const at::Tensor none = at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), q.options().dtype(at::kFloat));
     return {at::zeros({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2), none};
   }
+  if (q.is_cuda()) return cuda_forward(q, k, v, causal, scale);
   return is_widened(q) ? widened_forward(q, k, v, causal, scale) : cpu_forward(q, k, v, causal, scale);
 }
 
@@ -104,6 +143,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
                                                                         std::optional<double> scale) {
   const at::NoGradGuard no_grad;
+  if (q.is_cuda()) return cuda_backward(grad_output, q, k, v, forward, causal, scale);
   return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);
 }
 

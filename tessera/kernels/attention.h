@@ -21,7 +21,7 @@ struct AttentionOutput {
 /// Throws ConfigError where heads cannot be grouped or a shape does not fit.
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 
-/// The same with the log-sum-exp, for callers that merge partial results (ring attention); not differentiable.
+/// The same with the log-sum-exp, for callers that merge partial results (ring attention); not differentiable. On CUDA causal needs as many queries as keys.
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 
 /// Gradients of q, k and v from what flash_attention_forward returned (or from merged results: output and log_sum_exp of the whole softmax give the whole's

@@ -58,9 +58,12 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) { m.def("dropout(Tensor x, float p, int key, 
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("dropout", mask); }
 
 at::Tensor dropout_rows(const at::Tensor& sample_positions, int64_t sequence_offset, int64_t sequence_length, int64_t sequence_total) {
+  return dropout_rows(sample_positions, at::arange(sequence_offset, sequence_offset + sequence_length, sample_positions.options()), sequence_total);
+}
+
+at::Tensor dropout_rows(const at::Tensor& sample_positions, const at::Tensor& columns, int64_t sequence_total) {
   require(sample_positions.dim() == 1 && sample_positions.scalar_type() == at::kLong, "dropout_rows: sample_positions must be int64 of one dimension");
-  const at::Tensor positions = at::arange(sequence_offset, sequence_offset + sequence_length, sample_positions.options());
-  return sample_positions.unsqueeze(1).mul(sequence_total).add(positions).flatten();
+  return sample_positions.unsqueeze(1).mul(sequence_total).add(columns).flatten();
 }
 
 at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor& rows, FeatureBlock features) {

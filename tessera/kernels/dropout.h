@@ -16,6 +16,8 @@ struct FeatureBlock {
 /// to every dropout.
 ///   sample_positions  [B] int64, the global positions of the local samples
 at::Tensor dropout_rows(const at::Tensor& sample_positions, int64_t sequence_offset, int64_t sequence_length, int64_t sequence_total);
+/// The same of columns that lie anywhere: sample_positions[b] * sequence_total + columns[s]; columns [S] int64.
+at::Tensor dropout_rows(const at::Tensor& sample_positions, const at::Tensor& columns, int64_t sequence_total);
 
 /// Dropout whose mask is a pure function of `key` and of each element's place in the whole model's tensor, so any layout drops the same elements.
 /// Differentiable in `x`.

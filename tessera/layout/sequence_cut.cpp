@@ -1,6 +1,9 @@
 #include "tessera/layout/sequence_cut.h"
 
+#include <algorithm>
+#include <functional>
 #include <numeric>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 
@@ -52,6 +55,42 @@ SequenceCut SequenceCut::head_tail(int64_t length, int ranks) {
     std::vector<ColumnRun>& runs = cut.runs[static_cast<size_t>(rank)];
     append(runs, chunk(length, parts, rank));
     append(runs, chunk(length, parts, parts - 1 - rank));
+  }
+  return cut;
+}
+
+SequenceCut SequenceCut::head_tail(const std::vector<int64_t>& documents, int ranks) {
+  struct Pair {
+    int64_t work;
+    std::pair<int64_t, int64_t> head, tail;
+  };
+  std::vector<Pair> pairs;
+  int64_t begin = 0;
+  for (const int64_t document : documents) {
+    for (int part = 0; part < ranks; ++part) {
+      auto head = chunk(document, 2 * ranks, part), tail = chunk(document, 2 * ranks, 2 * ranks - 1 - part);
+      int64_t work = 0;
+      for (auto* run : {&head, &tail}) {
+        work += run->second * run->first + run->second * (run->second + 1) / 2;
+        run->first += begin;
+      }
+      pairs.push_back({work, head, tail});
+    }
+    begin += document;
+  }
+  std::ranges::stable_sort(pairs, std::greater<>(), &Pair::work);
+  SequenceCut cut{.length = begin, .runs = {}};
+  std::vector<int64_t> work(static_cast<size_t>(ranks), 0);
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> parts(static_cast<size_t>(ranks));
+  for (const Pair& pair : pairs) {
+    const auto least = static_cast<size_t>(std::ranges::min_element(work) - work.begin());
+    work[least] += pair.work;
+    parts[least].insert(parts[least].end(), {pair.head, pair.tail});
+  }
+  for (auto& own : parts) {
+    std::ranges::sort(own);
+    cut.runs.emplace_back();
+    for (const auto& part : own) append(cut.runs.back(), part);
   }
   return cut;
 }

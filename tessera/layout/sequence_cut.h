@@ -26,9 +26,13 @@ struct SequenceCut {
 
   /// One run each, dealt by layout's rule (chunk).
   static SequenceCut contiguous(int64_t length, int ranks);
-  /// The sequence in 2 * ranks parts, of which rank r holds number r and number 2 * ranks - 1 - r: where a query sees all keys before it, every rank then has the
-  /// same work, within a column (zig-zag; arXiv:2311.09431 deals single tokens to the same end). Ranks hold as many columns, give or take one.
+  /// The sequence in 2 * ranks parts, of which rank r holds number r and number 2 * ranks - 1 - r: where a query sees all keys before it, every rank then has
+  /// the same work, within a column (zig-zag; arXiv:2311.09431 deals single tokens to the same end). Ranks hold as many columns, give or take one.
   static SequenceCut head_tail(int64_t length, int ranks);
+  /// The same of each document of a packed sequence, of these lengths: attention ends with the document, and the work of a plain cut is that of whoever holds
+  /// the long ones. The heaviest pairs of parts, of documents whose lengths leave some larger, go to who has least; ranks have the same work within a few
+  /// columns of the longest document. They need not hold as many columns: short documents have fewer than there are parts.
+  static SequenceCut head_tail(const std::vector<int64_t>& documents, int ranks);
 };
 
 }  // namespace tessera

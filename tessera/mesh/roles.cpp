@@ -5,15 +5,19 @@
 namespace tessera {
 
 MeshRoles mesh_roles(const Config& config) {
-  return {.batch = {"dp_replicate", "dp_shard"},
+  const bool sharded = config.zero.stage > 0;
+  const Axes batch{"dp_replicate", "dp_shard"}, tokens{"dp_replicate", "dp_shard", "cp"};
+  return {.batch = batch,
+          .columns = "cp",
+          .tokens = tokens,
+          .gradients = config.run.deterministic ? batch : tokens,
           .replicate = "dp_replicate",
-          .shard = "dp_shard",
+          .shard = {"dp_shard", "cp"},
           .layers = "tp",
           .stages = "pp",
-          .samples = {"cp", "tp"},
-          .cut = config.zero.stage > 0 ? Axes{"dp_shard", "tp"} : Axes("tp"),
-          .tied = config.zero.stage > 0 ? Axes{"dp_shard", "pp"} : Axes("pp"),
-          .elements = config.zero.stage > 0 ? Axes{"dp_shard", "pp", "tp"} : Axes{"pp", "tp"},
+          .cut = sharded ? Axes{"dp_shard", "cp", "tp"} : Axes("tp"),
+          .tied = sharded ? Axes{"dp_shard", "cp", "pp"} : Axes("pp"),
+          .elements = sharded ? Axes{"dp_shard", "cp", "pp", "tp"} : Axes{"pp", "tp"},
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 

@@ -9,12 +9,14 @@ struct Config;  // tessera/config/config.h
 /// What the axes of a mesh are for, made once from the configuration: whoever needs a group or a size asks for a role, and an axis that is new takes its part
 /// in some of them here.
 struct MeshRoles {
-  Axes batch;      ///< ranks that are dealt other samples, and whose gradients are summed
-  Axes replicate;  ///< of those, ranks that hold the same part of what is sharded
-  Axes shard;      ///< of those, ranks that hold other parts
-  Axes layers;     ///< ranks that compute the same samples, each a part of every layer
-  Axes stages;     ///< ranks that compute the same samples one after the other, each some of the layers
-  Axes samples;    ///< of one stage, ranks that work on the same samples in any way, and so have the same losses
+  Axes batch;      ///< ranks that are dealt other samples
+  Axes columns;    ///< ranks that are dealt the same samples, and of each other columns
+  Axes tokens;     ///< both: ranks that compute other tokens with the same layers, whose losses and gradients are terms of one sum
+  Axes gradients;  ///< of those, ranks whose gradients data parallelism sums; what is left is summed over `columns` when it has (run.deterministic)
+  Axes replicate;  ///< of `tokens`, ranks that hold the same part of what is sharded
+  Axes shard;      ///< of `tokens`, ranks that hold other parts
+  Axes layers;     ///< ranks that compute the same tokens, each a part of every layer, and so have the same losses
+  Axes stages;     ///< ranks that compute the same tokens one after the other, each some of the layers
   Axes cut;        ///< of one stage, ranks that hold other elements of the gradients of its layers
   Axes tied;       ///< of ranks that hold some of the first stage, or of the last: where what both use is summed
   Axes elements;   ///< ranks that hold other elements of any gradients: what a norm sums over

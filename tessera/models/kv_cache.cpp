@@ -1,18 +1,65 @@
 #include "tessera/models/kv_cache.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
 
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/products.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/sample_scope.h"
 
 // The attention core takes keys and values longer than its queries as a context that ends with them, so a cache is an interceptor in front of it and no model
 // needs to know. Memory is made when it is first known how many rows and heads are here, and of which dtype.
+//
+// Over several ranks a text's keys lie where they were computed, and stay there: a new query is small and goes to the keys, all of which no rank could hold.
+// Each rank attends to those that it has; exp(lse) says how much a rank's part weighs beside the others', and the largest lse is taken out first, so that no
+// weight overflows. A rank that has none yet gives zeros of weight zero.
 
 namespace tessera {
+namespace {
+
+/// Attention to some of the keys: softmax(scale q k^T) v.
+struct Partial {
+  at::Tensor out;  ///< fp32 [B, S, H, D]
+  at::Tensor lse;  ///< fp32 [B, S, H, 1]: log of the sum of exponentials of the scores
+};
+
+/// Queries before number `last_seen_from` do not see the last key.
+Partial attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t last_seen_from) {
+  if (kernels::is_widened(q)) return attend(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), last_seen_from);
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  const int64_t groups = k.size(2);
+  const auto by_group = [&](const at::Tensor& x) { return x.transpose(1, 2).unflatten(1, {groups, x.size(2) / groups}); };
+  at::Tensor scores = at::matmul(by_group(q), by_group(k).transpose(-2, -1)).to(at::kFloat).mul_(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  if (last_seen_from > 0) scores.narrow(-2, 0, last_seen_from).select(-1, -1).fill_(kNone);
+  const auto by_column = [](const at::Tensor& x) { return x.flatten(1, 2).transpose(1, 2); };  // [B, K, H / K, S, ...] -> [B, S, H, ...]
+  const at::Tensor lse = at::logsumexp(scores, -1, /*keepdim=*/true);
+  const at::Tensor weights = at::exp(scores.sub_(lse.masked_fill(lse.eq(kNone), 0)));
+  return {by_column(at::matmul(weights.to(v.scalar_type()), by_group(v)).to(at::kFloat)), by_column(lse)};
+}
+
+/// What attention to the keys of all ranks gives; every rank has the same queries.
+at::Tensor merge(const comm::Group& group, const Partial& own) {
+  const comm::CallSite site("context_parallel.cache");
+  const at::Tensor most = own.lse.contiguous().clone();
+  comm::all_reduce(group, most, comm::Op::Max);
+  const at::Tensor weight = at::exp(own.lse - most), sum = at::cat({own.out * weight, weight}, -1).contiguous();
+  comm::all_reduce(group, sum);
+  const int64_t features = own.out.size(-1);
+  return sum.narrow(-1, 0, features) / sum.narrow(-1, features, 1);
+}
+
+}  // namespace
 
 /// Around one attention core: adds the new keys and values to the earlier ones and attends to all.
 class KvCache::Layer : public nn::Interceptor {
@@ -21,27 +68,59 @@ class KvCache::Layer : public nn::Interceptor {
 
   nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
     if (state_->place < 0) return next(std::move(inputs));
-    auto& [keys, values] = kept_.at(static_cast<size_t>(state_->place));
-    inputs[1] = extend(keys, inputs[1].toTensor());
-    inputs[2] = extend(values, inputs[2].toTensor());
+    Kept& kept = kept_.at(static_cast<size_t>(state_->place));
+    if (state_->columns.size() == 1 || state_->begin == 0) kept.columns = state_->begin;
+    const at::Tensor q = inputs[0].toTensor(), k = inputs[1].toTensor(), v = inputs[2].toTensor();
+    if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v)};
+    const auto [keys, values] = extend(kept, k, v);
+    if (state_->read == Read::Part) return next(std::move(inputs));  // which reaches the other parts
+    inputs[1] = keys;
+    inputs[2] = values;
     inputs[3] = c10::IValue();  // positions: the columns are all there, in order
     return next(std::move(inputs));
   }
 
  private:
-  at::Tensor extend(at::Tensor& kept, const at::Tensor& added) {
-    const bool other_rows = kept.defined() && state_->begin == 0 && kept.size(0) != added.size(0);
-    if (!kept.defined() || other_rows) kept = at::empty({added.size(0), state_->capacity, added.size(2), added.size(3)}, added.options());
-    kept.narrow(1, state_->begin, added.size(1)).copy_(added);
-    return kept.narrow(1, 0, state_->begin + added.size(1));
+  struct Kept {
+    at::Tensor keys, values;  ///< [rows, room, K, D]
+    int64_t columns = 0;      ///< that are there
+  };
+
+  int64_t room() const {
+    const int64_t ranks = state_->columns.size();
+    return ranks == 1 ? state_->capacity : (state_->capacity + ranks - 1) / ranks + 2;
+  }
+
+  /// With the new ones, all that are there.
+  std::pair<at::Tensor, at::Tensor> extend(Kept& kept, const at::Tensor& k, const at::Tensor& v) {
+    const int64_t begin = kept.columns, added = k.size(1);
+    const auto extended = [&](at::Tensor& all, const at::Tensor& some) {
+      const bool other_rows = all.defined() && begin == 0 && all.size(0) != some.size(0);
+      if (!all.defined() || other_rows) all = at::empty({some.size(0), room(), some.size(2), some.size(3)}, some.options());
+      all.narrow(1, begin, added).copy_(some);
+      return all.narrow(1, 0, begin + added);
+    };
+    kept.columns += added;
+    return {extended(kept.keys, k), extended(kept.values, v)};
+  }
+
+  /// All ranks have these few columns, and each its part of those before them. Each of them is kept by the next rank in turn.
+  at::Tensor attend_together(Kept& kept, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    const int64_t ranks = state_->columns.size(), columns = q.size(1), place = (state_->columns.rank() + ranks - state_->begin % ranks) % ranks;
+    invariant(columns <= ranks, "KvCache: ", columns, " columns for ", ranks, " ranks, which would read a part of them each");
+    const bool keeps = place < columns;
+    const auto own = [&](const at::Tensor& x) { return keeps ? x.narrow(1, place, 1) : x.narrow(1, 0, 0); };
+    const auto [keys, values] = extend(kept, own(k), own(v));
+    return merge(state_->columns, attend(q, keys, values, keeps ? place : 0)).to(q.scalar_type());
   }
 
   std::shared_ptr<const State> state_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  ///< of each place: keys and values, [rows, capacity, K, D / H]
+  std::vector<Kept> kept_;  ///< of each place
 };
 
-KvCache::KvCache(LanguageModel& model, int places, int64_t capacity) : state_(std::make_shared<State>()) {
+KvCache::KvCache(LanguageModel& model, int places, int64_t capacity, const comm::Group& columns) : state_(std::make_shared<State>()) {
   state_->places = places;
+  state_->columns = columns;
   state_->capacity = capacity > 0 ? capacity : model.max_seq_len();
   require(state_->capacity <= model.max_seq_len(), "KvCache: a capacity of ", capacity, " tokens is more than model.max_seq_len = ", model.max_seq_len());
   const std::string pattern = model.attention_pattern();
@@ -52,13 +131,15 @@ KvCache::KvCache(LanguageModel& model, int places, int64_t capacity) : state_(st
 
 KvCache::~KvCache() = default;
 
-KvCache::Reading::Reading(KvCache& cache, int place, int64_t begin, int64_t columns) : cache_(cache), begin_(begin), columns_(columns) {
+KvCache::Reading::Reading(KvCache& cache, int place, int64_t begin, int64_t columns, Read read) : cache_(cache), begin_(begin), columns_(columns) {
   State& state = *cache.state_;
   invariant(0 <= place && place < state.places, "KvCache: no place ", place, " of ", state.places);
   require(columns > 0 && begin >= 0 && begin + columns <= state.capacity, "KvCache: ", columns, " more tokens after ", begin, " do not fit its capacity of ",
           state.capacity);
+  require(read == Read::Whole || begin == 0, "KvCache: a part of what follows ", begin, " tokens would not see those of the other ranks");
   state.place = place;
   state.begin = begin;
+  state.read = read;
 }
 
 KvCache::Reading::~Reading() { cache_.state_->place = -1; }

@@ -4,15 +4,21 @@
 #include <limits>
 
 #include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/attention.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/column_order.h"
 #include "tessera/nn/sample_scope.h"
+#include "tessera/nn/tiled_attention.h"
 
 namespace tessera::nn {
 
@@ -52,21 +58,49 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   return at::matmul(weights, by_group(v)).flatten(1, 2).transpose(1, 2);
 }
 
+namespace {
+
+/// [1 or B, 1, S, L]: which keys a query sees.
+at::Tensor visible_keys(int64_t queries, int64_t keys, bool causal, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids,
+                        at::Device device) {
+  const at::Tensor places = positions ? *positions : consecutive(0, keys, device);
+  at::Tensor visible = places.narrow(0, keys - queries, queries).unsqueeze(1).ge(places.unsqueeze(0));
+  if (!causal) visible = at::ones_like(visible);
+  visible = visible.unsqueeze(0).unsqueeze(0);
+  return document_ids ? visible.bitwise_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1)) : visible;
+}
+
+/// x [B, S, ...] with its columns in the order of `index` [B * S], of all rows one after the other.
+at::Tensor reordered(const at::Tensor& x, const at::Tensor& index) { return x.flatten(0, 1).index_select(0, index).view_as(x); }
+
+/// Attention among the columns that positions and documents describe: brought into order where they are not, so that each document is one tile.
+at::Tensor ordered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const std::optional<at::Tensor>& positions,
+                             const std::optional<at::Tensor>& document_ids) {
+  const ColumnOrder order = column_order(q.size(0), q.size(1), positions, document_ids);
+  auto tiles = attention_tiles(order.columns, order.columns, causal);
+  if (order.index.empty()) return tiled_attention(q, k, v, std::move(tiles));
+  const at::Tensor index = at::tensor(order.index, at::kLong).to(q.device()), back = at::argsort(index);
+  return reordered(tiled_attention(reordered(q, index), reordered(k, index), reordered(v, index), std::move(tiles)), back);
+}
+
+}  // namespace
+
 at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions,
                                       const std::optional<at::Tensor>& document_ids) {
   if (bypassed(*this)) return call(*this, q, k, v, positions, document_ids);
   const int64_t queries = q.size(1), keys = k.size(1);
   require(queries <= keys, "attention '", path(), "': ", queries, " queries cannot be the last of ", keys, " keys");
-  const bool masked = positions || document_ids;
-  if (!masked && (queries == keys || queries == 1)) {
-    return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*causal=*/queries == keys).transpose(1, 2);
+  const bool described = (positions && causal_) || document_ids;
+  if (!described && (queries == keys || queries == 1 || !causal_)) {
+    return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal_ && queries == keys).transpose(1, 2);
   }
-  require(!masked || queries == keys, "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ", queries, " and ",
-          keys);
-  const at::Tensor places = positions ? *positions : consecutive(0, keys, q.device());
-  at::Tensor visible = places.narrow(0, keys - queries, queries).unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).unsqueeze(0);  // [1, 1, S, L]
-  if (document_ids) visible = visible.bitwise_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1));
-  return masked_attention(q, k, v, visible);
+  require(!described || queries == keys, "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ", queries,
+          " and ", keys);
+  if (kernels::kernel_choice() == kernels::KernelChoice::Reference) {
+    return masked_attention(q, k, v, visible_keys(queries, keys, causal_, positions, document_ids, q.device()));
+  }
+  if (described) return ordered_attention(q, k, v, causal_, positions, document_ids);
+  return tiled_attention(q, k, v, attention_tiles(AttentionColumns::consecutive(queries, keys - queries), AttentionColumns::consecutive(keys), causal_));
 }
 
 }  // namespace tessera::nn

@@ -1,6 +1,7 @@
 #include "tessera/nn/sample_scope.h"
 
 #include <mutex>
+#include <tuple>
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -26,10 +27,18 @@ uint64_t draw_from_libtorch() {
 
 at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t columns, at::Device device) {
   const at::Tensor samples = consecutive(context.first_sample, batch, device);
-  const int64_t seq_len = context.seq_len > 0 ? context.seq_len : context.first_position + columns;
-  return kernels::dropout_rows(samples, context.first_position, columns, seq_len);
+  if (context.positions.defined()) return kernels::dropout_rows(samples, context.positions.narrow(0, context.first_column, columns), context.seq_len);
+  const int64_t seq_len = context.seq_len > 0 ? context.seq_len : context.first_column + columns;
+  return kernels::dropout_rows(samples, context.first_column, columns, seq_len);
 }
 }  // namespace
+
+bool SampleContext::operator==(const SampleContext& other) const {
+  const auto numbers = [](const SampleContext& context) {
+    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient);
+  };
+  return numbers(*this) == numbers(other) && positions.is_same(other.positions);
+}
 
 SampleScope::SampleScope(const SampleContext& context) : context_(context), outer_(std::exchange(*innermost, this)) {}
 

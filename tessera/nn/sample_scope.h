@@ -14,11 +14,12 @@ struct SampleContext {
   uint64_t seed = 0;             ///< of the run
   int64_t step = 0;              ///< optimizer step, from 1; 0: nobody stated one, and each call draws a mask of its own (MaskKeys)
   int64_t first_sample = 0;      ///< position of the micro-batch's first row in the global batch of the step
-  int64_t first_position = 0;    ///< position of the first column in the sequence (sequence and context parallelism)
+  at::Tensor positions{};        ///< int64 [columns]: where those of the micro-batch lie in the sequence (context parallelism); undefined: in order
+  int64_t first_column = 0;      ///< of the tensor at hand, among those (sequence parallelism)
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
   double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
 
-  bool operator==(const SampleContext&) const = default;
+  bool operator==(const SampleContext& other) const;
 };
 
 /// Sets this thread's context while alive; scopes nest. Ranks are threads, so the context is per rank. Whoever computes later, or on another thread,

@@ -155,4 +155,12 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
   }
 }
 
+void sum_gradients(const comm::Group& group, const std::vector<NamedParameter>& parameters) {
+  if (group.size() == 1) return;
+  std::vector<Term> terms;
+  for (const auto& parameter : parameters) terms.push_back({parameter.tensor, {}});
+  const at::NoGradGuard no_grad;
+  sum_aligned(group, terms);
+}
+
 }  // namespace tessera::nn

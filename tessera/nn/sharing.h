@@ -41,4 +41,7 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
 /// `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
 
+/// Sums, in place, the gradients of all of `parameters`, of which every rank of `group` holds a term. One all-reduce a dtype, and as many bytes for the while.
+void sum_gradients(const comm::Group& group, const std::vector<NamedParameter>& parameters);
+
 }  // namespace tessera::nn

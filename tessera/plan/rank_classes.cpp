@@ -16,8 +16,8 @@
 #include "tessera/train/compose.h"
 
 // A dry run of each rank of a large world would repeat the same step with other peers. What can differ between ranks is little and is known beforehand: the
-// share of micro-batches, the role in the tree, the rank in tensor parallelism, the elements of the shards. The last would make nearly every rank a class of
-// its own for a few rows' difference; beyond 8 ranks the one that holds most stands for the others.
+// share of micro-batches, the role in the tree, the rank in tensor and in context parallelism, the elements of the shards. The last would make nearly every
+// rank a class of its own for a few rows' difference; beyond 8 ranks the one that holds most stands for the others.
 
 namespace tessera::plan {
 
@@ -74,7 +74,7 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const auto& shape = mesh.shape();
   const MeshRoles axes = mesh_roles(config);
   const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names),
-             stages = ranks_along(shape, axes.stages.names);
+             stages = ranks_along(shape, axes.stages.names), columns = ranks_along(shape, axes.columns.names);
   std::vector<Held> held_of_stage;
   for (int stage = 0; stage < mesh.size(axes.stages); ++stage) {
     const auto first = std::ranges::find(stages, stage) - stages.begin();
@@ -87,13 +87,14 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
   const std::vector<int64_t> no_role;
   const Elements none;
-  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage.
-  using Key = std::tuple<int64_t, int, int, const std::vector<int64_t>&, const Elements&>;
+  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage, and each part of a sequence, which sees other keys.
+  using Key = std::tuple<int64_t, int, int, int, const std::vector<int64_t>&, const Elements&>;
   std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
     const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
     classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)], tp[static_cast<size_t>(rank)],
-                roles.empty() ? no_role : roles[data_rank], held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
+                columns[static_cast<size_t>(rank)], roles.empty() ? no_role : roles[data_rank],
+                held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
         .push_back(rank);
   }
   std::vector<std::vector<int>> result;

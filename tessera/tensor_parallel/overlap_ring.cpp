@@ -19,22 +19,9 @@ constexpr int kGatherTag = 1, kSumTag = 2;
 /// The rank `steps` before this one.
 int before(const comm::Group& group, int steps) { return (group.rank() - steps % group.size() + group.size()) % group.size(); }
 
-/// Starts sending `out` to the next rank and receiving `in` from the one before. Nothing is exchanged for what is empty: both sides know its size.
-/// Neighbours begin with different halves, for engines that carry out what two ranks exchange in the order of the calls.
-void start_exchange(const comm::Group& group, int tag, const at::Tensor& out, const at::Tensor& in, comm::Pending& sent, comm::Pending& received) {
-  const auto send = [&] {
-    if (out.numel() > 0) sent = comm::send_async(group, out, before(group, group.size() - 1), tag);
-  };
-  const auto receive = [&] {
-    if (in.numel() > 0) received = comm::recv_async(group, in, before(group, 1), tag);
-  };
-  if (group.rank() % 2 == 0) {
-    send();
-    receive();
-  } else {
-    receive();
-    send();
-  }
+/// Starts sending `out` to the next rank and receiving `in` from the one before.
+comm::Exchange start_exchange(const comm::Group& group, int tag, const at::Tensor& out, const at::Tensor& in) {
+  return comm::exchange_async(group, out, before(group, group.size() - 1), in, before(group, 1), tag, /*receive_first=*/group.rank() % 2 != 0);
 }
 
 /// Memory for any part of `whole`, of `options`.
@@ -66,12 +53,11 @@ void GatherRing::exchange() {
   at::Tensor& memory = memory_[static_cast<size_t>(step_ % 2)];
   if (!memory.defined()) memory = part_memory(whole, group_.size(), part_.options());
   next_ = view_of(memory, whole, chunk(positions_, group_.size(), before(group_, step_ + 1)).second);
-  start_exchange(group_, kGatherTag, part_, next_, sent_, received_);
+  exchange_ = start_exchange(group_, kGatherTag, part_, next_);
 }
 
 void GatherRing::advance() {
-  received_.wait();
-  sent_.wait();  // what it sent from is overwritten by the next exchange
+  exchange_.wait();  // what it sent from is overwritten by the next one
   part_ = std::move(next_);
   ++step_;
   exchange();
@@ -100,13 +86,13 @@ void SumRing::begin_term() {
 
 void SumRing::pass_on() {
   if (step_ > 0) {
-    received_.wait();
+    exchange_.received.wait();
     term_.add_(part_of(incoming_));
   }
-  sent_.wait();  // its memory is the next term's
+  exchange_.sent.wait();  // its memory is the next term's
   if (++step_ == group_.size()) return;
   if (!incoming_.defined()) incoming_ = part_memory(whole_, group_.size(), options_);
-  start_exchange(group_, kSumTag, term_, part_of(incoming_), sent_, received_);
+  exchange_ = start_exchange(group_, kSumTag, term_, part_of(incoming_));
   begin_term();
 }
 

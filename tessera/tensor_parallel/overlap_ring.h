@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/comm/collectives.h"
+#include "tessera/comm/exchange.h"
 #include "tessera/comm/group.h"
 
 /// All-gather and reduce-scatter step by step, so that something can be computed while each step is on its way. Ranks form a ring: each receives from the one
@@ -39,7 +39,7 @@ class GatherRing {
   int step_ = 0;
   std::array<at::Tensor, 2> memory_;
   at::Tensor part_, next_;
-  comm::Pending sent_, received_;
+  comm::Exchange exchange_;
 };
 
 /// Adds up the ranks' terms of every part, and leaves each rank its own part of the sum: rank r begins with the part of the rank before it, and ends with its
@@ -72,7 +72,7 @@ class SumRing {
   int step_ = 0;
   std::array<at::Tensor, 2> memory_;
   at::Tensor incoming_, term_;
-  comm::Pending sent_, received_;
+  comm::Exchange exchange_;
 };
 
 }  // namespace tessera::tensor_parallel

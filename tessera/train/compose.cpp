@@ -37,9 +37,9 @@
 
 // A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
 // since it sets the types that are cut and drawn. Layers are cut before parameters are sharded, which makes slices of slices, and both on meta, so that no rank
-// ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by the time it is computed again, and outside of tensor parallelism,
-// whose collectives it repeats. The optimizer comes when weights have their values, for masters begin as these; replicas are compared last, when whatever was
-// loaded is there.
+// ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by the time it is computed again, and outside of tensor and context
+// parallelism, whose collectives it repeats. The optimizer comes when weights have their values, for masters begin as these; replicas are compared last, when
+// whatever was loaded is there.
 
 namespace tessera {
 
@@ -47,9 +47,10 @@ namespace {
 
 bool verify_hashes(const Config& config, const ResumePoint& resume) { return config.checkpoint.verify && !resume.hashed; }
 
-void refuse_coupled_batches(const Config& config, const torch::nn::Module& model, int ranks) {
+void refuse_coupled_batches(const Config& config, const Mesh& mesh, const torch::nn::Module& model) {
+  const MeshRoles roles = mesh_roles(config);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  const auto report = batch_coupling_report(model, ranks, chunk(micro_batches, ranks, 0).second);
+  const auto report = batch_coupling_report(model, mesh.size(roles.tokens), chunk(micro_batches, mesh.size(roles.batch), 0).second);
   if (report.empty()) return;
   require(config.run.batch_coupled == "report", "run.batch_coupled = refuse: ", report);
   log().warn("{}", report);
@@ -80,7 +81,7 @@ std::shared_ptr<CommunicationHook> make_hook(const Config& config, const Mesh& m
 void resume_compression(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const Composition& run) {
   std::vector<std::string> remarks;
   const MeshRoles roles = mesh_roles(config);
-  const comm::Group data = mesh[roles.batch];
+  const comm::Group data = mesh[roles.gradients];
   if (config.comm.compression != "none" && data.size() == 1) {
     remarks.push_back("comm.compression = " + config.comm.compression + ": one data rank reduces nothing, so nothing is compressed");
   }
@@ -232,7 +233,7 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
 /// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
   const MeshRoles roles = mesh_roles(config);
-  if (config.zero.stage > 0) equalize_replicas(*run.model, mesh[config.zero.stage == 3 ? roles.replicate : roles.batch], ReplicaStart::Check);
+  if (config.zero.stage > 0) equalize_replicas(*run.model, mesh[config.zero.stage == 3 ? roles.replicate : roles.tokens], ReplicaStart::Check);
 }
 
 /// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved ones, each part its own. Collective over the pipeline.
@@ -275,9 +276,10 @@ std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, con
 
 /// Stage 0: whole gradients meet on every rank.
 void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
-  const comm::Group data = mesh[mesh_roles(config).batch];
+  const comm::Group data = mesh[mesh_roles(config).gradients];
   std::vector<std::unique_ptr<GradientSynchronizer>> parts;
   if (config.run.deterministic) {
+    run.terms = mesh[mesh_roles(config).columns];
     for (torch::nn::Module* root : roots_of(run)) parts.push_back(reduce_in_a_tree(config, data, *root));
     run.synchronizer = as_one(std::move(parts));
     return;
@@ -317,22 +319,6 @@ void let_the_head_follow(const CutModel& model) {
 
 }  // namespace
 
-void take_stages(const Config& config, const PipelineLayout& layout, CutModel& run) {
-  const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
-  std::vector<ChainRange> links;
-  for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
-  run.model->keep(links);
-  for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
-  run.rank_of_stage = layout.rank_of;
-  if (config.model.tie_embeddings) let_the_head_follow(run);
-  const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
-  run.stream.dim = config.model.dim;
-  if (!in_parts) return;
-  run.stream.part = run.layers.rank();
-  run.stream.parts = run.layers.size();
-  run.stream.of_length = [tensor = run.tensor.get()](int64_t length) { tensor->set_sequence(length); };
-}
-
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& run) {
   std::vector<std::string> others;
   if (run.parts.empty()) return others;
@@ -353,6 +339,55 @@ std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& 
   if (tensor.size() == 1) return nullptr;
   const TensorParallelOptions options{.check_inputs = config.comm.check, .overlap = config.tensor.overlap};
   return parallelize_module(model, tensor, plan_of(config, model), options);
+}
+
+std::unique_ptr<ContextParallel> cut_sequences(const Config& config, LanguageModel& model, const comm::Group& columns, int tensor_ranks) {
+  if (columns.size() == 1) return nullptr;
+  static const std::map<std::string, ContextMethod> methods{{"ring", ContextMethod::Ring},
+                                                            {"ring_full", ContextMethod::RingFull},
+                                                            {"ulysses", ContextMethod::Ulysses},
+                                                            {"ulysses_ring", ContextMethod::UlyssesRing},
+                                                            {"all_gather", ContextMethod::AllGather}};
+  ContextParallelOptions options{.method = methods.at(config.context.method)};
+  if (options.method == ContextMethod::UlyssesRing) options.ulysses = ulysses_ranks(config, columns.size(), tensor_ranks);
+  return context_parallel(model, columns, options, model.attention_pattern());
+}
+
+namespace {
+
+void take_stages(const Config& config, const PipelineLayout& layout, CutModel& run) {
+  const std::vector<int> stages = layout.stages_of(run.pipeline.rank());
+  std::vector<ChainRange> links;
+  for (const int stage : stages) links.push_back(layout.links[static_cast<size_t>(stage)]);
+  run.model->keep(links);
+  for (size_t i = 0; i < stages.size(); ++i) run.parts.push_back({stages[i], ModelPart(run.model, links[i])});
+  run.rank_of_stage = layout.rank_of;
+  if (config.model.tie_embeddings) let_the_head_follow(run);
+}
+
+/// What passes through the stages, and who is told of each forward: where a part of a sequence comes in, it does not tell how long the whole is.
+void shape_stream(const Config& config, CutModel& run) {
+  run.stream.dim = config.model.dim;
+  const bool in_parts = config.tensor.sequence_parallel && run.layers.size() > 1;
+  if (in_parts) {
+    run.stream.part = run.layers.rank();
+    run.stream.parts = run.layers.size();
+  }
+  if (!in_parts && !run.context) return;
+  run.stream.before_each = [tensor = in_parts ? run.tensor.get() : nullptr, context = run.context.get(), columns = run.columns](const Pass::Size& size) {
+    if (tensor != nullptr) tensor->set_sequence(size.columns);
+    if (context != nullptr && size.columns < size.seq_len) context->set_cut(columns.of(size.seq_len));
+  };
+}
+
+}  // namespace
+
+void cut_model(const Config& config, const PipelineLayout& layout, CutModel& run, const std::function<void()>& recompute) {
+  run.tensor = cut_layers(config, *run.model, run.layers);
+  run.context = cut_sequences(config, *run.model, run.columns.group, run.layers.size());
+  if (recompute) recompute();
+  if (layout.stages() > 1) take_stages(config, layout, run);
+  shape_stream(config, run);
 }
 
 void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len) {
@@ -398,16 +433,15 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   const auto seed = static_cast<uint64_t>(config.run.seed);
   precision::apply(*run.model, policy);
   run.layers = mesh[roles.layers];
-  run.tensor = cut_layers(config, *run.model, run.layers);
+  run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
-  run.recomputed = recompute_blocks(config, *run.model);
-  if (layout.stages() > 1) take_stages(config, layout, run);
+  cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
   run.parameters = parameters_of(run);
   run.updated = trained(run.parameters);
-  const comm::Group data = mesh[roles.batch];
+  const comm::Group data = mesh[roles.tokens];
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   // Before there is an optimizer: master weights begin as the weights are.
@@ -421,7 +455,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   }
   if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
-  refuse_coupled_batches(config, *run.model, data.size());
+  refuse_coupled_batches(config, mesh, *run.model);
   if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);
   tie_stages(config, mesh, run);
   if (device != at::kMeta) resume_compression(config, mesh, resume, run);

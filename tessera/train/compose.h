@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,6 +37,7 @@ struct Composition : CutModel {
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns;
                                                ///< without those that follow another (nn::set_follows)
   comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
+  comm::Group terms;                           ///< ranks whose gradients are summed when data parallelism has summed its own (run.deterministic)
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
   comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
@@ -53,8 +55,13 @@ struct Composition : CutModel {
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);
 
-/// Keeps of a model on meta the stages that are this rank's of `model.pipeline`; once its layers are cut.
-void take_stages(const Config& config, const PipelineLayout& layout, CutModel& model);
+/// Attaches to a model's attention what reaches the keys and values of the other ranks of `columns`, as [context] says; null where that is one rank.
+/// Collective.
+std::unique_ptr<ContextParallel> cut_sequences(const Config& config, LanguageModel& model, const comm::Group& columns, int tensor_ranks);
+
+/// Cuts a model on meta over the ranks of `model.layers` and `model.columns`, and keeps of it the stages that are this rank's of `model.pipeline`; `recompute`
+/// attaches what lies around the first two and inside of the last. Collective.
+void cut_model(const Config& config, const PipelineLayout& layout, CutModel& model, const std::function<void()>& recompute = {});
 
 /// What a checkpoint of the whole model holds for other stages than this rank's.
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& model);
@@ -69,8 +76,8 @@ void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len);
 void check_modules(const Config& config, int tensor_ranks = 1);
 
 /// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
-/// one order that works: precision, tensor parallelism, recompute, the cut into stages, then data parallelism of each, plain or sharded (later techniques enter
-/// before them, see the order in docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
+/// one order that works: precision, tensor parallelism, context parallelism, recompute, the cut into stages, then data parallelism of each, plain or sharded
+/// (docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt);
 
 }  // namespace tessera

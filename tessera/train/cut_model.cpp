@@ -1,10 +1,26 @@
 #include "tessera/train/cut_model.h"
 
+#include <algorithm>
+
 namespace tessera {
+
+ColumnRule column_rule(const ContextConfig& config) {
+  const ColumnRule head_tail = &SequenceCut::head_tail;
+  return config.balance == "head_tail" ? head_tail : &SequenceCut::contiguous;
+}
+
+int64_t ColumnRanks::most(int64_t length) const {
+  int64_t most = 0;
+  const SequenceCut cut = of(length);
+  for (int rank = 0; rank < cut.ranks(); ++rank) most = std::max(most, cut.columns(rank));
+  return most;
+}
+
+std::vector<ColumnRun> ColumnRanks::own(int64_t length) const { return cut() ? of(length).runs[static_cast<size_t>(group.rank())] : std::vector<ColumnRun>(); }
 
 std::map<int, ModelStage> stages_of(const CutModel& model) {
   std::map<int, ModelStage> stages;
-  if (model.parts.empty()) stages.emplace(0, ModelStage(*model.model));
+  if (model.parts.empty()) stages.emplace(0, ModelStage(*model.model, model.stream));
   for (const ModelShare& part : model.parts) stages.emplace(part.stage, ModelStage(part.module, model.stream));
   return stages;
 }

@@ -6,6 +6,9 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/config/config.h"
+#include "tessera/context_parallel/context_parallel.h"
+#include "tessera/layout/sequence_cut.h"
 #include "tessera/models/model.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/train/model_stage.h"
@@ -21,16 +24,35 @@ struct ModelShare {
   ModelPart module = nullptr;
 };
 
+/// How the columns of a sequence are dealt over so many ranks.
+using ColumnRule = SequenceCut (*)(int64_t length, int ranks);
+ColumnRule column_rule(const ContextConfig& config);
+
+/// Ranks that are dealt the same samples, and of each other columns.
+struct ColumnRanks {
+  comm::Group group;  ///< of one: sequences are whole
+  ColumnRule rule = &SequenceCut::contiguous;
+
+  bool cut() const { return group.size() > 1; }
+  SequenceCut of(int64_t length) const { return rule(length, group.size()); }
+  /// Columns of the rank that has the most; all, where sequences are whole.
+  int64_t most(int64_t length) const;
+  /// This rank's columns of a sequence, as loaders take them: none where it is whole.
+  std::vector<ColumnRun> own(int64_t length) const;
+};
+
 /// What a rank holds of a model, and who holds the rest: what passes through a model need to know of it, in training and in reading. Members are destroyed from
 /// the last to the first: what is attached goes before the model it is attached to.
 struct CutModel {
-  std::shared_ptr<LanguageModel> model;    ///< or what this rank holds of it
-  std::unique_ptr<TensorParallel> tensor;  ///< null where layers are whole
-  std::vector<ModelShare> parts;           ///< the model's stages on this rank, in their order; empty where it is whole
-  comm::Group pipeline;                    ///< ranks that hold the other stages
-  std::vector<int> rank_of_stage{0};       ///< of that group, for every stage
-  StreamShape stream;                      ///< what crosses between stages
-  comm::Group layers;                      ///< ranks that layers are cut over
+  std::shared_ptr<LanguageModel> model;      ///< or what this rank holds of it
+  std::unique_ptr<TensorParallel> tensor;    ///< null where layers are whole
+  std::unique_ptr<ContextParallel> context;  ///< null where sequences are whole
+  std::vector<ModelShare> parts;             ///< the model's stages on this rank, in their order; empty where it is whole
+  comm::Group pipeline;                      ///< ranks that hold the other stages
+  std::vector<int> rank_of_stage{0};         ///< of that group, for every stage
+  StreamShape stream;                        ///< what passes through them
+  comm::Group layers;                        ///< ranks that layers are cut over
+  ColumnRanks columns;                       ///< ranks that sequences are cut over
 };
 
 /// The stages that a rank holds, by number; a model that is whole is stage 0.

@@ -104,7 +104,13 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
 void Engine::compute(ActionKind kind, const Action& action, const std::function<void()>& body) {
   const auto i = static_cast<size_t>(action.micro_batch);
   const MemoryScope activations(MemoryCategory::Activations);
-  const nn::SampleScope sample({.seed = seed_, .step = batch_->step, .first_sample = batch_->micro_batches[i].first_sample, .expected_gradient = scales_[i]});
+  const data::MicroBatch& micro = batch_->micro_batches[i];
+  const nn::SampleScope sample({.seed = seed_,
+                                .step = batch_->step,
+                                .first_sample = micro.first_sample,
+                                .positions = micro.positions,
+                                .seq_len = micro.seq_len,
+                                .expected_gradient = scales_[i]});
   mark_memory(memory_mark(kind));
   body();
 }

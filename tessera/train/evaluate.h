@@ -16,8 +16,9 @@ struct Evaluation {
 };
 
 /// Loss of a model on every window of `corpus`, dealt over `group`, the ranks that hold the same of it; equal on all ranks. Collective. The model is put into
-/// evaluation mode meanwhile (no dropout) and keeps no graph. Ranks that hold its stages read what their stages take, and no stage waits between micro-batches.
-/// Traffic: one all-reduce of a number, one broadcast of it to the stages, and the stream between stages.
+/// evaluation mode meanwhile (no dropout) and keeps no graph. Ranks that hold its stages read what their stages take, those that sequences are cut over
+/// their columns, and no stage waits between micro-batches. Traffic: one all-reduce of a number over either, one broadcast of it to the stages, and what
+/// forward passes send.
 Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
 
 }  // namespace tessera

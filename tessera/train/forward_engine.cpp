@@ -1,9 +1,11 @@
 #include "tessera/train/forward_engine.h"
 
-#include <algorithm>
+#include <optional>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -17,10 +19,13 @@ namespace {
 
 class LogitsPass final : public Pass {
  public:
-  explicit LogitsPass(const at::Tensor& tokens) : tokens_(tokens) {}
+  /// `positions`: of the tokens in sequences of `seq_len`; undefined: they are whole.
+  LogitsPass(at::Tensor tokens, const at::Tensor& positions, int64_t seq_len) : tokens_(std::move(tokens)), seq_len_(seq_len) {
+    if (positions.defined()) positions_ = positions;
+  }
 
-  Size size(int /*micro_batch*/) const override { return {tokens_.size(0), tokens_.size(1)}; }
-  at::Tensor run(int /*micro_batch*/, const Compute& compute) override { return compute({.tokens = tokens_}); }
+  Size size(int /*micro_batch*/) const override { return {.rows = tokens_.size(0), .seq_len = seq_len_, .columns = tokens_.size(1)}; }
+  at::Tensor run(int /*micro_batch*/, const Compute& compute) override { return compute({.tokens = tokens_, .positions = positions_}); }
   at::Tensor finish(int /*micro_batch*/, const at::Tensor& given) override {
     logits = given.to(at::kFloat);
     return {};
@@ -29,8 +34,24 @@ class LogitsPass final : public Pass {
   at::Tensor logits;
 
  private:
-  const at::Tensor& tokens_;
+  at::Tensor tokens_;
+  std::optional<at::Tensor> positions_;
+  int64_t seq_len_;
 };
+
+/// The whole of what each rank has some columns of: [B, columns, V] -> [B, S, V] on every rank.
+at::Tensor gather_columns(const ColumnRanks& ranks, int64_t length, const at::Tensor& own) {
+  const comm::CallSite site("context_parallel.logits");
+  const SequenceCut cut = ranks.of(length);
+  const int64_t most = ranks.most(length);
+  const at::Tensor padded = at::zeros({own.size(0), most, own.size(2)}, own.options());
+  padded.narrow(1, 0, own.size(1)).copy_(own);
+  const at::Tensor all = at::empty({cut.ranks(), own.size(0), most, own.size(2)}, own.options());
+  comm::all_gather(ranks.group, all, padded);
+  at::Tensor whole = at::empty({own.size(0), length, own.size(2)}, own.options());
+  for (int rank = 0; rank < cut.ranks(); ++rank) whole.index_copy_(1, cut.positions(rank, own.device()), all[rank].narrow(1, 0, cut.columns(rank)));
+  return whole;
+}
 
 }  // namespace
 
@@ -39,6 +60,7 @@ ForwardEngine::ForwardEngine(LanguageModel& model) : model_(model), device_(devi
 ForwardEngine::ForwardEngine(const CutModel& model)
     : model_(*model.model),
       ranks_(model.parts.empty() ? comm::Group::self() : model.pipeline),
+      columns_(model.columns),
       rank_of_stage_(model.rank_of_stage),
       device_(device_of(*model.model)),
       stages_(stages_of(model)),
@@ -72,13 +94,15 @@ at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& micro_b
 }
 
 at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
-  LogitsPass pass(tokens);
+  const int64_t length = tokens.size(1);
+  const at::Tensor positions = columns_.cut() ? columns_.of(length).positions(columns_.group.rank(), tokens.device()) : at::Tensor();
+  const at::Tensor read = positions.defined() ? tokens.index_select(1, positions) : tokens;
+  LogitsPass pass(read, positions, length);
   run(pass, 1);
-  const at::Tensor logits = holds_end()
-                                ? pass.logits.contiguous()
-                                : at::empty({tokens.size(0), tokens.size(1), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));
+  const at::Tensor logits = holds_end() ? pass.logits.contiguous()
+                                        : at::empty({read.size(0), read.size(1), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));
   share(logits);
-  return logits;
+  return columns_.cut() ? gather_columns(columns_, length, logits) : logits;
 }
 
 void ForwardEngine::share(const at::Tensor& tensor) const {

@@ -20,8 +20,8 @@ namespace tessera {
 /// Micro-batches follow each other through the stages, and so do passes: none waits for the one before to have left the last stage, unless somebody asks what
 /// it gave.
 ///
-/// Collective over the ranks that hold the model's stages, and over those that its layers are cut over: all are given the same micro-batches, of which each
-/// reads what reads() says. The model has to outlive it. One rank, one thread.
+/// Collective over the ranks that hold the model's stages, and over those that its layers and sequences are cut over: all are given the same micro-batches, of
+/// which each reads what reads() and columns() say. The model has to outlive it. One rank, one thread.
 class ForwardEngine {
  public:
   /// Of a model that is whole, but for layers that are cut.
@@ -30,7 +30,8 @@ class ForwardEngine {
   ForwardEngine(const ForwardEngine&) = delete;
   ForwardEngine& operator=(const ForwardEngine&) = delete;
 
-  /// The summed loss of each micro-batch, fp32 [micro-batches], as one rank has it bit for bit; 0 on ranks that do not hold the last stage: see share().
+  /// The summed loss of each micro-batch, fp32 [micro-batches], as one rank has it bit for bit; 0 on ranks that do not hold the last stage: see share(). Where
+  /// sequences are cut, of this rank's columns.
   at::Tensor loss_sums(const std::vector<data::MicroBatch>& micro_batches);
 
   /// Logits of tokens [B, S], fp32 [B, S, V], on every rank.
@@ -44,8 +45,9 @@ class ForwardEngine {
 
   data::Reads reads() const { return {.tokens = takes_tokens_, .labels = holds_end()}; }
   bool holds_end() const { return stages_.contains(static_cast<int>(rank_of_stage_.size()) - 1); }
-  int end_rank() const { return rank_of_stage_.back(); }  ///< which of ranks() holds the last stage
-  const comm::Group& ranks() const { return ranks_; }     ///< of the pipeline
+  int end_rank() const { return rank_of_stage_.back(); }   ///< which of ranks() holds the last stage
+  const comm::Group& ranks() const { return ranks_; }      ///< of the pipeline
+  const ColumnRanks& columns() const { return columns_; }  ///< over which sequences are cut
   const std::vector<int>& rank_of_stage() const { return rank_of_stage_; }
   LanguageModel& model() const { return model_; }
   at::Device device() const { return device_; }
@@ -56,6 +58,7 @@ class ForwardEngine {
  private:
   LanguageModel& model_;
   comm::Group ranks_;
+  ColumnRanks columns_;
   std::vector<int> rank_of_stage_{0};
   at::Device device_;
   std::map<int, ModelStage> stages_;  ///< of this rank, by number

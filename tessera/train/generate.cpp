@@ -6,6 +6,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
 
 #include "tessera/comm/call_site.h"
@@ -52,7 +53,7 @@ class Generation final : public Pass {
         options_(options),
         ranks_(engine.ranks()),
         places_(places_for(engine, requests, options)),
-        cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options)) {
+        cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options), engine.columns().group) {
     for (const TextRequest& request : requests) {
       require(!request.prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
       texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
@@ -76,28 +77,40 @@ class Generation final : public Pass {
     return made;
   }
 
-  Size size(int micro_batch) const override { return {1, place_of(micro_batch).reads}; }
+  Size size(int micro_batch) const override {
+    const Place& place = place_of(micro_batch);
+    const ColumnRanks& columns = engine_.columns();
+    return {.rows = 1, .seq_len = place.reads, .columns = is_cut(place) ? columns.of(place.reads).columns(columns.group.rank()) : place.reads};
+  }
 
   at::Tensor run(int micro_batch, const Compute& compute) override {
     Place& place = place_of(micro_batch);
     if (!std::exchange(place.settled, true)) come_to(place);
     if (!place.text || texts_[*place.text].stopped) return {};
     const Text& text = texts_[*place.text];
-    const KvCache::Reading reading(cache_, static_cast<int>(&place - places_.data()), place.begin, place.reads);
+    const bool cut = is_cut(place);
+    const KvCache::Reading reading(cache_, static_cast<int>(&place - places_.data()), place.begin, size(micro_batch).columns,
+                                   cut ? KvCache::Read::Part : KvCache::Read::Whole);
+    const ColumnRanks& ranks = engine_.columns();
+    const at::Tensor positions = cut ? ranks.of(place.reads).positions(ranks.group.rank(), engine_.device()) : reading.positions(engine_.device());
     at::Tensor tokens;
     if (engine_.reads().tokens) {
       const std::vector<int64_t> newest(text.seen.end() - place.reads, text.seen.end());
       tokens = at::tensor(newest, at::kLong).unsqueeze(0).to(engine_.device());
+      if (cut) tokens = tokens.index_select(1, positions);
     }
-    return compute({.tokens = tokens, .positions = reading.positions(engine_.device()), .last_alone = true});
+    return compute({.tokens = tokens, .positions = positions, .last_alone = true});
   }
 
   at::Tensor finish(int micro_batch, const at::Tensor& given) override {
     Place& place = place_of(micro_batch);
     const Text& text = texts_[*place.text];
-    const int64_t token = sample_token(given[0][0], text.request->sample, static_cast<uint64_t>(text.rounds - 1));
+    const comm::Group& columns = engine_.columns().group;
+    const int owner = owner_of_last(place);
+    const int64_t token = columns.rank() == owner ? sample_token(given[0][0], text.request->sample, static_cast<uint64_t>(text.rounds - 1)) : 0;
     place.token = at::full({1}, token, at::TensorOptions(at::kLong).device(engine_.device()));
     const comm::CallSite site("pipeline.token");
+    comm::broadcast(columns, place.token, owner);
     for (int rank = 0; rank < ranks_.size(); ++rank) {
       if (rank != ranks_.rank()) sending_.push_back(comm::send_async(ranks_, place.token, rank, tag_of(place)));
     }
@@ -138,6 +151,17 @@ class Generation final : public Pass {
       reads |= place.text.has_value();
     }
     return reads;
+  }
+
+  /// Whether ranks read other columns of what is read at a place: of what begins there, where there is one for each; what follows asks all of them.
+  bool is_cut(const Place& place) const { return engine_.columns().cut() && place.begin == 0 && place.reads >= engine_.columns().group.size(); }
+
+  /// Which of the ranks that columns are dealt over has the last one, whose logits count.
+  int owner_of_last(const Place& place) const {
+    if (!is_cut(place)) return 0;
+    const SequenceCut cut = engine_.columns().of(place.reads);
+    const auto has_last = [&](const auto& runs) { return runs.back().begin + runs.back().size == place.reads; };
+    return static_cast<int>(std::ranges::find_if(cut.runs, has_last) - cut.runs.begin());
   }
 
   bool ended(const Text& text) const { return text.stopped || text.rounds == options_.max_new_tokens; }

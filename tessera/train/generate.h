@@ -28,12 +28,14 @@ struct GenerateOptions {
 /// Continues each prompt; returns the new tokens of each, the same on all ranks and for any way to cut the model: a text depends on its prompt and options
 /// alone, and not on those beside it. Dropout is off. Where the context is full, the older half is forgotten and the rest read again.
 ///
-/// Each stage keeps the keys and values of its layers and heads; the rank of the last one draws, and tells the others. Texts follow each other through the
+/// Each stage keeps the keys and values of its layers and heads, and, where sequences are cut (mesh.cp), of the columns of the prompt that it read; the rank of
+/// the last stage and column draws, and tells the others. Texts follow each other through the
 /// stages without a pause: with as many in flight as there are ranks, none idles; one alone passes from rank to rank.
 ///
 /// Collective over the ranks of the engine, with the same arguments on each.
 ///   traffic   of each token that is read, the stream from stage to stage, and what its layers send; of each that is made, 8 bytes to every other rank of the
 ///             pipeline, and (t-1)/t V numbers of the compute dtype where layers are cut over t ranks (logits of the last position alone are gathered)
+///             Where sequences are cut over n ranks: of the prompt what their attention sends; then of each token and layer KvCache's, of each token 8 bytes
 ///   memory    KvCache's for each text in flight
 std::vector<std::vector<int64_t>> generate(ForwardEngine& engine, const std::vector<TextRequest>& texts, const GenerateOptions& options);
 

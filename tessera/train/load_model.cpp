@@ -32,17 +32,17 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-LoadedModel build(const Config& config, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
-  const PipelineLayout layout = pipeline_layout(config, pipeline.size());
+LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device) {
+  const PipelineLayout layout = pipeline_layout(config, groups.stages.size());
   LoadedModel built;
-  built.pipeline = pipeline;
-  built.layers = tensor;
+  built.pipeline = groups.stages;
+  built.layers = groups.layers;
+  built.columns = {groups.columns, column_rule(config.context)};
   built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   Config settled = config;
-  precision::settle_compute(settled, device, tensor);  // of a caller who has not
+  precision::settle_compute(settled, device, groups.layers);  // of a caller who has not
   precision::apply(*built.model, precision::policy_from(settled.precision));
-  built.tensor = cut_layers(config, *built.model, tensor);
-  if (layout.stages() > 1) take_stages(config, layout, built);
+  cut_model(config, layout, built);
   materialize(*built.model, 0, device);
   built.model->eval();
   return built;
@@ -60,6 +60,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.mesh = {};
   saved.zero = {};
   saved.tensor = {};
+  saved.context = {};
   saved.pipeline = {};
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   resolve(found.config);
@@ -88,22 +89,30 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
-  refuse_missing_techniques(config, axes);
+  refuse_missing_techniques(config);
   const MeshRoles roles = mesh_roles(config);
-  const ReadingLayout layout{
-      .copies = size_along(axes, roles.replicate), .tensor_ranks = size_along(axes, roles.layers), .stage_ranks = size_along(axes, roles.stages)};
-  const int shards = size_along(axes, roles.shard);
+  const ReadingLayout layout{.copies = size_along(axes, roles.replicate),
+                             .tensor_ranks = size_along(axes, roles.layers),
+                             .stage_ranks = size_along(axes, roles.stages),
+                             .column_ranks = size_along(axes, roles.columns)};
+  const int shards = size_along(axes, roles.batch) / layout.copies;
   require(shards == 1, "mesh.dp_shard = ", shards,
           ": shards what training keeps, and a model that is only read keeps none of it; cut it by mesh.tp or mesh.pp, or leave mesh.dp_shard out");
   pipeline_layout(config, layout.stage_ranks);  // or a refusal
+  validate_context(config, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1), "model.max_seq_len", layout.column_ranks, layout.tensor_ranks);
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
   return layout;
 }
 
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
-  LoadedModel loaded = build(found.config, tensor, pipeline, device);
+ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
+  const MeshRoles roles = mesh_roles(config);
+  return {.layers = mesh[roles.layers], .stages = mesh[roles.stages], .columns = mesh[roles.columns]};
+}
+
+LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
+  LoadedModel loaded = build(found.config, groups, device);
   if (!found.checkpoint) {
     checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_targets(*loaded.model));
     return loaded;

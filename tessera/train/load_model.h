@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/comm/group.h"
 #include "tessera/config/config.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/train/cut_model.h"
 
 namespace tessera {
@@ -42,17 +43,24 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
 /// Reads what is known of a model without its weights. Throws ConfigError.
 FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets);
 
-/// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, stages dealt over mesh.pp, and that many copies. Refuses by name
+/// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, stages dealt over mesh.pp, sequences over mesh.cp, and that
+/// many copies. Refuses by name
 /// what reading has no use for (state to shard), techniques that this build lacks, layers and chains that cannot be cut. Starts no process group. Throws
 /// ConfigError.
 struct ReadingLayout {
-  int copies = 1, tensor_ranks = 1, stage_ranks = 1;
+  int copies = 1, tensor_ranks = 1, stage_ranks = 1, column_ranks = 1;
 };
 ReadingLayout reading_layout(const Config& config, int world_size);
 
-/// Loads weights alone, for eval and generate; of layers that are cut over the ranks of `tensor`, and of stages that are dealt over those of `pipeline`, each
-/// reads its part. Collective over them. Throws ConfigError.
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), const comm::Group& pipeline = comm::Group::self(),
-                       at::Device device = at::kCPU);
+/// Ranks that read one copy of a model together.
+struct ReadingGroups {
+  comm::Group layers{};   ///< each has a part of every layer
+  comm::Group stages{};   ///< each has some layers
+  comm::Group columns{};  ///< each reads some columns of a sequence
+};
+ReadingGroups reading_groups(const Config& config, const Mesh& mesh);
+
+/// Loads weights alone, for eval and generate; each rank reads its part. Collective over the groups. Throws ConfigError.
+LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups = {}, at::Device device = at::kCPU);
 
 }  // namespace tessera

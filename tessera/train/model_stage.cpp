@@ -16,12 +16,12 @@ void LossPass::begin(const std::vector<data::MicroBatch>& micro_batches, std::ve
 
 Pass::Size LossPass::size(int micro_batch) const {
   const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
-  return {micro.rows, micro.seq_len};
+  return {.rows = micro.rows, .seq_len = micro.seq_len, .columns = micro.columns()};
 }
 
 at::Tensor LossPass::run(int micro_batch, const Compute& compute) {
   const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
-  return compute({.tokens = micro.tokens, .labels = micro.labels});
+  return compute({.tokens = micro.tokens, .labels = micro.labels, .positions = micro.positions.defined() ? std::optional(micro.positions) : std::nullopt});
 }
 
 at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
@@ -30,26 +30,23 @@ at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
   return given.requires_grad() ? given.mul(scales_.at(i)) : at::Tensor();
 }
 
-at::Tensor ModelStage::compute(const StageCall& call, int64_t seq_len, const std::vector<at::Tensor>& inputs) {
-  if (whole_ != nullptr) {
-    if (call.labels) return whole_->loss_sum(call.tokens, *call.labels);
-    return nn::call(*whole_, call.tokens, call.labels, call.positions, std::nullopt, call.last_alone);
-  }
-  if (stream_.of_length) stream_.of_length(seq_len);
+at::Tensor ModelStage::compute(const StageCall& call, const Pass::Size& size, const std::vector<at::Tensor>& inputs) {
+  if (stream_.before_each) stream_.before_each(size);
+  if (whole_ != nullptr) return nn::call(*whole_, call.tokens, call.labels, call.positions, std::nullopt, call.last_alone);
   const auto labels = gives_loss() ? call.labels : std::nullopt;
-  return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, seq_len, call.positions, call.last_alone);
+  return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, size.columns, call.positions, call.last_alone);
 }
 
 pipeline::TensorSpec ModelStage::stream_of(int micro_batch) const {
   const Pass::Size size = pass_->size(micro_batch);
-  return {.sizes = {size.rows, chunk(size.seq_len, stream_.parts, stream_.part).second, stream_.dim}, .dtype = stream_.dtype};
+  return {.sizes = {size.rows, chunk(size.columns, stream_.parts, stream_.part).second, stream_.dim}, .dtype = stream_.dtype};
 }
 
 std::optional<pipeline::TensorSpec> ModelStage::input_spec(int micro_batch, int /*input*/) const { return stream_of(micro_batch); }
 
 pipeline::StageOutputs ModelStage::forward(int micro_batch, const std::vector<at::Tensor>& inputs) {
-  const int64_t seq_len = pass_->size(micro_batch).seq_len;
-  at::Tensor out = pass_->run(micro_batch, [&](const StageCall& call) { return compute(call, seq_len, inputs); });
+  const Pass::Size size = pass_->size(micro_batch);
+  at::Tensor out = pass_->run(micro_batch, [&](const StageCall& call) { return compute(call, size, inputs); });
   if (gives_loss()) return {.values = {}, .loss = out.defined() ? pass_->finish(micro_batch, out) : at::Tensor()};
   if (!out.defined()) {
     const pipeline::TensorSpec spec = stream_of(micro_batch);

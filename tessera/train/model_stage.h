@@ -13,14 +13,6 @@
 
 namespace tessera {
 
-/// The residual stream, as this rank has it between stages.
-struct StreamShape {
-  int64_t dim = 0;
-  at::ScalarType dtype = at::kFloat;
-  int part = 0, parts = 1;                           ///< of the sequence (sequence parallelism)
-  std::function<void(int64_t seq_len)> of_length{};  ///< told the length of the whole sequence before each forward; may be empty
-};
-
 /// What a stage is given beside the stream. Tokens are read where the model begins, labels where it ends.
 struct StageCall {
   at::Tensor tokens{};
@@ -36,7 +28,9 @@ class Pass {
   virtual ~Pass() = default;
 
   struct Size {
-    int64_t rows = 0, seq_len = 0;
+    int64_t rows = 0;
+    int64_t seq_len = 0;  ///< of whole sequences
+    int64_t columns = 0;  ///< of them, those that this rank computes
   };
   /// Known on every rank, before anything of the micro-batch is there.
   virtual Size size(int micro_batch) const = 0;
@@ -48,6 +42,14 @@ class Pass {
 
   /// Takes what the last stage gives, loss or logits. Returns the scalar that backward begins from; undefined: there is none.
   virtual at::Tensor finish(int micro_batch, const at::Tensor& given) = 0;
+};
+
+/// The residual stream, as this rank has it between stages.
+struct StreamShape {
+  int64_t dim = 0;
+  at::ScalarType dtype = at::kFloat;
+  int part = 0, parts = 1;                               ///< of the columns (sequence parallelism)
+  std::function<void(const Pass::Size&)> before_each{};  ///< told of each forward before it begins; may be empty
 };
 
 /// The summed loss of each micro-batch, for its gradient or for itself.
@@ -73,7 +75,7 @@ class LossPass final : public Pass {
 class ModelStage final : public pipeline::Stage {
  public:
   /// The whole model, on one rank.
-  explicit ModelStage(LanguageModel& model) : whole_(&model) {}
+  explicit ModelStage(LanguageModel& model, const StreamShape& stream = {}) : whole_(&model), stream_(stream) {}
   ModelStage(ModelPart part, const StreamShape& stream) : part_(std::move(part)), stream_(stream) {}
 
   bool takes_tokens() const { return whole_ != nullptr || part_->takes_tokens(); }
@@ -87,7 +89,7 @@ class ModelStage final : public pipeline::Stage {
 
  private:
   pipeline::TensorSpec stream_of(int micro_batch) const;
-  at::Tensor compute(const StageCall& call, int64_t seq_len, const std::vector<at::Tensor>& inputs);
+  at::Tensor compute(const StageCall& call, const Pass::Size& size, const std::vector<at::Tensor>& inputs);
 
   LanguageModel* whole_ = nullptr;
   ModelPart part_ = nullptr;

@@ -30,7 +30,7 @@ void check_pattern(const char* key, LanguageModel& model, const std::string& pat
   }
 }
 
-Attachment recompute_blocks(const Config& config, LanguageModel& model) {
+Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns) {
   const auto& asked = config.recompute;
   if (asked.mode == "none") return {};
   check_pattern("recompute.modules", model, asked.modules);
@@ -45,8 +45,9 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model) {
     const TrackMemory not_counted(aside);
     measured = like_on_meta(config);
     options.measured = measured.get();
-    options.example = [&config, model = measured.get()] {
-      const at::Tensor tokens = at::empty({config.batch.micro_size, config.data.seq_len}, at::TensorOptions(at::kLong).device(at::kMeta));
+    options.example = [&config, columns, model = measured.get()] {
+      const at::Tensor tokens =
+          at::empty({config.batch.micro_size, columns > 0 ? columns : config.data.seq_len}, at::TensorOptions(at::kLong).device(at::kMeta));
       model->loss_sum(tokens, tokens);
     };
   }

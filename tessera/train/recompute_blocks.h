@@ -10,7 +10,8 @@ namespace tessera {
 void check_pattern(const char* key, LanguageModel& model, const std::string& pattern);
 
 /// Attaches what [recompute] asks for; nothing where mode = none. With a budget, bytes and FLOPs are measured in one forward pass of the same model on meta,
-/// with one micro-batch: the same choice on every rank, in a real run and in a dry one. Throws ConfigError (see recompute()).
-[[nodiscard]] Attachment recompute_blocks(const Config& config, LanguageModel& model);
+/// with one micro-batch, of `columns` of its sequences' (0: all): the same choice on every rank, in a real run and in a dry one. Throws ConfigError (see
+/// recompute()).
+[[nodiscard]] Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns = 0);
 
 }  // namespace tessera

@@ -81,22 +81,35 @@ Recorded read_record(const nlohmann::json& record, int64_t global_size, const st
   return read;
 }
 
-/// What orders the sums over ranks that layers are cut over, as a checkpoint can tell it: hosts by number, in the order in which they appear.
-nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, const comm::WorldOptions& options) {
-  if (tensor.size() == 1) return {};
+/// What orders the sums over the ranks of a group, as a checkpoint can tell it: hosts by number, in the order in which they appear.
+nlohmann::json order_in(const comm::Group& group, const comm::WorldOptions& options) {
   const comm::CallSite site("start");
   std::vector<std::string> hosts;
   nlohmann::json numbers = nlohmann::json::array();
-  for (const auto& host : checkpoint::gather_json(tensor, options.host.empty() ? comm::host_identity() : options.host)) {
+  for (const auto& host : checkpoint::gather_json(group, options.host.empty() ? comm::host_identity() : options.host)) {
     const auto known = std::ranges::find(hosts, host.get<std::string>());
     numbers.push_back(known - hosts.begin());
     if (known == hosts.end()) hosts.push_back(host.get<std::string>());
   }
-  return {{"engine", tensor.engine()->name()},
-          {"algorithms", comm::recorded_choice(options)},
-          {"hosts", std::move(numbers)},
-          {"sequence_parallel", config.tensor.sequence_parallel},
-          {"overlap", config.tensor.overlap}};
+  return {{"engine", group.engine()->name()}, {"algorithms", comm::recorded_choice(options)}, {"hosts", std::move(numbers)}};
+}
+
+/// Over ranks that layers or sequences are cut over.
+nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, const comm::Group& columns, const comm::WorldOptions& options) {
+  nlohmann::json sums;
+  if (tensor.size() > 1) {
+    sums = order_in(tensor, options);
+    sums["sequence_parallel"] = config.tensor.sequence_parallel;
+    sums["overlap"] = config.tensor.overlap;
+  }
+  if (columns.size() > 1) {
+    auto& context = sums["context"] = order_in(columns, options);
+    context["method"] = config.context.method;
+    context["ulysses"] = config.context.ulysses;
+    context["balance"] = config.context.balance;
+  }
+  if (config.mesh.ep > 1) sums["experts"] = config.mesh.ep;  // rows of several ranks in one product
+  return sums;
 }
 
 bool within(double loss, double recorded, double bound) {
@@ -107,7 +120,10 @@ bool within(double loss, double recorded, double bound) {
 }  // namespace
 
 Replay::Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options)
-    : config_(config), mesh_(mesh), corpus_(std::move(corpus)), sums_(order_of_sums(config, mesh[mesh_roles(config).layers], options)) {}
+    : config_(config),
+      mesh_(mesh),
+      corpus_(std::move(corpus)),
+      sums_(order_of_sums(config, mesh[mesh_roles(config).layers], mesh[mesh_roles(config).columns], options)) {}
 
 nlohmann::json Replay::record(ForwardEngine& engine, const data::Cursor& cursor) const {
   const int64_t micro_batches = config_.batch.global_size / config_.batch.micro_size;
@@ -152,11 +168,13 @@ std::vector<double> Replay::losses_of(ForwardEngine& engine, const data::Cursor&
                                 .seed = cursor.seed,
                                 .rank = static_cast<int>(index),
                                 .ranks = static_cast<int>(cursor.global_size / micro_size),
-                                .reads = engine.reads()});
+                                .reads = engine.reads(),
+                                .columns = engine.columns().own(cursor.seq_len)});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
   const at::Tensor own = engine.loss_sums(batch.micro_batches);
   engine.share(own);
+  comm::all_reduce(engine.columns().group, own);
   const double loss = host_read(own, 0.0);
 
   const comm::Group group = mesh_[mesh_roles(config_).batch];

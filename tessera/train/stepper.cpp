@@ -54,12 +54,12 @@ at::Tensor norm_of(const Config& config, const Composition& run, at::Device devi
   return optim::global_norm(std::vector{std::move(group)}, order);
 }
 
-/// Of the ranks that hold the last stage, and so have the losses, one for each data rank.
+/// Of the ranks that hold the last stage, and so have the losses, one of those that have the same.
 std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, int last_stage, const comm::Group& group) {
   std::vector<bool> brings;
   for (int member = 0; member < group.size(); ++member) {
     const int rank = group.world_rank(member);
-    brings.push_back(mesh.rank(rank, roles.samples) == 0 && mesh.rank(rank, roles.stages) == last_stage);
+    brings.push_back(mesh.rank(rank, roles.layers) == 0 && mesh.rank(rank, roles.stages) == last_stage);
   }
   return brings;
 }
@@ -86,16 +86,22 @@ RankScope& counting(RankScope& scope, at::Device device) {
 }  // namespace
 
 data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
-  const PipelineLayout stages = pipeline_layout(config, mesh.size(mesh_roles(config).stages));
-  const auto holder_of = [rank = mesh.rank(mesh_roles(config).stages)](int holder) { return holder == rank; };
+  const MeshRoles roles = mesh_roles(config);
+  const PipelineLayout stages = pipeline_layout(config, mesh.size(roles.stages));
+  const auto holder_of = [rank = mesh.rank(roles.stages)](int holder) { return holder == rank; };
+  std::vector<ColumnRun> columns;
+  if (const int ranks = mesh.size(roles.columns); ranks > 1) {
+    columns = column_rule(config.context)(config.data.seq_len, ranks).runs[static_cast<size_t>(mesh.rank(roles.columns))];
+  }
   return {.seq_len = config.data.seq_len,
           .global_size = config.batch.global_size,
           .micro_size = config.batch.micro_size,
           .shuffle = config.data.shuffle,
           .seed = static_cast<uint64_t>(*config.data.seed),
-          .rank = mesh.rank(mesh_roles(config).batch),
-          .ranks = mesh.size(mesh_roles(config).batch),
-          .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())}};
+          .rank = mesh.rank(roles.batch),
+          .ranks = mesh.size(roles.batch),
+          .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())},
+          .columns = std::move(columns)};
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
@@ -107,7 +113,7 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
 
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)
     : config_(config),
-      data_group_(mesh[mesh_roles(config).batch]),
+      data_group_(mesh[mesh_roles(config).tokens]),
       all_ranks_(mesh[mesh_roles(config).world]),
       scope_(counting(scope, device)),
       run_(compose(config, mesh, device, resume)),
@@ -161,6 +167,10 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
 
 at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
   const HostMemory beside(run_.offloaded);
+  if (run_.terms.size() > 1) {
+    const comm::CallSite site("context_parallel.gradients");
+    nn::sum_gradients(run_.terms, run_.parameters);
+  }
   nn::sum_terms(run_.layers, run_.updated, run_.cut);
   if (run_.tied) run_.tied->sum();
   run_.loss_scale.unscale(run_.updated);

@@ -365,10 +365,10 @@ void Trainer::save(int64_t step) {
   state.step = step;
   state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
   const MeshRoles roles = mesh_roles(config_);
-  for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.batch])) state.tensors.push_back(std::move(held));
+  for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.gradients])) state.tensors.push_back(std::move(held));
   state.optimizer = optimizer_of_all_stages(run);
   const auto plans = bucket_plans(run);
-  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.batch));
+  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), loader_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));

@@ -40,13 +40,14 @@ double VerifyBounds::output(at::ScalarType dtype, int64_t depth) const {
   return kPerOutput * std::max(output_roundoff, roundoff(dtype)) * std::sqrt(1.0 + static_cast<double>(depth));
 }
 
-VerifyBounds bounds_of(const Config& layout, int world, int data_ranks) {
+VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int column_ranks) {
   const auto& precision = layout.precision;
   const double fp32 = roundoff("fp32");
   const double weights = roundoff(precision.params), compute = roundoff(precision.compute);
   const bool narrow_sums = weights > fp32 && !precision::policy_from(precision).gradient_dtype();
   const auto& wire = layout.comm.compression == "none" ? precision.reduce : layout.comm.compression;
-  const double crossing = data_ranks > 1 ? roundoff(wire) : fp32;
+  const int terms = data_ranks * column_ranks;  // of each gradient's sum
+  const double crossing = terms > 1 ? roundoff(wire) : fp32;
   const double split = world > data_ranks ? compute : fp32;  // products are split inside a micro-batch
   const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
 
@@ -56,8 +57,7 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks) {
   if (bounds.bit_for_bit) return bounds;
   const auto micro_batches = static_cast<double>(layout.batch.global_size / layout.batch.micro_size);
   bounds.losses = std::max(kLosses, above(split, split));
-  bounds.gradients =
-      std::max({kGradients, above(crossing, (data_ranks + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split)});
+  bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split)});
   bounds.gradient_norms = kLosses;  // of the same gradients
   bounds.weights = std::max(kGradients, above(weights, 2 * weights));
   return bounds;

@@ -27,8 +27,8 @@ struct VerifyBounds {
   double output(at::ScalarType dtype, int64_t depth) const;
 };
 
-/// The bounds of `layout` on `world` ranks, of which `data_ranks` split the batch.
-VerifyBounds bounds_of(const Config& layout, int world, int data_ranks);
+/// The bounds of `layout` on `world` ranks, of which `data_ranks` split the batch, and `column_ranks` each of its sequences.
+VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int column_ranks = 1);
 
 /// Half the distance of 1 to the next number of a configuration's number format ("bf16": 2^-8); products in tf32 round as fp16 does.
 double roundoff(const std::string& format);

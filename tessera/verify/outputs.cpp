@@ -7,7 +7,9 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/layout/sequence_cut.h"
 #include "tessera/layout/slice.h"
+#include "tessera/mesh/positions.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/verify/difference.h"
@@ -20,9 +22,42 @@ namespace tessera {
 
 namespace {
 
+/// Columns of a sequence as the runs that they make up.
+std::vector<ColumnRun> runs_of(const at::Tensor& positions) {
+  std::vector<ColumnRun> runs;
+  const at::Tensor host = positions.to(at::kCPU);
+  for (int64_t i = 0; i < host.numel(); ++i) {
+    const int64_t place = host.const_data_ptr<int64_t>()[i];
+    if (!runs.empty() && runs.back().begin + runs.back().size == place) {
+      ++runs.back().size;
+    } else {
+      runs.push_back({place, 1});
+    }
+  }
+  return runs;
+}
+
+/// Boxes of a tensor of these columns as boxes of the whole sequence's.
+std::vector<Box> in_sequence(const std::vector<Box>& boxes, const std::vector<ColumnRun>& runs, size_t dim) {
+  std::vector<Box> whole;
+  for (const Box& box : boxes) {
+    int64_t here = 0;
+    for (const auto& [begin, size] : runs) {
+      const int64_t low = std::max(box.offset[dim], here), high = std::min(box.offset[dim] + box.size[dim], here + size);
+      if (low < high) {
+        Box& part = whole.emplace_back(box);
+        part.offset[dim] = begin + low - here;
+        part.size[dim] = high - low;
+      }
+      here += size;
+    }
+  }
+  return whole;
+}
+
 class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
  public:
-  Tap(SampleRange samples, OutputSink& sink) : samples_(samples), sink_(sink) {}
+  Tap(SampleRange samples, OutputSink& sink, std::string column_axis) : samples_(samples), sink_(sink), column_axis_(std::move(column_axis)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     nn::Values outputs = next(std::move(inputs));
@@ -36,7 +71,7 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
  private:
   void hear(const nn::Module& module, int64_t sample, const at::Tensor& output) {
     OutputKey key{.backward = false, .module = module.path(), .first_sample = sample, .call = calls_[{module.path(), sample}]++};
-    const auto layout = nn::output_layout(module, output).value_or(nn::OutputLayout{});
+    const auto layout = layout_of(module, output);
     sink_.output(key, output.detach(), layout);
     if (!output.requires_grad() || !output.grad_fn()) return;
     key.backward = true;
@@ -46,8 +81,22 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
     });
   }
 
+  nn::OutputLayout layout_of(const nn::Module& module, const at::Tensor& output) const {
+    auto layout = nn::output_layout(module, output).value_or(nn::OutputLayout{});
+    const at::Tensor& positions = nn::SampleScope::current().positions;
+    if (!positions.defined()) return layout;
+    if (output.dim() == 0) {
+      layout.partial_over.push_back(column_axis_);
+      return layout;
+    }
+    if (layout.boxes.empty()) layout.boxes = {Box::whole(output.sizes().vec())};
+    layout.boxes = in_sequence(layout.boxes, runs_of(positions), output.dim() > 2 ? 1 : 0);
+    return layout;
+  }
+
   SampleRange samples_;
   OutputSink& sink_;
+  std::string column_axis_;
   std::map<std::pair<std::string, int64_t>, int64_t> calls_;
 };
 
@@ -84,8 +133,8 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 
 }  // namespace
 
-Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead) {
-  const auto tap = std::make_shared<Tap>(samples, sink);
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis) {
+  const auto tap = std::make_shared<Tap>(samples, sink, column_axis);
   Attachment attached;
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));
@@ -101,7 +150,7 @@ void RecordedOutputs::begin_step() {
 
 void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) {
   const auto& summed = key.backward ? layout.gradient_partial_over : layout.partial_over;
-  Output record{.boxes = layout.boxes, .term = !summed.empty(), .sizes = sizes_of(values), .dtype = values.scalar_type(), .values = {}, .hash = 0};
+  Output record{.boxes = layout.boxes, .partial_over = summed, .sizes = sizes_of(values), .dtype = values.scalar_type(), .values = {}, .hash = 0};
   const auto bytes = static_cast<int64_t>(values.nbytes());
   if (bytes <= bytes_left_) {
     bytes_left_ -= bytes;
@@ -112,20 +161,35 @@ void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, con
   outputs_.emplace(key, std::move(record));
 }
 
+/// Whether two ranks' outputs are terms of one sum: they differ in their places on its axes alone.
+bool OutputComparer::same_sum(const Given& one, const Given& other) {
+  const auto& a = one.output;
+  const auto& b = other.output;
+  if (a.partial_over.empty() || a.partial_over != b.partial_over || a.boxes != b.boxes || a.sizes != b.sizes) return false;
+  if (axes_.empty()) return true;
+  auto& sums = sums_[a.partial_over];
+  if (sums.empty()) {
+    std::vector<std::string> others;
+    for (const auto& [axis, size] : axes_) {
+      if (std::ranges::find(a.partial_over, axis) == a.partial_over.end()) others.push_back(axis);
+    }
+    sums = ranks_along(axes_, others);
+  }
+  return sums[static_cast<size_t>(one.rank)] == sums[static_cast<size_t>(other.rank)];
+}
+
 /// What the ranks gave out, a sum in place of its terms.
 std::vector<OutputComparer::Given> OutputComparer::take_given(const OutputKey& key) {
   std::vector<Given> all;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     auto taken = ranks_[rank]->outputs().extract(key);
     if (taken.empty()) continue;
-    RecordedOutputs::Output& output = taken.mapped();
-    const auto sum = std::ranges::find_if(all, [&](const Given& before) {
-      return output.term && before.output.term && before.output.boxes == output.boxes && before.output.sizes == output.sizes;
-    });
+    Given given{.rank = static_cast<int>(rank), .output = std::move(taken.mapped())};
+    const auto sum = std::ranges::find_if(all, [&](const Given& before) { return same_sum(before, given); });
     if (sum == all.end()) {
-      all.push_back({.rank = static_cast<int>(rank), .output = std::move(output)});
+      all.push_back(std::move(given));
     } else {
-      add_term(sum->output, output);
+      add_term(sum->output, given.output);
     }
   }
   return all;

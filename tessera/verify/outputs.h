@@ -11,6 +11,7 @@
 #include <torch/nn/module.h>
 
 #include "tessera/core/attachment.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/nn/interceptor.h"
 #include "tessera/verify/bounds.h"
 #include "tessera/verify/verify.h"
@@ -48,17 +49,23 @@ struct BatchShape {
 
 /// Hands the first output of every nn::Module under `root` (itself included) to `sink`, and the gradient that arrives at it, until what is returned dies. It
 /// sits outside of everything that is attached already, so it hears what the caller gets. Modules computed again in backward (recomputation) are not heard
-/// twice. Plain torch::nn modules cannot be intercepted and are passed over. `instead`: a module beside the tree that is called in place of the root (the last
-/// part of one that is cut into stages). `sink` must live until the last backward is done.
-[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead = nullptr);
+/// twice. Plain torch::nn modules cannot be intercepted and are passed over.
+///
+/// Where the micro-batch holds some columns of its samples (SampleContext::positions), what interceptors state of an output is meant of these, and is handed on
+/// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has no rows; a number is a term of the sum over `column_axis`.
+///
+/// `instead`: a module beside the tree that is called in place of the root (the last part of one that is cut into stages). `sink` must live until the last
+/// backward is done.
+[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead = nullptr,
+                                     const std::string& column_axis = {});
 
 /// What a rank gave out in a step, kept until it is compared: the values up to a budget of bytes, beyond it their hash.
 class RecordedOutputs : public OutputSink {
  public:
   struct Output {
-    std::vector<Box> boxes;      ///< of the logical output; empty: the whole
-    bool term = false;           ///< of a sum over the ranks that hold the same boxes
-    std::vector<int64_t> sizes;  ///< of the rank-local tensor
+    std::vector<Box> boxes;                 ///< of the logical output; empty: the whole
+    std::vector<std::string> partial_over;  ///< a term of a sum over these axes of the mesh; empty: final values
+    std::vector<int64_t> sizes;             ///< of the rank-local tensor
     at::ScalarType dtype = at::kFloat;
     at::Tensor values;  ///< undefined beyond the budget
     uint64_t hash = 0;  ///< of the values, where they are not kept
@@ -79,8 +86,9 @@ class RecordedOutputs : public OutputSink {
 /// added up first, in double precision, and stand for the first rank that gave one.
 class OutputComparer : public OutputSink {
  public:
-  OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch)
-      : ranks_(std::move(ranks)), bounds_(bounds), batch_(batch) {}
+  /// `axes`: on which the ranks lie; empty: those who give terms of an output are all terms of one sum.
+  OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch, MeshShape axes = {})
+      : ranks_(std::move(ranks)), bounds_(bounds), batch_(batch), axes_(std::move(axes)) {}
   void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) override;
 
   const OutputComparison& forward() const { return forward_; }
@@ -97,13 +105,16 @@ class OutputComparer : public OutputSink {
     RecordedOutputs::Output output;
   };
   std::vector<Given> take_given(const OutputKey& key);
+  bool same_sum(const Given& one, const Given& other);
   void compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth);
   void note_parting(const OutputKey& key, const Place& place, Parting parting);
 
   std::vector<RecordedOutputs*> ranks_;
   VerifyBounds bounds_;
   BatchShape batch_;
-  std::map<int64_t, int64_t> depth_;  ///< outputs so far, by micro-batch
+  MeshShape axes_;
+  std::map<std::vector<std::string>, std::vector<int>> sums_;  ///< by axes that sums go over: of each rank, which of the sums is its
+  std::map<int64_t, int64_t> depth_;                           ///< outputs so far, by micro-batch
   OutputComparison forward_, backward_;
   std::map<bool, Place> first_;  ///< of the first parting, by direction
 };

@@ -157,7 +157,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       inputs_(checked_inputs(layout_, world_, options.steps)),
       first_step_(inputs_.resume ? inputs_.resume->manifest.step + 1 : 1),
       samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
-      bounds_(bounds_of(layout_, world_, size_along(axes_, mesh_roles(layout_).batch))),
+      bounds_(bounds_of(layout_, world_, size_along(axes_, mesh_roles(layout_).batch), size_along(axes_, mesh_roles(layout_).columns))),
       meeting_(world_),
       shown_(static_cast<size_t>(world_)),
       recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),
@@ -182,7 +182,7 @@ void Verification::run_rank(comm::World& world) {
   RecordedOutputs& outputs = recorded_[static_cast<size_t>(world.rank())];
   Composition& run = side.stepper.run();
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run));
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), mesh_roles(layout_).columns.names.front());
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
     meeting_.show();
@@ -218,7 +218,7 @@ void Verification::run_reference() {
 
   std::vector<RecordedOutputs*> ranks;
   for (auto& rank : recorded_) ranks.push_back(&rank);
-  OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size});
+  OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size}, axes_);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs);
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients

@@ -380,7 +380,49 @@ TEST(Settings, WithoutEffectAreNamedWithTheReason) {
                           "zero.accumulate = \"whole\": has no effect with zero.stage = 0"));
   EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring"}), ElementsAre("comm.algorithm = \"ring\": has no effect on one rank, which has no peers"));
   EXPECT_THAT(said({"optim.name=sgd", "comm.algorithm=ring", "context.method=ulysses"}, 2), ElementsAre(HasSubstr("context.method")));
+  EXPECT_THAT(said({"optim.name=sgd", "mesh.cp=2", "context.ulysses=2", "context.balance=contiguous"}, 2),
+              ElementsAre("context.ulysses = 2: has no effect with context.method = ring"));
   EXPECT_THAT(said({"optim.name=sgd", "checkpoint.dir=a", "checkpoint.keep=2", "zero.stage=3", "zero.wrap=head"}), ::testing::IsEmpty());
+}
+
+TEST(Validate, SequencesThatCannotBeCutAreRefused) {
+  const auto cut = [](int cp, const std::string& method, int ulysses = 0, int tp = 1) {
+    return refusal(
+        [=](Config& c) {
+          c.mesh.cp = cp, c.mesh.tp = tp, c.context.method = method, c.context.ulysses = ulysses;
+          c.model.dim = 48, c.model.heads = 6, c.model.kv_heads = 3;
+        },
+        cp * tp);
+  };
+  for (const char* method : {"ring", "ulysses_ring", "ring_full", "all_gather"}) EXPECT_EQ(cut(8, method), "(accepted)") << method;
+  EXPECT_EQ(cut(6, "ulysses"), "(accepted)");
+  EXPECT_THAT(cut(8, "ulysses"), AllOf(StartsWith("mesh.cp = 8: context.method = ulysses"), HasSubstr("the model has 6"), HasSubstr("at most 6")));
+  EXPECT_EQ(cut(2, "ulysses", 0, 3), "(accepted)");
+  EXPECT_THAT(cut(3, "ulysses", 0, 3), AllOf(HasSubstr("with mesh.tp = 3 a rank has 2"), HasSubstr("context.method = ring")));
+  EXPECT_THAT(cut(8, "ulysses", 0, 4), HasSubstr("with mesh.tp = 4 a rank has 1"));  // two of the four share a key's two queries
+  EXPECT_EQ(cut(8, "ulysses_ring", 4), "(accepted)");
+  EXPECT_THAT(cut(8, "ulysses_ring", 3), AllOf(StartsWith("context.ulysses = 3"), HasSubstr("does not divide mesh.cp = 8")));
+  EXPECT_THAT(cut(8, "ulysses_ring", 8), AllOf(StartsWith("context.ulysses = 8"), HasSubstr("at most 6")));
+  EXPECT_THAT(cut(2, "ring", -1), StartsWith("context.ulysses = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 8, c.data.seq_len = 7; }, 8), AllOf(StartsWith("data.seq_len = 7"), HasSubstr("mesh.cp is 8")));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 2, c.model.family = "mlp"; }, 2), AllOf(StartsWith("mesh.cp = 2: model.family = mlp"), HasSubstr("mesh.dp")));
+}
+
+TEST(Validate, UlyssesTakesTheLargestGroupThatHasHeads) {
+  const auto ranks = [](const std::string& method, int cp, int heads, int tp = 1, int asked = 0) {
+    Config config;
+    config.model.heads = heads;
+    config.context.method = method;
+    config.context.ulysses = asked;
+    return ulysses_ranks(config, cp, tp);
+  };
+  EXPECT_EQ(ranks("ring", 8, 8), 1);
+  EXPECT_EQ(ranks("ulysses", 8, 8), 8);
+  EXPECT_EQ(ranks("ulysses_ring", 8, 8), 4);  // below all of them: a ring of two is left
+  EXPECT_EQ(ranks("ulysses_ring", 8, 3), 2);
+  EXPECT_EQ(ranks("ulysses_ring", 12, 8, 2), 4);
+  EXPECT_EQ(ranks("ulysses_ring", 5, 8), 1);
+  EXPECT_EQ(ranks("ulysses_ring", 8, 8, 1, 2), 2);
 }
 
 TEST(Validate, MissingTechniquesAreRefusedByName) {
@@ -390,7 +432,6 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_THAT(refusal([](Config& c) { c.tensor.sequence_parallel = true; }, 2), StartsWith("tensor.sequence_parallel = true"));
   EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 2, c.tensor.keep_gathered = true; }, 2), StartsWith("tensor.keep_gathered = true"));
   EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "(accepted)");
-  EXPECT_THAT(refusal([](Config& c) { c.mesh.cp = 2; }, 2), HasSubstr("context parallelism"));
   EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
             "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
   EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));

@@ -335,5 +335,49 @@ TEST_F(LoaderTest, ReadsWhatIsAskedForAndKnowsTheRest) {
   }
 }
 
+/// The label of a rank's last column is the token behind it in the sample, which another rank reads; an odd sequence keeps its last token.
+TEST_F(LoaderTest, RanksThatShareSamplesReadTheirColumns) {
+  const auto data = corpus(120);
+  using Rule = SequenceCut (*)(int64_t length, int ranks);
+  for (const Rule rule : {Rule(&SequenceCut::contiguous), Rule(&SequenceCut::head_tail)}) {
+    for (int cp : {2, 3, 5}) {
+      const LoaderOptions options{.seq_len = 7, .global_size = 6, .micro_size = 2, .seed = 5, .rank = 1, .ranks = 2};  // with padding
+      const SequenceCut cut = rule(options.seq_len, cp);
+      const StepBatch whole = Loader(data, options).next();
+      int64_t valid = 0;
+      for (int rank = 0; rank < cp; ++rank) {
+        LoaderOptions part = options;
+        part.columns = cut.runs[static_cast<size_t>(rank)];
+        Loader loader(data, part);
+        const StepBatch own = loader.next(), dry = dry_batch(part, 1, at::kMeta);
+        EXPECT_EQ(own.global_valid_tokens, whole.global_valid_tokens);
+        const at::Tensor positions = cut.positions(rank, at::kCPU);
+        for (size_t i = 0; i < whole.micro_batches.size(); ++i) {
+          const MicroBatch &a = own.micro_batches.at(i), &b = whole.micro_batches[i];
+          EXPECT_TRUE(at::equal(a.positions, positions));
+          EXPECT_EQ(a.columns(), cut.columns(rank));
+          EXPECT_EQ(dry.micro_batches.at(i).tokens.sizes(), a.tokens.sizes());
+          EXPECT_EQ(dry.micro_batches[i].positions.sizes(), positions.sizes());
+          EXPECT_EQ(dry.micro_batches[i].valid_tokens, a.valid_tokens);
+          EXPECT_TRUE(at::equal(a.tokens, b.tokens.index_select(1, positions)));
+          EXPECT_TRUE(at::equal(a.labels, b.labels.index_select(1, positions)));
+          EXPECT_EQ(std::tuple(a.rows, a.seq_len, a.weight, a.index, a.first_sample, a.global_valid_tokens),
+                    std::tuple(b.rows, b.seq_len, b.weight, b.index, b.first_sample, b.global_valid_tokens));
+          valid += a.valid_tokens;
+        }
+        SequentialLoader all(data, 7, 2, 1, 3), some(data, 7, 2, 1, 3, {}, part.columns);
+        while (const auto micro = all.next()) {
+          const auto of_them = some.next();
+          EXPECT_TRUE(at::equal(of_them->tokens, micro->tokens.index_select(1, positions)));
+          EXPECT_TRUE(at::equal(of_them->labels, micro->labels.index_select(1, positions)));
+          EXPECT_TRUE(at::equal(of_them->positions, positions));
+          EXPECT_EQ(of_them->valid_tokens * 7, micro->valid_tokens * positions.numel());
+        }
+      }
+      EXPECT_EQ(valid, 2 * 7);  // of this data rank's one micro-batch beside padding
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::data

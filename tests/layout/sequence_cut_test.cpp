@@ -1,6 +1,7 @@
 #include "tessera/layout/sequence_cut.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include <gtest/gtest.h>
 
@@ -56,6 +57,39 @@ TEST(SequenceCut, HeadAndTailMakeCausalWorkEven) {
     }
     EXPECT_LE(static_cast<double>(most - least), 0.02 * static_cast<double>(most)) << ranks;
   }
+}
+
+/// Keys that each rank's queries see, where attention ends with the document.
+std::vector<int64_t> packed_work(const SequenceCut& cut, const std::vector<int64_t>& documents) {
+  std::vector<int64_t> seen, work;
+  for (const int64_t document : documents) {
+    for (int64_t i = 0; i < document; ++i) seen.push_back(i + 1);
+  }
+  for (int rank = 0; rank < cut.ranks(); ++rank) {
+    work.push_back(0);
+    for (const int64_t column : columns_of(cut, rank)) work.back() += seen[static_cast<size_t>(column)];
+  }
+  return work;
+}
+
+TEST(PackedWork, IsEvenWhereEachDocumentIsDealt) {
+  const std::vector<int64_t> documents{700, 31, 90, 1203, 5, 416, 2, 64, 333, 1, 240, 1011};
+  int64_t length = 0;
+  for (const int64_t document : documents) length += document;
+  for (const int ranks : {1, 2, 3, 4, 5, 8}) {
+    const SequenceCut dealt = SequenceCut::head_tail(documents, ranks);
+    expect_each_column_once(dealt, length);
+    const auto even = packed_work(dealt, documents), plain = packed_work(SequenceCut::head_tail(length, ranks), documents);
+    const auto ratio = [](const std::vector<int64_t>& work) {
+      return static_cast<double>(std::ranges::max(work)) / static_cast<double>(std::ranges::min(work));
+    };
+    EXPECT_LE(ratio(even), 1.02) << ranks;
+    if (ranks > 1) {
+      std::printf("%d ranks: most over least work %.3f, with head and tail of the whole %.3f\n", ranks, ratio(even), ratio(plain));
+      EXPECT_GT(ratio(plain), 1.02) << "what it is for";
+    }
+  }
+  EXPECT_EQ(SequenceCut::head_tail(std::vector<int64_t>{8}, 2), SequenceCut::head_tail(8, 2));
 }
 
 }  // namespace

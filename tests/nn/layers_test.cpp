@@ -259,8 +259,14 @@ TEST(DropoutTest, MaskIsAFunctionOfTheGlobalPlace) {
     }
   }
   SampleContext right_half = whole;
-  right_half.first_position = 4;
+  right_half.first_column = 4;
   EXPECT_TRUE(at::equal(run(right_half, x.narrow(1, 4, 2)), expected.narrow(1, 4, 2)));
+  SampleContext scattered = whole;  // as context parallelism deals them, and of these a part, as sequence parallelism cuts it
+  scattered.positions = at::tensor({5, 0, 3}, at::kLong);
+  EXPECT_TRUE(at::equal(run(scattered, x.index_select(1, scattered.positions)), expected.index_select(1, scattered.positions)));
+  scattered.first_column = 1;
+  EXPECT_TRUE(at::equal(run(scattered, x.index_select(1, scattered.positions).narrow(1, 1, 2)), expected.index_select(1, at::tensor({0, 3}, at::kLong))));
+  EXPECT_FALSE(scattered == whole);
   dropout->set_feature_block(3, features);
   EXPECT_TRUE(at::equal(run(whole, x.narrow(2, 3, 5)), expected.narrow(2, 3, 5)));
   dropout->set_feature_block(0, 0);
@@ -300,7 +306,7 @@ TEST(DropoutTest, WithoutAStepDrawsFromLibtorchsGenerator) {
   EXPECT_FALSE(at::equal(second, others));
   EXPECT_FALSE(at::equal(first, others));
   {
-    const SampleScope somewhere({.first_position = 4});  // a part of a sequence, of a step that nobody stated
+    const SampleScope somewhere({.first_column = 4});  // a part of a sequence, of a step that nobody stated
     EXPECT_FALSE(at::equal(drop(x), drop(x)));
   }
   torch::manual_seed(3);
@@ -314,7 +320,7 @@ TEST(SampleScopeTest, NestsAndEnds) {
   EXPECT_EQ(SampleScope::current().step, 0);
   const SampleScope outer({.step = 1});
   {
-    const SampleScope inner({.step = 2, .first_sample = 3, .first_position = 1, .seq_len = 5});
+    const SampleScope inner({.step = 2, .first_sample = 3, .first_column = 1, .seq_len = 5});
     EXPECT_EQ(SampleScope::current().step, 2);
     EXPECT_TRUE(at::equal(SampleScope::token_rows(2, 2, at::kCPU), at::tensor({16, 17, 21, 22})));
     EXPECT_TRUE(SampleScope::token_rows(2, 2, at::kCPU).is_same(SampleScope::token_rows(2, 2, at::kCPU)));

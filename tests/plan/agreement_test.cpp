@@ -74,6 +74,9 @@ TEST_F(DryRunAgreement, OfEveryKindOfRank) {
   for (const std::vector<std::string>& sets : std::vector<std::vector<std::string>>{{"mesh.tp=3"},
                                                                                     {"mesh.tp=3", "tensor.sequence_parallel=true", "tensor.overlap=true"},
                                                                                     {"run.deterministic=true", "mesh.tp=2"},
+                                                                                    {"mesh.cp=3", "data.seq_len=17"},
+                                                                                    {"mesh.cp=3", "context.method=all_gather", "zero.stage=3"},
+                                                                                    {"mesh.cp=3", "context.method=ulysses", "run.deterministic=true"},
                                                                                     {"mesh.tp=2", "zero.stage=3"},
                                                                                     {"zero.stage=2", "mesh.dp_replicate=2"}}) {
     EXPECT_NO_THROW(dry_run(config("llama", sets), 6)) << ::testing::PrintToString(sets);

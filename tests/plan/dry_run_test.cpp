@@ -73,6 +73,20 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunUnderSharding) {
   expect_real_peak(config("gpt2", {"zero.stage=3", "recompute.mode=full", "run.steps=3", "run.threads=1"}), 2);
 }
 
+TEST_F(DryRunTest, PeakEqualsTheRealRunWhereSequencesAreCut) {
+  for (const std::string method : {"ring", "ulysses", "ulysses_ring", "all_gather", "ring_full"}) {
+    SCOPED_TRACE(method);
+    const std::vector<std::string> common{"run.steps=3", "batch.global_size=4", "run.threads=1", "data.seq_len=31", "context.method=" + method};
+    const auto with = [&](const std::string& family, std::vector<std::string> sets) {
+      sets.insert(sets.end(), common.begin(), common.end());
+      return config(family, sets);
+    };
+    expect_real_peak(with("llama", {"model.kv_heads=2", "mesh.cp=2"}), 2);
+    expect_real_peak(with("gpt2", {"model.dropout=0.1", "mesh.cp=3", "zero.stage=3"}), 3);
+    expect_real_peak(with("llama", {"mesh.cp=2", "mesh.tp=2", "tensor.sequence_parallel=true", "recompute.mode=full"}), 4);
+  }
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunWhereLayersAreCut) {
   for (const std::string sequence : {"tensor.sequence_parallel=false", "tensor.sequence_parallel=true"}) {
     SCOPED_TRACE(sequence);
@@ -225,8 +239,9 @@ TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {
                                                              {5, {}},  // 7 micro-batches: three ranks run one of weight 0, which trains on nothing
                                                              {4, {"mesh.tp=2", "zero.stage=1"}},
                                                              {6, {"mesh.tp=3", "mesh.dp_replicate=2", "recompute.mode=full"}},  // 4 heads over 3 ranks
+                                                             {6, {"mesh.cp=3", "data.seq_len=17"}},
                                                              {10, {"mesh.tp=2", "zero.stage=3", "run.deterministic=true"}}}) {
-    for (const std::string family : {"llama", "mlp"}) {
+    for (const std::string family : {"llama", sets.empty() || sets.front() != "mesh.cp=3" ? "mlp" : "gpt2"}) {
       const Config whole = config(family, sets);
       const auto run = plan::dry_run(whole, world);
       double flops = 0;

@@ -104,7 +104,7 @@ class BadInput(SystemTest):
         self.assertEqual(run("train", self.recipe, "--nprocs", 2).returncode, 2)
 
     def test_techniques_of_later_builds_are_refused_by_name(self):
-        self.refused("mesh.cp=2", nproc=2, expect=["mesh.cp"])
+        self.refused("mesh.ep=2", nproc=2, expect=["mesh.ep"])
         self.refused("mesh.tp=2", "model.heads=1", "model.kv_heads=1", nproc=2, expect=["mesh.tp = 2", "model.heads = 1"])
         self.refused("tensor.sequence_parallel=true", nproc=2, expect=["tensor.sequence_parallel", "mesh.tp"])
 

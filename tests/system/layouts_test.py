@@ -48,6 +48,14 @@ class Layouts(SystemTest):
         self.assertLess(one[-1]["loss"], 0.8 * one[0]["loss"])
         self.assert_close_losses(four, one, LOSSES)
 
+    def test_the_recipe_that_cuts_sequences(self):
+        recipe = SOURCE / "recipes/llama_long_cp2.toml"
+        sets = [f'data.files=["{self.folder / "text.txt"}"]', f"data.cache_dir={self.folder / 'cache'}", "run.steps=12", "data.seq_len=333"]
+        two = metrics(self.train("two", nproc=2, sets=sets, recipe=recipe)[1])
+        one = metrics(self.train("one", sets=[*sets, "mesh.cp=1", "recompute.mode=none"], recipe=recipe)[1])
+        self.assertLess(one[-1]["loss"], 0.9 * one[0]["loss"])
+        self.assert_close_losses(two, one, LOSSES)
+
     def test_deterministic_runs_are_bit_identical(self):
         sets = ["run.deterministic=true", "batch.global_size=14"]
         losses, grads, weights = self.dumped("one", 1, sets)

@@ -60,7 +60,7 @@ class Verify(SystemTest):
         cases = [
             (["--mesh", "dp_replicat=2"], "did you mean dp_replicate?"),
             (["--mesh", "dp_replicate=7"], "batch.global_size = 12"),
-            (["--mesh", "cp=2"], "mesh.cp = 2"),
+            (["--mesh", "cp=5", "--set", "context.method=ulysses"], "mesh.cp = 5"),
             (["--mesh", "pp=9"], "a chain of "),
             (["--mesh", "dp_replicate=2", "--steps", "21"], "--steps = 21"),
             (["--mesh", "dp_replicate=2", "--set", "model.dimm=3"], "dim"),

@@ -57,7 +57,7 @@ class Reading : public testing_support::TrainFixture {
       RankScope scope(model.config, world.local_size());
       const Mesh mesh(world, mesh_shape(model.config.mesh, 0, ranks));
       const MeshRoles roles = mesh_roles(model.config);
-      const auto loaded = load_model(model, mesh[roles.layers], mesh[roles.stages]);
+      const auto loaded = load_model(model, reading_groups(model.config, mesh));
       ForwardEngine engine(loaded);
       const auto write = [&](const std::vector<std::string>& prompts, const SampleOptions& sample, std::optional<int64_t> end = {}) {
         std::vector<TextRequest> texts;
@@ -102,6 +102,17 @@ TEST_F(Reading, LlamaThatWasCutTwoWays) {
 TEST_F(Reading, Gpt2WithTiedEmbeddings) {
   train_and_save("gpt2", 3, {"model.tie_embeddings=true", "mesh.tp=3"});
   expect_read_alike({{2, {"mesh.tp=2"}}, {3, {"mesh.tp=3", kBySequence}}});
+}
+
+/// A prompt that is cut over ranks, of which each keeps the keys that it read; shorter than ranks, and longer than the model sees, too.
+TEST_F(Reading, SequencesThatAreCut) {
+  train_and_save("llama", 2, {"model.kv_heads=2", "mesh.cp=2"});
+  expect_read_alike({{2, {"mesh.cp=2"}},
+                     {4, {"mesh.cp=4", "context.method=all_gather", "context.balance=contiguous"}},
+                     {5, {"mesh.cp=5", "context.method=all_gather"}},
+                     {4, {"mesh.cp=2", "mesh.tp=2", kBySequence}},
+                     {4, {"mesh.cp=2", "mesh.pp=2"}},
+                     {4, {"mesh.cp=2", "mesh.dp_replicate=2"}}});
 }
 
 /// Stages compute what one device computes, in its order: the same bits, whoever is on the way beside.
@@ -167,7 +178,7 @@ TEST_F(Reading, RanksOfAPipelineWorkOnDifferentMicroBatches) {
   Overtaking::Shared of_text, of_validation;
   const auto body = [&](comm::World& world) {
     RankScope scope(model.config, world.local_size());
-    const auto loaded = load_model(model, comm::Group::self(), world.group());
+    const auto loaded = load_model(model, {.stages = world.group()});
     ForwardEngine engine(loaded);
     const std::string block = world.rank() == 0 ? "layers.0" : "layers.1";
     const auto watch = [&](Overtaking::Shared& shared, int calls) {
@@ -196,7 +207,7 @@ TEST_F(Reading, TextsWaitForAPlaceWhereMoreAreAskedForThanRanks) {
   for (int64_t i = 1; i <= 5; ++i) texts.push_back({.prompt = {i}, .sample = {.seed = static_cast<uint64_t>(i)}});
   comm::run_ranks(2, [&](comm::World& world) {
     RankScope scope(model.config, world.local_size());
-    const auto loaded = load_model(model, comm::Group::self(), world.group());
+    const auto loaded = load_model(model, {.stages = world.group()});
     ForwardEngine engine(loaded);
     std::map<size_t, int> tokens;
     auto& mine = heard[static_cast<size_t>(world.rank())];

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/context_parallel/context_parallel.h"
+#include "tessera/layout/sequence_cut.h"
+#include "tessera/nn/attention_tiles.h"
+
+namespace tessera::context {
+
+/// What the interceptors of one attachment share.
+struct Context {
+  comm::Group group;
+  ContextParallelOptions options;
+  std::optional<SequenceCut> cut{};  ///< of the calls that follow
+};
+
+/// The sequence that one call of a core attends to: what every rank holds of it.
+class Sequence {
+ public:
+  Sequence(SequenceCut cut, bool causal) : cut_(std::move(cut)), causal_(causal) {}
+  /// Packed documents: gathers the ranks' `document_ids` [B, S_r].
+  Sequence(const comm::Group& group, SequenceCut cut, bool causal, const at::Tensor& document_ids);
+
+  const SequenceCut& cut() const { return cut_; }
+  bool causal() const { return causal_; }
+  /// What a tensor holds that has these columns of the sequence one after the other.
+  nn::AttentionColumns columns(const std::vector<ColumnRun>& runs) const;
+
+ private:
+  SequenceCut cut_;
+  bool causal_;
+  int64_t rows_ = 0;
+  std::vector<int64_t> documents_;  ///< [rows, length]; empty: one document
+};
+
+/// One rank's attention with the help of the others, outside of autograd; made for one call. Tensors: q [B, S_r, H, D]; k, v [B, S_r, K, D].
+class Method {
+ public:
+  virtual ~Method() = default;
+
+  struct Result {
+    at::Tensor output;  ///< [B, S_r, H, D]
+    at::Tensor kept;    ///< what backward needs beside it: log-sum-exps, or weights
+  };
+  struct Gradients {
+    at::Tensor q, k, v;
+  };
+  virtual Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const = 0;
+  virtual Gradients backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Result& forward) const = 0;
+};
+
+/// The same for autograd, which keeps q, k, v and the result. Backward runs under forward's CallSite.
+at::Tensor attend(std::shared_ptr<const Method> method, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+std::shared_ptr<const Method> all_gather_method(comm::Group group, const Sequence& sequence);
+
+}  // namespace tessera::context

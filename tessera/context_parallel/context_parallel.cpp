@@ -1,0 +1,146 @@
+#include "tessera/context_parallel/context_parallel.h"
+
+#include <numeric>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/context_parallel/context.h"
+#include "tessera/context_parallel/head_exchange.h"
+#include "tessera/context_parallel/ring.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/attention.h"
+#include "tessera/nn/module.h"
+
+// A core's call is replaced, so nothing of a model knows that its sequence is cut. A method is made for each call: what it does follows from who holds which
+// columns, a value (SequenceCut, and the documents in it), and is a list of tiles and messages before anything is sent.
+
+namespace tessera {
+
+namespace context {
+namespace {
+
+class Core : public nn::Interceptor {
+ public:
+  explicit Core(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& /*next*/) override {
+    const at::Tensor q = inputs[0].toTensor(), k = inputs[1].toTensor(), v = inputs[2].toTensor();
+    check(module, q, k);
+    const bool causal = dynamic_cast<const nn::AttentionCoreImpl&>(module).causal();
+    const bool packed = inputs.size() > 4 && inputs[4].isTensor();
+    const Sequence sequence = packed ? Sequence(context_->group, *context_->cut, causal, inputs[4].toTensor()) : Sequence(*context_->cut, causal);
+    if (q.requires_grad() && at::GradMode::is_enabled()) context_->group.in_backward().by_graphs = true;
+    return {run(sequence, q, k, v)};
+  }
+
+ private:
+  at::Tensor run(const Sequence& sequence, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+    const auto& [group, options, cut] = *context_;
+    switch (options.method) {
+      case ContextMethod::AllGather:
+        return attend(all_gather_method(group, sequence), q, k, v);
+      case ContextMethod::RingFull: {
+        auto [ring, columns] = ring_of(sequence, /*inner=*/1);
+        return attend(ring_full_method(std::move(ring), std::move(columns), sequence.causal()), q, k, v);
+      }
+      case ContextMethod::Ring:
+        return exchanged(sequence, 1, q, k, v);
+      case ContextMethod::Ulysses:
+        return exchanged(sequence, group.size(), q, k, v);
+      case ContextMethod::UlyssesRing:
+        return exchanged(sequence, options.ulysses, q, k, v);
+    }
+    return {};
+  }
+
+  /// Groups of `inner` neighbours exchange columns for heads, and those who then hold the same heads form a ring; either may be of one rank.
+  at::Tensor exchanged(const Sequence& sequence, int inner, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+    auto [ring, columns] = ring_of(sequence, inner);
+    const auto method = ring_method(std::move(ring), std::move(columns), sequence.causal());
+    if (inner == 1) return attend(method, q, k, v);
+    const HeadDeal deal(sequence.cut(), neighbours(context_->group.rank() / inner, inner), context_->group.rank() % inner, q.size(2), k.size(2));
+    const HeadTensors heads = to_heads(context_->group, deal, {q, k, v});
+    return to_columns(context_->group, deal, attend(method, heads[0], heads[1], heads[2]));
+  }
+
+  /// The ring across groups of `inner` neighbours, and what each place holds once they have exchanged.
+  std::pair<Ring, std::vector<nn::AttentionColumns>> ring_of(const Sequence& sequence, int inner) const {
+    const comm::Group& group = context_->group;
+    Ring ring{.group = group, .ranks = {}, .columns = {}, .place = group.rank() / inner, .overlap = context_->options.overlap};
+    std::vector<nn::AttentionColumns> columns;
+    for (int place = 0; place < group.size() / inner; ++place) {
+      ring.ranks.push_back(place * inner + group.rank() % inner);
+      columns.push_back(sequence.columns(columns_together(sequence.cut(), neighbours(place, inner))));
+      ring.columns.push_back(columns.back().size());
+    }
+    return {std::move(ring), std::move(columns)};
+  }
+
+  static std::vector<int> neighbours(int place, int inner) {
+    std::vector<int> ranks(static_cast<size_t>(inner));
+    std::iota(ranks.begin(), ranks.end(), place * inner);
+    return ranks;
+  }
+
+  void check(const nn::Module& module, const at::Tensor& q, const at::Tensor& k) const {
+    require(context_->cut.has_value(), "context_parallel of '", module.path(), "': which columns the ranks hold is not known; call set_cut before the model");
+    const int64_t columns = context_->cut->columns(context_->group.rank());
+    require(q.size(1) == k.size(1), "context_parallel of '", module.path(), "': ", q.size(1), " queries to ", k.size(1),
+            " keys; earlier keys of a cache are not cut over ranks, detach context parallelism for these calls");
+    require(q.size(1) == columns, "context_parallel of '", module.path(), "': ", q.size(1), " columns, while set_cut says that rank ", context_->group.rank(),
+            " holds ", columns, " of ", context_->cut->length);
+  }
+
+  std::shared_ptr<Context> context_;
+};
+
+}  // namespace
+}  // namespace context
+
+std::string_view to_string(ContextMethod method) {
+  switch (method) {
+    case ContextMethod::Ring:
+      return "ring";
+    case ContextMethod::RingFull:
+      return "ring_full";
+    case ContextMethod::Ulysses:
+      return "ulysses";
+    case ContextMethod::UlyssesRing:
+      return "ulysses_ring";
+    case ContextMethod::AllGather:
+      return "all_gather";
+  }
+  return "?";
+}
+
+void ContextParallel::set_cut(const SequenceCut& cut) {
+  require(cut.ranks() == group_.size(), "context_parallel: a cut over ", cut.ranks(), " ranks for a group of ", group_.size());
+  for (int rank = 0; rank < cut.ranks(); ++rank) {
+    require(cut.columns(rank) > 0, "context_parallel: a sequence of ", cut.length, " columns leaves rank ", rank, " of ", cut.ranks(),
+            " without any; sequences must have a column for each rank: make them longer, or mesh.cp smaller");
+  }
+  context_->cut = cut;
+}
+
+std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm::Group group, const ContextParallelOptions& options,
+                                                  const std::string& pattern) {
+  const bool both = options.method == ContextMethod::UlyssesRing;
+  require(!both || (options.ulysses > 0 && group.size() % options.ulysses == 0), "context.ulysses = ", options.ulysses, ": must divide the ", group.size(),
+          " ranks of mesh.cp into groups of one size (context.method = ulysses_ring)");
+  require(both || options.ulysses == 0, "context.ulysses = ", options.ulysses, " has no meaning with context.method = ", to_string(options.method),
+          "; set ulysses_ring, or leave it out");
+  nn::assign_paths(model);
+  nn::check_no_bypass(model);
+  const auto context = std::make_shared<context::Context>(context::Context{.group = group, .options = options});
+  Attachment attached;
+  for (const auto& [path, module] : nn::interceptable_modules(model, pattern)) {
+    require(dynamic_cast<nn::AttentionCoreImpl*>(module.get()) != nullptr, "context_parallel: '", path, "' is no nn::AttentionCore but ", module->name(),
+            ": nothing else is known to attend along a sequence that could be cut");
+    if (group.size() > 1) attached.add(nn::attach(*module, std::make_shared<context::Core>(context)));
+  }
+  return std::make_unique<ContextParallel>(std::move(group), context, std::move(attached));
+}
+
+}  // namespace tessera

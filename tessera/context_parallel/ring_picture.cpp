@@ -1,0 +1,70 @@
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "tessera/context_parallel/ring_plan.h"
+#include "tessera/core/svg.h"
+
+namespace tessera::context {
+
+namespace {
+
+constexpr double kPlaceWidth = 130, kStepHeight = 104, kPlanLeft = 76, kPlanTop = 70, kCell = 56, kHead = 7;
+constexpr std::string_view kUnseen = "#e4e4e4", kSumColor = "#222222";
+
+double middle(int place) { return kPlanLeft + kPlaceWidth * (place + 0.5); }
+double level(int step) { return kPlanTop + kStepHeight * step; }
+
+void arrow(Svg& svg, double x1, double y1, double x2, double y2, std::string_view color, double width) {
+  const double length = std::hypot(x2 - x1, y2 - y1), along_x = (x2 - x1) / length, along_y = (y2 - y1) / length;
+  const double back_x = x2 - kHead * along_x, back_y = y2 - kHead * along_y, half = kHead / 2;
+  svg.line(x1, y1, x2, y2, color, width);
+  svg.polyline({{back_x - half * along_y, back_y + half * along_x}, {x2, y2}, {back_x + half * along_y, back_y - half * along_x}}, color, width);
+}
+
+/// Queries downwards, keys of the block to the right; what is seen has the block's color.
+void draw_cell(Svg& svg, double left, double top, const RingStep& step, int64_t queries, int64_t keys) {
+  svg.rect(left, top, kCell, kCell, kUnseen, fmt::format("{} pairs", step.pairs()));
+  const auto x = [&](int64_t key) { return left + kCell * static_cast<double>(key) / static_cast<double>(keys); };
+  const auto y = [&](int64_t query) { return top + kCell * static_cast<double>(query) / static_cast<double>(queries); };
+  for (const nn::AttentionTile& tile : step.tiles) {
+    const int64_t right = tile.keys.begin + tile.keys.size, bottom = tile.queries.begin + tile.queries.size;
+    const auto color = Svg::color(static_cast<size_t>(step.block));
+    if (tile.aligned) {
+      svg.polygon({{x(tile.keys.begin), y(tile.queries.begin)}, {x(right), y(bottom)}, {x(tile.keys.begin), y(bottom)}}, color);
+    } else {
+      svg.rect(x(tile.keys.begin), y(tile.queries.begin), x(right) - x(tile.keys.begin), y(bottom) - y(tile.queries.begin), color);
+    }
+  }
+}
+
+}  // namespace
+
+std::string ring_picture(const std::vector<nn::AttentionColumns>& columns, bool causal, const std::string& title) {
+  const int places = static_cast<int>(columns.size());
+  const double width = kPlanLeft + kPlaceWidth * places + 20;
+  Svg svg(width, level(places) + 46);
+  svg.text(14, 20, title, {.size = 14, .bold = true});
+  svg.text(14, 38, "colored: keys and values of a block, and what is seen of them; dark: sums of its gradients, in backward", {.color = "#666666"});
+  for (int step = 0; step < places; ++step) {
+    if (step % 2 == 0) svg.rect(0, level(step) - 8, width, kStepHeight, "#f7f7f7");
+    svg.text(14, level(step) + kCell / 2, fmt::format("step {}", step), {.color = "#666666"});
+  }
+  svg.text(14, level(places) + 20, "home", {.color = "#666666"});
+  for (int place = 0; place < places; ++place) {
+    svg.text(middle(place), kPlanTop - 14, fmt::format("rank {}", place), {.anchor = "middle", .bold = true});
+    const auto plan = ring_plan(columns, place, causal);
+    for (int index = 0; index < places; ++index) {
+      const RingStep& step = plan[static_cast<size_t>(index)];
+      draw_cell(svg, middle(place) - kCell / 2, level(index), step, columns[static_cast<size_t>(place)].size(),
+                columns[static_cast<size_t>(step.block)].size());
+      const double to = middle((place + 1) % places), below = level(index) + kCell + 3;
+      if (step.keys_go_on) arrow(svg, middle(place) - 8, below, to - 8, level(index + 1) - 3, Svg::color(static_cast<size_t>(step.block)), 2);
+      if (step.sum_goes_on) arrow(svg, middle(place) + 8, below, to + 8, level(index + 1) - 3, kSumColor, 1);
+    }
+    if (places > 1) svg.text(middle(place), level(places) + 20, fmt::format("dK, dV of {}", place), {.anchor = "middle"});
+  }
+  return svg.str();
+}
+
+}  // namespace tessera::context

@@ -1,0 +1,151 @@
+#include "tessera/nn/tiled_attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+#include "tessera/core/once_differentiable.h"
+
+// The gradients of a block follow from the whole softmax: given the merged output and log-sum-exp, the fused backward of one tile is that tile's share. So both
+// passes go through the same list of tiles. What a 16-bit kernel gives of each tile is rounded once and summed in fp32: errors do not grow with the tiles.
+
+namespace tessera::nn {
+
+namespace {
+
+at::Tensor fp32_zeros(const at::Tensor& like) { return at::zeros(like.sizes(), like.options().dtype(at::kFloat)); }
+
+/// A tile's part of `x` [B, columns, heads, D] as the kernels take it: [rows, heads, run, D].
+at::Tensor part_of(const at::Tensor& x, int64_t row, const ColumnRun& run) {
+  return (row < 0 ? x : x.narrow(0, row, 1)).narrow(1, run.begin, run.size).transpose(1, 2);
+}
+
+/// The same of a log-sum-exp [B, H, S].
+at::Tensor sums_of(const at::Tensor& sums, int64_t row, const ColumnRun& run) {
+  return (row < 0 ? sums : sums.narrow(0, row, 1)).narrow(2, run.begin, run.size);
+}
+
+}  // namespace
+
+void TiledAttention::add(const at::Tensor& k, const at::Tensor& v, const std::vector<AttentionTile>& tiles) {
+  const at::NoGradGuard no_grad;
+  for (const AttentionTile& tile : tiles) {
+    merge(tile, kernels::flash_attention_forward(part_of(q_, tile.row, tile.queries), part_of(k, tile.row, tile.keys), part_of(v, tile.row, tile.keys),
+                                                 tile.aligned));
+  }
+}
+
+void TiledAttention::begin() {
+  if (output_.defined()) return;
+  output_ = fp32_zeros(q_);
+  log_sum_exp_ = at::full({q_.size(0), q_.size(2), q_.size(1)}, -std::numeric_limits<double>::infinity(), output_.options());
+}
+
+/// Whether this is the first that these queries see; notes that they have seen something.
+bool TiledAttention::is_first(const AttentionTile& tile) {
+  const int64_t columns = q_.size(1), last_row = tile.row < 0 ? q_.size(0) - 1 : tile.row;
+  seen_.resize(static_cast<size_t>(q_.size(0) * columns));
+  bool first = true;
+  for (int64_t row = std::max<int64_t>(tile.row, 0); row <= last_row; ++row) {
+    const auto begin = seen_.begin() + row * columns + tile.queries.begin;
+    first &= std::none_of(begin, begin + tile.queries.size, [](bool seen) { return seen; });
+    std::fill_n(begin, tile.queries.size, true);
+  }
+  return first;
+}
+
+void TiledAttention::merge(const AttentionTile& tile, const kernels::AttentionOutput& part) {
+  const bool first = is_first(tile);
+  if (first && tile.row < 0 && tile.queries.size == q_.size(1)) {  // the result so far, as it is
+    output_ = part.output.transpose(1, 2);
+    log_sum_exp_ = part.log_sum_exp;
+    return;
+  }
+  begin();
+  output_ = output_.to(at::kFloat);
+  const at::Tensor output = part_of(output_, tile.row, tile.queries), sums = sums_of(log_sum_exp_, tile.row, tile.queries);
+  if (first) {
+    output.copy_(part.output);
+    sums.copy_(part.log_sum_exp);
+    return;
+  }
+  const at::Tensor together = at::logaddexp(sums, part.log_sum_exp);
+  output.mul_(at::exp(sums - together).unsqueeze(-1));
+  output.addcmul_(part.output.to(at::kFloat), at::exp(part.log_sum_exp - together).unsqueeze(-1));
+  sums.copy_(together);
+}
+
+kernels::AttentionOutput TiledAttention::finish() {
+  begin();
+  return {.output = output_.to(q_.scalar_type()), .log_sum_exp = log_sum_exp_};
+}
+
+TiledAttentionBackward::TiledAttentionBackward(at::Tensor grad_output, at::Tensor q, kernels::AttentionOutput forward)
+    : grad_(std::move(grad_output)), q_(std::move(q)), dq_(fp32_zeros(q_)), forward_(std::move(forward)) {}
+
+void TiledAttentionBackward::add(const at::Tensor& k, const at::Tensor& v, const std::vector<AttentionTile>& tiles, const at::Tensor& dk,
+                                 const at::Tensor& dv) {
+  const at::NoGradGuard no_grad;
+  for (const AttentionTile& tile : tiles) {
+    const auto [dq_part, dk_part, dv_part] = kernels::flash_attention_backward(
+        part_of(grad_, tile.row, tile.queries), part_of(q_, tile.row, tile.queries), part_of(k, tile.row, tile.keys), part_of(v, tile.row, tile.keys),
+        {part_of(forward_.output, tile.row, tile.queries), sums_of(forward_.log_sum_exp, tile.row, tile.queries)}, tile.aligned);
+    part_of(dq_, tile.row, tile.queries).add_(dq_part.to(at::kFloat));
+    part_of(dk, tile.row, tile.keys).add_(dk_part.to(at::kFloat));
+    part_of(dv, tile.row, tile.keys).add_(dv_part.to(at::kFloat));
+  }
+}
+
+at::Tensor TiledAttentionBackward::finish() {
+  const at::NoGradGuard no_grad;
+  return dq_.to(q_.scalar_type());
+}
+
+namespace {
+
+struct Tiles : torch::CustomClassHolder {
+  explicit Tiles(std::vector<AttentionTile> list) : list(std::move(list)) {}
+  std::vector<AttentionTile> list;
+};
+
+struct TiledAttentionFunction : torch::autograd::Function<TiledAttentionFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const c10::intrusive_ptr<Tiles>& tiles) {
+    TiledAttention attention(q);
+    attention.add(k, v, tiles->list);
+    const auto [output, log_sum_exp] = attention.finish();
+    context->save_for_backward({q, k, v, output, log_sum_exp});
+    context->saved_data["tiles"] = c10::IValue::make_capsule(tiles);
+    return output;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &k = saved[1], &v = saved[2];
+    const auto tiles = c10::static_intrusive_pointer_cast<Tiles>(context->saved_data["tiles"].toCapsule());
+    TiledAttentionBackward attention(grads[0], saved[0], {.output = saved[3], .log_sum_exp = saved[4]});
+    const at::Tensor dk = fp32_zeros(k), dv = fp32_zeros(v);
+    attention.add(k, v, tiles->list, dk, dv);
+    auto gradients = once_differentiable("attention in tiles", "nn::masked_attention has a second derivative, and holds all scores", grads,
+                                         {attention.finish(), dk.to(k.scalar_type()), dv.to(v.scalar_type())});
+    gradients.emplace_back();
+    return gradients;
+  }
+};
+
+}  // namespace
+
+at::Tensor tiled_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::vector<AttentionTile> tiles) {
+  return TiledAttentionFunction::apply(q, k, v, c10::make_intrusive<Tiles>(std::move(tiles)));
+}
+
+}  // namespace tessera::nn
