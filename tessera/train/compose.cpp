@@ -17,6 +17,7 @@
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/models/mixture.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
@@ -381,6 +382,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
   run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
+  for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->set_training(config.moe);
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
   const auto seed = static_cast<uint64_t>(config.run.seed);

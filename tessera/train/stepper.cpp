@@ -122,7 +122,8 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
       resumed_(resume.has_value()),
-      learning_rate_(config.optim, config.run.steps) {
+      learning_rate_(config.optim, config.run.steps),
+      experts_(config_, mesh, run_) {
   if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
   if (dtype) add_uses_up_in(*dtype, run_.parameters);
@@ -148,6 +149,8 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
     updating = may_update(batch, norm);
     if (updating) update(norm, lr);
   }
+  experts_.meet();
+  if (updating) experts_.balance();
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
@@ -162,6 +165,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
         detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite, " is not finite, though the gradient is; ", way_on(batch.step)));
   }
   outcome.lr = lr;
+  outcome.experts = experts_.read();
   outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
   return outcome;
 }
