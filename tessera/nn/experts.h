@@ -21,6 +21,7 @@ class GroupedExpertsImpl : public Module {
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& counts);
   void pretty_print(std::ostream& stream) const override;
+  int64_t experts() const noexcept { return experts_; }  ///< of the whole module, wherever they are
 
   at::Tensor w1, w2, w3;
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "tessera/tensor_parallel/cut_parameter.h"
+#include "tessera/nn/cut_parameter.h"
 #include "tessera/tensor_parallel/overlap.h"
 
 // The row-wise product is a term of a sum, so the bias is added after it, once, and the layer's own forward is told to leave it out. The column-wise one is cut
@@ -83,12 +83,12 @@ class Row : public nn::Interceptor {
 }  // namespace
 
 void cut_columns(nn::LinearImpl& linear, const FeatureShare& share) {
-  cut_parameter(linear.weight, 0, share.begin, share.size);
-  if (linear.bias.defined()) cut_parameter(linear.bias, 0, share.begin, share.size);
+  nn::cut_parameter(linear.weight, 0, share.begin, share.size);
+  if (linear.bias.defined()) nn::cut_parameter(linear.bias, 0, share.begin, share.size);
 }
 
 void cut_rows(nn::LinearImpl& linear, const FeatureShare& share) {
-  cut_parameter(linear.weight, 1, share.begin, share.size);
+  nn::cut_parameter(linear.weight, 1, share.begin, share.size);
   linear.leave_bias_out(true);
 }
 
