@@ -80,7 +80,7 @@
   X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                       \
   X(int, cp, 1, any(), "Context parallelism: 1, as this build has none.")                                            \
   X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
-  X(int, ep, 1, any(), "Expert parallelism: 1, as this build has none.")                                             \
+  X(int, ep, 1, any(), "Expert parallelism: experts are dealt over so many of the ranks of dp_shard x cp x tp.")     \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
 
 #define TESSERA_COMM_FIELDS(X)                                                                                                        \

@@ -26,7 +26,6 @@ void refuse_missing_techniques(const Config& config, const std::vector<std::pair
   const auto& offload = config.offload;
   const std::vector<Setting> settings = {
       {"mesh.cp", axis("cp"), {"1"}, "context parallelism"},
-      {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
       {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},
       {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},

@@ -308,6 +308,10 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");
   require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": regroups dp_shard x cp x tp = ", regrouped, " ranks, and must divide that");
+  if (config.mesh.ep == 1) return;
+  require(config.model.experts % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": cannot deal model.experts = ", config.model.experts,
+          " evenly; set mesh.ep to a divisor of it");
+  require(config.zero.stage > 0, "mesh.ep = ", config.mesh.ep, ": zero.stage = 0 keeps whole what experts over ranks cut; set zero.stage = 1, 2 or 3");
 }
 
 }  // namespace

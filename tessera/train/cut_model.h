@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/models/model.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/train/model_stage.h"
@@ -24,13 +25,14 @@ struct ModelShare {
 /// What a rank holds of a model, and who holds the rest: what passes through a model need to know of it, in training and in reading. Members are destroyed from
 /// the last to the first: what is attached goes before the model it is attached to.
 struct CutModel {
-  std::shared_ptr<LanguageModel> model;    ///< or what this rank holds of it
-  std::unique_ptr<TensorParallel> tensor;  ///< null where layers are whole
-  std::vector<ModelShare> parts;           ///< the model's stages on this rank, in their order; empty where it is whole
-  comm::Group pipeline;                    ///< ranks that hold the other stages
-  std::vector<int> rank_of_stage{0};       ///< of that group, for every stage
-  StreamShape stream;                      ///< what crosses between stages
-  comm::Group layers;                      ///< ranks that layers are cut over
+  std::shared_ptr<LanguageModel> model;     ///< or what this rank holds of it
+  std::unique_ptr<TensorParallel> tensor;   ///< null where layers are whole
+  std::unique_ptr<ExpertParallel> experts;  ///< null where a rank holds all experts of its layers
+  std::vector<ModelShare> parts;            ///< the model's stages on this rank, in their order; empty where it is whole
+  comm::Group pipeline;                     ///< ranks that hold the other stages
+  std::vector<int> rank_of_stage{0};        ///< of that group, for every stage
+  StreamShape stream;                       ///< what crosses between stages
+  comm::Group layers;                       ///< ranks that layers are cut over
 };
 
 /// The stages that a rank holds, by number; a model that is whole is stage 0.

@@ -127,10 +127,11 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
   if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
   const auto dtype = precision::policy_from(config.precision).gradient_dtype();
   if (dtype) add_uses_up_in(*dtype, run_.parameters);
-  const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
-  if (dtype && !config.run.deterministic && !kept_in_slices) attached_.add(precision::keep_gradients_in(*dtype, run_.parameters));
-  if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
-  for (const auto& p : run_.parameters) {
+  // Slices have a type of their own, and so have what is in buckets, whose memory is counted as gradients from the start.
+  const std::vector<nn::NamedParameter> none;
+  const auto& kept = config.zero.stage < 3 ? run_.parameters : run_.offloaded ? none : run_.alone;
+  if (dtype && !config.run.deterministic) attached_.add(precision::keep_gradients_in(*dtype, kept));
+  for (const auto& p : run_.alone) {
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(
         [memory = scope_.memory()](const at::Tensor& parameter) mutable { memory.retag(parameter.grad(), MemoryCategory::Gradients); }));
   }
