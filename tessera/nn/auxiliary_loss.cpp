@@ -13,12 +13,10 @@ namespace {
 struct WithLoss : torch::autograd::Function<WithLoss> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& carrier, const at::Tensor& loss, double weight) {
     context->saved_data["weight"] = weight;
-    context->saved_data["like"] = at::full({}, 0.0, loss.options());
     return carrier.view_as(carrier);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
-    const at::Tensor like = context->saved_data["like"].toTensor();
-    return {grads[0], at::full({}, context->saved_data["weight"].toDouble(), like.options()), at::Tensor()};
+    return {grads[0], at::full({}, context->saved_data["weight"].toDouble(), grads[0].options().dtype(at::kFloat)), at::Tensor()};
   }
 };
 

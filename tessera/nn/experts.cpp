@@ -10,6 +10,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/weight_gradients.h"
 
 namespace tessera::nn {
 
@@ -36,7 +37,7 @@ at::Tensor GroupedExpertsImpl::forward(const at::Tensor& x, const at::Tensor& co
   const at::Tensor tokens = cast(x, dtype);
   const auto multiply = [&](const at::Tensor& rows, const at::Tensor& weight) {
     const at::Tensor used = cast(in_use(weight), dtype);
-    return kernels::grouped_linear(rows, used.view({counts.size(0), -1, used.size(1)}), sizes);
+    return grouped_with_weights_later(rows, used.view({counts.size(0), -1, used.size(1)}), weight, sizes);
   };
   return multiply(kernels::swiglu(multiply(tokens, w1), multiply(tokens, w3)), w2);
 }

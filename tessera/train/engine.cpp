@@ -104,7 +104,11 @@ void Engine::around(const Action& action, const std::function<void()>& body) {
 void Engine::compute(ActionKind kind, const Action& action, const std::function<void()>& body) {
   const auto i = static_cast<size_t>(action.micro_batch);
   const MemoryScope activations(MemoryCategory::Activations);
-  const nn::SampleScope sample({.seed = seed_, .step = batch_->step, .first_sample = batch_->micro_batches[i].first_sample, .expected_gradient = scales_[i], .valid_tokens = batch_->micro_batches[i].valid_tokens});
+  const nn::SampleScope sample({.seed = seed_,
+                                .step = batch_->step,
+                                .first_sample = batch_->micro_batches[i].first_sample,
+                                .expected_gradient = scales_[i],
+                                .valid_tokens = batch_->micro_batches[i].valid_tokens});
   mark_memory(memory_mark(kind));
   body();
 }

@@ -59,6 +59,7 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks) {
   bounds.losses = std::max(kLosses, above(split, split));
   bounds.gradients = std::max({kGradients, above(crossing, (data_ranks + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0,
                                above(split, 8 * split), above(joined, 2 * joined)});
+  bounds.routing = 32 * compute;
   bounds.gradient_norms = kLosses;  // of the same gradients
   bounds.weights = std::max(kGradients, above(weights, 2 * weights));
   return bounds;

@@ -1,8 +1,7 @@
+#include <cmath>
 #include <map>
 #include <string>
 #include <vector>
-
-#include <cmath>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -309,6 +308,9 @@ TEST(Validate, ListedValuesAreThoseOfThisBuild) {
       {"offload.gradients=host", {"offload.params=host", "offload.optimizer=host", "zero.stage=3"}},
       {"offload.optimizer=host", {"offload.params=host", "offload.gradients=host", "zero.stage=3"}},
       {"comm.compression=fp16", {}},
+      {"model.family=mixtral", {"model.experts=4", "model.experts_per_token=2"}},
+      {"model.router=sigmoid", {"model.family=mixtral", "model.experts=4", "model.experts_per_token=2"}},
+      {"model.router=expert_choice", {"model.family=mixtral", "model.experts=4", "model.experts_per_token=2"}},
   };
   const auto refused = [&](const std::string& set) -> std::string {
     std::vector<std::string> sets{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=/text.txt",

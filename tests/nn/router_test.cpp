@@ -10,6 +10,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/weight_gradients.h"
 
 namespace tessera::nn {
 namespace {
@@ -159,6 +160,26 @@ TEST(GroupedExperts, EachTokenMeetsItsExpertAlone) {
   }
   out.sum().backward();
   EXPECT_EQ(experts->w1.grad().view({3, -1})[1].abs().sum().item<float>(), 0);
+}
+
+TEST(GroupedExperts, MayLeaveTheirWeightsGradientsForLater) {
+  GroupedExperts experts(3, 4, 5, 0.5, 0.5);
+  const at::Tensor x = numbers({7, 4}).requires_grad_(true), counts = at::tensor(std::vector<int64_t>{2, 0, 4}, at::kLong);
+  const auto gradients = [&] { return std::vector{x.grad().clone(), experts->w1.grad().clone(), experts->w2.grad().clone(), experts->w3.grad().clone()}; };
+  experts(x, counts).sum().backward();
+  const auto at_once = gradients();
+  experts->zero_grad();
+  x.mutable_grad() = at::Tensor();
+  const auto later = std::make_shared<WeightGradients>();
+  {
+    const LeaveWeightGradients scope(later);
+    experts(x, counts).sum().backward();
+  }
+  EXPECT_FALSE(experts->w1.grad().defined() && experts->w1.grad().abs().sum().item<float>() > 0);
+  EXPECT_FALSE(later->empty());
+  later->compute();
+  const auto left = gradients();
+  for (size_t i = 0; i < left.size(); ++i) EXPECT_TRUE(at::equal(left[i], at_once[i])) << i;
 }
 
 }  // namespace

