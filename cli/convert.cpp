@@ -17,6 +17,7 @@ namespace {
 
 struct ConvertFlags {
   std::string checkpoint, out, to, dtype;
+  checkpoint::Upcycling upcycling;
   int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
 };
 
@@ -31,8 +32,9 @@ int convert(const ConvertFlags& flags) {
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
   say_once(source.remarks);
-  const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out,
-                                                        {.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes});
+  checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes};
+  if (flags.to == "moe") options.upcycling = flags.upcycling;
+  const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
               source.folder.string().c_str());
@@ -46,7 +48,14 @@ void add_convert(CLI::App& app, int& exit_code) {
   auto* command = app.add_subcommand("convert", "Write a checkpoint's weights in another format");
   command->add_option("checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)")->required();
   command->add_option("out", flags->out, "Folder to write; it must not exist")->required();
-  command->add_option("--to", flags->to, "hf: a Hugging Face model, safetensors and config.json")->required()->check(CLI::IsMember({"hf"}));
+  command
+      ->add_option("--to", flags->to,
+                   "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers")
+      ->required()
+      ->check(CLI::IsMember({"hf", "moe"}));
+  command->add_option("--experts", flags->upcycling.experts, "With --to moe: experts of a block")->capture_default_str();
+  command->add_option("--experts-per-token", flags->upcycling.experts_per_token, "With --to moe: experts that a token visits")->capture_default_str();
+  command->add_option("--seed", flags->upcycling.seed, "With --to moe: of the routers")->capture_default_str();
   command->add_option("--dtype", flags->dtype, "Of the tensors; default: as stored")->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
   command->add_option("--max-shard-bytes", flags->max_shard_bytes, "Of one file; beyond it, several with an index")->capture_default_str();
   command->callback([flags, &exit_code] { exit_code = convert(*flags); });

@@ -1,6 +1,8 @@
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -15,6 +17,8 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
+#include "tessera/models/flops.h"
+#include "tessera/train/progress.h"
 
 namespace tessera::cli {
 
@@ -34,6 +38,19 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
+/// Elements of the model's tensors; with experts also those that one token meets.
+json parameter_counts(const std::filesystem::path& folder, const checkpoint::Manifest& manifest) {
+  int64_t total = 0;
+  for (const auto& [name, tensor] : manifest.tensors) {
+    if (name.starts_with("model.")) total += std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1}, std::multiplies<>());
+  }
+  json counts{{"parameters", total}};
+  if (!manifest.progress.contains("config")) return counts;  // of a program of somebody's own
+  const ModelConfig model = config_of(manifest.progress, folder.string()).model;
+  if (model.experts > 0) counts["active_parameters"] = num_active_parameters(model);
+  return counts;
+}
+
 json checkpoint_json(const std::filesystem::path& folder) {
   const auto manifest = checkpoint::read_manifest(folder);
   const auto problem = checkpoint::problem_with(folder, checkpoint::Thoroughness::Hashes);
@@ -50,8 +67,10 @@ json checkpoint_json(const std::filesystem::path& folder) {
                        {"shape", tensor.shape},
                        {"slices", slices}});
   }
-  return {{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
-          {"files", manifest.files}, {"tensors", tensors}};
+  json found{{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
+             {"files", manifest.files}, {"tensors", tensors}};
+  found.update(parameter_counts(folder, manifest));
+  return found;
 }
 
 json safetensors_json(const std::filesystem::path& path) {
@@ -89,7 +108,7 @@ json describe(const std::filesystem::path& path) {
 std::string table(const json& found) {
   std::string out;
   for (const auto& [key, value] : found.items())
-    if (!value.is_structured() && value != "") out += fmt::format("{:<12}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
+    if (!value.is_structured() && value != "") out += fmt::format("{:<18}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
   if (!found.contains("tensors")) return out;
   for (const auto& tensor : found["tensors"]) {
     out += fmt::format("{:<48} {:<5} {}\n", tensor["name"].get<std::string>(), tensor["dtype"].get<std::string>(), shape_text(tensor["shape"]));

@@ -35,6 +35,7 @@
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
+#include "tessera/train/observers/expert_map.h"
 #include "tessera/train/observers/memory_report.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
@@ -289,6 +290,7 @@ int train(const TrainFlags& flags) {
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
     trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
+    if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());
     if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
     trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.

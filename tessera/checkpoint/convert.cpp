@@ -19,6 +19,7 @@
 #include "tessera/checkpoint/stored_slices.h"
 #include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/rng.h"
 
 // All that is wrong with a checkpoint is found before the first byte is written, and told at once. Then one tensor at a time is put together from its slices,
 // hashed as they are read, so that a model need not fit into memory. The folder has another name until it is whole.
@@ -38,6 +39,39 @@ struct Planned {
 
 std::string stored_name(const HuggingFaceTensor& row) { return "model." + row.ours; }
 
+/// A row that no checkpoint holds: its values are drawn.
+bool is_drawn(const HuggingFaceTensor& row) { return row.ours.empty(); }
+
+void draw_row(const HuggingFaceTensor& row, at::Tensor theirs, uint64_t seed) {
+  const at::Tensor drawn = at::empty(row.shape, at::kFloat);
+  CounterRng(seed, row.theirs).fill_normal(drawn.mutable_data_ptr<float>(), 0, drawn.numel(), 0, 0.02F);
+  theirs.copy_(drawn);
+}
+
+ModelConfig upcycled(const ModelConfig& dense, const Upcycling& options) {
+  require(dense.family == "llama", "model.family = ", dense.family, ": only a llama becomes a mixture of experts, whose Mixtral has its blocks");
+  require(options.experts >= 1 && options.experts_per_token >= 1 && options.experts_per_token <= options.experts,
+          "--experts-per-token = ", options.experts_per_token, ": expected 1 to --experts = ", options.experts);
+  ModelConfig mixture = dense;
+  mixture.family = "mixtral";
+  mixture.experts = options.experts;
+  mixture.experts_per_token = options.experts_per_token;
+  return mixture;
+}
+
+/// The mixture's table, filled from the dense model: every expert is layers.N.feed_forward.w.weight, and the router is drawn.
+std::vector<HuggingFaceTensor> upcycled_table(std::vector<HuggingFaceTensor> table) {
+  constexpr std::string_view kExperts = ".experts.";
+  for (HuggingFaceTensor& row : table) {
+    if (row.ours.ends_with(".router.weight")) row.ours.clear();
+    const size_t at = row.ours.find(kExperts);
+    if (at == std::string::npos) continue;
+    row.ours = row.ours.substr(0, at) + "." + row.ours.substr(at + kExperts.size()) + ".weight";
+    row.row = row.rows = 0;
+  }
+  return table;
+}
+
 /// Refuses a checkpoint that does not hold the model, with all that is wrong.
 std::vector<Planned> plan_tensors(const std::vector<FileTensor>& tensors, const Manifest& manifest, const fs::path& checkpoint, const ExportOptions& options) {
   Problems problems;
@@ -45,13 +79,15 @@ std::vector<Planned> plan_tensors(const std::vector<FileTensor>& tensors, const 
   for (const auto& tensor : tensors) {
     at::ScalarType dtype = at::kFloat;
     for (const auto& row : tensor.parts) {
+      if (is_drawn(row)) continue;
       const auto stored = manifest.tensors.find(stored_name(row));
       if (stored == manifest.tensors.end()) {
         problems.add("missing ", stored_name(row));
         continue;
       }
-      if (stored->second.shape != row.shape) {
-        problems.add("shape of ", row.ours, ": ", at::IntArrayRef(stored->second.shape), " in the checkpoint, ", at::IntArrayRef(row.shape), " in the model");
+      if (stored->second.shape != row.whole_shape()) {
+        problems.add("shape of ", row.ours, ": ", at::IntArrayRef(stored->second.shape), " in the checkpoint, ", at::IntArrayRef(row.whole_shape()),
+                     " in the model");
       }
       dtype = dtype_from_name(stored->second.dtype);
     }
@@ -80,24 +116,26 @@ std::string file_name(size_t index, size_t count) {
   return count == 1 ? "model.safetensors" : fmt::format("model-{:05}-of-{:05}.safetensors", index + 1, count);
 }
 
-void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, StoredSlices& stored) {
+void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, StoredSlices& stored, uint64_t seed) {
   std::vector<TensorSpec> specs;
   for (const auto& planned : tensors) specs.push_back({planned.tensor.name, planned.dtype, planned.tensor.shape});
   SafetensorsWriter writer(path, std::move(specs), {{"format", "pt"}});
   for (const auto& planned : tensors) {
     const at::Tensor theirs = at::empty(planned.tensor.shape, planned.dtype);
-    for (const auto& row : planned.tensor.parts) stored.fill(view_of(row, theirs), Slice::whole(stored_name(row), row.shape));
+    for (const auto& row : planned.tensor.parts) {
+      is_drawn(row) ? draw_row(row, view_of(row, theirs), seed) : stored.fill(view_of(row, theirs), row.slice_of(stored_name(row)));
+    }
     writer.write(theirs);
   }
   writer.finish();
 }
 
-Exported write_files(const fs::path& folder, const std::vector<std::vector<Planned>>& files, StoredSlices& stored) {
+Exported write_files(const fs::path& folder, const std::vector<std::vector<Planned>>& files, StoredSlices& stored, uint64_t seed) {
   Exported exported{.files = static_cast<int64_t>(files.size())};
   nlohmann::json weight_map = nlohmann::json::object();
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = file_name(i, files.size());
-    write_tensors(folder / name, files[i], stored);
+    write_tensors(folder / name, files[i], stored, seed);
     for (const auto& planned : files[i]) {
       weight_map[planned.tensor.name] = name;
       exported.bytes += planned.bytes();
@@ -126,13 +164,17 @@ std::string dtype_text(at::ScalarType dtype) {
 
 }  // namespace
 
-Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& model, const fs::path& out, const ExportOptions& options) {
+Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {
+  const ModelConfig model = options.upcycling ? upcycled(source, *options.upcycling) : source;
   const auto families = hugging_face_families();
   const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) { return each.family == model.family; });
   require(family != families.end(), "model.family = ", model.family, ": Hugging Face has no such model, so ", checkpoint.string(), " cannot be converted");
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
+  const std::string other = family->refusal == nullptr ? "" : family->refusal(model);
+  require(other.empty(), other, "; ", checkpoint.string(), " cannot be converted");
   const Manifest manifest = read_manifest(checkpoint);
-  const auto plan = plan_tensors(file_tensors(family->table(model)), manifest, checkpoint, options);
+  const auto table = options.upcycling ? upcycled_table(family->table(model)) : family->table(model);
+  const auto plan = plan_tensors(file_tensors(table), manifest, checkpoint, options);
   nlohmann::json config = family->write_config(model);
   config["architectures"] = {family->architecture};
   config["model_type"] = family->model_type;
@@ -146,7 +188,7 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& mode
   } catch (const Error& error) {
     throw ConfigError(detail::concat("OUT = ", out.string(), ": cannot be written (", error.what(), "); name a folder that can be made"));
   }
-  const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), stored);
+  const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), stored, options.upcycling.value_or(Upcycling{}).seed);
   write_file(folder->path() / "config.json", config.dump(2) + "\n");
   require(folder->commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
   return exported;

@@ -10,9 +10,17 @@
 
 namespace tessera::checkpoint {
 
+/// A mixture of experts from a dense model (sparse upcycling, arXiv:2212.05055): each expert begins as the feed-forward layer that was there, the router as
+/// normal numbers (std 0.02) of `seed`. Since a token's weights sum to one, the model computes what the dense one did, until experts learn from other tokens.
+struct Upcycling {
+  int64_t experts = 8, experts_per_token = 2;
+  uint64_t seed = 0;
+};
+
 struct ExportOptions {
   std::optional<at::ScalarType> dtype{};             ///< of all tensors; nothing: as stored
   int64_t max_shard_bytes = int64_t{5'000'000'000};  ///< of one file; a tensor that is larger has a file of its own
+  std::optional<Upcycling> upcycling{};              ///< of a LLaMA: writes a Mixtral
 };
 
 struct Exported {
@@ -22,7 +30,8 @@ struct Exported {
 /// Writes the weights of a checkpoint, saved in any layout, as a Hugging Face model: config.json and model.safetensors, or where that would exceed
 /// max_shard_bytes model-00001-of-0000n.safetensors with an index. A tied head is left out, as there. `model` is resolved and must be the checkpoint's. Every
 /// slice that is read is hashed. Memory: one tensor at a time. The folder appears whole or not at all: an existing one is refused.
-/// Throws ConfigError: a family without Hugging Face files, a folder that exists, a checkpoint that does not hold the model.
+/// Throws ConfigError: upcycling of a model that is no LLaMA, or to fewer experts than a token visits; a family without Hugging Face files, a folder that
+/// exists, a checkpoint that does not hold the model.
 Exported export_hugging_face(const std::filesystem::path& checkpoint, const ModelConfig& model, const std::filesystem::path& out,
                              const ExportOptions& options = {});
 

@@ -56,7 +56,8 @@ std::vector<FileTensor> plan_file(const ModelConfig& model, const std::map<std::
   std::set<std::string> named;
   for (const auto& row : *table) {
     const auto held = sources.find(row.ours);
-    invariant(held != sources.end() && held->second.slices.front().shape == row.shape, "dump: no rank holds '", row.ours, "' with the shape of the table");
+    invariant(held != sources.end() && held->second.slices.front().shape == row.whole_shape(), "dump: no rank holds '", row.ours,
+              "' with the shape of the table");
     named.insert(row.ours);
   }
   for (const auto& [name, held] : sources) invariant(named.contains(name), "dump: '", name, "' is not in the table of family ", model.family);
@@ -70,10 +71,11 @@ at::Tensor local_tensor(const std::vector<SlicedTensor>& tensors, const std::str
   return held->tensor.detach().to(at::kCPU).contiguous();
 }
 
-/// Moves the slices that make up one logical tensor to rank 0, and there into `whole`, a view of its place in the file's tensor.
-void collect(const std::string& name, const Sources& sources, const std::vector<SlicedTensor>& tensors, at::Tensor whole, const comm::Group& group) {
+/// Moves the slices that make up `wanted` of one logical tensor to rank 0, and there into `whole`, a view of its place in the file's tensor.
+void collect(const Slice& wanted, const Sources& sources, const std::vector<SlicedTensor>& tensors, at::Tensor whole, const comm::Group& group) {
+  const std::string& name = wanted.name;
   std::map<int, at::Tensor> received;
-  for (const auto& piece : reshard(sources.slices, Slice::whole(name, sources.slices.front().shape))) {
+  for (const auto& piece : reshard(sources.slices, wanted)) {
     const int owner = sources.ranks[piece.source];
     if (!received.contains(piece.source)) {
       if (owner == group.rank()) {
@@ -111,7 +113,8 @@ void dump(const std::filesystem::path& file, const ModelConfig& model, const std
   attempt([&] { writer.emplace(file, specs, std::map<std::string, std::string>{{"format", "pt"}}); });
   for (size_t i = 0; i < plan.size(); ++i) {
     at::Tensor theirs = group.rank() == 0 ? at::empty(plan[i].shape, specs[i].dtype) : at::Tensor();
-    for (const auto& row : plan[i].parts) collect(row.ours, sources.at(row.ours), tensors, theirs.defined() ? view_of(row, theirs) : theirs, group);
+    for (const auto& row : plan[i].parts)
+      collect(row.slice_of(row.ours), sources.at(row.ours), tensors, theirs.defined() ? view_of(row, theirs) : theirs, group);
     attempt([&] { writer->write(theirs); });
   }
   attempt([&] { writer->finish(); });

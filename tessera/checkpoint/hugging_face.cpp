@@ -74,7 +74,7 @@ int64_t HuggingFaceConfig::size(const std::string& key, int64_t most) const {
   return *value;
 }
 
-std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), gpt2_family()}; }
+std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), gpt2_family(), mixtral_family()}; }
 
 std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table) {
   std::vector<FileTensor> tensors;
@@ -84,21 +84,32 @@ std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table
     auto shape = row.shape;
     if (row.transposed) std::reverse(shape.begin(), shape.end());
     shape[row.dim] += row.offset;
+    if (row.index >= 0) shape.insert(shape.begin(), row.index + 1);
     tensor.shape = std::move(shape);  // the last part ends where the tensor does
     tensor.parts.push_back(row);
   }
   return tensors;
 }
 
+std::vector<int64_t> HuggingFaceTensor::whole_shape() const {
+  auto whole = shape;
+  if (rows > 0) whole.front() = rows;
+  return whole;
+}
+
+Slice HuggingFaceTensor::slice_of(const std::string& name) const {
+  return rows > 0 ? Slice::along(name, whole_shape(), 0, row, shape.front()) : Slice::whole(name, shape);
+}
+
 at::Tensor view_of(const HuggingFaceTensor& row, const at::Tensor& theirs) {
   const int64_t size = row.transposed ? row.shape[row.shape.size() - 1 - row.dim] : row.shape[row.dim];
-  const auto part = theirs.narrow(row.dim, row.offset, size);
+  const auto part = (row.index >= 0 ? theirs.select(0, row.index) : theirs).narrow(row.dim, row.offset, size);
   return row.transposed ? part.t() : part;
 }
 
 std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConfig& model) {
   for (const auto& family : hugging_face_families()) {
-    if (family.family == model.family) return family.table(model);
+    if (family.family == model.family && (family.refusal == nullptr || family.refusal(model).empty())) return family.table(model);
   }
   return std::nullopt;
 }

@@ -11,14 +11,20 @@
 
 namespace tessera::checkpoint {
 
-/// Which part of a Hugging Face tensor one of our logical tensors is: `theirs`.narrow(dim, offset, size), transposed where they store [in, out].
+/// Which part of a Hugging Face tensor one of our logical tensors, or some rows of it, is: `theirs`.narrow(dim, offset, size), transposed where they store
+/// [in, out]; of stacked experts theirs[index] first.
 struct HuggingFaceTensor {
   std::string ours;            ///< logical name, "layers.0.attention.wq.weight"
   std::string theirs;          ///< "transformer.h.0.attn.c_attn.weight"
-  std::vector<int64_t> shape;  ///< of ours
+  std::vector<int64_t> shape;  ///< of ours, or of those rows
   bool transposed = false;
   int64_t dim = 0, offset = 0;  ///< of the part, in their layout; its size is ours'
   bool leading = false;         ///< theirs may go on behind the part (positions beyond max_seq_len)
+  int64_t row = 0, rows = 0;    ///< of ours, of `rows` rows, this is `row` .. `row` + shape[0]; rows = 0: all of it
+  int64_t index = -1;           ///< of theirs, along a dimension in front of the others; -1: there is none
+
+  std::vector<int64_t> whole_shape() const;       ///< of ours
+  Slice slice_of(const std::string& name) const;  ///< the rows, of a logical tensor called `name`
 };
 
 /// The table of the model's family for its shape, in the order in which Hugging Face lists its parameters; a tied head has no row. Nothing for families without

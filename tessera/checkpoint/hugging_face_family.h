@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -64,11 +65,22 @@ struct HuggingFaceFamily {
   ModelConfig (*read_config)(const HuggingFaceConfig&);
   nlohmann::json (*write_config)(const ModelConfig&);  ///< what config.json says of the shape
   std::vector<HuggingFaceTensor> (*table)(const ModelConfig&);
-  bool (*ignorable)(const std::string& name);  ///< tensors of some files that hold no parameter
+  bool (*ignorable)(const std::string& name);                                   ///< tensors of some files that hold no parameter
+  std::string (*refusal)(const ModelConfig&) = nullptr;                         ///< why their class cannot compute such a model; empty: it can. Null: all
+  std::vector<HuggingFaceTensor> (*fused_table)(const ModelConfig&) = nullptr;  ///< of files that store some tensors as one; null: there are none
+  std::string fused{};                                                          ///< how the name of one of those tensors ends
 };
 
 const HuggingFaceFamily& llama_family();
 const HuggingFaceFamily& gpt2_family();
+const HuggingFaceFamily& mixtral_family();
+
+/// What LLaMA and the families that share its blocks have in common: the keys of config.json, and the rows of the table but for the feed-forward layers, which
+/// `feed_forward(layer, table)` adds in their place.
+ModelConfig read_llama_config(const HuggingFaceConfig& config);
+nlohmann::json write_llama_config(const ModelConfig& model);
+std::vector<HuggingFaceTensor> make_llama_rows(const ModelConfig& model, const std::function<void(int64_t, std::vector<HuggingFaceTensor>&)>& feed_forward);
+bool is_ignorable_in_llama(const std::string& name);
 
 /// All of them.
 std::vector<HuggingFaceFamily> hugging_face_families();

@@ -35,6 +35,8 @@ double read_rope_theta(const HuggingFaceConfig& config) {
   return theta.value_or(10000.0);
 }
 
+}  // namespace
+
 ModelConfig read_llama_config(const HuggingFaceConfig& config) {
   config.expect<std::string>("hidden_act", "silu", "silu");
   config.expect("attention_bias", false, false);
@@ -78,8 +80,8 @@ nlohmann::json write_llama_config(const ModelConfig& model) {
 }
 
 /// Both sides rotate halves of a head and store [out, in], so rows differ in their names alone.
-std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
-  const int64_t dim = model.dim, ffn = model.ffn_dim.value(), kv_dim = model.kv_heads.value() * (dim / model.heads);
+std::vector<HuggingFaceTensor> make_llama_rows(const ModelConfig& model, const std::function<void(int64_t, std::vector<HuggingFaceTensor>&)>& feed_forward) {
+  const int64_t dim = model.dim, kv_dim = model.kv_heads.value() * (dim / model.heads);
   std::vector<HuggingFaceTensor> table{{"embed_tokens.weight", "model.embed_tokens.weight", {model.vocab_size, dim}}};
   for (int64_t i = 0; i < model.layers; ++i) {
     const auto add = [&, i](const char* ours, const char* theirs, std::vector<int64_t> shape) {
@@ -89,9 +91,7 @@ std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
     add("attention.wk", "self_attn.k_proj", {kv_dim, dim});
     add("attention.wv", "self_attn.v_proj", {kv_dim, dim});
     add("attention.wo", "self_attn.o_proj", {dim, dim});
-    add("feed_forward.w1", "mlp.gate_proj", {ffn, dim});
-    add("feed_forward.w3", "mlp.up_proj", {ffn, dim});
-    add("feed_forward.w2", "mlp.down_proj", {dim, ffn});
+    feed_forward(i, table);
     add("attention_norm", "input_layernorm", {dim});
     add("ffn_norm", "post_attention_layernorm", {dim});
   }
@@ -101,6 +101,21 @@ std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
 }
 
 bool is_ignorable_in_llama(const std::string& name) { return name.ends_with(".rotary_emb.inv_freq"); }
+
+namespace {
+
+std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
+  const int64_t dim = model.dim, ffn = model.ffn_dim.value();
+  return make_llama_rows(model, [&](int64_t layer, std::vector<HuggingFaceTensor>& table) {
+    const auto add = [&](const char* ours, const char* theirs, std::vector<int64_t> shape) {
+      table.push_back(
+          {fmt::format("layers.{}.feed_forward.{}.weight", layer, ours), fmt::format("model.layers.{}.mlp.{}.weight", layer, theirs), std::move(shape)});
+    };
+    add("w1", "gate_proj", {ffn, dim});
+    add("w3", "up_proj", {ffn, dim});
+    add("w2", "down_proj", {dim, ffn});
+  });
+}
 
 }  // namespace
 

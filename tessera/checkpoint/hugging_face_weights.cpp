@@ -94,10 +94,12 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
   };
 
   Problems problems;
-  std::map<std::string, HuggingFaceTensor> rows;
+  const bool fused = !family->fused.empty() && std::ranges::any_of(files, [&](const auto& file) { return file.first.ends_with(family->fused); });
+  const auto table = fused ? family->fused_table(model) : family->table(model);
+  std::map<std::string, std::vector<HuggingFaceTensor>> rows;
   std::set<std::string> expected;
-  for (const auto& tensor : file_tensors(family->table(model))) {
-    for (const auto& row : tensor.parts) rows.emplace(row.ours, row);
+  for (const auto& tensor : file_tensors(table)) {
+    for (const auto& row : tensor.parts) rows[row.ours].push_back(row);
     expected.insert(tensor.name);
     const auto file = files.find(tensor.name);
     if (file == files.end()) {
@@ -115,7 +117,7 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
     const bool tied_head = model.tie_embeddings && name == "lm_head.weight";
     if (!expected.contains(name) && !family->ignorable(name) && !tied_head) problems.add("extra ", name);
     // Some tied files repeat the embedding; one that holds another head was not tied.
-    const auto embedding = files.find(family->table(model).front().theirs);
+    const auto embedding = files.find(table.front().theirs);
     if (tied_head && embedding != files.end() && !same_bytes(file, name, embedding->second, stored_name(embedding->first, embedding->second))) {
       problems.add(name, " is not the embedding ", embedding->first, " (config.json says tie_word_embeddings = true, by its own word or its default)");
     }
@@ -127,10 +129,15 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
 
   const c10::NoGradGuard no_grad;
   for (const auto& [tensor, slice] : targets) {
-    const HuggingFaceTensor& row = rows.at(slice.name);
-    const SafetensorsFile& file = files.at(row.theirs);
+    std::vector<Slice> slices;
+    std::vector<at::Tensor> views;
+    for (const HuggingFaceTensor& row : rows.at(slice.name)) {
+      const SafetensorsFile& file = files.at(row.theirs);
+      slices.push_back(row.slice_of(slice.name));
+      views.push_back(view_of(row, file.tensor(stored_name(row.theirs, file))));
+    }
     at::Tensor target = tensor;
-    copy_slices({Slice::whole(slice.name, row.shape)}, {view_of(row, file.tensor(stored_name(row.theirs, file)))}, slice, target);
+    copy_slices(slices, views, slice, target);
   }
 }
 

@@ -46,6 +46,11 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.mesh.cp != 1 && config.context.method != "ulysses_ring", with("context.method", config.context.method), {"context.ulysses"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
       {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},
+      {config.model.family != "mixtral", with("model.family", config.model.family), {"moe.capacity_factor", "moe.balance_loss", "moe.z_loss", "moe.bias_rate"}},
+      {config.model.family == "mixtral" && config.model.router == "expert_choice",
+       with("model.router", config.model.router),
+       {"moe.capacity_factor", "moe.balance_loss", "model.norm_topk"}},
+      {config.model.family == "mixtral" && config.model.router != "sigmoid", with("model.router", config.model.router), {"moe.bias_rate"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
       {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
   };

@@ -15,7 +15,7 @@
 /// 0 on an integer without a stated default means "not given": validate() asks for it by name where the run needs it.
 
 #define TESSERA_MODEL_FIELDS(X)                                                                                                                           \
-  X(std::string, family, "", one_of("llama, gpt2, mlp", "mixtral"), "Model family; may be left out beside `from_hf`.")                                    \
+  X(std::string, family, "", one_of("llama, gpt2, mixtral, mlp"), "Model family; may be left out beside `from_hf`.")                                      \
   X(int64_t, dim, 0, any(), "Width of the residual stream.")                                                                                              \
   X(int64_t, layers, 0, any(), "Number of blocks.")                                                                                                       \
   X(int64_t, heads, 0, any(), "Number of query heads; `dim` must be a multiple.")                                                                         \
@@ -27,8 +27,13 @@
   X(double, rope_theta, 10000.0, any(), "Base of the rotary embedding's wavelengths.")                                                                    \
   X(double, norm_eps, 1e-5, any(), "Added to the variance in every norm.")                                                                                \
   X(double, dropout, 0.0, any(), "Probability of dropping an activation while training.")                                                                 \
-  X(int64_t, experts, 0, any(), "Experts of a block: 0, as no family of this build has any.")                                                             \
-  X(int64_t, experts_per_token, 0, any(), "Experts that each token visits: 0, likewise.")                                                                 \
+  X(int64_t, experts, 0, any(), "`mixtral`: experts of a block, each of width `ffn_dim`.")                                                                \
+  X(int64_t, experts_per_token, 0, any(), "`mixtral`: experts that each token visits.")                                                                   \
+  X(std::string, router, "softmax", one_of("softmax, sigmoid, expert_choice"),                                                                            \
+    "How experts are chosen: the most probable, the largest sigmoid plus a bias that evens the load out, or by the experts themselves.")                  \
+  X(bool, norm_topk, true, any(), "A token's weights over its experts sum to one; false: they are the router's scores.")                                  \
+  X(int64_t, shared_ffn_dim, 0, any(), "`mixtral`: width of the expert that every token visits; 0: there is none.")                                       \
+  X(bool, shared_gate, false, any(), "The shared expert's output is scaled by a sigmoid of its own.")                                                     \
   X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
 
 #define TESSERA_DATA_FIELDS(X)                                                                                       \
@@ -47,6 +52,12 @@
 #define TESSERA_LOSS_FIELDS(X)                                                                                                                         \
   X(double, label_smoothing, 0.0, any(), "Share of a target that is spread evenly over the vocabulary, in training; validation and `eval` have none.") \
   X(double, z_loss, 0.0, any(), "Weight of the squared log-sum-exp of the logits, in training; validation and `eval` have none.")
+
+#define TESSERA_MOE_FIELDS(X)                                                                                                                         \
+  X(double, capacity_factor, 0.0, any(), "Most tokens of an expert, in even shares of a forward pass, in training; more are dropped. 0: nothing is.") \
+  X(double, balance_loss, 0.0, any(), "Weight of the term that evens the experts' load out, in training.")                                            \
+  X(double, z_loss, 0.0, any(), "Weight of the squared log-sum-exp of the router's logits, in training.")                                             \
+  X(double, bias_rate, 0.001, any(), "`model.router = sigmoid`: what a step adds to the bias of an expert below the mean load, or takes off above.")
 
 #define TESSERA_OPTIM_FIELDS(X)                                                                                                   \
   X(std::string, name, "adamw", one_of("adamw, sgd", "lion, adafactor, adam8bit, muon"), "Optimizer.")                            \
@@ -69,7 +80,7 @@
   X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                       \
   X(int, cp, 1, any(), "Context parallelism: ranks that each hold some columns of every sequence.")                  \
   X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
-  X(int, ep, 1, any(), "Expert parallelism: 1, as this build has none.")                                             \
+  X(int, ep, 1, any(), "Expert parallelism: experts are dealt over so many of the ranks of dp_shard x cp x tp.")     \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
 
 #define TESSERA_COMM_FIELDS(X)                                                                                                        \
@@ -182,6 +193,7 @@
   X(DataConfig, data, TESSERA_DATA_FIELDS, "Text, tokenizer and the order of samples.")             \
   X(BatchConfig, batch, TESSERA_BATCH_FIELDS, "How many sequences make up a step.")                 \
   X(LossConfig, loss, TESSERA_LOSS_FIELDS, "The loss of a token, beside the cross-entropy.")        \
+  X(MoeConfig, moe, TESSERA_MOE_FIELDS, "Training of a mixture of experts.")                        \
   X(OptimConfig, optim, TESSERA_OPTIM_FIELDS, "Optimizer, learning rate, clipping.")                \
   X(MeshConfig, mesh, TESSERA_MESH_FIELDS, "How the ranks are dealt over the axes of parallelism.") \
   X(CommConfig, comm, TESSERA_COMM_FIELDS, "Collectives.")                                          \

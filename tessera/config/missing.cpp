@@ -17,15 +17,11 @@ struct Setting {
   std::string technique;
 };
 
-std::string text(int value) { return std::to_string(value); }
-
 }  // namespace
 
 void refuse_missing_techniques(const Config& config) {
   const auto& offload = config.offload;
   const std::vector<Setting> settings = {
-      {"mesh.ep", text(config.mesh.ep), {"1"}, "expert parallelism"},
-      {"model.family", config.model.family, {"llama", "gpt2", "mlp"}, "the mixture of experts"},
       {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},
       {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},

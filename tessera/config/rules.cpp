@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <limits>
 #include <sstream>
+#include <tuple>
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
@@ -86,8 +87,28 @@ void check_numbers(const Config& config) {
   });
 }
 
+void validate_experts(const ModelConfig& model) {
+  const ModelConfig none;
+  const bool any = model.experts != 0 || model.experts_per_token != 0 || model.shared_ffn_dim != 0 || model.router != none.router ||
+                   model.norm_topk != none.norm_topk || model.shared_gate;
+  if (model.family != "mixtral") {
+    require(!any, "model.experts = ", model.experts, ", model.experts_per_token = ", model.experts_per_token, ": model.family = ", model.family,
+            " has no experts; leave out both, and router, norm_topk, shared_ffn_dim and shared_gate, or set model.family = mixtral");
+    return;
+  }
+  constexpr int64_t most_experts = 65536;
+  require(model.experts >= 1 && model.experts <= most_experts, "model.experts = ", model.experts, ": expected 1 to ", most_experts,
+          " experts a block (Mixtral has 8); set model.experts, or model.family = llama for none");
+  require(model.experts_per_token >= 1 && model.experts_per_token <= model.experts, "model.experts_per_token = ", model.experts_per_token,
+          ": expected 1 to model.experts = ", model.experts, "; set model.experts_per_token (Mixtral: 2)");
+  at_least("model.shared_ffn_dim", model.shared_ffn_dim, 0);
+  require(
+      !model.shared_gate || model.shared_ffn_dim > 0,
+      "model.shared_gate = true: scales the shared expert, and model.shared_ffn_dim = 0 says there is none; set model.shared_ffn_dim, or shared_gate = false");
+}
+
 void validate_model(const ModelConfig& model) {
-  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mlp, or give model.from_hf");
+  require(!model.family.empty(), "model.family is not set: name one of llama, gpt2, mixtral, mlp, or give model.from_hf");
   at_least("model.dim", model.dim, 1);
   at_least("model.layers", model.layers, 1);
   constexpr int64_t most_layers = 100'000;  // each is a module of its own, also where nothing but shapes is built
@@ -109,14 +130,7 @@ void validate_model(const ModelConfig& model) {
     require(!is_rotary(model) || model.dim / model.heads % 2 == 0, "model.heads = ", model.heads,
             ": rotary embedding needs an even head size, and model.dim / model.heads is ", model.dim / model.heads, "; change model.dim or model.heads");
   }
-  if (model.family == "mixtral") {
-    at_least("model.experts", model.experts, 1);
-    require(model.experts_per_token >= 1 && model.experts_per_token <= model.experts, "model.experts_per_token = ", model.experts_per_token,
-            ": expected 1 to model.experts = ", model.experts);
-  } else {
-    require(model.experts == 0 && model.experts_per_token == 0, "model.experts = ", model.experts, ", model.experts_per_token = ", model.experts_per_token,
-            ": model.family = ", model.family, " has no experts; leave both out");
-  }
+  validate_experts(model);
 }
 
 void validate_data(const Config& config, Purpose purpose) {
@@ -148,6 +162,24 @@ void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpos
   const int64_t micro_batches = batch.global_size / batch.micro_size;
   require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",
           data_ranks, " data ranks, and each needs one; set batch.global_size to at least ", data_ranks * batch.micro_size, " or use fewer ranks");
+}
+
+void validate_moe(const Config& config) {
+  const auto& [model, moe] = std::tie(config.model, config.moe);
+  const auto weight = [](const char* key, double value) {
+    require(value >= 0 && std::isfinite(value), key, " = ", value, ": expected 0 or a positive weight, such as 1e-2");
+  };
+  weight("moe.balance_loss", moe.balance_loss);
+  weight("moe.z_loss", moe.z_loss);
+  require(moe.bias_rate >= 0 && std::isfinite(moe.bias_rate), "moe.bias_rate = ", moe.bias_rate, ": expected 0 or a positive step, such as 1e-3");
+  require(moe.capacity_factor >= 0 && std::isfinite(moe.capacity_factor), "moe.capacity_factor = ", moe.capacity_factor,
+          ": expected a positive number of even shares, such as 1.25, or 0 to drop nothing");
+  if (model.family != "mixtral" || moe.capacity_factor == 0) return;
+  const double even =
+      static_cast<double>(config.batch.micro_size) * static_cast<double>(config.data.seq_len * model.experts_per_token) / static_cast<double>(model.experts);
+  require(moe.capacity_factor * even >= 1, "moe.capacity_factor = ", moe.capacity_factor,
+          ": an even share of a forward pass of batch.micro_size x data.seq_len", " tokens is ", even,
+          " per expert, so that this would leave room for none; set moe.capacity_factor to at least ", 1 / even, ", or 0 to drop nothing");
 }
 
 void validate_loss(const LossConfig& loss) {
@@ -286,10 +318,16 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   require(config.tensor.sequence_parallel || !config.tensor.keep_gathered,
           "tensor.keep_gathered = true: only tensor.sequence_parallel gathers what a layer could keep, and it is false; "
           "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
+  require(!tensor || config.model.family != "mixtral",
+          "mesh.tp: model.family = mixtral has no tensor-parallel plan in this build; set mesh.tp = 1 and use mesh.dp_shard with zero.stage = 3, or mesh.pp");
   at_least("mesh.ep", config.mesh.ep, 1);
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");
   require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": regroups dp_shard x cp x tp = ", regrouped, " ranks, and must divide that");
+  if (config.mesh.ep == 1) return;
+  require(config.model.experts % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": cannot deal model.experts = ", config.model.experts,
+          " evenly; set mesh.ep to a divisor of it");
+  require(config.zero.stage > 0, "mesh.ep = ", config.mesh.ep, ": zero.stage = 0 keeps whole what experts over ranks cut; set zero.stage = 1, 2 or 3");
 }
 
 }  // namespace
@@ -328,6 +366,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
   validate_loss(config.loss);
+  validate_moe(config);
   validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
   validate_context(config, config.data.seq_len, "data.seq_len", size_of("cp"), size_of("tp"));

@@ -31,6 +31,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
                      {.technique = "data parallelism",
                       .site = "ddp",
                       .groups = {group},
+                      .only = options.only,
                       .average = options.average,
                       .find_unused_parameters = options.find_unused_parameters,
                       .buffers = options.buffers,

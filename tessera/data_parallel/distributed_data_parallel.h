@@ -17,6 +17,7 @@ namespace tessera {
 
 struct DdpOptions {
   BucketSizes sizes = {};
+  nn::ParameterFilter only = {};                ///< which of the module's parameters; the rest are another's
   bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalises by itself
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start

@@ -106,8 +106,8 @@ std::vector<nn::NamedParameter> parameters_of(const UnitPlan& plan) {
   return parameters;
 }
 
-bool has_values(const torch::nn::Module& module) {
-  return std::ranges::none_of(nn::unique_parameters(module), [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
+bool has_values(const std::vector<nn::NamedParameter>& parameters) {
+  return std::ranges::none_of(parameters, [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
 }
 
 }  // namespace
@@ -129,9 +129,9 @@ class FullyShardedDataParallel::Impl {
     cut_parameters().check_none(plan);
     nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
     const comm::CallSite site("fsdp.start");
-    if (has_values(module_)) {
-      equalize_replicas(module_, group_, options_.replicas);
-      equalize_replicas(module_, options_.replicate, options_.replicas);
+    if (has_values(own_parameters())) {
+      equalize_replicas(module_, group_, options_.replicas, options_.only);
+      equalize_replicas(module_, options_.replicate, options_.replicas, options_.only);
       if (options_.buffers != BufferBroadcast::Never) share_buffers();
     }
     units_.emplace(plan, group_, options_);
@@ -157,7 +157,7 @@ class FullyShardedDataParallel::Impl {
     check_sharded("begin_step");
     explicit_calls_.begin_step(/*restarts=*/!active() || !step_->awaits_finish() || explicit_calls_.in(ActionKind::Weights));
     if (!active()) {
-      for (const auto& parameter : nn::unique_parameters(module_)) set_gradient(parameter.tensor, {});
+      for (const auto& parameter : own_parameters()) set_gradient(parameter.tensor, {});
       return;
     }
     if (calls_) watch_->sleep();  // an engine's calls are known
@@ -208,6 +208,7 @@ class FullyShardedDataParallel::Impl {
   }
 
   torch::nn::Module& module() const { return module_; }
+  std::vector<nn::NamedParameter> own_parameters() const { return nn::unique_parameters(module_, options_.only); }
   void check_no_gradients_wait() const {
     require(!step_ || !step_->holds_gradients(),
             "fully_shard: whole gradients wait on this rank, where no_sync() left them (reduce_each_micro_batch = false); call backward once without no_sync() "
@@ -290,7 +291,7 @@ class FullyShardedDataParallel::Impl {
 
   /// One rank has an owner of its parameters as many have.
   void claim(GradientSynchronizer* owner) {
-    for (const auto& parameter : nn::unique_parameters(module_)) {
+    for (const auto& parameter : own_parameters()) {
       const bool has_gradients = parameter.tensor.is_floating_point() || parameter.tensor.is_complex();
       if (has_gradients && parameter.tensor.is_leaf()) attached_.add(nn::GradientDispatcher::of(parameter.tensor).claim(owner));
     }
@@ -365,7 +366,7 @@ const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { 
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const {
   impl_->take_in();
-  return nn::unique_parameters(impl_->module());
+  return impl_->own_parameters();
 }
 comm::Group FullyShardedDataParallel::norm_group() const {
   impl_->check_no_gradients_wait();

@@ -64,6 +64,7 @@ enum class ShardTrigger {
 enum class Offload { None, Host };
 
 struct FullyShardOptions {
+  nn::ParameterFilter only = {};  ///< which of the module's parameters; the rest are another's, who may shard them over other ranks (experts)
   std::string wrap = {};         ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
   WrapPolicy policy = {};        ///< in place of a pattern; neither: the whole module is one unit
   ParameterInit init = {};       ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only

@@ -37,8 +37,8 @@ ModuleSet wrapped_modules(torch::nn::Module& root, const FullyShardOptions& opti
 /// Walks the tree in the order of registration and deals parameters as it meets them.
 class Planner {
  public:
-  explicit Planner(ModuleSet wrapped, const torch::nn::Module& root) : wrapped_(std::move(wrapped)) {
-    for (const auto& parameter : nn::unique_parameters(root)) named_.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter);
+  Planner(ModuleSet wrapped, const torch::nn::Module& root, const nn::ParameterFilter& only) : wrapped_(std::move(wrapped)) {
+    for (const auto& parameter : nn::unique_parameters(root, only)) named_.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter);
   }
 
   UnitPlan plan(const std::shared_ptr<torch::nn::Module>& root) {
@@ -70,6 +70,7 @@ class Planner {
 
   void deal(const std::string& path, const std::shared_ptr<torch::nn::Module>& module, const at::Tensor& parameter, Enclosing* enclosing) {
     auto* key = parameter.unsafeGetTensorImpl();
+    if (!named_.contains(key)) return;  // another's
     if (const auto known = unit_of_.find(key); known != unit_of_.end()) return need(path, module, enclosing, known->second);
     std::optional<size_t>& unit = enclosing ? enclosing->unit : rest_;
     if (!unit) {
@@ -116,7 +117,7 @@ WrapPolicy wrap_by_size(int64_t parameters) {
 }
 
 UnitPlan plan_units(torch::nn::Module& root, const FullyShardOptions& options) {
-  UnitPlan plan = Planner(wrapped_modules(root, options), root).plan(nn::share(root));
+  UnitPlan plan = Planner(wrapped_modules(root, options), root, options.only).plan(nn::share(root));
   require(!plan.units.empty(), "fully_shard: module '", root.name(), "' has no parameters; there is nothing to shard");
   return plan;
 }

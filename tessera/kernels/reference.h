@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/kernels/cross_entropy.h"
+#include "tessera/kernels/dispatch.h"
 #include "tessera/kernels/dropout.h"
 
 /// Every fused operator as a plain composition of ATen operators that autograd differentiates. What `run.kernels = "reference"` runs and what tests compare
@@ -18,6 +19,10 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels,
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
                                 std::optional<at::ScalarType> compute_dtype = std::nullopt, const CrossEntropyOptions& options = {});
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
+at::Tensor choose_experts(const at::Tensor& scores, int64_t k);
+Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, int64_t places);
+at::Tensor gather_rows(const at::Tensor& x, const Dispatch& where);
+at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& where);
 at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor& rows, FeatureBlock features = {});
 
 }  // namespace tessera::kernels::reference

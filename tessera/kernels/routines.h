@@ -51,10 +51,25 @@ struct CrossEntropyRoutines {
   void (*check_labels)(const at::Tensor& labels, int64_t vocabulary);
 };
 
+/// See dispatch.h. What is empty does not come here.
+struct DispatchRoutines {
+  /// chosen [T, K] <- the K largest of scores [T, E], the lower index of equal ones first
+  void (*choose)(const at::Tensor& chosen, const at::Tensor& scores);
+  /// slots [T, K], order [N], counts [E] <- chosen [T, K]
+  void (*plan)(const at::Tensor& slots, const at::Tensor& order, const at::Tensor& counts, const at::Tensor& chosen, int64_t capacity);
+  /// out[n] <- x[order[n] / k], times weights[order[n]] where they are defined; zero where order[n] < 0
+  void (*gather)(const at::Tensor& out, const at::Tensor& x, const at::Tensor& order, int64_t k, const at::Tensor& weights);
+  /// out[t] <- sum over k of rows[slots[t, k]], each times weights[t, k] where they are defined
+  void (*combine)(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& slots, const at::Tensor& weights);
+  /// out [T, K] fp32 <- rows[slots[t, k]] . grad[t]
+  void (*weigh)(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& grad, const at::Tensor& slots);
+};
+
 struct Routines {
   RmsNormRoutines rms_norm;
   PointwiseRoutines pointwise;
   CrossEntropyRoutines cross_entropy;
+  DispatchRoutines dispatch;
   bool (*multiplies_bf16)(c10::DeviceIndex device) = nullptr;  ///< whether the device has bf16 products; null: the CPU's own rules, or every device has
 };
 

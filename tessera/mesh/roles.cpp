@@ -21,4 +21,9 @@ MeshRoles mesh_roles(const Config& config) {
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 
+Mesh expert_mesh(const Config& config, const Mesh& mesh) {
+  const Axes regrouped = {"dp_shard", "cp", "tp"};
+  return mesh.regrouped(regrouped, {{"edp", mesh.size(regrouped) / config.mesh.ep}, {"ep", config.mesh.ep}});
+}
+
 }  // namespace tessera

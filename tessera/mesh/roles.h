@@ -25,4 +25,8 @@ struct MeshRoles {
 
 MeshRoles mesh_roles(const Config& config);
 
+/// The same ranks numbered anew for experts (mesh.ep): those of dp_shard x cp x tp are "edp" x "ep", neighbours along "ep". Ranks along "ep" hold different
+/// experts, those along "edp" the same, which they shard; the other axes stay.
+Mesh expert_mesh(const Config& config, const Mesh& mesh);
+
 }  // namespace tessera

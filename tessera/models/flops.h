@@ -6,12 +6,16 @@
 
 namespace tessera {
 
-/// Parameters that take part in a matrix product for every token: all weights of linear layers and the head, not the embedding look-ups, norms and biases.
+/// Parameters that take part in a matrix product for every token: all weights of linear layers and the head, not the embedding look-ups, norms and biases;
+/// of experts as many as a token visits.
 /// A tied weight counts as the head. Expects a resolved configuration.
 int64_t num_matmul_parameters(const ModelConfig& config);
 
 /// All parameters, tied ones once.
 int64_t num_parameters(const ModelConfig& config);
+
+/// Those that one token meets: all but the experts that it does not visit.
+int64_t num_active_parameters(const ModelConfig& config);
 
 /// Model FLOPs of training on one token: 6 per matrix-product parameter (2 forward, 4 backward) and 12 * layers * dim * seq_len for attention's two products,
 /// causal or not. Recomputation does not count.

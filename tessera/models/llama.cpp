@@ -11,14 +11,17 @@ LlamaBlockImpl::LlamaBlockImpl(const ModelConfig& config)
     : attention_norm_(config.dim, config.norm_eps),
       ffn_norm_(config.dim, config.norm_eps),
       attention_(config, /*bias=*/false),
-      feed_forward_(config),
       attention_dropout_(config.dropout),
       ffn_dropout_(config.dropout) {
   register_module("attention_norm", attention_norm_);
   register_module("attention", attention_);
   register_module("attention_dropout", attention_dropout_);
   register_module("ffn_norm", ffn_norm_);
-  register_module("feed_forward", feed_forward_);
+  if (config.experts > 0) {
+    mixture_ = register_module("feed_forward", MixtureFeedForward(config));
+  } else {
+    feed_forward_ = register_module("feed_forward", GatedFeedForward(config));
+  }
   register_module("ffn_dropout", ffn_dropout_);
 }
 
@@ -26,7 +29,8 @@ at::Tensor LlamaBlockImpl::forward(const at::Tensor& x, const at::Tensor& cos, c
                                    const std::optional<at::Tensor>& document_ids) {
   if (nn::bypassed(*this)) return nn::call(*this, x, cos, sin, positions, document_ids);
   const at::Tensor h = add_to_stream(x, attention_dropout_(attention_(attention_norm_(x), cos, sin, positions, document_ids)));
-  return add_to_stream(h, ffn_dropout_(feed_forward_(ffn_norm_(h))));
+  const at::Tensor normed = ffn_norm_(h);
+  return add_to_stream(h, ffn_dropout_(mixture_ ? mixture_(normed) : feed_forward_(normed)));
 }
 
 LlamaImpl::LlamaImpl(const ModelConfig& config)

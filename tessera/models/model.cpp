@@ -106,12 +106,10 @@ std::shared_ptr<LanguageModel> make_model_for_stages(const ModelConfig& config) 
 
 std::shared_ptr<LanguageModel> make_model(const ModelConfig& config) {
   const auto build = [&]() -> std::shared_ptr<LanguageModel> {
-    if (config.family == "llama") return Llama(config).ptr();
+    if (config.family == "llama" || config.family == "mixtral") return Llama(config).ptr();
     if (config.family == "gpt2") return Gpt2(config).ptr();
     if (config.family == "mlp") return Mlp(config).ptr();
-    require(config.family != "mixtral",
-            "model.family = 'mixtral': mixtures of experts come with expert parallelism, which this build does not have; use llama, gpt2 or mlp");
-    throw ConfigError("model.family = '" + config.family + "' does not exist; use llama, gpt2 or mlp");
+    throw ConfigError("model.family = '" + config.family + "' does not exist; use llama, gpt2, mixtral or mlp");
   };
   require(config.vocab_size > 0, "model.vocab_size = ", config.vocab_size, " must be positive");
   auto model = build();

@@ -28,7 +28,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 }  // namespace
 
 BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options)
-    : parameters_(floating_parameters(module)),
+    : parameters_(floating_parameters(module, options.only)),
       trained_(parameters_.size(), true),
       bucket_site_(options.site + ".bucket"),
       carried_(parameters_.size()),
@@ -343,7 +343,7 @@ void BucketedStep::clear_gradients() {
 void BucketedStep::equalize(ReplicaStart start) {
   const std::string name = site("start");
   const comm::CallSite scope(name);
-  for (const comm::Group& group : options_.groups | std::views::reverse) equalize_replicas(module_, group, start);
+  for (const comm::Group& group : options_.groups | std::views::reverse) equalize_replicas(module_, group, start, options_.only);
 }
 
 /// From the first rank of all: first to its peers in the last group, then by each of those within the group before.

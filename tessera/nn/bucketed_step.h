@@ -25,6 +25,7 @@ struct BucketedStepOptions {
   std::string technique;                             ///< as errors name it
   std::string site;                                  ///< the beginning of its collectives' call sites: "ddp"
   std::vector<comm::Group> groups;                   ///< over which gradients are summed, one after the other; those of one rank are left out
+  nn::ParameterFilter only = {};                     ///< which of the module's parameters
   bool average = false;                              ///< divide the sums by the number of ranks
   bool find_unused_parameters = false;               ///< those without a gradient contribute zeros; otherwise they are refused
   BufferBroadcast buffers = BufferBroadcast::Never;  ///< from rank 0

@@ -28,8 +28,8 @@ std::string missing_gradients(int64_t rank, const std::string& group, int64_t mi
 
 }  // namespace
 
-std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module) {
-  std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module);
+std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only) {
+  std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
   require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
           "' has no parameter that requires a gradient; there is nothing to keep equal");

@@ -13,9 +13,9 @@
 /// What data-parallel techniques share. Not part of the public surface.
 namespace tessera {
 
-/// Parameters of `module` that have a gradient or may have one later (of a floating dtype, frozen ones too), each once. Throws ConfigError where none wants one
-/// now.
-std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module);
+/// Parameters of `module` that have a gradient or may have one later (of a floating dtype, frozen ones too), each once, of those in `only`. Throws ConfigError
+/// where none wants one now.
+std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only = {});
 
 /// Which of them want a gradient now that `owner` synchronizes (nn::GradientDispatcher::claim).
 std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner);

@@ -217,6 +217,12 @@ Listed list_parameters(const torch::nn::Module& root) {
 
 std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root) { return list_parameters(root).unique; }
 
+std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root, const ParameterFilter& only) {
+  std::vector<NamedParameter> parameters = unique_parameters(root);
+  if (only) std::erase_if(parameters, [&](const NamedParameter& parameter) { return !only(parameter); });
+  return parameters;
+}
+
 std::vector<NamedParameter> following_parameters(const torch::nn::Module& root) { return list_parameters(root).following; }
 
 }  // namespace tessera::nn

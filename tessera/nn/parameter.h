@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,6 +60,10 @@ struct NamedParameter {
 /// other names as aliases, where torch's named_parameters lists them again. Names are paths below `root`, or the logical names
 /// where those are set.
 std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root);
+
+/// Which parameters of a module somebody takes care of, where it is not all: those that are dealt over other ranks than the rest (experts). Unset: all.
+using ParameterFilter = std::function<bool(const NamedParameter&)>;
+std::vector<NamedParameter> unique_parameters(const torch::nn::Module& root, const ParameterFilter& only);
 
 /// Says that this parameter is a copy of the one of the same logical name, for modules that are sharded or synchronized apart and use one parameter: that one
 /// is trained, saved and loaded, this one takes its values (pipeline::TiedCopies). In a `root` that does not hold the other it is a parameter as any other.

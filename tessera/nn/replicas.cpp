@@ -102,8 +102,8 @@ bool is_kept_by_a_norm(const std::string& name) {
 
 }  // namespace
 
-void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start) {
-  const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module);
+void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only) {
+  const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
   const at::NoGradGuard no_grad;
   if (start == ReplicaStart::Check) return check_replicas(parameters, group);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -18,6 +19,7 @@ struct SampleContext {
   int64_t first_column = 0;      ///< of the tensor at hand, among those (sequence parallelism)
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
   double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
+  std::optional<int64_t> valid_tokens = std::nullopt;  ///< of the micro-batch, by which terms beside the loss are weighed; nothing: nobody said
 
   bool operator==(const SampleContext& other) const;
 };

@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/core/once_differentiable.h"
+#include "tessera/kernels/grouped_linear.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/backward_pass.h"
@@ -74,6 +76,34 @@ struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater
   }
 };
 
+/// The same of stacked weights, of which groups of rows meet one each.
+struct GroupedDestination : torch::CustomClassHolder {
+  std::shared_ptr<WeightGradients> later;
+  at::Tensor weight;
+  std::vector<int64_t> sizes;
+};
+
+struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLater> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const c10::intrusive_ptr<GroupedDestination>& destination) {
+    context->save_for_backward({x, weight});
+    context->saved_data["destination"] = c10::IValue::make_capsule(destination);
+    return kernels::grouped_linear(x, weight, destination->sizes);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor x = saved[0].detach(), dy = grads[0].detach().contiguous();
+    const auto destination = c10::static_intrusive_pointer_cast<GroupedDestination>(context->saved_data["destination"].toCapsule());
+    if (accumulates_into(destination->weight)) {
+      destination->later->leave(destination->weight,
+                                [x, dy, sizes = destination->sizes] { return kernels::grouped_weight_gradient(dy, x, sizes).flatten(0, 1); });
+    }
+    return once_differentiable("grouped_linear", "multiply each group by itself, with nn::project", grads,
+                               {kernels::grouped_input_gradient(dy, saved[1], destination->sizes), at::Tensor(), at::Tensor()});
+  }
+};
+
 bool can_be_left(const at::Tensor& parameter) { return parameter.is_leaf() && parameter.requires_grad(); }
 
 }  // namespace
@@ -119,6 +149,15 @@ at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weig
   destination->weight = of_weight;
   if (bias.defined()) destination->bias = of_bias;
   return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? std::optional(bias.detach()) : std::nullopt, destination);
+}
+
+at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes) {
+  if (!leaves_weight_gradients(x, {of_weight})) return kernels::grouped_linear(x, weight, sizes);
+  const auto destination = c10::make_intrusive<GroupedDestination>();
+  destination->later = *leaving;
+  destination->weight = of_weight;
+  destination->sizes = sizes;
+  return GroupedWithWeightsLater::apply(x, weight.detach(), destination);
 }
 
 }  // namespace tessera::nn

@@ -73,6 +73,10 @@ struct Fp8Products {
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
                                      const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8 = {});
 
+/// kernels::grouped_linear(x, weight, sizes), where `weight` [E, O, I] is what is multiplied of the stacked parameter `of_weight` [E * O, I], itself or cast.
+/// Leaves its gradient as linear_with_weights_later does.
+at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes);
+
 /// Whether a layer leaves the gradients of `parameters` (some may be undefined) to LeaveWeightGradients::current(): there is one, gradients are recorded, x
 /// waits for one of its own, and all of them are leaves that want one.
 bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> parameters);

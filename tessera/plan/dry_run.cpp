@@ -180,6 +180,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.memory_limit = config.run.memory_limit_bytes;
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   run.parameters = num_parameters(config.model);
+  run.active_parameters = num_active_parameters(config.model);
   run.pipeline = plan_pipeline(config, world);
   auto classes = rank_classes(config, world);
   Agreement agreement(mesh_shape(config.mesh, config.zero.stage, world));
@@ -206,8 +207,12 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
 nlohmann::json to_json(const DryRun& run) {
   nlohmann::json ranks = nlohmann::json::array();
   for (const auto& r : run.ranks) ranks.push_back(to_json(r, run.pipeline));
-  nlohmann::json json = {
-      {"world", run.world}, {"tokens_per_step", run.tokens_per_step}, {"parameters", run.parameters}, {"ranks", ranks}, {"remarks", run.remarks}};
+  nlohmann::json json = {{"world", run.world},
+                         {"tokens_per_step", run.tokens_per_step},
+                         {"parameters", run.parameters},
+                         {"active_parameters", run.active_parameters},
+                         {"ranks", ranks},
+                         {"remarks", run.remarks}};
   if (run.memory_limit > 0) json["fits"] = run.fits();
   if (run.pipeline.stages.size() > 1) {
     json["bubble_fraction"] = run.pipeline.bubble_fraction;
@@ -217,8 +222,10 @@ nlohmann::json to_json(const DryRun& run) {
 }
 
 std::string to_string(const DryRun& run) {
-  std::string out = fmt::format("{} rank{}, {} parameters, {} tokens a step\n", run.world, run.world == 1 ? "" : "s",
-                                format_count(static_cast<double>(run.parameters)), format_count(static_cast<double>(run.tokens_per_step)));
+  const auto count = [](int64_t number) { return format_count(static_cast<double>(number)); };
+  const std::string active = run.active_parameters == run.parameters ? "" : fmt::format(" ({} active for a token)", count(run.active_parameters));
+  std::string out = fmt::format("{} rank{}, {} parameters{}, {} tokens a step\n", run.world, run.world == 1 ? "" : "s", count(run.parameters), active,
+                                count(run.tokens_per_step));
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
   out += to_string(run.pipeline);

@@ -43,7 +43,8 @@ struct RankClass {
 struct DryRun {
   int world = 1;
   int64_t tokens_per_step = 0;
-  int64_t parameters = 0;  ///< of the whole model, tied ones once
+  int64_t parameters = 0;         ///< of the whole model, tied ones once
+  int64_t active_parameters = 0;  ///< of those, what one token meets: not the experts that it does not visit
   std::vector<RankClass> ranks;
   std::vector<std::string> remarks;  ///< what `train` would refuse, and why
   int64_t memory_limit = 0;          ///< run.memory_limit_bytes; 0: none

@@ -11,6 +11,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/module.h"
 
@@ -90,7 +91,7 @@ std::function<bool(const nn::NamedParameter&)> cast_at_use(const torch::nn::Modu
   std::map<const c10::TensorImpl*, int> users;
   std::set<const c10::TensorImpl*> cast;
   root.apply([&](const torch::nn::Module& module) {
-    const bool casts = narrows && dynamic_cast<const nn::LinearImpl*>(&module) != nullptr;
+    const bool casts = narrows && (dynamic_cast<const nn::LinearImpl*>(&module) || dynamic_cast<const nn::GroupedExpertsImpl*>(&module));
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
       ++users[parameter.unsafeGetTensorImpl()];
       if (casts) cast.insert(parameter.unsafeGetTensorImpl());

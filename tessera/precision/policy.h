@@ -43,8 +43,8 @@ Policy policy_from(const PrecisionConfig& config);
 /// compute in the dtype of their parameters.
 void apply(torch::nn::Module& root, const Policy& policy);
 
-/// Which parameters below `root` their only use casts to `policy.compute` first: weights and biases of interceptable linear layers that are no one else's,
-/// where weights are wider than `compute` and products are not in fp8 (which rounds them by itself). Gathered in that dtype already
+/// Which parameters below `root` their only use casts to `policy.compute` first: weights and biases of interceptable linear layers, and those of experts, that
+/// are no one else's, where weights are wider than `compute` and products are not in fp8 (which rounds them by itself). Gathered in that dtype already
 /// (FullyShardOptions::param_dtype and cast), they give the same bits at half the traffic, and no copy of theirs is kept for backward.
 std::function<bool(const nn::NamedParameter&)> cast_at_use(const torch::nn::Module& root, const Policy& policy);
 

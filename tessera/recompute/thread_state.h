@@ -10,6 +10,7 @@
 
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/decisions.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/values.h"
 #include "tessera/nn/weight_gradients.h"
@@ -57,6 +58,7 @@ class ThreadState {
 
   nn::SampleContext sample_;
   nn::MaskKeys::Record mask_keys_;
+  nn::Decisions::Record decisions_;
   kernels::KernelChoice kernels_;
   std::shared_ptr<nn::WeightGradients> later_;
   MemoryContext memory_;

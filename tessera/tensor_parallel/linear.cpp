@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "tessera/tensor_parallel/cut_parameter.h"
+#include "tessera/nn/cut_parameter.h"
 #include "tessera/tensor_parallel/overlap.h"
 
 // The row-wise product is a term of a sum, so the bias is added after it, once, and the layer's own forward is told to leave it out. The column-wise one is cut
@@ -11,9 +11,9 @@
 namespace tessera::tensor_parallel {
 namespace {
 
-class Column : public nn::Interceptor {
+class ColumnWise : public nn::Interceptor {
  public:
-  Column(std::shared_ptr<Context> context, const ColumnParallel& style, std::vector<FeatureShare> shares)
+  ColumnWise(std::shared_ptr<Context> context, const ColumnParallel& style, std::vector<FeatureShare> shares)
       : context_(std::move(context)), style_(style), shares_(std::move(shares)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
@@ -45,9 +45,9 @@ class Column : public nn::Interceptor {
   std::vector<FeatureShare> shares_;
 };
 
-class Row : public nn::Interceptor {
+class RowWise : public nn::Interceptor {
  public:
-  Row(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares)
+  RowWise(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares)
       : context_(std::move(context)), style_(style), shares_(std::move(shares)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
@@ -83,21 +83,21 @@ class Row : public nn::Interceptor {
 }  // namespace
 
 void cut_columns(nn::LinearImpl& linear, const FeatureShare& share) {
-  cut_parameter(linear.weight, 0, share.begin, share.size);
-  if (linear.bias.defined()) cut_parameter(linear.bias, 0, share.begin, share.size);
+  nn::cut_parameter(linear.weight, 0, share.begin, share.size);
+  if (linear.bias.defined()) nn::cut_parameter(linear.bias, 0, share.begin, share.size);
 }
 
 void cut_rows(nn::LinearImpl& linear, const FeatureShare& share) {
-  cut_parameter(linear.weight, 1, share.begin, share.size);
+  nn::cut_parameter(linear.weight, 1, share.begin, share.size);
   linear.leave_bias_out(true);
 }
 
 std::shared_ptr<nn::Interceptor> column_parallel(std::shared_ptr<Context> context, const ColumnParallel& style, std::vector<FeatureShare> shares) {
-  return std::make_shared<Column>(std::move(context), style, std::move(shares));
+  return std::make_shared<ColumnWise>(std::move(context), style, std::move(shares));
 }
 
 std::shared_ptr<nn::Interceptor> row_parallel(std::shared_ptr<Context> context, const RowParallel& style, std::vector<FeatureShare> shares) {
-  return std::make_shared<Row>(std::move(context), style, std::move(shares));
+  return std::make_shared<RowWise>(std::move(context), style, std::move(shares));
 }
 
 }  // namespace tessera::tensor_parallel

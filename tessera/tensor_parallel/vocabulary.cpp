@@ -8,7 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/tensor_parallel/cut_parameter.h"
+#include "tessera/nn/cut_parameter.h"
 
 // Gathering logits would send the vocabulary's size for every token; the loss needs three numbers of them. Sums of exponentials are taken against each rank's
 // own largest logit, and corrected when the largest of all is known; the logit of the target lies on one rank and is zero on the others, so a sum finds it. An
@@ -97,7 +97,7 @@ void cut_vocabulary(const at::Tensor& weight, const comm::Group& group) {
   const int64_t rows = nn::slice_of(weight).shape.at(0);
   require(rows >= group.size(), "mesh.tp = ", group.size(), ": model.vocab_size = ", rows, " cannot be cut over more ranks than it has entries");
   const auto [begin, size] = chunk(rows, group.size(), group.rank());
-  cut_parameter(weight, 0, begin, size);
+  nn::cut_parameter(weight, 0, begin, size);
 }
 
 std::shared_ptr<nn::Interceptor> vocab_parallel_embedding(std::shared_ptr<Context> context, const VocabParallelEmbedding& style,

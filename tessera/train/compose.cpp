@@ -1,6 +1,7 @@
 #include "tessera/train/compose.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -15,9 +16,11 @@
 #include "tessera/data_parallel/batch_coupling.h"
 #include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/models/mixture.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/flat_gradients.h"
@@ -130,9 +133,46 @@ std::vector<torch::nn::Module*> roots_of(const Composition& run) {
   return roots;
 }
 
-std::unique_ptr<GradientSynchronizer> as_one(std::vector<std::unique_ptr<GradientSynchronizer>> parts) {
-  if (parts.size() == 1) return std::move(parts.front());
-  return std::make_unique<PartSynchronizers>(std::move(parts));
+std::unique_ptr<GradientSynchronizer> as_one(std::vector<PartSynchronizers::Share> shares) {
+  if (shares.size() == 1) return std::move(shares.front().synchronizer);
+  return std::make_unique<PartSynchronizers>(std::move(shares));
+}
+
+/// Parameters that are sharded and synchronized over the same ranks.
+struct Dealt {
+  nn::ParameterFilter only{};
+  comm::Group shard, replicate;
+  int holders = 1;  ///< ranks of dp_shard that are one place of `shard`
+};
+
+/// Of a module of the model: all that it has, or what is outside of experts and then these, which fewer ranks hold.
+std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torch::nn::Module& root) {
+  const MeshRoles roles = mesh_roles(config);
+  const Dealt all{.shard = mesh[roles.shard], .replicate = mesh[roles.replicate]};
+  if (config.mesh.ep == 1) return {all};
+  const Mesh experts = expert_mesh(config, mesh);
+  Dealt dense = all, sparse{.only = experts_of(root, true), .shard = experts["edp"], .replicate = experts[roles.replicate], .holders = config.mesh.ep};
+  dense.only = experts_of(root, false);
+  std::vector<Dealt> dealt;
+  for (Dealt* one : {&dense, &sparse}) {
+    if (!nn::unique_parameters(root, one->only).empty()) dealt.push_back(std::move(*one));
+  }
+  return dealt;
+}
+
+/// Makes a synchronizer for each set of parameters of each part, by `make`.
+using MakeSynchronizer = std::function<std::unique_ptr<GradientSynchronizer>(torch::nn::Module& root, const Dealt& dealt)>;
+std::unique_ptr<GradientSynchronizer> synchronize(const Config& config, const Mesh& mesh, Composition& run, const MakeSynchronizer& make) {
+  std::vector<PartSynchronizers::Share> shares;
+  const std::vector<torch::nn::Module*> roots = roots_of(run);
+  for (size_t part = 0; part < roots.size(); ++part) {
+    for (const Dealt& dealt : dealt_parameters(config, mesh, *roots[part])) {
+      shares.push_back({.part = static_cast<int>(part), .synchronizer = make(*roots[part], dealt), .holders = dealt.holders});
+      if (dealt.shard.size() > 1 || dealt.replicate.size() > 1) continue;
+      for (auto& parameter : nn::unique_parameters(*roots[part], dealt.only)) run.alone.push_back(std::move(parameter));
+    }
+  }
+  return as_one(std::move(shares));
 }
 
 /// Without those that follow others.
@@ -201,13 +241,15 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
   options.device = device;
-  options.replicate = mesh[mesh_roles(config).replicate];
   run.offloaded = config.offload.params == "host";
   if (run.offloaded) options.offload = Offload::Host;
   run.shard = mesh[mesh_roles(config).shard];
-  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
-  for (torch::nn::Module* root : roots_of(run)) parts.push_back(fully_shard(*root, run.shard, options));
-  run.synchronizer = as_one(std::move(parts));
+  run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
+    FullyShardOptions own = options;
+    own.only = dealt.only;
+    own.replicate = dealt.replicate;
+    return fully_shard(root, dealt.shard, own);
+  });
 }
 
 /// Stages 1 and 2: parameters stay whole, and what the optimizer updates is one part of them on each rank of dp_shard.
@@ -221,19 +263,21 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
   run.shard = mesh[mesh_roles(config).shard];
   run.updated.clear();
-  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
-  for (torch::nn::Module* root : roots_of(run)) {
-    auto zero = std::make_unique<ShardedDataParallel>(*root, ShardGroups{.shard = run.shard, .replicate = mesh[mesh_roles(config).replicate]}, options);
+  run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
+    options.only = dealt.only;
+    auto zero = std::make_unique<ShardedDataParallel>(root, ShardGroups{.shard = dealt.shard, .replicate = dealt.replicate}, options);
     for (const auto& shard : trained(zero->shards())) run.updated.push_back(shard);
-    parts.push_back(std::move(zero));
-  }
-  run.synchronizer = as_one(std::move(parts));
+    return zero;
+  });
 }
 
 /// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
-  const MeshRoles roles = mesh_roles(config);
-  if (config.zero.stage > 0) equalize_replicas(*run.model, mesh[config.zero.stage == 3 ? roles.replicate : roles.tokens], ReplicaStart::Check);
+  if (config.zero.stage == 0) return;
+  for (const Dealt& dealt : dealt_parameters(config, mesh, *run.model)) {
+    equalize_replicas(*run.model, dealt.replicate, ReplicaStart::Check, dealt.only);
+    if (config.zero.stage < 3) equalize_replicas(*run.model, dealt.shard, ReplicaStart::Check, dealt.only);
+  }
 }
 
 /// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved ones, each part its own. Collective over the pipeline.
@@ -277,10 +321,14 @@ std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, con
 /// Stage 0: whole gradients meet on every rank.
 void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
   const comm::Group data = mesh[mesh_roles(config).gradients];
-  std::vector<std::unique_ptr<GradientSynchronizer>> parts;
+  if (mesh.size(mesh_roles(config).tokens) == 1) run.alone = run.parameters;
+  std::vector<PartSynchronizers::Share> parts;
+  const auto add = [&](std::unique_ptr<GradientSynchronizer> one) {
+    parts.push_back({.part = static_cast<int>(parts.size()), .synchronizer = std::move(one)});
+  };
   if (config.run.deterministic) {
     run.terms = mesh[mesh_roles(config).columns];
-    for (torch::nn::Module* root : roots_of(run)) parts.push_back(reduce_in_a_tree(config, data, *root));
+    for (torch::nn::Module* root : roots_of(run)) add(reduce_in_a_tree(config, data, *root));
     run.synchronizer = as_one(std::move(parts));
     return;
   }
@@ -297,7 +345,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
     if (options.hook) run.hooks.push_back(options.hook);
     auto ddp = std::make_unique<DistributedDataParallel>(*roots[part], data, options);
     run.buckets.push_back(ddp.get());
-    parts.push_back(std::move(ddp));
+    add(std::move(ddp));
   }
   run.synchronizer = as_one(std::move(parts));
 }
@@ -428,6 +476,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
   run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
+  for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->set_training(config.moe);
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
   const auto seed = static_cast<uint64_t>(config.run.seed);
@@ -436,6 +485,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
+  if (config.mesh.ep > 1) run.experts = expert_parallel(*run.model, expert_mesh(config, mesh)["ep"]);
   cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);

@@ -38,6 +38,7 @@ struct Composition : CutModel {
                                                ///< without those that follow another (nn::set_follows)
   comm::Group shard;                           ///< ranks over which those slices are cut; of one where this rank updates everything
   comm::Group terms;                           ///< ranks whose gradients are summed when data parallelism has summed its own (run.deterministic)
+  std::vector<nn::NamedParameter> alone;       ///< parameters that no other rank has a gradient of: nobody reduces or slices them
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
   comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over

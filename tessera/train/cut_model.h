@@ -8,6 +8,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/config/config.h"
 #include "tessera/context_parallel/context_parallel.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/layout/sequence_cut.h"
 #include "tessera/models/model.h"
 #include "tessera/tensor_parallel/parallelize.h"
@@ -46,6 +47,7 @@ struct ColumnRanks {
 struct CutModel {
   std::shared_ptr<LanguageModel> model;      ///< or what this rank holds of it
   std::unique_ptr<TensorParallel> tensor;    ///< null where layers are whole
+  std::unique_ptr<ExpertParallel> experts;   ///< null where a rank holds all experts of its layers
   std::unique_ptr<ContextParallel> context;  ///< null where sequences are whole
   std::vector<ModelShare> parts;             ///< the model's stages on this rank, in their order; empty where it is whole
   comm::Group pipeline;                      ///< ranks that hold the other stages

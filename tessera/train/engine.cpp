@@ -110,7 +110,8 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
                                 .first_sample = micro.first_sample,
                                 .positions = micro.positions,
                                 .seq_len = micro.seq_len,
-                                .expected_gradient = scales_[i]});
+                                .expected_gradient = scales_[i],
+                                .valid_tokens = micro.valid_tokens});
   mark_memory(memory_mark(kind));
   body();
 }

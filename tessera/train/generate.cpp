@@ -55,6 +55,10 @@ class Generation final : public Pass {
         places_(places_for(engine, requests, options)),
         cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options), engine.columns().group) {
     for (const TextRequest& request : requests) {
+      require(engine.model().config().router != "expert_choice",
+              "model.router = expert_choice: experts choose among all tokens of a pass, so that what a token becomes depends on those behind it, which are yet "
+              "to be "
+              "drawn; such a model is trained and evaluated, and a softmax or sigmoid router generates");
       require(!request.prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
       texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
     }

@@ -9,6 +9,7 @@
 
 #include "tessera/memory/history.h"
 #include "tessera/pipeline/schedules/timed.h"
+#include "tessera/train/expert_load.h"
 
 namespace tessera {
 
@@ -34,6 +35,7 @@ struct StepResult {
   int64_t peak_bytes = 0;                                            ///< maximum over ranks since the step began
   MemoryUse memory{};                                                ///< of that rank, by category
   std::map<std::string, double> extras{};                            ///< further numbers by name, written after the fixed ones
+  std::vector<ExpertLoad> experts{};                                 ///< of every layer with a mixture of experts
   std::shared_ptr<const MemoryHistory> memory_history{};             ///< of this very rank in this step, where it was asked for and this is the step; else null
   std::shared_ptr<const std::vector<schedules::Timed>> timelines{};  ///< of every pipeline, where log.timeline_every asks for this step; else null
 };

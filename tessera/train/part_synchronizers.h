@@ -1,32 +1,48 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tessera/nn/gradient_synchronizer.h"
 
 namespace tessera {
 
-/// The synchronizers of the parts of a model that one rank of a pipeline holds, as one. Each part has its own buckets or units and its own last backward, so
-/// that the gradients of one are reduced while another's are still to come. All of them start collectives on the same groups, in the order of the schedule,
-/// which is the same on all ranks of such a group.
+/// Several synchronizers as one: of the parts of a model that one rank of a pipeline holds, and within a part of parameters that are dealt over other ranks
+/// than the rest (experts). Each has its own buckets or units, and each part its own last backward, so that the gradients of one are reduced while another's
+/// are still to come. All of them start collectives on the same groups, in the order of the schedule, which is the same on all ranks of such a group.
 class PartSynchronizers final : public GradientSynchronizer {
  public:
-  explicit PartSynchronizers(std::vector<std::unique_ptr<GradientSynchronizer>> parts) : parts_(std::move(parts)) {}
+  struct Share {
+    int part = 0;  ///< whose actions it is told
+    std::unique_ptr<GradientSynchronizer> synchronizer;
+    int holders = 1;  ///< how many neighbours of the group that parameters are sharded over have one place among those that shard these
+  };
+
+  explicit PartSynchronizers(std::vector<Share> shares) : shares_(std::move(shares)) {}
 
   void begin_step() override {
-    for (auto& part : parts_) part->begin_step();
+    for (Share& share : shares_) share.synchronizer->begin_step();
   }
   void before(ActionKind action, const MicroBatchPosition& position) override {
-    parts_.at(static_cast<size_t>(position.part))->before(action, position);
-    if (position.coming && position.coming->part != position.part) parts_.at(static_cast<size_t>(position.coming->part))->expect(position.coming->kind);
+    for (Share& share : shares_) {
+      if (share.part == position.part) share.synchronizer->before(action, position);
+    }
+    if (!position.coming || position.coming->part == position.part) return;
+    for (Share& share : shares_) {
+      if (share.part == position.coming->part) share.synchronizer->expect(position.coming->kind);
+    }
   }
-  void after(ActionKind action, const MicroBatchPosition& position) override { parts_.at(static_cast<size_t>(position.part))->after(action, position); }
+  void after(ActionKind action, const MicroBatchPosition& position) override {
+    for (Share& share : shares_) {
+      if (share.part == position.part) share.synchronizer->after(action, position);
+    }
+  }
   void finish() override {
     statistics_ = {};
-    for (auto& part : parts_) {
-      part->finish();
-      const SynchronizationStatistics& one = part->statistics();
+    for (Share& share : shares_) {
+      share.synchronizer->finish();
+      const SynchronizationStatistics& one = share.synchronizer->statistics();
       statistics_.exposed_s += one.exposed_s;
       statistics_.bytes += one.bytes;
       statistics_.num_collectives += one.num_collectives;
@@ -34,30 +50,30 @@ class PartSynchronizers final : public GradientSynchronizer {
     }
   }
   void after_update() override {
-    for (auto& part : parts_) part->after_update();
+    for (Share& share : shares_) share.synchronizer->after_update();
   }
   const SynchronizationStatistics& statistics() const override { return statistics_; }
   std::vector<nn::NamedParameter> updated() const override {
     std::vector<nn::NamedParameter> all;
-    for (const auto& part : parts_) {
-      for (auto& parameter : part->updated()) all.push_back(std::move(parameter));
+    for (const Share& share : shares_) {
+      for (auto& parameter : share.synchronizer->updated()) all.push_back(std::move(parameter));
     }
     return all;
   }
   void clear_gradients() override {
-    for (auto& part : parts_) part->clear_gradients();
+    for (Share& share : shares_) share.synchronizer->clear_gradients();
   }
-  comm::Group norm_group() const override { return parts_.front()->norm_group(); }
+  comm::Group norm_group() const override { return shares_.front().synchronizer->norm_group(); }
   std::vector<int64_t> held_elements(int rank) const override {
     std::vector<int64_t> all;
-    for (const auto& part : parts_) {
-      for (const int64_t elements : part->held_elements(rank)) all.push_back(elements);
+    for (const Share& share : shares_) {
+      for (const int64_t elements : share.synchronizer->held_elements(rank / share.holders)) all.push_back(elements);
     }
     return all;
   }
 
  private:
-  std::vector<std::unique_ptr<GradientSynchronizer>> parts_;
+  std::vector<Share> shares_;
   SynchronizationStatistics statistics_;
 };
 

@@ -120,15 +120,17 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
       resumed_(resume.has_value()),
-      learning_rate_(config.optim, config.run.steps) {
+      learning_rate_(config.optim, config.run.steps),
+      experts_(config_, mesh, run_) {
   if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
   if (const auto dtype = precision::policy_from(config.precision).gradient_dtype()) {
-    const bool kept_in_slices = config.zero.stage == 3 && (data_group_.size() > 1 || run_.offloaded);
-    precision::take_gradients_in(*dtype, run_.parameters,
-                                 config.run.deterministic || kept_in_slices ? precision::AddedUp::Elsewhere : precision::AddedUp::Here);
+    using precision::AddedUp;
+    const bool in_slices = config.zero.stage == 3;
+    precision::take_gradients_in(*dtype, run_.parameters, config.run.deterministic || in_slices ? AddedUp::Elsewhere : AddedUp::Here);
+    if (in_slices && !run_.offloaded) precision::take_gradients_in(*dtype, run_.alone, AddedUp::Here);
   }
-  if (data_group_.size() > 1) return;  // buckets are counted as gradients from the start
-  for (const auto& p : run_.parameters) {
+  // What lies in buckets or slices is counted as gradients from the start.
+  for (const auto& p : run_.alone) {
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(
         [memory = scope_.memory()](const at::Tensor& parameter) mutable { memory.retag(parameter.grad(), MemoryCategory::Gradients); }));
   }
@@ -147,6 +149,8 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
     updating = may_update(batch, norm);
     if (updating) update(norm, lr);
   }
+  experts_.meet();
+  if (updating) experts_.balance();
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   StepOutcome outcome = report(batch, losses, norm,
@@ -161,6 +165,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
         detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite, " is not finite, though the gradient is; ", way_on(batch.step)));
   }
   outcome.lr = lr;
+  outcome.experts = experts_.read();
   outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
   return outcome;
 }

@@ -17,6 +17,7 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/engine.h"
+#include "tessera/train/expert_load.h"
 #include "tessera/train/stage_updates.h"
 #include "tessera/train/stragglers.h"
 
@@ -56,6 +57,7 @@ struct StepOutcome {
   StepFlops flops;                  ///< of all ranks together
   double exposed_s = 0;             ///< seconds this rank waited for gradients that backward did not hide (not equal)
   std::vector<RankTimes> ranks;     ///< of every data rank
+  std::vector<ExpertLoad> experts;  ///< of every layer with a mixture of experts
   std::optional<StopRequest> stop;  ///< some rank wishes to stop: all may, after this very step
 };
 
@@ -127,6 +129,7 @@ class Stepper {
   bool resumed_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
+  ExpertLoads experts_;
   Attachment attached_;
 };
 

@@ -59,6 +59,18 @@ std::map<std::string, double> extras_of(const StepOutcome& outcome) {
           {"slowest_ratio", median > 0 ? slowest->compute_s / median : 1}};
 }
 
+// Of a mixture of experts: the worst layer's busiest expert, and means over layers.
+std::map<std::string, double> expert_numbers(const std::vector<ExpertLoad>& loads) {
+  if (loads.empty()) return {};
+  double busiest = 0, balance = 0, z = 0, dropped = 0;
+  for (const ExpertLoad& load : loads) {
+    busiest = std::max(busiest, load.busiest());
+    balance += load.balance, z += load.z, dropped += load.dropped;
+  }
+  const auto layers = static_cast<double>(loads.size());
+  return {{"busiest_expert", busiest}, {"router_balance", balance / layers}, {"router_z", z / layers}, {"dropped_choices", dropped / layers}};
+}
+
 // Runs `work` on rank 0; where it is refused there, all ranks throw the refusal.
 void on_first_rank(const comm::World& world, const std::function<void()>& work) {
   nlohmann::json outcome;
@@ -289,6 +301,7 @@ StepResult Trainer::step() {
     extras["loss_scale"] = outcome.loss_scale.value;
     extras["skipped_steps"] = static_cast<double>(outcome.loss_scale.skipped);
   }
+  extras.merge(expert_numbers(outcome.experts));
   extras.merge(flop_rates(config_, outcome.flops, batch.global_valid_tokens, step_s, world_.size()));
   if (save_blocked_s_ > 0) extras["save_blocked_s"] = std::exchange(save_blocked_s_, 0);
   return {.step = batch.step,
@@ -301,6 +314,7 @@ StepResult Trainer::step() {
           .peak_bytes = total_of(outcome.memory.peak),
           .memory = outcome.memory,
           .extras = std::move(extras),
+          .experts = outcome.experts,
           .memory_history = history,
           .timelines = timelines};
 }

@@ -48,7 +48,8 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   const auto& wire = layout.comm.compression == "none" ? precision.reduce : layout.comm.compression;
   const int terms = data_ranks * column_ranks;  // of each gradient's sum
   const double crossing = terms > 1 ? roundoff(wire) : fp32;
-  const double split = world > data_ranks ? compute : fp32;  // products are split inside a micro-batch
+  const double split = world > data_ranks ? compute : fp32;   // products are split inside a micro-batch
+  const double joined = layout.mesh.ep > 1 ? compute : fp32;  // an expert's gradient is one product of several ranks' rows, rounded once
   const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
 
   VerifyBounds bounds;
@@ -57,7 +58,9 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   if (bounds.bit_for_bit) return bounds;
   const auto micro_batches = static_cast<double>(layout.batch.global_size / layout.batch.micro_size);
   bounds.losses = std::max(kLosses, above(split, split));
-  bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split)});
+  bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split),
+                               above(joined, 2 * joined)});
+  bounds.routing = 32 * compute;
   bounds.gradient_norms = kLosses;  // of the same gradients
   bounds.weights = std::max(kGradients, above(weights, 2 * weights));
   return bounds;

@@ -16,10 +16,11 @@ namespace tessera {
 ///              8 u        of the compute type, where axes other than the data axes split the products themselves
 ///   losses     u          of the compute type in that last case
 ///   weights    2 u        of the type they are kept in: one may round up where the other rounds down
+///   routing    32 u       of the compute type: scores of experts that differ by less may be ranked either way
 /// Everything 0 where the arithmetic is the same: one rank, or data ranks alone with run.deterministic.
 struct VerifyBounds {
   bool bit_for_bit = false;
-  double losses = 0, gradient_norms = 0, gradients = 0, weights = 0;
+  double losses = 0, gradient_norms = 0, gradients = 0, weights = 0, routing = 0;
   double output_roundoff = 0;  ///< u of the type in which modules compute
 
   /// What the output of a module may be off, `depth` modules having computed before it: rounding errors of about 8 u each that add up as a random walk.

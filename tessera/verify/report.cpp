@@ -111,6 +111,7 @@ std::string verdict(const VerifyReport& report) {
     if (report.forward.first || report.backward.first) return "verified: within the bounds, although a module parts from one device by more than rounding\n";
     return report.bit_for_bit ? "verified: bit for bit\n" : "verified: within the bounds\n";
   }
+  if (!report.routing.within()) return "NOT the same run: routers choose other experts by more than rounding; look at their scores first\n";
   if (report.skipped == report.steps) return "NOT compared: every step was skipped, as its gradients overflowed; lower precision.loss_scale\n";
   if (report.forward.first) return fmt::format("NOT the same run: look at {} first\n", module_name(*report.forward.first));
   if (report.backward.first) {
@@ -135,27 +136,31 @@ const Difference& DifferenceList::worst() const {
 }
 
 bool VerifyReport::passed() const {
-  return skipped < steps && initial_weights.within() && losses.within() && gradient_norms.within() && gradients.within() && weights.within();
+  return skipped < steps && initial_weights.within() && losses.within() && gradient_norms.within() && gradients.within() && weights.within() &&
+         routing.within();
 }
 
 nlohmann::json to_json(const VerifyReport& report) {
   nlohmann::json mesh;
   for (const auto& [axis, size] : report.mesh) mesh[axis] = size;
-  return {{"passed", report.passed()},
-          {"mesh", mesh},
-          {"ranks", report.ranks},
-          {"first_step", report.first_step},
-          {"steps", report.steps},
-          {"skipped", report.skipped},
-          {"bit_for_bit", report.bit_for_bit},
-          {"initial_weights", summary(report.initial_weights)},
-          {"loss", summary(report.losses)},
-          {"grad_norm", summary(report.gradient_norms)},
-          {"gradients", summary(report.gradients)},
-          {"weights", summary(report.weights)},
-          {"forward", outputs_json(report.forward)},
-          {"backward", outputs_json(report.backward)},
-          {"tensors", tensors_json(report)}};
+  return {
+      {"passed", report.passed()},
+      {"mesh", mesh},
+      {"ranks", report.ranks},
+      {"first_step", report.first_step},
+      {"steps", report.steps},
+      {"skipped", report.skipped},
+      {"bit_for_bit", report.bit_for_bit},
+      {"initial_weights", summary(report.initial_weights)},
+      {"loss", summary(report.losses)},
+      {"grad_norm", summary(report.gradient_norms)},
+      {"gradients", summary(report.gradients)},
+      {"weights", summary(report.weights)},
+      {"routing",
+       {{"tokens", report.routing.tokens}, {"flipped", report.routing.flipped}, {"margin", number(report.routing.margin)}, {"bound", report.routing.bound}}},
+      {"forward", outputs_json(report.forward)},
+      {"backward", outputs_json(report.backward)},
+      {"tensors", tensors_json(report)}};
 }
 
 std::string to_string(const VerifyReport& report) {
@@ -165,6 +170,10 @@ std::string to_string(const VerifyReport& report) {
   out += row("initial weights", report.initial_weights);
   out += outputs_row("outputs", report.forward);
   out += outputs_row("their gradients", report.backward);
+  if (const auto& routing = report.routing; routing.tokens > 0) {
+    out += fmt::format("  {:<16}{:>12}{:>12}  {:<5}{} of {} tokens routed otherwise\n", "routing", digits(routing.margin), digits(routing.bound),
+                       routing.within() ? "ok" : "FAR", routing.flipped, routing.tokens);
+  }
   out += row("loss", report.losses);
   out += row("gradients", report.gradients);
   out += row("gradient norm", report.gradient_norms);

@@ -17,6 +17,7 @@
 #include "tessera/verify/difference.h"
 #include "tessera/verify/meeting.h"
 #include "tessera/verify/outputs.h"
+#include "tessera/verify/routing.h"
 
 // Two runs that only start alike drift apart by rounding, and after a few steps any bound is too tight or too wide. So the device follows: once a kind of
 // tensor is compared, it takes over the layout's values, and each comparison is of one step's arithmetic from equal beginnings. Ranks are threads and show
@@ -111,6 +112,8 @@ class Verification {
   TensorComparer initial_{0}, gradients_, weights_;
   DifferenceList losses_, norms_;
   OutputComparison forward_, backward_;
+  std::vector<RecordedChoices> choices_;
+  RoutingComparison routing_;
   int64_t skipped_ = 0;
 };
 
@@ -165,6 +168,8 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       weights_(bounds_.weights) {
   losses_.bound = bounds_.losses;
   norms_.bound = bounds_.gradient_norms;
+  routing_.bound = bounds_.routing;
+  choices_.resize(static_cast<size_t>(world_));
 }
 
 /// The next global batch. Padding is moved out of the samples that are listened to: it computes, but stands for nothing.
@@ -182,6 +187,8 @@ void Verification::run_rank(comm::World& world) {
   RecordedOutputs& outputs = recorded_[static_cast<size_t>(world.rank())];
   Composition& run = side.stepper.run();
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
+  RecordedChoices& choices = choices_[static_cast<size_t>(world.rank())];
+  const Attachment routers = record_choices(side.model(), samples_, choices);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), mesh_roles(layout_).columns.names.front());
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
@@ -192,6 +199,7 @@ void Verification::run_rank(comm::World& world) {
   show(checkpoint::parameter_tensors(side.model()));
   for (int64_t i = 0; i < options_.steps; ++i) {
     outputs.begin_step();
+    choices.clear();
     failing_as_a_step([&] {
       shown.outcome = side.stepper.step(next_batch(side), {.gradients_ready = [&] {
                                           if (options_.plant.gradients) options_.plant.gradients(run, world.rank());
@@ -219,6 +227,9 @@ void Verification::run_reference() {
   std::vector<RecordedOutputs*> ranks;
   for (auto& rank : recorded_) ranks.push_back(&rank);
   OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size}, axes_);
+  std::vector<RecordedChoices*> choices;
+  for (auto& rank : choices_) choices.push_back(&rank);
+  const Attachment routers = replay_choices(side.model(), samples_, choices, routing_);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs);
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
@@ -307,6 +318,7 @@ VerifyReport Verification::run() {
           .gradient_norms = norms_,
           .gradients = gradients_.list(),
           .weights = weights_.list(),
+          .routing = routing_,
           .forward = forward_,
           .backward = backward_};
 }

@@ -71,6 +71,16 @@ struct OutputComparison {
   std::optional<Parting> first{};  ///< in the first step that has one, in the order of one device's execution, the innermost module first
 };
 
+/// Choices of experts (nn::RouterChoice) that were made on both sides. The one device goes on with the layout's, as with its gradients.
+struct RoutingComparison {
+  int64_t tokens = 0;   ///< of all routers
+  int64_t flipped = 0;  ///< of those, tokens for which one device would have chosen other experts
+  double margin = 0;    ///< by how much the scores of those exceed the scores of what was chosen, at most
+  double bound = 0;     ///< what rounding explains: see VerifyBounds
+
+  bool within() const { return margin <= bound; }
+};
+
 /// The same steps of a configuration in a layout and on one device. Differences are relative: of losses and norms to the value, of gradients and weights to the
 /// largest entry of the tensor on one device (of gradients, at least a tenth of the largest of the same module: a bias whose gradient is zero but for rounding
 /// is measured by its weight).
@@ -82,6 +92,7 @@ struct VerifyReport {
   int64_t skipped = 0;        ///< steps whose gradients overflowed on both sides at the loss scale they had: nothing to compare
   bool bit_for_bit = false;   ///< the arithmetic is the same, so the bits have to be
   DifferenceList initial_weights{}, losses{}, gradient_norms{}, gradients{}, weights{};
+  RoutingComparison routing{};
   OutputComparison forward{}, backward{};  ///< where, not whether: the verdict is that of the lists above
 
   /// All within their bounds, and something was compared.

@@ -42,6 +42,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
                      {.technique = "sharded data parallelism",
                       .site = "zero",
                       .groups = {groups.shard, groups.replicate},
+                      .only = options.only,
                       .average = options.average,
                       .find_unused_parameters = options.find_unused_parameters,
                       .buffers = options.buffers,

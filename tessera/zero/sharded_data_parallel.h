@@ -31,6 +31,7 @@ struct ZeroOptions {
   int stage = 1;           ///< 1: optimizer state is sharded; 2: and gradients
   BucketSizes sizes = {};  ///< of what is reduced together
   Accumulation accumulation = Accumulation::Sharded;
+  nn::ParameterFilter only = {};                ///< which of the module's parameters; the rest are another's
   bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalizes by itself
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< when the first step begins, so that weights may be loaded before; Broadcast at once

@@ -1,3 +1,4 @@
+#include <cmath>
 #include <map>
 #include <string>
 #include <vector>
@@ -311,6 +312,9 @@ TEST(Validate, ListedValuesAreThoseOfThisBuild) {
       {"offload.gradients=host", {"offload.params=host", "offload.optimizer=host", "zero.stage=3"}},
       {"offload.optimizer=host", {"offload.params=host", "offload.gradients=host", "zero.stage=3"}},
       {"comm.compression=fp16", {}},
+      {"model.family=mixtral", {"model.experts=4", "model.experts_per_token=2"}},
+      {"model.router=sigmoid", {"model.family=mixtral", "model.experts=4", "model.experts_per_token=2"}},
+      {"model.router=expert_choice", {"model.family=mixtral", "model.experts=4", "model.experts_per_token=2"}},
   };
   const auto refused = [&](const std::string& set) -> std::string {
     std::vector<std::string> sets{"model.family=llama", "model.dim=64",        "model.layers=2", "model.heads=4", "data.files=/text.txt",
@@ -437,7 +441,32 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.name = "lion"; }), AllOf(StartsWith("optim.name = lion"), HasSubstr("set optim.name = adamw or sgd")));
   EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
-  EXPECT_THAT(refusal([](Config& c) { c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }), StartsWith("model.family = mixtral"));
+}
+
+TEST(Validate, Mixtures) {
+  const auto mixture = [](auto&& change, int world = 1) {
+    return refusal(
+        [&](Config& c) {
+          c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2;
+          change(c);
+        },
+        world);
+  };
+  EXPECT_EQ(mixture([](Config&) {}), "(accepted)");
+  EXPECT_THAT(mixture([](Config& c) { c.model.experts = 0; }), AllOf(StartsWith("model.experts = 0"), HasSubstr("model.family = llama for none")));
+  EXPECT_THAT(mixture([](Config& c) { c.model.experts_per_token = 5; }), AllOf(StartsWith("model.experts_per_token = 5"), HasSubstr("model.experts = 4")));
+  EXPECT_THAT(mixture([](Config& c) { c.model.experts_per_token = 0; }), StartsWith("model.experts_per_token = 0"));
+  EXPECT_THAT(mixture([](Config& c) { c.model.shared_gate = true; }), StartsWith("model.shared_gate = true"));
+  EXPECT_THAT(mixture([](Config& c) { c.model.shared_ffn_dim = -1; }), StartsWith("model.shared_ffn_dim = -1"));
+  EXPECT_THAT(mixture([](Config& c) { c.moe.capacity_factor = 1e-6; }),
+              AllOf(StartsWith("moe.capacity_factor = "), HasSubstr("set moe.capacity_factor to at least")));
+  EXPECT_THAT(mixture([](Config& c) { c.moe.capacity_factor = -1; }), StartsWith("moe.capacity_factor = -1"));
+  EXPECT_THAT(mixture([](Config& c) { c.moe.balance_loss = -1; }), StartsWith("moe.balance_loss = -1"));
+  EXPECT_THAT(mixture([](Config& c) { c.moe.z_loss = INFINITY; }), StartsWith("moe.z_loss = inf"));
+  EXPECT_THAT(mixture([](Config& c) { c.moe.bias_rate = -1; }), StartsWith("moe.bias_rate = -1"));
+  EXPECT_THAT(mixture([](Config& c) { c.mesh.tp = 2; }, 2), StartsWith("mesh.tp: model.family = mixtral"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.router = "sigmoid"; }), HasSubstr("no experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.shared_ffn_dim = 8; }), HasSubstr("no experts"));
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ TEST(ConfigParse, WrongTypesNameKeyAndExpectedType) {
 
 TEST(ConfigParse, ChoicesAreListedWhenRefused) {
   EXPECT_THAT(refusal("[model]\nfamily = \"lama\""),
-              AllOf(HasSubstr("model.family = \"lama\""), HasSubstr("one of llama, gpt2, mlp;"), HasSubstr("did you mean llama")));
+              AllOf(HasSubstr("model.family = \"lama\""), HasSubstr("one of llama, gpt2, mixtral, mlp;"), HasSubstr("did you mean llama")));
   EXPECT_THAT(refusal("[precision]\nloss_scale = \"often\""), AllOf(HasSubstr("a number"), HasSubstr("dynamic")));
   EXPECT_EQ(parse("[precision]\nloss_scale = \"dynamic\"").precision.loss_scale, "dynamic");
   EXPECT_EQ(parse("[precision]\nloss_scale = 0.5").precision.loss_scale, "0.5");

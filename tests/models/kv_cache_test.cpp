@@ -21,7 +21,7 @@ class Caching : public ::testing::TestWithParam<std::string> {
 
   std::shared_ptr<LanguageModel> model = tiny_model(tiny_config(GetParam()));
 };
-INSTANTIATE_TEST_SUITE_P(Models, Caching, ::testing::Values("llama", "gpt2", "mlp"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Models, Caching, ::testing::Values("llama", "gpt2", "mixtral", "mlp"), [](const auto& info) { return info.param; });
 
 TEST_P(Caching, LogitsEqualTheFullForward) {
   const at::NoGradGuard no_grad;

@@ -26,7 +26,7 @@ class EveryFamily : public ::testing::TestWithParam<std::string> {
   ModelConfig config = tiny_config(GetParam());
   at::Tensor tokens = at::randint(config.vocab_size, {3, 7}), labels = at::randint(config.vocab_size, {3, 7});
 };
-INSTANTIATE_TEST_SUITE_P(Models, EveryFamily, ::testing::Values("llama", "gpt2", "mlp"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Models, EveryFamily, ::testing::Values("llama", "gpt2", "mixtral", "mlp"), [](const auto& info) { return info.param; });
 
 std::map<std::string, at::Tensor> gradients(LanguageModel& model) {
   std::map<std::string, at::Tensor> all;
@@ -196,6 +196,9 @@ TEST_P(EveryFamily, CountsItsParametersAndFlops) {
     if (parameter.tensor.dim() == 2 && parameter.name.find("embed") == std::string::npos) matrices += parameter.tensor.numel();
   }
   EXPECT_EQ(num_parameters(config), total);
+  const int64_t idle = config.layers * (config.experts - config.experts_per_token) * 3 * 24 * 40;  // of experts that a token does not visit
+  EXPECT_EQ(num_active_parameters(config), total - idle);
+  matrices -= idle;
   EXPECT_EQ(num_matmul_parameters(config), matrices);
   const double attention = config.family == "mlp" ? 0 : 12.0 * 2 * 24 * 7;
   EXPECT_EQ(model_flops_per_token(config, 7), 6.0 * matrices + attention);
@@ -265,7 +268,9 @@ std::string refusal(const ModelConfig& config) {
 }
 
 TEST(Models, Refusals) {
-  EXPECT_THAT(refusal(tiny_config("mixtral")), HasSubstr("expert parallelism"));
+  auto too_many = tiny_config("mixtral");
+  too_many.experts_per_token = 6;
+  EXPECT_THAT(refusal(too_many), HasSubstr("per_token = 6: expected 1 to experts = 5"));
   EXPECT_THAT(refusal(tiny_config("bert")), HasSubstr("model.family = 'bert'"));
   auto config = tiny_config("llama");
   config.heads = 5;

@@ -21,6 +21,10 @@ inline ModelConfig tiny_config(const std::string& family) {
   config.ffn_dim = 40;
   config.vocab_size = 37;
   config.max_seq_len = 16;
+  if (family == "mixtral") {
+    config.experts = 5;
+    config.experts_per_token = 2;
+  }
   return config;
 }
 

@@ -52,7 +52,7 @@ class Command:
         return done.stdout
 
     def train(self, model: Path, text: Path, plan: Plan, dump_step: int, ranks: int = 1) -> Result:
-        folder = self.scratch / f"{model.name}_{plan.optimizer}_{dump_step}_{ranks}"
+        folder = self.scratch / f"{model.name}_{plan.optimizer}_{plan.balance_loss}_{dump_step}_{ranks}"
         folder.mkdir(parents=True)
         recipe = folder / "recipe.toml"
         recipe.write_text(
@@ -78,6 +78,10 @@ momentum = {plan.momentum}
 betas = {list(plan.betas)}
 weight_decay = {plan.weight_decay}
 max_grad_norm = {plan.max_grad_norm}
+
+[moe]
+balance_loss = {plan.balance_loss}
+z_loss = {plan.z_loss}
 
 [log]
 dir = "log"

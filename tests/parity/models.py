@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 SEQ_LEN = 32
 MAX_SEQ_LEN = 64  # more than SEQ_LEN, as published models have
@@ -25,6 +34,26 @@ def llama(tied: bool) -> PreTrainedModel:
             rms_norm_eps=3e-6,
             rope_theta=5000.0,
             tie_word_embeddings=tied,
+            use_cache=False,
+        )
+    )
+
+
+def mixtral() -> PreTrainedModel:
+    """More experts than a token visits by a number that divides nothing."""
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size=40,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=MAX_SEQ_LEN,
+            rms_norm_eps=3e-6,
+            rope_theta=5000.0,
             use_cache=False,
         )
     )
@@ -58,6 +87,7 @@ class Family:
 FAMILIES = (
     Family("llama", lambda: llama(tied=False), "model.layers.1.post_attention_layernorm.weight", "100KB"),
     Family("llama tied", lambda: llama(tied=True), "model.layers.1.post_attention_layernorm.weight", "5GB"),
+    Family("mixtral", mixtral, "model.layers.1.post_attention_layernorm.weight", "100KB"),
     Family("gpt2", gpt2, "transformer.h.1.ln_2.weight", "5GB"),
 )
 
@@ -70,6 +100,23 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("weight") and parameter.dim() == 1
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.1 * noise)
+
+
+def as_filed(tensors) -> dict[str, torch.Tensor]:
+    """Tensors of a model's parameters under the names of its files: transformers stacks the experts that files hold one by one."""
+    filed = {}
+    for name, tensor in tensors:
+        stem, _, kind = name.partition(".mlp.experts.")
+        if not kind:
+            filed[name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight")] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            prefix = f"{stem}.block_sparse_moe.experts.{expert}."
+            if kind == "down_proj":
+                filed[prefix + "w2.weight"] = weight
+            else:
+                filed[prefix + "w1.weight"], filed[prefix + "w3.weight"] = weight.chunk(2)
+    return filed
 
 
 def make(family: Family) -> PreTrainedModel:

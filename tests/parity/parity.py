@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -24,6 +25,7 @@ from reference import Plan, Plant, Windows
 ROOT = Path(__file__).resolve().parent.parent.parent
 SGD = Plan("sgd", lr=0.05, momentum=0.9, weight_decay=0.01, max_grad_norm=0.0)
 ADAMW = Plan("adamw", lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+TERMS = Plan("sgd", lr=0.05, weight_decay=0.0, max_grad_norm=0.0, steps=5, balance_loss=0.1, z_loss=0.05)
 TEXT_BYTES = 3000  # 93 windows: 20 steps of 6 go round the end of the text once
 
 
@@ -62,6 +64,8 @@ class Family:
             many = self.command.train(self.folder, self.text, SGD, dump_step=1, ranks=ranks)
             yield f"{ranks} processes", compare.gradients(many.gradients, their_sgd.gradients)
             yield f"{ranks} processes", compare.losses(many.losses, their_sgd.losses)
+        if self.family.name == "mixtral":
+            yield from self.router_terms()
         yield from self.planted(sgd, adamw)
         for dtype in (torch.float16, torch.bfloat16):
             yield from self.forward(dtype)
@@ -80,6 +84,14 @@ class Family:
             with torch.no_grad():
                 model.get_parameter(self.family.norm).mul_(0.5)
             yield name, must_fail("one norm's weight halved", compare.logits(logits, reference.logits(model, tokens)))
+
+    def router_terms(self) -> Iterator[tuple[str, Comparison]]:
+        """Gradients with the router's balance and z terms, which must not be those without."""
+        ours, theirs = self.command.train(self.folder, self.text, TERMS, dump_step=1), self.their_run(TERMS)
+        yield "router terms", compare.gradients(ours.gradients, theirs.gradients)
+        yield "router terms", compare.losses(ours.losses, theirs.losses)
+        without = self.their_run(replace(TERMS, balance_loss=0.0))
+        yield "router terms", must_fail("balance term left out", compare.gradients(ours.gradients, without.gradients))
 
     def planted(self, sgd, adamw) -> Iterator[tuple[str, Comparison]]:
         """Each comparison of training must fail where the reference has a bug. AdamW's losses are not asked to: they hide a wrong scale."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from models import SEQ_LEN
+from models import SEQ_LEN, as_filed
 from transformers import PreTrainedModel
 
 
@@ -21,6 +21,8 @@ class Plan:
     steps: int = 20
     global_size: int = 6
     micro_size: int = 2
+    balance_loss: float = 0.0  # of a mixture of experts, as ours define them: per layer and micro-batch
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,18 @@ def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens).logits
 
 
+def router_terms(model: PreTrainedModel, router_logits: tuple, plan: Plan) -> torch.Tensor:
+    """The balance term of Switch, E sum_e f_e P_e, and the z term of ST-MoE, summed over layers."""
+    total = torch.zeros(())
+    for logits in router_logits:
+        probabilities = torch.softmax(logits, -1)
+        chosen = probabilities.topk(model.config.num_experts_per_tok).indices
+        shares = torch.nn.functional.one_hot(chosen, logits.shape[-1]).float().mean((0, 1))
+        total = total + plan.balance_loss * logits.shape[-1] * (shares * probabilities.mean(0)).sum()
+        total = total + plan.z_loss * torch.logsumexp(logits, -1).square().mean()
+    return total
+
+
 def loss_sum(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     scores = model(input_ids=tokens).logits
     return torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -82,7 +96,7 @@ def make_optimizer(model: PreTrainedModel, plan: Plan) -> torch.optim.Optimizer:
 
 
 def copies(tensors) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors}
+    return {name: tensor.detach().clone() for name, tensor in as_filed(tensors).items()}
 
 
 def train(model: PreTrainedModel, windows: Windows, plan: Plan, plant: Plant = NO_PLANT) -> Run:
@@ -94,8 +108,12 @@ def train(model: PreTrainedModel, windows: Windows, plan: Plan, plant: Plant = N
         loss = 0.0
         optimizer.zero_grad()
         for micro in range(plan.global_size // plan.micro_size):
-            part = loss_sum(model, *windows.batch(step * plan.global_size + micro * plan.micro_size, plan.micro_size)) / tokens_per_step
+            tokens, labels = windows.batch(step * plan.global_size + micro * plan.micro_size, plan.micro_size)
+            part = loss_sum(model, tokens, labels) / tokens_per_step
             loss += part.item()
+            if plan.balance_loss or plan.z_loss:
+                terms = router_terms(model, model(input_ids=tokens, output_router_logits=True).router_logits, plan)
+                part = part + terms * tokens.numel() / tokens_per_step
             if micro != plant.dropped:
                 part.backward()
         if plant.halved:

@@ -333,15 +333,18 @@ TEST_F(DryRunTest, RunsNoMoreOperatorsForMoreRanks) {
 }
 
 TEST(Presets, HaveThePublishedNumberOfParameters) {
-  const std::map<std::string, double> published{{"7b", 6.74e9},           {"llama3-8b", 8.03e9},           {"llama3-70b", 70.6e9},
-                                                {"llama3-405b", 405.9e9}, {"mistral-large-123b", 122.6e9}, {"gpt3-175b", 174.6e9},
-                                                {"nemotron4-340b", 341e9}};
+  const std::map<std::string, double> published{
+      {"7b", 6.74e9},         {"llama3-8b", 8.03e9},     {"llama3-70b", 70.6e9},  {"llama3-405b", 405.9e9}, {"mistral-large-123b", 122.6e9},
+      {"gpt3-175b", 174.6e9}, {"nemotron4-340b", 341e9}, {"mixtral-8x7b", 46.7e9}};
   for (const auto& name : plan::preset_names()) {
     auto config = plan::preset(name, {});
     ASSERT_TRUE(config);
     resolve(*config);
     EXPECT_NEAR(static_cast<double>(num_parameters(config->model)), published.at(name), 0.01 * published.at(name)) << name;
   }
+  auto mixtral = plan::preset("mixtral-8x7b", {}).value();
+  resolve(mixtral);
+  EXPECT_NEAR(static_cast<double>(num_active_parameters(mixtral.model)), 12.9e9, 0.1e9);
   EXPECT_FALSE(plan::preset("9b", {}));
 }
 

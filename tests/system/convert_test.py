@@ -17,13 +17,14 @@ except ImportError:
 class Convert(SystemTest):
     def trained(self, family="llama", *sets):
         def train(saved):
-            recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=2 if family == "llama" else 4)
-            self.train(f"{family}-run", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={saved}", "run.steps=3", *sets])
+            recipe = self.write_recipe(f"{family}.toml", family=family, kv_heads=4 if family == "gpt2" else 2)
+            experts = ["model.experts=3", "model.experts_per_token=2"] if family == "mixtral" else []
+            self.train(f"{family}-run", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={saved}", "run.steps=3", *experts, *sets])
 
         return self.once("-".join((family, *sets)), train)
 
-    def convert(self, checkpoint, out, *flags, expect=0):
-        done = run("convert", checkpoint, out, "--to", "hf", *flags)
+    def convert(self, checkpoint, out, *flags, to="hf", expect=0):
+        done = run("convert", checkpoint, out, "--to", to, *flags)
         self.assertEqual(done.returncode, expect, done.stderr)
         return done
 
@@ -32,17 +33,28 @@ class Convert(SystemTest):
         self.assertEqual(done.returncode, 0, done.stderr)
         return json.loads(done.stdout)
 
-    def test_both_families_evaluate_to_the_same_loss(self):
-        for family, layout in (("llama", "zero.stage=3"), ("gpt2", "zero.stage=1")):
+    def test_every_family_evaluates_to_the_same_loss(self):
+        for family, layout in (("llama", "zero.stage=3"), ("gpt2", "zero.stage=1"), ("mixtral", "zero.stage=3")):
             checkpoint = self.trained(family, "model.tie_embeddings=true", layout)
             out = self.folder / f"{family}-hf"
             self.convert(checkpoint, out, "--max-shard-bytes", 60000)
             self.assertTrue((out / "model.safetensors.index.json").exists())
             self.assertEqual(self.evaluated("--from-hf", out), self.evaluated("--checkpoint", checkpoint))
 
+    def test_a_mixture_begins_with_the_loss_of_the_dense_model_that_it_is_made_of(self):
+        dense, out = self.trained("llama"), self.folder / "moe"
+        self.convert(dense, out, "--experts", 4, "--experts-per-token", 2, to="moe")
+        config = json.loads((out / "config.json").read_text())
+        self.assertEqual((config["model_type"], config["num_local_experts"], config["num_experts_per_tok"]), ("mixtral", 4, 2))
+        ours, theirs = self.evaluated("--from-hf", out), self.evaluated("--checkpoint", dense)
+        self.assertEqual(ours["tokens"], theirs["tokens"])
+        self.assertLess(abs(ours["loss"] - theirs["loss"]), 5e-6 * theirs["loss"])
+        other = self.convert(dense, self.folder / "none", "--experts", 1, to="moe", expect=2)
+        self.assertIn("--experts-per-token = 2: expected 1 to --experts = 1", self.refusal(other))
+
     @unittest.skipIf(transformers is None, "transformers is not installed")
     def test_transformers_loads_what_was_trained(self):
-        for family in ("llama", "gpt2"):
+        for family in ("llama", "gpt2", "mixtral"):
             checkpoint = self.trained(family)
             out, dump = self.folder / f"{family}-hf", self.folder / f"{family}.safetensors"
             self.convert(checkpoint, out)

@@ -44,6 +44,7 @@ class TrainFixture : public ::testing::Test {
                              "\"\ndim = 24\nlayers = 2\nheads = 4\nffn_dim = 40\nvocab_size = 259\n[data]\nfiles = [\"text.txt\"]\nseq_len = 16\n"
                              "[batch]\nglobal_size = 14\nmicro_size = 2\n[optim]\nlr = 1e-2\nmax_grad_norm = 1.0\n[run]\nsteps = 6\nseed = 3\n";
     std::vector<std::string> all{"data.cache_dir=" + (folder_ / "cache").string()};
+    if (family == "mixtral") all.insert(all.end(), {"model.experts=5", "model.experts_per_token=2", "moe.balance_loss=0.05", "moe.z_loss=0.01"});
     all.insert(all.end(), sets.begin(), sets.end());
     Config config = parse_config(text, folder_, all);
     resolve(config);

@@ -18,7 +18,7 @@ class Generation : public ::testing::TestWithParam<std::string> {
   std::shared_ptr<LanguageModel> model = tiny_model(tiny_config(GetParam()));
   ForwardEngine engine{*model};
 };
-INSTANTIATE_TEST_SUITE_P(Models, Generation, ::testing::Values("llama", "gpt2", "mlp"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Models, Generation, ::testing::Values("llama", "gpt2", "mixtral", "mlp"), [](const auto& info) { return info.param; });
 
 TEST_P(Generation, GreedyTextIsWhatFullForwardsChoose) {
   const std::vector<int64_t> prompt{3, 1, 4};
@@ -75,6 +75,20 @@ TEST_P(Generation, TextsDoNotDependOnThoseBesideThem) {
   for (const int in_flight : {2, 3, 9}) EXPECT_EQ(generate(engine, texts, {.max_new_tokens = 25, .end_of_text = 7, .in_flight = in_flight}), one_by_one);
   for (size_t i = 0; i < texts.size(); ++i) {
     EXPECT_EQ(generate(engine, {texts[i]}, {.max_new_tokens = 25, .end_of_text = 7}).front(), one_by_one[i]);
+  }
+}
+
+TEST(GenerationOfMixtures, ExpertsThatChooseWouldSeeWhatIsYetToBeDrawn) {
+  ModelConfig config = tiny_config("mixtral");
+  config.router = "expert_choice";
+  const auto model = tiny_model(config);
+  ForwardEngine engine(*model);
+  const std::vector<int64_t> prompt{1, 2};
+  try {
+    generate(engine, prompt, 2, {.temperature = 0});
+    FAIL();
+  } catch (const ConfigError& refusal) {
+    EXPECT_THAT(refusal.what(), ::testing::HasSubstr("model.router = expert_choice"));
   }
 }
 

@@ -115,6 +115,11 @@ TEST_F(Reading, SequencesThatAreCut) {
                      {4, {"mesh.cp=2", "mesh.dp_replicate=2"}}});
 }
 
+TEST_F(Reading, AMixtureThatWasShardedAndCutIntoStages) {
+  train_and_save("mixtral", 4, {"model.kv_heads=2", "model.router=sigmoid", "mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3"});
+  expect_read_alike({{2, {"mesh.pp=2"}}, {3, {"mesh.pp=3"}}});
+}
+
 /// Stages compute what one device computes, in its order: the same bits, whoever is on the way beside.
 TEST_F(Reading, StagesHaveTheBitsOfOneDevice) {
   train_and_save("llama", 2, {"model.layers=4", "model.kv_heads=2", "mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"});

@@ -57,6 +57,25 @@ TEST_F(Resume, LayersThatAreCutGoOnCutInAnotherWayOrWhole) {
   }
 }
 
+TEST_F(Resume, ExpertsGoOnOverOtherRanksOrWhole) {
+  const Sets mixture{"model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.router=sigmoid", "moe.bias_rate=0.01"};
+  std::vector<Layout> dealt{{"ep2", 2, {"mesh.ep=2", "zero.stage=1"}},
+                            {"one device", 1, {}},
+                            {"ep4 of stage 3", 4, {"mesh.ep=4", "zero.stage=3"}},
+                            {"ep2 of stage 2 over 4", 4, {"mesh.ep=2", "zero.stage=2"}},
+                            {"ep2 of stage 3 in two stages", 4, {"mesh.ep=2", "mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
+  for (Layout& layout : dealt) layout.sets.insert(layout.sets.end(), mixture.begin(), mixture.end());
+  for (size_t from = 0; from < dealt.size(); ++from) {
+    const auto whole = run_saving(dealt[from], {});
+    const auto state = stored(saved(dealt[from], kSaved));
+    for (const size_t to : {from, (from + 1) % dealt.size(), (from + 3) % dealt.size()}) {
+      SCOPED_TRACE(std::string(dealt[from].name) + " goes on as " + dealt[to].name);
+      expect_same_bits(loaded(dealt[to], {}, saved(dealt[from], kSaved)), state);
+      expect_goes_on(dealt[from], dealt[to], {}, kLosses, whole);
+    }
+  }
+}
+
 TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
   const std::vector<Layout> cut{
       {"pp2", 2, {"mesh.pp=2"}},

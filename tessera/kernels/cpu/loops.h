@@ -116,6 +116,33 @@ struct Dropout {
   float p;
 };
 
+/// Rows that change places between tokens and experts; a choice c = token * choices + k. Weights may be null: 1.
+struct GatherRows {
+  Input x;               ///< [tokens, dim], `stride` elements from row to row
+  const int64_t* order;  ///< [places] choice; negative: the row is zero
+  const float* weights;  ///< [tokens, choices]
+  int64_t choices, stride;
+  Output out;  ///< [places, dim] contiguous
+  int64_t dim;
+};
+
+struct CombineRows {
+  Input rows;            ///< [places, dim], `stride` elements from row to row
+  const int64_t* slots;  ///< [tokens, choices] place; negative: none
+  const float* weights;  ///< [tokens, choices]
+  int64_t choices, stride;
+  Output out;  ///< [tokens, dim] contiguous
+  int64_t dim;
+};
+
+struct WeighRows {
+  Input rows, grad;
+  const int64_t* slots;
+  int64_t choices, stride, grad_stride;
+  float* out;  ///< [tokens, choices]
+  int64_t dim;
+};
+
 struct Loops {
   const char* name;
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                                ///< rows
@@ -129,6 +156,9 @@ struct Loops {
   void (*cross_entropy_part)(const CrossEntropyPart&, int64_t begin, int64_t end);                             ///< rows
   void (*cross_entropy_part_gradient)(const CrossEntropyPartGradient&, int64_t begin, int64_t end);            ///< rows
   void (*dropout)(const Dropout&, int64_t begin, int64_t end);                                                 ///< rows
+  void (*gather_rows)(const GatherRows&, int64_t begin, int64_t end);                                          ///< places
+  void (*combine_rows)(const CombineRows&, int64_t begin, int64_t end);                                        ///< tokens
+  void (*weigh_rows)(const WeighRows&, int64_t begin, int64_t end);                                            ///< tokens
   void (*sum_rows)(const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end);  ///< columns begin..end, rows in order
   void (*accumulate)(float* sum, Input term, bool first, int64_t begin, int64_t end);                          ///< elements: sum = term, or sum += term
   double (*sum_of_squares)(const float* x, int64_t n);  ///< in fp64; the same bits from every instruction set, in an order that n alone decides

@@ -4,6 +4,7 @@
 #include "tessera/kernels/cpu/loops_dropout.h"
 #include "tessera/kernels/cpu/loops_norm.h"
 #include "tessera/kernels/cpu/loops_pointwise.h"
+#include "tessera/kernels/cpu/loops_rows.h"
 
 /// The loops of this translation unit's instruction set, with run-time types turned into template arguments.
 namespace tessera::kernels::cpu {
@@ -70,6 +71,15 @@ constexpr Loops make_loops(const char* name) {
   };
   loops.dropout = [](const Dropout& args, int64_t begin, int64_t end) {
     with_type(args.x.type, [&](auto t) { dropout_rows<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.gather_rows = [](const GatherRows& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto t) { gather_places<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.combine_rows = [](const CombineRows& args, int64_t begin, int64_t end) {
+    with_type(args.rows.type, [&](auto t) { combine_tokens<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.weigh_rows = [](const WeighRows& args, int64_t begin, int64_t end) {
+    with_type(args.rows.type, [&](auto t) { weigh_tokens<typename decltype(t)::type>(args, begin, end); });
   };
   loops.sum_rows = [](const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end) {
     with_type(out.type, [&](auto t) { sum_rows_columns<typename decltype(t)::type>(rows, num_rows, dim, out.data, begin, end); });

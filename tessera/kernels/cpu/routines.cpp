@@ -1,6 +1,7 @@
 #include "tessera/kernels/routines.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
@@ -140,6 +141,70 @@ void check_labels(const at::Tensor& labels, int64_t vocabulary) {
   }
 }
 
+const int64_t* integers(const at::Tensor& tensor) { return tensor.const_data_ptr<int64_t>(); }
+const float* weights_of(const at::Tensor& weights) { return weights.defined() ? weights.const_data_ptr<float>() : nullptr; }
+
+void choose(const at::Tensor& chosen, const at::Tensor& scores) {
+  const int64_t experts = scores.size(1), k = chosen.size(1);
+  const float* from = scores.const_data_ptr<float>();
+  int64_t* const to = chosen.data_ptr<int64_t>();
+  parallel_for(0, chosen.size(0), grain(experts * k), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const float* score = from + token * experts;
+      int64_t* const taken = to + token * k;
+      for (int64_t i = 0; i < k; ++i) {
+        int64_t best = -1;
+        for (int64_t expert = 0; expert < experts; ++expert) {
+          const bool better = best < 0 || score[expert] > score[best];  // not for an equal one, so the lower index stays
+          if (better && std::find(taken, taken + i, expert) == taken + i) best = expert;
+        }
+        taken[i] = best;
+      }
+    }
+  });
+}
+
+/// A counting sort. Whom a capacity drops is settled first, choice by choice; then places are given in the order of tokens.
+void plan(const at::Tensor& slots, const at::Tensor& order, const at::Tensor& counts, const at::Tensor& chosen, int64_t capacity) {
+  const int64_t tokens = chosen.size(0), choices = chosen.size(1), experts = counts.size(0), places = order.size(0);
+  const int64_t* const expert = integers(chosen);
+  int64_t *const slot = slots.data_ptr<int64_t>(), *const choice_at = order.data_ptr<int64_t>(), *const count = counts.data_ptr<int64_t>();
+  std::fill_n(count, experts, 0);
+  for (int64_t k = 0; k < choices; ++k) {
+    for (int64_t c = k; c < tokens * choices; c += choices) {
+      require(expert[c] >= -1 && expert[c] < experts, "dispatch: token ", c / choices, " chose expert ", expert[c], " of ", experts);
+      const bool kept = expert[c] >= 0 && count[expert[c]] < capacity;
+      slot[c] = kept ? 0 : -1;
+      if (kept) ++count[expert[c]];
+    }
+  }
+  std::vector<int64_t> next(static_cast<size_t>(experts));
+  int64_t used = 0;
+  for (int64_t e = 0; e < experts; used += count[e++]) next[static_cast<size_t>(e)] = used;
+  require(used <= places, "dispatch: ", used, " choices for ", places, " places");
+  for (int64_t c = 0; c < tokens * choices; ++c) {
+    if (slot[c] < 0) continue;
+    slot[c] = next[static_cast<size_t>(expert[c])]++;
+    choice_at[slot[c]] = c;
+  }
+  std::fill(choice_at + used, choice_at + places, -1);
+}
+
+void gather(const at::Tensor& out, const at::Tensor& x, const at::Tensor& order, int64_t k, const at::Tensor& weights) {
+  const cpu::GatherRows args{input(x), integers(order), weights_of(weights), k, x.stride(0), output(out), x.size(1)};
+  parallel_for(0, order.numel(), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().gather_rows(args, begin, end); });
+}
+
+void combine(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& slots, const at::Tensor& weights) {
+  const cpu::CombineRows args{input(rows), integers(slots), weights_of(weights), slots.size(1), rows.stride(0), output(out), rows.size(1)};
+  parallel_for(0, slots.size(0), grain(args.dim * args.choices), [&](int64_t begin, int64_t end) { cpu::loops().combine_rows(args, begin, end); });
+}
+
+void weigh(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& grad, const at::Tensor& slots) {
+  const cpu::WeighRows args{input(rows), input(grad), integers(slots), slots.size(1), rows.stride(0), grad.stride(0), floats(out), rows.size(1)};
+  parallel_for(0, slots.size(0), grain(args.dim * args.choices), [&](int64_t begin, int64_t end) { cpu::loops().weigh_rows(args, begin, end); });
+}
+
 const Routines cpu_routines{
     .rms_norm = {.forward = rms_norm, .backward = rms_norm_backward},
     .pointwise = {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate},
@@ -150,6 +215,7 @@ const Routines cpu_routines{
                       .part_gradient = cross_entropy_part_gradient,
                       .sum = sum_losses,
                       .check_labels = check_labels},
+    .dispatch = {.choose = choose, .plan = plan, .gather = gather, .combine = combine, .weigh = weigh},
 };
 
 [[maybe_unused]] const bool registered = (register_routines(c10::kCPU, cpu_routines), true);

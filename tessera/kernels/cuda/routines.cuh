@@ -8,5 +8,6 @@ namespace tessera::kernels::cuda {
 RmsNormRoutines rms_norm_routines();
 PointwiseRoutines pointwise_routines();
 CrossEntropyRoutines cross_entropy_routines();
+DispatchRoutines dispatch_routines();
 
 }  // namespace tessera::kernels::cuda

@@ -13,6 +13,7 @@ const Routines meta_routines{
     .pointwise = {.swiglu = nothing, .swiglu_backward = nothing, .rope = nothing, .dropout = nothing, .accumulate = nothing},
     .cross_entropy =
         {.forward = nothing, .backward = nothing, .in_place = nothing, .part = nothing, .part_gradient = nothing, .sum = nothing, .check_labels = nothing},
+    .dispatch = {.choose = nothing, .plan = nothing, .gather = nothing, .combine = nothing, .weigh = nothing},
 };
 
 [[maybe_unused]] const bool registered = (register_routines(c10::kMeta, meta_routines), true);

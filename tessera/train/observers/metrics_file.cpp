@@ -108,6 +108,7 @@ void MetricsFile::after_step(const StepResult& r) {
   line["current_by_category"] = by_name(r.memory.current);
   line["host_by_category"] = by_name(r.memory.host);
   for (const auto& [name, value] : r.extras) line[name] = value;
+  for (const ExpertLoad& load : r.experts) line["expert_load"].push_back(load.share);
   metrics_.append(line.dump() + '\n');
   if (!r.timelines) return;
   if (!timed_) open_timeline();

@@ -28,6 +28,8 @@ double ProgressBar::eta_s(const StepResult& result) const { return smooth_step_s
 std::string ProgressBar::numbers(const StepResult& result) const {
   const double tokens_per_s = smooth_step_s_ > 0 ? static_cast<double>(result.tokens) / smooth_step_s_ : 0;
   std::string out = fmt::format("loss {:.4f}  {} tok/s", result.loss, format_count(tokens_per_s));
+  if (const auto busiest = result.extras.find("busiest_expert"); busiest != result.extras.end())
+    out += fmt::format("  busiest expert {:.2f}x", busiest->second);
   if (result.step < run_.last_step) out += "  ETA " + format_duration(eta_s(result) < 1 ? eta_s(result) : std::round(eta_s(result)));
   return out;
 }

@@ -1,0 +1,142 @@
+#include "tessera/expert_parallel/expert_parallel.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/differentiable.h"
+#include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
+#include "tessera/expert_parallel/exchange.h"
+#include "tessera/kernels/dispatch.h"
+#include "tessera/layout/slice.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/calls.h"
+#include "tessera/nn/cut_parameter.h"
+#include "tessera/nn/experts.h"
+#include "tessera/nn/linear.h"
+
+// The model has sorted its rows by expert, so what goes to a rank lies together: one all-to-all, without packing. What comes lies by rank, and within that by
+// expert; a permutation of rows makes it lie by expert, which is all that the grouped product asks for. Both ways back are the same two steps mirrored, and so
+// is backward, which autograd finds by itself. Shapes depend on the data here and nowhere else: how many rows come is known when the counts have met.
+
+namespace tessera {
+namespace {
+
+using experts::Exchange;
+
+std::vector<int64_t> whole_numbers(const std::vector<double>& numbers) { return {numbers.begin(), numbers.end()}; }
+
+/// What a dry run takes for the load of each expert.
+std::vector<int64_t> even_load(int64_t rows, int64_t experts) {
+  std::vector<int64_t> load;
+  for (int64_t expert = 0; expert < experts; ++expert) load.push_back(rows / experts + (expert < rows % experts ? 1 : 0));
+  return load;
+}
+
+/// The exchange of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
+Exchange meet(const comm::Group& group, const at::Tensor& counts, int64_t rows) {
+  const at::Tensor arriving = at::empty_like(counts);
+  comm::all_to_all(group, arriving, counts);
+  const auto all = static_cast<size_t>(counts.size(0));
+  if (counts.is_meta()) {
+    const std::vector<int64_t> own = even_load(rows, counts.size(0));
+    const auto here = all / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
+    std::vector<int64_t> come(all);
+    for (size_t i = 0; i < all; ++i) come[i] = own[first + i % here];
+    return experts::make_exchange(own, come, group.size());
+  }
+  const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({counts, arriving}), 0));
+  const auto middle = both.begin() + static_cast<std::ptrdiff_t>(all);
+  return experts::make_exchange({both.begin(), middle}, {middle, both.end()}, group.size());
+}
+
+at::Tensor index(const std::vector<int64_t>& values, at::Device device) { return at::tensor(values, at::TensorOptions(at::kLong)).to(device); }
+
+/// out[i] = x[order[i]]; `places` is the inverse.
+at::Tensor permuted(const at::Tensor& x, const at::Tensor& order, const at::Tensor& places) {
+  return kernels::gather_rows(x, {.slots = places.unsqueeze(1), .order = order, .counts = {}});
+}
+
+/// Counts of each expert among the rows `begin` .. `begin + size` of those that `counts` sort.
+at::Tensor counts_within(const at::Tensor& counts, int64_t begin, int64_t size) {
+  const at::Tensor ends = at::cumsum(counts, 0);
+  return ends.clamp(begin, begin + size).sub_((ends - counts).clamp_(begin, begin + size));
+}
+
+class Exchanged : public nn::Interceptor {
+ public:
+  Exchanged(comm::Group group, comm::Group same_tokens) : group_(std::move(group)), same_tokens_(std::move(same_tokens)) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
+    const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(here.w1.scalar_type()));
+    const at::Tensor counts = inputs[1].toTensor();
+    if (same_tokens_.size() == 1) return {through_experts(rows, counts, next)};
+    const auto [begin, size] = chunk(rows.size(0), same_tokens_.size(), same_tokens_.rank());
+    const at::Tensor own = comm::differentiable::split(same_tokens_, rows);
+    const at::Tensor results = through_experts(own, counts_within(counts, begin, size), next);
+    return {comm::differentiable::all_gather(same_tokens_, results, 0, rows.size(0), comm::differentiable::Gradient::Replicated)};
+  }
+
+ private:
+  at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, const nn::Next& next) const {
+    const Exchange exchange = meet(group_, counts, rows.size(0));
+    const at::Device device = rows.device();
+    const at::Tensor order = index(exchange.order, device), places = index(experts::inverse(exchange.order), device);
+    const int64_t empty = rows.size(0) - exchange.sent();
+    at::Tensor moving = empty > 0 ? rows.narrow(0, 0, exchange.sent()) : rows;
+    moving = comm::differentiable::all_to_all(group_, moving, exchange.from, exchange.to);
+    moving = next(nn::Values{permuted(moving, order, places), index(exchange.counts, device)})[0].toTensor();
+    moving = comm::differentiable::all_to_all(group_, permuted(moving, places, order), exchange.to, exchange.from);
+    return empty > 0 ? at::constant_pad_nd(moving, {0, 0, 0, empty}) : moving;
+  }
+
+  comm::Group group_, same_tokens_;
+};
+
+void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group) {
+  for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3}) {
+    const int64_t rows = nn::slice_of(weight).shape[0] / group.size();
+    nn::cut_parameter(weight, 0, rows * group.rank(), rows);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options) {
+  nn::assign_paths(module);
+  Attachment attached;
+  for (const auto& [path, found] : nn::interceptable_modules(module, options.experts)) {
+    auto* held = dynamic_cast<nn::GroupedExpertsImpl*>(found.get());
+    require(held != nullptr, "expert_parallel: '", path, "' is no GroupedExperts but ", found->name(), "; give the path of the experts themselves");
+    require(held->experts() % group.size() == 0, "expert_parallel: '", path, "' has ", held->experts(), " experts, which ", group.size(),
+            " ranks do not divide; use a number of ranks that does");
+    if (group.size() == 1 && options.same_tokens.size() == 1) continue;
+    cut_experts(*held, group);
+    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options.same_tokens)));
+    attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
+  }
+  return std::make_unique<ExpertParallel>(std::move(group), std::move(attached));
+}
+
+nn::ParameterFilter experts_of(torch::nn::Module& module, bool experts) {
+  std::unordered_set<const c10::TensorImpl*> weights;
+  for (const auto& below : module.modules()) {
+    if (const auto* found = dynamic_cast<const nn::GroupedExpertsImpl*>(below.get())) {
+      for (const at::Tensor& weight : {found->w1, found->w2, found->w3}) weights.insert(weight.unsafeGetTensorImpl());
+    }
+  }
+  return [weights = std::move(weights), experts](const nn::NamedParameter& parameter) {
+    return weights.contains(parameter.tensor.unsafeGetTensorImpl()) == experts;
+  };
+}
+
+}  // namespace tessera

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <torch/nn/module.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/attachment.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera {
+
+struct ExpertParallelOptions {
+  std::string experts = "**.experts";  ///< paths of the nn::GroupedExperts that are dealt
+  /// Ranks, of `group` or not, that route the same tokens, as those of tensor parallelism do: each takes its part of the rows to the experts, and all have all
+  /// results. A row is then computed once.
+  comm::Group same_tokens = comm::Group::self();
+};
+
+/// Experts dealt over the ranks of a group (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), each rank with tokens of its own; made by expert_parallel.
+///
+/// Rank r of n holds experts r E/n .. (r + 1) E/n: rows of the stacked weights, as their slices say. A call of the experts takes this rank's sorted rows to the
+/// ranks that hold their experts, computes there, and brings results back. Any number of rows may go anywhere: none, or all to one rank.
+///
+///   traffic per call   forward an all-to-all of E words; the rows that are chosen, (n-1)/n of them on average, to the experts and back, in the type of the
+///                      products; backward the same of their gradients. The number of rows is read on the host once a call
+///   memory             beside the rows that are here, those that came: k T D on average, n times that at the most, while forward and backward run
+///   gradients          of an expert's weights: of all tokens that came, from every rank of the group. Sum them over ranks that hold the same experts alone
+///                      (experts_of is for the `only` of whoever synchronizes them)
+///
+/// Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the order in which an expert's
+/// gradient is summed over its rows, which are in the order of ranks, and so of samples. Destroying it detaches what was attached; the experts stay cut.
+class ExpertParallel {
+ public:
+  ExpertParallel(comm::Group group, Attachment attached) : group_(std::move(group)), attached_(std::move(attached)) {}
+  const comm::Group& group() const { return group_; }
+
+ private:
+  comm::Group group_;
+  Attachment attached_;
+};
+
+/// Cuts in place: on meta nothing has memory yet, and materialize draws this rank's experts; experts with values keep its part of them. Throws ConfigError
+/// where the ranks do not divide the experts, and where nothing matches.
+std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options = {});
+
+/// Whether a parameter of `module` is a weight of grouped experts (`experts` true), or none of them: the two sets that are synchronized over different ranks.
+nn::ParameterFilter experts_of(torch::nn::Module& module, bool experts);
+
+}  // namespace tessera

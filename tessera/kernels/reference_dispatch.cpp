@@ -1,0 +1,43 @@
+#include <ATen/ATen.h>
+
+#include "tessera/kernels/reference.h"
+
+namespace tessera::kernels::reference {
+
+at::Tensor choose_experts(const at::Tensor& scores, int64_t k) {
+  return std::get<1>(at::sort(scores, /*stable=*/true, /*dim=*/-1, /*descending=*/true)).narrow(-1, 0, k).contiguous();
+}
+
+Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, int64_t places) {
+  const int64_t tokens = chosen.size(0), choices = chosen.size(1);
+  // First choices of all tokens, then second ones: how many of the same expert come before says who is dropped.
+  const at::Tensor ranked = chosen.t().reshape({-1});
+  const at::Tensor taken = (ranked.unsqueeze(1) == at::arange(experts, chosen.options())).to(at::kLong);
+  const at::Tensor before = (taken.cumsum(0) * taken).sum(1) - 1;
+  const at::Tensor kept = ranked.ge(0).logical_and(before < capacity).view({choices, tokens}).t();
+  const at::Tensor expert = at::where(kept, chosen, at::full({}, experts, chosen.options())).reshape({-1});
+  const at::Tensor sorted = std::get<1>(at::sort(expert, /*stable=*/true, /*dim=*/0, /*descending=*/false));
+  const at::Tensor counts = (expert.unsqueeze(1) == at::arange(experts, chosen.options())).sum(0);
+  const at::Tensor used = at::arange(tokens * choices, chosen.options()) < counts.sum();
+  at::Tensor order = at::full({places}, -1, chosen.options());
+  const int64_t common = std::min(places, tokens * choices);
+  order.narrow(0, 0, common).copy_(at::where(used, sorted, at::full({}, -1, chosen.options())).narrow(0, 0, common));
+  at::Tensor slots = at::empty({tokens * choices}, chosen.options());
+  slots.scatter_(0, sorted, at::where(used, at::arange(tokens * choices, chosen.options()), at::full({}, -1, chosen.options())));
+  return {slots.view({tokens, choices}), order, counts};
+}
+
+at::Tensor gather_rows(const at::Tensor& x, const Dispatch& where) {
+  const at::Tensor tokens = where.order.clamp_min(0).div(where.slots.size(1), "floor");
+  return x.index_select(0, tokens) * where.order.ge(0).unsqueeze(1).to(x.scalar_type());
+}
+
+at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& where) {
+  const at::ScalarType wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (rows.size(0) == 0) return (rows.sum() + weights.sum()).mul(0).to(rows.scalar_type()).expand({weights.size(0), rows.size(1)});
+  const at::Tensor of_token = rows.index_select(0, where.slots.clamp_min(0).reshape({-1})).view({weights.size(0), weights.size(1), rows.size(1)});
+  const at::Tensor used = weights.to(wide) * where.slots.ge(0).to(wide);
+  return (of_token.to(wide) * used.unsqueeze(-1)).sum(1).to(rows.scalar_type());
+}
+
+}  // namespace tessera::kernels::reference

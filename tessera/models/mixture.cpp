@@ -1,0 +1,77 @@
+#include "tessera/models/mixture.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/ops/sigmoid.h>
+
+#include "tessera/core/error.h"
+#include "tessera/kernels/dispatch.h"
+#include "tessera/nn/calls.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera {
+
+namespace {
+
+nn::RouterKind router_kind(const std::string& name) {
+  if (name == "sigmoid") return nn::RouterKind::Sigmoid;
+  return name == "expert_choice" ? nn::RouterKind::ExpertChoice : nn::RouterKind::Softmax;
+}
+
+}  // namespace
+
+nn::RouterOptions router_options(const ModelConfig& config) {
+  return {
+      .dim = config.dim, .experts = config.experts, .per_token = config.experts_per_token, .kind = router_kind(config.router), .normalize = config.norm_topk};
+}
+
+MixtureFeedForwardImpl::MixtureFeedForwardImpl(const ModelConfig& config)
+    : router_(router_options(config)), experts_(config.experts, config.dim, config.ffn_dim.value_or(0), kInitStd, residual_std(config.layers)) {
+  nn::set_init(router_->weight, nn::InitRule::normal(0, kInitStd));
+  register_module("router", router_);
+  register_module("experts", experts_);
+  if (config.shared_ffn_dim == 0) return;
+  ModelConfig shared = config;
+  shared.ffn_dim = config.shared_ffn_dim;
+  shared_ = register_module("shared", GatedFeedForward(shared));
+  if (!config.shared_gate) return;
+  shared_gate_ = register_module("shared_gate", nn::Linear(nn::LinearOptions(config.dim, 1).bias(false)));
+  set_init_normal(*shared_gate_, kInitStd);
+}
+
+void MixtureFeedForwardImpl::set_training(const MoeConfig& config) {
+  capacity_factor_ = config.capacity_factor;
+  router_->set_losses({.balance = config.balance_loss, .z = config.z_loss});
+}
+
+at::Tensor MixtureFeedForwardImpl::forward(const at::Tensor& x) {
+  if (nn::bypassed(*this)) return nn::call(*this, x);
+  const nn::RouterOptions& options = router_->options();
+  const at::Tensor tokens = x.reshape({-1, x.size(-1)});
+  const auto [weights, chosen] = router_(tokens);
+  kernels::DispatchLimits limits{.places = options.places(tokens.size(0))};
+  if (capacity_factor_ > 0 && is_training() && options.kind != nn::RouterKind::ExpertChoice) {
+    const double even = static_cast<double>(*limits.places) / static_cast<double>(options.experts);
+    limits.capacity = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even)));
+    limits.places = std::min(*limits.places, *limits.capacity * options.experts);
+  }
+  const kernels::Dispatch where = kernels::dispatch(chosen, options.experts, limits);
+  if (limits.capacity) router_->count_dropped(chosen, where.counts);
+  at::Tensor out = kernels::combine_rows(experts_(kernels::gather_rows(tokens, where), where.counts), weights, where);
+  if (shared_) {
+    const at::Tensor shared = shared_(tokens);
+    out = out + (shared_gate_ ? shared * at::sigmoid(shared_gate_(tokens)) : shared);
+  }
+  return out.view(x.sizes());
+}
+
+std::vector<MixtureFeedForwardImpl*> mixtures_of(torch::nn::Module& root) {
+  std::vector<MixtureFeedForwardImpl*> mixtures;
+  for (const auto& module : root.modules()) {
+    if (auto* mixture = dynamic_cast<MixtureFeedForwardImpl*>(module.get())) mixtures.push_back(mixture);
+  }
+  return mixtures;
+}
+
+}  // namespace tessera

@@ -1,0 +1,35 @@
+#include "tessera/nn/auxiliary_loss.h"
+
+#include <ATen/ops/full.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera::nn {
+
+namespace {
+
+struct WithLoss : torch::autograd::Function<WithLoss> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& carrier, const at::Tensor& loss, double weight) {
+    context->saved_data["weight"] = weight;
+    return carrier.view_as(carrier);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    return {grads[0], at::full({}, context->saved_data["weight"].toDouble(), grads[0].options().dtype(at::kFloat)), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor with_auxiliary_loss(const at::Tensor& carrier, const at::Tensor& loss, double weight) {
+  require(loss.dim() == 0, "with_auxiliary_loss: the loss must be one number, not a tensor of shape ", loss.sizes());
+  return WithLoss::apply(carrier, loss, weight);
+}
+
+double share_of_step(int64_t tokens) {
+  const SampleContext& context = SampleScope::current();
+  return context.expected_gradient * static_cast<double>(context.valid_tokens.value_or(tokens));
+}
+
+}  // namespace tessera::nn

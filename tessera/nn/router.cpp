@@ -1,0 +1,132 @@
+#include "tessera/nn/router.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/gather.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <torch/nn/init.h>
+
+#include "tessera/core/error.h"
+#include "tessera/kernels/dispatch.h"
+#include "tessera/memory/memory.h"
+#include "tessera/nn/auxiliary_loss.h"
+#include "tessera/nn/calls.h"
+#include "tessera/nn/decisions.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/operator_watch.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/nn/saved_tensors.h"
+
+// The choice has no gradient; the scores of what was chosen have one, through the weights with which the experts' outputs are added up. Terms that even the
+// load out act on all scores. They cannot travel with the output, for the next layers know nothing of them: their gradient joins that of the weights
+// (nn/auxiliary_loss.h), and their values are summed up for who reports them.
+
+namespace tessera::nn {
+
+int64_t RouterOptions::tokens_each(int64_t tokens) const { return std::min(tokens, (tokens * per_token + experts - 1) / experts); }
+
+at::Tensor RouterChoiceImpl::forward(const at::Tensor& scores) {
+  if (bypassed(*this)) return call(*this, scores);
+  return Decisions::make([&] {
+    if (options_.kind != RouterKind::ExpertChoice) return kernels::choose_experts(scores, options_.per_token);
+    return kernels::choose_tokens(scores, options_.tokens_each(scores.size(0)));
+  });
+}
+
+RouterImpl::RouterImpl(const RouterOptions& options) : options_(options), choice_(options) {
+  require(options.dim >= 1 && options.experts >= 1, "Router: dim = ", options.dim, " and experts = ", options.experts, " must be positive");
+  require(options.per_token >= 1 && options.per_token <= options.experts, "Router: per_token = ", options.per_token,
+          ": expected 1 to experts = ", options.experts);
+  weight = register_parameter("weight", at::empty({options.experts, options.dim}));
+  const double bound = 1.0 / std::sqrt(static_cast<double>(options.dim));
+  set_init(weight, InitRule::uniform(-bound, bound));
+  torch::nn::init::uniform_(weight, -bound, bound);
+  if (options.kind == RouterKind::Sigmoid) bias = register_buffer("bias", at::zeros({options.experts}));
+  register_module("choice", choice_);
+}
+
+bool RouterImpl::reset_buffers() {
+  if (bias.defined()) bias.zero_();
+  return true;
+}
+
+std::tuple<at::Tensor, at::Tensor> RouterImpl::forward(const at::Tensor& x) {
+  if (bypassed(*this)) return call(*this, x);
+  require(x.dim() == 2 && x.size(1) == options_.dim, "Router: expects tokens [T, ", options_.dim, "], not a tensor of shape ", x.sizes());
+  const at::Tensor logits = project(cast(x, at::kFloat), cast(in_use(weight), at::kFloat));
+  const at::Tensor scores = options_.kind == RouterKind::Sigmoid ? at::sigmoid(logits) : at::softmax(logits, -1);
+  const at::Tensor ranked = bias.defined() ? scores.detach() + bias : scores.detach();
+  const at::Tensor chosen = choice_(ranked);
+  at::Tensor weights = scores;
+  if (options_.kind != RouterKind::ExpertChoice) {
+    weights = scores.gather(1, chosen);
+    if (options_.normalize) weights = weights / weights.sum(-1, /*keepdim=*/true);
+  }
+  return {is_training() && at::GradMode::is_enabled() ? with_losses(weights, logits, scores, chosen) : weights, chosen};
+}
+
+at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& logits, const at::Tensor& scores, const at::Tensor& chosen) {
+  const int64_t tokens = logits.size(0), experts = options_.experts;
+  if (tokens == 0 || SampleScope::current().valid_tokens == int64_t{0}) return weights;
+  // One entry more takes what chose nothing. Counts are whole numbers, so no order of addition changes them.
+  const at::Tensor places = at::remainder(chosen.reshape({-1}), experts + 1);
+  const at::Tensor load = at::zeros({experts + 1}, logits.options().requires_grad(false))
+                              .scatter_add_(0, places, at::ones({places.size(0)}, logits.options().requires_grad(false)))
+                              .narrow(0, 0, experts);
+  const bool balances = options_.kind != RouterKind::ExpertChoice;  // whose load is even
+  const at::Tensor shares = options_.kind == RouterKind::Sigmoid ? scores / scores.sum(-1, /*keepdim=*/true) : scores;
+  const double choices = static_cast<double>(tokens * options_.per_token);
+  const at::Tensor balance = (shares.mean(0) * load).sum() * (static_cast<double>(experts) / choices);
+  const at::Tensor z = at::logsumexp(logits, -1).square().mean();
+  if (counts()) {
+    const at::NoGradGuard no_grad;
+    const MemoryScope scope(MemoryCategory::Other);
+    const auto options = logits.options().dtype(at::kDouble).requires_grad(false);
+    if (!statistics_.defined() || statistics_.device() != logits.device()) statistics_ = at::zeros({experts + kBehindLoad}, options);
+    const double count = static_cast<double>(tokens);
+    statistics_.narrow(0, 0, experts).add_(load.to(at::kDouble));
+    statistics_.narrow(0, experts, 1).add_(count);
+    statistics_.narrow(0, experts + 1, 2).add_(at::stack({balance, z}).to(at::kDouble), count);
+  }
+  at::Tensor loss;
+  if (balances && losses_.balance > 0) loss = balance * losses_.balance;
+  if (losses_.z > 0) loss = loss.defined() ? loss + z * losses_.z : z * losses_.z;
+  return loss.defined() ? with_auxiliary_loss(weights, loss, share_of_step(tokens)) : weights;
+}
+
+bool RouterImpl::counts() const { return is_training() && !recomputing() && SampleScope::current().valid_tokens != int64_t{0}; }
+
+void RouterImpl::count_dropped(const at::Tensor& chosen, const at::Tensor& counts) {
+  if (!this->counts() || !statistics_.defined() || !at::GradMode::is_enabled()) return;
+  const at::NoGradGuard no_grad;
+  statistics_.narrow(0, options_.experts + kBehindLoad - 1, 1).add_(chosen.ge(0).sum() - counts.sum());
+}
+
+void RouterImpl::clear_statistics() {
+  if (statistics_.defined()) statistics_.zero_();
+}
+
+void RouterImpl::balance(const at::Tensor& load, double rate) {
+  if (!bias.defined()) return;
+  require(load.numel() == options_.experts, "Router: a load of ", load.numel(), " experts for ", options_.experts);
+  const at::NoGradGuard no_grad;
+  const at::Tensor counted = load.to(bias.options().dtype(at::kDouble));
+  bias.add_((counted.mean() - counted).sign().to(bias.scalar_type()), rate);
+}
+
+void RouterImpl::pretty_print(std::ostream& stream) const {
+  stream << "tessera::nn::Router(dim=" << options_.dim << ", experts=" << options_.experts << ", per_token=" << options_.per_token << ")";
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,111 @@
+#include "tessera/verify/routing.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include <ATen/ops/gather.h>
+#include <ATen/ops/sort.h>
+#include <torch/csrc/autograd/function.h>
+
+#include "tessera/nn/attach.h"
+#include "tessera/nn/router.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera {
+
+namespace {
+
+/// By which both sides name a call; nothing where nobody listens: outside of the samples, and where a call is made again in backward.
+class ChoiceCalls {
+ public:
+  explicit ChoiceCalls(SampleRange samples) : samples_(samples) {}
+
+  std::optional<OutputKey> next(const nn::Module& module) {
+    const int64_t sample = nn::SampleScope::current().first_sample;
+    if (sample < samples_.begin || sample >= samples_.end || torch::autograd::get_current_node() != nullptr) return std::nullopt;
+    return OutputKey{.backward = false, .module = module.path(), .first_sample = sample, .call = calls_[{module.path(), sample}]++};
+  }
+
+ private:
+  SampleRange samples_;
+  std::map<std::pair<std::string, int64_t>, int64_t> calls_;
+};
+
+class ChoiceRecorder : public nn::Interceptor {
+ public:
+  ChoiceRecorder(SampleRange samples, RecordedChoices& choices) : calls_(samples), choices_(choices) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const auto key = calls_.next(module);
+    nn::Values outputs = next(std::move(inputs));
+    if (key) choices_[*key] = outputs.at(0).toTensor();
+    return outputs;
+  }
+
+ private:
+  ChoiceCalls calls_;
+  RecordedChoices& choices_;
+};
+
+/// By how much the scores of what one would choose exceed those of what was chosen, place by place of the ranking; a place without an expert scores nothing.
+double margin_of(const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken) {
+  const bool by_expert = own.size(1) == scores.size(1) && own.lt(0).any().item<bool>();
+  const auto ranked = [&](const at::Tensor& chosen) {
+    const at::Tensor score = scores.gather(1, chosen.clamp_min(0)).masked_fill(chosen.lt(0), -1e30);
+    return std::get<0>(score.sort(by_expert ? 0 : 1, /*descending=*/true));
+  };
+  const at::Tensor a = ranked(own), b = ranked(taken);
+  return (a - b).masked_fill(a.lt(-1e29).logical_and(b.lt(-1e29)), 0).max().item<double>();
+}
+
+class ChoiceReplayer : public nn::Interceptor {
+ public:
+  ChoiceReplayer(SampleRange samples, std::vector<RecordedChoices*> ranks, RoutingComparison& compared)
+      : calls_(samples), ranks_(std::move(ranks)), compared_(compared) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const auto key = calls_.next(module);
+    const at::Tensor scores = inputs.at(0).toTensor();
+    const at::Tensor own = next(std::move(inputs)).at(0).toTensor();
+    if (!key) return {own};
+    for (RecordedChoices* rank : ranks_) {
+      const auto found = rank->find(*key);
+      if (found == rank->end() || found->second.sizes() != own.sizes()) continue;
+      const at::Tensor taken = found->second;
+      compared_.tokens += own.size(0);
+      if (own.numel() == 0) return {taken};
+      const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
+      compared_.flipped += flipped;
+      if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
+      return {taken};
+    }
+    return {own};
+  }
+
+ private:
+  ChoiceCalls calls_;
+  std::vector<RecordedChoices*> ranks_;
+  RoutingComparison& compared_;
+};
+
+template <class Make>
+Attachment attach_to_choices(torch::nn::Module& root, const Make& make) {
+  Attachment attached;
+  for (const auto& module : root.modules()) {
+    if (auto* choice = dynamic_cast<nn::RouterChoiceImpl*>(module.get())) attached.add(nn::attach(*choice, make()));
+  }
+  return attached;
+}
+
+}  // namespace
+
+Attachment record_choices(torch::nn::Module& root, SampleRange samples, RecordedChoices& choices) {
+  return attach_to_choices(root, [&] { return std::make_shared<ChoiceRecorder>(samples, choices); });
+}
+
+Attachment replay_choices(torch::nn::Module& root, SampleRange samples, std::vector<RecordedChoices*> ranks, RoutingComparison& compared) {
+  return attach_to_choices(root, [&] { return std::make_shared<ChoiceReplayer>(samples, ranks, compared); });
+}
+
+}  // namespace tessera

@@ -1,0 +1,155 @@
+#include "tessera/models/mixture.h"
+
+#include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/nn/attach.h"
+#include "tessera/nn/parameter.h"
+#include "tests/models/tiny.h"
+
+namespace tessera {
+namespace {
+
+ModelConfig mixture_config(const std::string& router = "softmax") {
+  ModelConfig config = tiny_config("mixtral");
+  config.router = router;
+  return config;
+}
+
+MixtureFeedForward mixture_of(const ModelConfig& config) {
+  MixtureFeedForward mixture(config);
+  nn::assign_paths(*mixture);
+  materialize(*mixture, 3);
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : mixture->parameters()) parameter.mul_(20);
+  return mixture;
+}
+
+at::Tensor gated(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& w3) {
+  return at::linear(at::silu(at::linear(x, w1)) * at::linear(x, w3), w2);
+}
+
+/// Every expert on every token, weighed by a matrix of weights that is zero where a token does not go.
+at::Tensor by_all_experts(MixtureFeedForwardImpl& mixture, const at::Tensor& x, const at::Tensor& weights) {
+  const auto parameters = mixture.named_parameters();
+  const auto of = [&](const std::string& name, int64_t e) {
+    const at::Tensor& weight = parameters["experts." + name];
+    return weight.view({weights.size(1), -1, weight.size(1)})[e];
+  };
+  at::Tensor out = at::zeros_like(x);
+  for (int64_t e = 0; e < weights.size(1); ++e) out = out + weights.select(1, e).unsqueeze(1) * gated(x, of("w1", e), of("w2", e), of("w3", e));
+  return out;
+}
+
+void expect_near(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
+  EXPECT_LE((actual - expected).abs().max().item<double>(), 1e-5 * expected.abs().max().item<double>()) << what;
+}
+
+TEST(Mixture, EqualsEveryExpertOnEveryTokenWeighed) {
+  for (const bool norm : {true, false}) {
+    ModelConfig config = mixture_config();
+    config.norm_topk = norm;
+    MixtureFeedForward mixture = mixture_of(config);
+    const at::Tensor x = at::randn({3, 7, 24}), cotangent = at::randn({21, 24});
+    const at::Tensor rows = x.view({21, 24}), router = mixture->router().weight;
+    const auto run = [&](const std::function<at::Tensor()>& forward) {
+      mixture->zero_grad();
+      const at::Tensor out = forward();
+      out.view({21, 24}).backward(cotangent);
+      std::map<std::string, at::Tensor> result{{"out", out.detach().view({21, 24})}};
+      for (const auto& parameter : mixture->named_parameters()) result[parameter.key()] = parameter.value().grad().clone();
+      return result;
+    };
+    const auto ours = run([&] { return mixture(x); });
+    const auto plain = run([&] {
+      const at::Tensor p = at::softmax(at::linear(rows, router), -1);
+      const at::Tensor chosen = std::get<1>(p.topk(2));
+      at::Tensor weights = p * at::zeros_like(p).scatter(1, chosen, 1);
+      if (norm) weights = weights / weights.sum(-1, true);
+      return by_all_experts(*mixture, rows, weights);
+    });
+    for (const auto& [name, expected] : plain) expect_near(ours.at(name), expected, name + (norm ? "" : ", not normalized"));
+  }
+}
+
+TEST(Mixture, SharedExpertsSeeEveryTokenThroughTheirGate) {
+  ModelConfig config = mixture_config();
+  config.shared_ffn_dim = 16;
+  for (const bool gate : {false, true}) {
+    config.shared_gate = gate;
+    MixtureFeedForward mixture = mixture_of(config);
+    config.shared_ffn_dim = 0;
+    config.shared_gate = false;
+    MixtureFeedForward without = mixture_of(config);
+    config.shared_ffn_dim = 16;
+    const at::NoGradGuard no_grad;
+    const at::Tensor x = at::randn({5, 24});
+    const auto p = mixture->named_parameters();
+    at::Tensor shared = gated(x, p["shared.w1.weight"], p["shared.w2.weight"], p["shared.w3.weight"]);
+    if (gate) shared = shared * at::sigmoid(at::linear(x, p["shared_gate.weight"]));
+    expect_near(mixture(x.unsqueeze(0))[0], without(x.unsqueeze(0))[0] + shared, gate ? "gated" : "shared");
+  }
+}
+
+TEST(Mixture, ACapacityDropsInTrainingAlone) {
+  MixtureFeedForward mixture = mixture_of(mixture_config());
+  const at::Tensor x = at::ones({1, 10, 24});  // all tokens choose alike
+  const at::Tensor whole = mixture(x);
+  MoeConfig training;
+  training.capacity_factor = 1;
+  mixture->set_training(training);
+  const at::Tensor dropped = mixture(x);  // 10 * 2 / 5 = 4 places each
+  EXPECT_TRUE(at::allclose(dropped.narrow(1, 0, 4), whole.narrow(1, 0, 4), 1e-5));
+  EXPECT_EQ(dropped.narrow(1, 4, 6).abs().sum().item<float>(), 0);
+  EXPECT_EQ(mixture->router().statistics()[8].item<double>(), 12);
+  mixture->eval();
+  EXPECT_TRUE(at::allclose(mixture(x), whole, 1e-5));
+}
+
+TEST(Mixture, ExpertsThatChooseHaveAnEvenLoad) {
+  MixtureFeedForward mixture = mixture_of(mixture_config("expert_choice"));
+  const at::Tensor x = at::randn({2, 5, 24}), rows = x.view({10, 24});
+  const at::Tensor p = at::softmax(at::linear(rows, mixture->router().weight), -1);
+  const at::Tensor chosen = std::get<1>(p.topk(4, 0));
+  expect_near(mixture(x).view({10, 24}).detach(), by_all_experts(*mixture, rows, p * at::zeros_like(p).scatter(0, chosen, 1)).detach(), "expert choice");
+}
+
+TEST(Mixture, TheChoiceCanBeTakenFromElsewhere) {
+  struct First : nn::Interceptor {
+    nn::Values call(nn::Module&, nn::Values inputs, const nn::Next&) override {
+      return {at::tensor(std::vector<int64_t>{0, 1}, at::kLong).expand({inputs[0].toTensor().size(0), 2}).contiguous()};
+    }
+  };
+  MixtureFeedForward mixture = mixture_of(mixture_config());
+  const at::Tensor x = at::randn({1, 6, 24});
+  const auto attached = nn::attach(*mixture, "router.choice", std::make_shared<First>());
+  mixture(x);
+  EXPECT_EQ(mixture->router().statistics().narrow(0, 0, 2).sum().item<double>(), 12);
+}
+
+TEST(Mixture, ADryRunTakesEvenLoads) {
+  const auto model = on_meta([&] { return make_model(mixture_config()); });
+  const at::Tensor tokens = at::empty({2, 7}, at::TensorOptions(at::kLong).device(at::kMeta));
+  model->loss_sum(tokens, tokens).backward();
+  for (const auto& parameter : model->parameters()) EXPECT_EQ(parameter.grad().sizes(), parameter.sizes());
+}
+
+TEST(Mixture, NamesOfItsParametersAndBuffers) {
+  ModelConfig config = mixture_config("sigmoid");
+  config.layers = 1;
+  config.shared_ffn_dim = 8;
+  config.shared_gate = true;
+  const auto model = tiny_model(config);
+  std::set<std::string> names;
+  for (const auto& parameter : nn::unique_parameters(*model)) {
+    if (parameter.name.find("feed_forward") != std::string::npos) names.insert(parameter.name.substr(std::string("layers.0.feed_forward.").size()));
+  }
+  EXPECT_THAT(names, ::testing::ElementsAre("experts.w1", "experts.w2", "experts.w3", "router.weight", "shared.w1.weight", "shared.w2.weight",
+                                            "shared.w3.weight", "shared_gate.weight"));
+  EXPECT_TRUE(at::equal(model->named_buffers()["layers.0.feed_forward.router.bias"], at::zeros({5})));
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,74 @@
+// Experts dealt over ranks: one device is the oracle.
+
+#include <gmock/gmock.h>
+
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using namespace tessera::testing_support;
+
+class ExpertsOverRanks : public TrainFixture {
+ protected:
+  void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
+    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
+    std::vector<std::string> sets{"model.experts=8"};
+    sets.insert(sets.end(), model.begin(), model.end());
+    const Trace want = train(config("mixtral", sets), 1);
+    sets.insert(sets.end(), layout.begin(), layout.end());
+    const Trace got = train(config("mixtral", sets), world);
+    EXPECT_LE(difference(got.gradients, want.gradients), kGradients);
+    ASSERT_EQ(got.steps.size(), want.steps.size());
+    for (size_t i = 0; i < got.steps.size(); ++i) {
+      EXPECT_NEAR(got.steps[i].loss, want.steps[i].loss, kLosses * want.steps[i].loss) << "step " << i + 1;
+      EXPECT_NEAR(got.steps[i].grad_norm, want.steps[i].grad_norm, 1e-5 * want.steps[i].grad_norm) << "step " << i + 1;
+      for (size_t layer = 0; layer < 2; ++layer) {
+        EXPECT_EQ(got.steps[i].experts[layer].share, want.steps[i].experts[layer].share) << "step " << i + 1 << ", layer " << layer;
+      }
+    }
+  }
+};
+
+TEST_F(ExpertsOverRanks, GiveTheRunOfOne) {
+  for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
+    expect_like_one_device({}, {stage, "mesh.ep=2"}, 2);                         // each rank has its experts alone
+    expect_like_one_device({}, {stage, "mesh.ep=2"}, 4);                         // two ranks share those of each half
+    expect_like_one_device({}, {stage, "mesh.ep=2", "mesh.dp_replicate=2"}, 4);  // and two replicas
+  }
+  expect_like_one_device({"model.experts=6"}, {"zero.stage=3", "mesh.ep=3"}, 3);
+  expect_like_one_device({"model.experts=5"}, {"zero.stage=2", "mesh.ep=5"}, 5);
+  expect_like_one_device({"batch.micro_size=1"}, {"zero.stage=3", "mesh.ep=8"}, 8);
+  expect_like_one_device({"batch.micro_size=1"}, {"zero.stage=3", "mesh.ep=4", "zero.wrap=layers.*.*"}, 8);
+}
+
+TEST_F(ExpertsOverRanks, InStagesGiveTheRunOfOne) {
+  expect_like_one_device({}, {"mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "zero.stage=1"}, 4);
+  expect_like_one_device({}, {"mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "zero.stage=3", "pipeline.schedule=zb_h1"}, 4);
+  expect_like_one_device({}, {"mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "zero.stage=3", "pipeline.split=[\"1\",\"3\"]"}, 4);  // a stage without a mixture
+}
+
+TEST_F(ExpertsOverRanks, KeepEveryRouterSharedExpertsAndCapacity) {
+  const std::vector<std::string> layout{"zero.stage=3", "mesh.ep=2"};
+  expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, layout, 4);
+  expect_like_one_device({"model.router=expert_choice"}, layout, 2);
+  expect_like_one_device({"model.norm_topk=false", "model.shared_ffn_dim=24", "model.shared_gate=true"}, layout, 2);
+  expect_like_one_device({"moe.capacity_factor=1"}, layout, 2);
+  expect_like_one_device({"zero.accumulate=sharded"}, {"zero.stage=2", "mesh.ep=2"}, 4);
+}
+
+TEST_F(ExpertsOverRanks, RecomputeByTheFirstRouting) {
+  for (const auto& sets : {std::vector<std::string>{"recompute.mode=full"},
+                           {"recompute.mode=full", "recompute.modules=layers.*.feed_forward"},
+                           {"recompute.mode=selective", "recompute.keep=[\"mm\"]"}}) {
+    auto plain = std::vector<std::string>{"model.experts=8", "zero.stage=3", "mesh.ep=2"};
+    const Trace want = train(config("mixtral", plain), 4);
+    plain.insert(plain.end(), sets.begin(), sets.end());
+    const Trace got = train(config("mixtral", plain), 4);
+    for (const auto& [name, gradient] : want.gradients) EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name;
+    for (size_t i = 0; i < want.steps.size(); ++i) EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
+  }
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,132 @@
+// Mixtures of experts in every layout that this build composes: one device is the oracle.
+
+#include <gmock/gmock.h>
+
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+using namespace tessera::testing_support;
+using ::testing::HasSubstr;
+
+class MixtureTraining : public TrainFixture {
+ protected:
+  void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
+    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
+    // SGD moves weights as rounding does; Adam's first steps make full steps of what is near zero, and a token near a tie would go elsewhere.
+    std::vector<std::string> sets{"optim.name=sgd", "optim.lr=0.3", "run.steps=4"};
+    sets.insert(sets.end(), model.begin(), model.end());
+    const Trace want = train(config("mixtral", sets), 1);
+    sets.insert(sets.end(), layout.begin(), layout.end());
+    const Trace got = train(config("mixtral", sets), world);
+    EXPECT_LE(difference(got.gradients, want.gradients), kGradients);
+    ASSERT_EQ(got.steps.size(), want.steps.size());
+    for (size_t i = 0; i < got.steps.size(); ++i) {
+      EXPECT_NEAR(got.steps[i].loss, want.steps[i].loss, kLosses * want.steps[i].loss) << "step " << i + 1;
+      ASSERT_EQ(got.steps[i].experts.size(), 2U);
+      for (size_t layer = 0; layer < 2; ++layer) {
+        EXPECT_EQ(got.steps[i].experts[layer].share, want.steps[i].experts[layer].share) << "step " << i + 1 << ", layer " << layer;
+        EXPECT_NEAR(got.steps[i].experts[layer].balance, want.steps[i].experts[layer].balance, 1e-5);
+        EXPECT_NEAR(got.steps[i].experts[layer].z, want.steps[i].experts[layer].z, 1e-4 * want.steps[i].experts[layer].z);
+      }
+    }
+  }
+};
+
+TEST_F(MixtureTraining, DataParallelRanksGiveTheRunOfOne) {
+  for (const int world : {2, 3, 5}) expect_like_one_device({}, {}, world);
+}
+
+TEST_F(MixtureTraining, ShardedRanksGiveTheRunOfOne) {
+  for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) expect_like_one_device({}, {stage}, 3);
+  expect_like_one_device({}, {"zero.stage=3"}, 7);  // more ranks than experts
+  expect_like_one_device({}, {"zero.stage=3", "zero.wrap=layers.*.*"}, 2);
+}
+
+TEST_F(MixtureTraining, StagesGiveTheRunOfOne) {
+  expect_like_one_device({}, {"mesh.pp=2"}, 2);
+  expect_like_one_device({}, {"mesh.pp=2", "pipeline.split=[\"1\",\"3\"]"}, 2);  // a stage without a mixture
+  expect_like_one_device({}, {"mesh.pp=2", "zero.stage=3", "pipeline.schedule=gpipe"}, 4);
+  expect_like_one_device({}, {"mesh.pp=2", "pipeline.schedule=zb_h1"}, 2);
+}
+
+TEST_F(MixtureTraining, EveryRouterGivesTheRunOfOne) {
+  expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"zero.stage=2"}, 2);
+  expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.pp=2"}, 4);
+  expect_like_one_device({"model.router=expert_choice"}, {}, 2);
+  expect_like_one_device({"model.norm_topk=false", "model.shared_ffn_dim=24", "model.shared_gate=true"}, {"zero.stage=3"}, 2);
+  expect_like_one_device({"moe.capacity_factor=1"}, {}, 3);
+}
+
+TEST_F(MixtureTraining, RecomputationKeepsBitsAndCountsLoadOnce) {
+  for (const auto& router : {"softmax", "sigmoid", "expert_choice"}) {
+    const std::string set = std::string("model.router=") + router;
+    const Trace want = train(config("mixtral", {set}), 1);
+    for (const auto& sets : {std::vector<std::string>{"recompute.mode=full"},
+                             {"recompute.mode=full", "recompute.modules=layers.*.feed_forward"},
+                             {"recompute.mode=selective", "recompute.keep=[\"mm\"]"}}) {
+      auto all = sets;
+      all.push_back(set);
+      const Trace got = train(config("mixtral", all), 1);
+      for (const auto& [name, gradient] : want.gradients) EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name << " " << router;
+      for (size_t i = 0; i < want.steps.size(); ++i) {
+        EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
+        EXPECT_EQ(got.steps[i].experts[1].share, want.steps[i].experts[1].share);
+      }
+    }
+  }
+}
+
+TEST_F(MixtureTraining, DeterministicRunsHaveTheSameBitsOnAnyNumberOfRanks) {
+  const Trace want = train(config("mixtral", {"run.deterministic=true"}), 1);
+  for (const int world : {2, 3}) {
+    const Trace got = train(config("mixtral", {"run.deterministic=true"}), world);
+    for (const auto& [name, weight] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(name), weight)) << name;
+    for (size_t i = 0; i < want.steps.size(); ++i) EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
+  }
+}
+
+TEST_F(MixtureTraining, TermsDoNotDependOnHowMicroBatchesAreDealt) {
+  // The gradient of the router's terms alone: large weights, and a router that the loss hardly sees.
+  const std::vector<std::string> terms{"moe.balance_loss=100", "moe.z_loss=100", "run.steps=2", "optim.max_grad_norm=0"};
+  const Trace want = train(config("mixtral", terms), 1);
+  for (const auto& [world, layout] : {std::pair{2, "mesh.dp_replicate=2"}, {3, "mesh.dp_replicate=3"}, {2, "mesh.pp=2"}}) {
+    auto sets = terms;
+    sets.push_back(layout);
+    const Trace got = train(config("mixtral", sets), world);
+    EXPECT_LE(difference(got.gradients, want.gradients), kGradients) << layout;
+  }
+}
+
+TEST_F(MixtureTraining, CountsEveryChoiceOnceAndWhatACapacityDrops) {
+  const Trace trace = train(config("mixtral", {"moe.capacity_factor=1", "run.steps=1"}), 2);
+  const ExpertLoad& load = trace.steps[0].experts[0];
+  double shares = 0;
+  for (const double share : load.share) shares += share;
+  EXPECT_NEAR(shares, 1, 1e-12);
+  EXPECT_GT(load.dropped, 0);
+  EXPECT_LT(load.dropped, 0.5);
+  EXPECT_GE(load.busiest(), 1);
+  EXPECT_EQ(train(config("mixtral", {"run.steps=1"}), 1).steps[0].experts[0].dropped, 0);
+}
+
+TEST_F(MixtureTraining, TheBiasFollowsTheLoadAlikeOnAllRanks) {
+  const std::vector<std::string> sets{"model.router=sigmoid", "moe.bias_rate=0.05", "run.steps=3"};
+  std::vector<at::Tensor> biases(2);
+  const auto run = config("mixtral", sets);
+  const auto text = corpus(run);
+  comm::run_ranks(2, [&](comm::World& world) {
+    Mesh mesh(world, mesh_shape(run.mesh, run.zero.stage, world.size()));
+    RankScope scope(run, world.local_size());
+    Stepper stepper(run, mesh, at::kCPU, scope);
+    data::Loader loader(text, loader_options(run, mesh));
+    for (int step = 0; step < 3; ++step) stepper.step(loader.next());
+    biases[static_cast<size_t>(world.rank())] = stepper.run().model->named_buffers()["layers.1.feed_forward.router.bias"].clone();
+  });
+  EXPECT_TRUE(at::equal(biases[0], biases[1]));
+  EXPECT_GT(biases[0].abs().max().item<float>(), 0.04);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,55 @@
+// Mixtures of experts in layouts, and routers that choose otherwise than one device.
+
+#include "tessera/nn/attach.h"
+#include "tessera/nn/router.h"
+#include "tests/verify/fixture.h"
+
+namespace tessera {
+namespace {
+
+using namespace tessera::testing_support;
+
+class VerifyMixture : public VerifyFixture {};
+
+TEST_F(VerifyMixture, EveryLayoutIsOneDevice) {
+  for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}},
+                                   {"dp_replicate=3", {"recompute.mode=full"}},
+                                   {"dp_shard=2", {"zero.stage=1"}},
+                                   {"dp_shard=3", {"zero.stage=2", "model.router=sigmoid"}},
+                                   {"dp_shard=2", {"zero.stage=3", "recompute.mode=full"}},
+                                   {"dp_shard=7", {"zero.stage=3", "model.shared_ffn_dim=20", "model.shared_gate=true", "model.norm_topk=false"}},
+                                   {"pp=2", {"moe.capacity_factor=1"}},
+                                   {"pp=2,dp_shard=2", {"zero.stage=3", "recompute.mode=full"}},
+                                   {"dp_replicate=2", {"run.deterministic=true"}}}) {
+    expect_passes(mesh, "mixtral", sets);
+  }
+}
+
+TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
+  for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
+    auto all = sets;
+    all.push_back("precision.compute=bf16");
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
+TEST_F(VerifyMixture, TheDeviceFollowsTheLayoutsRoutingAndMeasuresIt) {
+  struct Turned : nn::Interceptor {  // the two experts after those that were chosen
+    nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+      nn::Values outputs = next(std::move(inputs));
+      return {(outputs[0].toTensor() + 2).remainder(5)};
+    }
+  };
+  VerifyOptions options;
+  options.plant.attach = [](Composition& run, int) { return nn::attach(*run.model, "layers.1.feed_forward.router.choice", std::make_shared<Turned>()); };
+  const auto report = run("dp_replicate=2", "mixtral", {}, options);
+  EXPECT_FALSE(report.passed());
+  EXPECT_FALSE(report.routing.within());
+  EXPECT_GT(report.routing.margin, 1e-4);
+  EXPECT_EQ(report.routing.flipped * 2, report.routing.tokens) << "one layer of two";
+  EXPECT_TRUE(report.gradients.within()) << "by the layout's choice both compute the same";
+  EXPECT_NE(to_string(report).find("choose other experts"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera
