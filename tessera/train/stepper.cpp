@@ -106,7 +106,8 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())}};
 }
 
-RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
+RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)
+    : memory_(std::move(memory)), kernels_(choice_of(config)), products_(choice_of(config) == kernels::KernelChoice::Auto) {
   at::set_num_threads(threads_per_rank(config.run, local_ranks));
   if (config.run.memory_limit_bytes == 0) return;
   memory_.set_limit(config.run.memory_limit_bytes);
