@@ -100,7 +100,7 @@ int eval(const EvalFlags& flags) {
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    const auto loaded = load_model(source, mesh[roles.layers], pipeline_channels(mesh, roles.stages));
     ForwardEngine engine(loaded);
     found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
     if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);

@@ -187,7 +187,7 @@ int generate_text(const GenerateFlags& flags) {
     RankScope scope(config, world.local_size());
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, mesh[roles.layers], mesh[roles.stages]);
+    const auto loaded = load_model(source, mesh[roles.layers], pipeline_channels(mesh, roles.stages));
     ForwardEngine engine(loaded);
     std::optional<Printer> printer;  // every rank knows every token, and one writes it
     if (world.rank() == 0) printer.emplace(*tokenizer, wanted.texts, flags.max_tokens, end_of_text);

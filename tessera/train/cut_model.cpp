@@ -2,6 +2,12 @@
 
 namespace tessera {
 
+pipeline::Channels pipeline_channels(const Mesh& mesh, const Axes& stages) {
+  const comm::Group ranks = mesh[stages];
+  if (ranks.matches_tags()) return ranks;
+  return {ranks, mesh.another(stages, "back"), mesh.another(stages, "beside")};
+}
+
 std::map<int, ModelStage> stages_of(const CutModel& model) {
   std::map<int, ModelStage> stages;
   if (model.parts.empty()) stages.emplace(0, ModelStage(*model.model));

@@ -32,10 +32,11 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-LoadedModel build(const Config& config, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
+LoadedModel build(const Config& config, const comm::Group& tensor, const pipeline::Channels& pipeline, at::Device device) {
   const PipelineLayout layout = pipeline_layout(config, pipeline.size());
   LoadedModel built;
-  built.pipeline = pipeline;
+  built.channels = pipeline;
+  built.pipeline = pipeline.ahead;
   built.layers = tensor;
   built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   Config settled = config;
@@ -102,7 +103,7 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   return layout;
 }
 
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, const comm::Group& pipeline, at::Device device) {
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor, const pipeline::Channels& pipeline, at::Device device) {
   LoadedModel loaded = build(found.config, tensor, pipeline, device);
   if (!found.checkpoint) {
     checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_targets(*loaded.model));

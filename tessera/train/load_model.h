@@ -52,7 +52,7 @@ ReadingLayout reading_layout(const Config& config, int world_size);
 
 /// Loads weights alone, for eval and generate; of layers that are cut over the ranks of `tensor`, and of stages that are dealt over those of `pipeline`, each
 /// reads its part. Collective over them. Throws ConfigError.
-LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), const comm::Group& pipeline = comm::Group::self(),
+LoadedModel load_model(const FoundModel& found, const comm::Group& tensor = comm::Group::self(), const pipeline::Channels& pipeline = comm::Group::self(),
                        at::Device device = at::kCPU);
 
 }  // namespace tessera

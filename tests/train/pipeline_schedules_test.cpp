@@ -11,6 +11,7 @@
 #include "tessera/pipeline/schedules/lower.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/stage_costs.h"
+#include "tests/comm/order_alone.h"
 #include "tests/refusal.h"
 #include "tests/train/pipeline_fixture.h"
 
@@ -55,6 +56,26 @@ TEST_F(PipelineSchedules, EachNameEqualsOneDevice) {
   Sets limited = scheduled("zb_auto", 2);
   limited.insert(limited.end(), {"pipeline.memory_limit=3", "pipeline.costs=[1, 1.2, 0.8, 0.1]"});
   expect_alike(trace_of("llama", 2, limited), one, limited);
+}
+
+/// On an engine that matches messages by their order alone, as NCCL does.
+TEST_F(PipelineSchedules, TrainWhereMessagesMeetByTheirOrderAlone) {
+  const Sets tied{"model.tie_embeddings=true"};
+  const Trace one = trace_of("llama", 1, {}), one_tied = trace_of("llama", 1, {}, tied);
+  decorators_ = {testing_support::order_alone()};
+  for (const auto& name : {"naive", "gpipe", "1f1b", "zb_h1", "zb_2p"}) expect_alike(trace_of("llama", 3, scheduled(name, 3)), one, {name});
+  for (const auto& name : {"interleaved", "breadth_first", "zb_v", "v_half"}) expect_alike(trace_of("llama", 2, scheduled(name, 2, 2)), one, {name});
+  const auto beside = [&](Sets layout, const Sets& more) {
+    layout.insert(layout.end(), more.begin(), more.end());
+    return layout;
+  };
+  for (const auto& [layout, ranks] : std::vector<std::pair<Sets, int>>{{scheduled("1f1b", 2), 2},
+                                                                       {scheduled("zb_v", 2, 2), 2},
+                                                                       {beside(scheduled("1f1b", 2), {"mesh.dp_shard=2", "zero.stage=1"}), 4},
+                                                                       {beside(scheduled("zb_v", 2, 2), {"mesh.dp_shard=2", "zero.stage=3"}), 4},
+                                                                       {beside(scheduled("interleaved", 2, 2), {"mesh.tp=2"}), 4}}) {
+    expect_alike(trace_of("llama", ranks, layout, tied), one_tied, layout);
+  }
 }
 
 TEST_F(PipelineSchedules, FixedTreesGiveTheBitsOfOneDevice) {
