@@ -50,7 +50,15 @@ std::vector<double> read_numbers(const char* flag, const std::string& text, cons
   }
 }
 
+/// Of each stage, as a run has measured them.
+schedules::Costs measured_costs(const ScheduleFlags& flags) {
+  require(flags.per_rank.empty(), "--per-rank = ", flags.per_rank, ": --costs = ", flags.costs, " holds each stage's own; leave --per-rank out");
+  const schedules::Timed timed = schedules::read_timeline(flags.costs);
+  return {.communication = message_time(timed), .stages = costs_of(timed)};
+}
+
 schedules::Costs read_costs(const ScheduleFlags& flags) {
+  if (flags.costs.find_first_of("0123456789.") != 0 || std::filesystem::exists(flags.costs)) return measured_costs(flags);
   const std::string expected = "F,B,W,comm or F,B,W,comm,F&B";
   const auto numbers = read_numbers("--costs", flags.costs, expected);
   require(numbers.size() == 4 || numbers.size() == 5, "--costs = ", flags.costs, ": expected ", expected, ", and there are ", numbers.size(), " numbers");
@@ -100,6 +108,8 @@ Simulated simulate(const ScheduleFlags& flags) {
   if (schedules::is_made_for_costs(request.name) && request.ranks > 0)
     request.costs.scale = scale_of(flags.per_rank, schedules::loop_placement(request.ranks, 1), request.ranks);
   Simulated result{.schedule = schedules::make_schedule(request), .costs = request.costs, .timeline = {}, .measures = {}};
+  require(result.costs.stages.empty() || std::ssize(result.costs.stages) == result.schedule.stages(), "--costs = ", flags.costs, ": was measured with ",
+          result.costs.stages.size(), " stages, and ", request.name, " has ", result.schedule.stages(), " here; take as many");
   result.costs.scale = scale_of(flags.per_rank, result.schedule.rank_of, result.schedule.ranks());
   if (flags.lower && !result.schedule.is_lowered()) result.schedule = schedules::lower(result.schedule, {.reduce_gradients = true, .costs = result.costs});
   result.timeline = schedules::simulate(result.schedule, result.costs);
@@ -176,7 +186,8 @@ void add_schedule(CLI::App& app, int& exit_code) {
   command->add_option("--virtual", request.chunks, "Chunks of the model per rank (default: 1, or the 2 that a schedule demands)");
   command
       ->add_option("--costs", flags->costs,
-                   "F,B,W,comm of a stage, any one unit: forward, backward of inputs and of weights, a message; and F&B, of both at once")
+                   "F,B,W,comm of a stage, any one unit: forward, backward of inputs and of weights, a message; and F&B, of both at once; or what each stage "
+                   "cost a run with log.timeline_every: its folder, or timeline.jsonl")
       ->capture_default_str();
   command->add_option("--per-rank", flags->per_rank, "A factor of these costs for each rank: 1,1,1,1.2");
   command->add_option("--memory-limit", request.memory_limit, "zb_auto: micro-batches whose activations a rank may hold");

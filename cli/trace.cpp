@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +25,7 @@ namespace {
 
 using nlohmann::json;
 using schedules::Timed;
+using schedules::timeline_file;
 
 struct TraceFlags {
   std::string from, against;
@@ -41,40 +41,6 @@ struct Compared {
   Timed timed;
 };
 
-std::filesystem::path timeline_file(const std::string& from) {
-  std::error_code ignored;
-  const bool is_run = std::filesystem::is_directory(from, ignored);
-  const auto file = is_run ? std::filesystem::path(from) / "timeline.jsonl" : std::filesystem::path(from);
-  require(std::filesystem::is_regular_file(file, ignored), from, is_run ? ": holds no timeline.jsonl" : ": there is no such run or file",
-          "; a run writes its timeline with --set log.timeline_every=1");
-  return file;
-}
-
-/// The one that is asked for; where nothing is said, of the last step the pipeline of the lowest rank.
-Timed read_timeline(const std::string& from, const std::optional<int64_t>& step, const std::optional<int>& rank) {
-  const auto file = timeline_file(from);
-  std::ifstream in(file);
-  std::optional<Timed> found;
-  std::vector<std::string> there;
-  int number = 0;
-  for (std::string line; std::getline(in, line);) {
-    ++number;
-    const json object = json::parse(line, nullptr, false);
-    if (object.is_discarded() && in.eof() && number > 1) break;  // a last line that was cut
-    const auto origin = detail::concat(file.string(), ", line ", number);
-    require(!object.is_discarded(), origin, ": is no JSON; expected what `tessera schedule --json` prints, or a run's timeline.jsonl");
-    Timed timed = schedules::timed_from_json(object, origin);
-    there.push_back(fmt::format("step {} of rank {}", timed.step, timed.rank));
-    if (timed.step != step.value_or(timed.step) || timed.rank != rank.value_or(timed.rank)) continue;
-    if (!found || timed.step > found->step || (timed.step == found->step && timed.rank < found->rank)) found = std::move(timed);
-  }
-  require(!there.empty(), file.string(), ": is empty: no step has been timed");
-  if (there.size() > 8) there.erase(there.begin() + 4, there.end() - 4);
-  require(found.has_value(), file.string(), ": no pipeline of", step ? fmt::format(" --step {}", *step) : "", rank ? fmt::format(" --rank {}", *rank) : "",
-          "; there are ", fmt::format("{}", fmt::join(there, ", ")));
-  return std::move(*found);
-}
-
 bool holds_times(const std::string& name) {
   std::error_code ignored;
   return name.ends_with(".json") || name.ends_with(".jsonl") || std::filesystem::is_directory(name, ignored);
@@ -82,7 +48,7 @@ bool holds_times(const std::string& name) {
 
 /// What `measured` is held against: its own order by its own costs, another schedule by these costs, or another timeline as it is.
 Compared other_side(const TraceFlags& flags, const Timed& measured) {
-  if (holds_times(flags.against)) return {flags.against, read_timeline(flags.against, std::nullopt, std::nullopt)};
+  if (holds_times(flags.against)) return {flags.against, schedules::read_timeline(flags.against)};
   const schedules::Costs costs{.stages = schedules::costs_of(measured)};
   const auto& ran = measured.schedule;
   if (flags.against.empty()) return {"foretold", {.schedule = ran, .timeline = simulate(ran, costs)}};
@@ -167,7 +133,7 @@ int show_trace(const TraceFlags& flags) {
   if (schedules::is_schedule_file(flags.against)) inputs.push_back(flags.against);
   check_output_file("--svg", flags.svg, inputs);
   check_output_file("--trace", flags.trace, inputs);
-  const Compared measured{"measured", read_timeline(flags.from, flags.step, flags.rank)};
+  const Compared measured{"measured", schedules::read_timeline(flags.from, flags.step, flags.rank)};
   const Compared other = other_side(flags, measured.timed);
   std::fputs((flags.json ? compared_json(measured, other).dump() + "\n" : compared_text(measured, other)).c_str(), stdout);
   std::fflush(stdout);

@@ -94,6 +94,7 @@ std::vector<std::string> inputs_of(const TrainFlags& flags, const Config& config
   std::vector<std::string> inputs{flags.file, config.data.tokenizer, config.model.from_hf, config.comm.table};
   for (const auto* files : {&config.data.files, &config.data.validation_files}) inputs.insert(inputs.end(), files->begin(), files->end());
   if (is_schedule_file(config.pipeline)) inputs.push_back(config.pipeline.schedule);
+  if (!config.pipeline.costs_from.empty()) inputs.insert(inputs.end(), {config.pipeline.costs_from, config.pipeline.costs_from + "/timeline.jsonl"});
   return inputs;
 }
 

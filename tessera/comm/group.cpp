@@ -46,6 +46,7 @@ Attachment Group::synchronize_in_backward() const {
   return Attachment([users = state_->in_backward] { --users->synchronizers; });
 }
 
+bool Group::matches_tags() const { return !state_->engine || state_->engine->matches_tags(); }
 void Group::set_place(std::string_view place) const {
   if (state_->engine) state_->engine->set_place(place);
 }

@@ -66,6 +66,8 @@ class Group {
   std::chrono::milliseconds timeout() const;
   /// The engine with its decorators; null in a group of one.
   const std::shared_ptr<Engine>& engine() const;
+  /// Engine::matches_tags; true in a group of one.
+  bool matches_tags() const;
   /// Says what this rank is at from now on, between its collectives: "stage 1, forward of micro-batch 5"; empty: nothing in particular. Flight records and
   /// verdicts show it. Costs some nanoseconds.
   void set_place(std::string_view place) const;

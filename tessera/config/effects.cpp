@@ -1,11 +1,11 @@
 #include <algorithm>
-#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
@@ -22,7 +22,6 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
   const bool pipelined = config.mesh.pp != 1;
-  static const std::set<std::string> for_costs{"zb_1p", "zb_2p", "zb_auto"};
   return {
       {optim.name != "sgd", with("optim.name", optim.name), {"optim.momentum"}},
       {optim.name == "sgd", with("optim.name", optim.name), {"optim.betas", "optim.eps"}},
@@ -37,11 +36,14 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {!pipelined,
        "with mesh.pp = 1",
        {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages", "pipeline.vertical_sync", "pipeline.per_update", "pipeline.memory_limit",
-        "pipeline.costs"}},
+        "pipeline.costs", "pipeline.costs_from", "pipeline.kept"}},
       {pipelined && pipeline.schedule != "pipedream", with("pipeline.schedule", pipeline.schedule), {"pipeline.vertical_sync"}},
       {pipelined && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
       {pipelined && pipeline.schedule != "zb_auto", with("pipeline.schedule", pipeline.schedule), {"pipeline.memory_limit"}},
-      {pipelined && !for_costs.contains(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.costs"}},
+      {pipelined && !is_made_for_costs(pipeline.schedule),
+       with("pipeline.schedule", pipeline.schedule),
+       {"pipeline.costs", "pipeline.costs_from", "pipeline.kept"}},
+      {pipelined && !pipeline.costs_from.empty(), "with pipeline.costs_from", {"pipeline.costs"}},
       {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method", "context.ulysses", "context.balance"}},
       {config.mesh.cp != 1 && config.context.method != "ulysses_ring", with("context.method", config.context.method), {"context.ulysses"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},

@@ -123,14 +123,18 @@
     path_or("naive, gpipe, 1f1b, pipedream, pipedream_2bw, interleaved, breadth_first, zb_h1, zb_h2, zb_v, dualpipev, v_half, v_min, zb_1p, zb_2p, zb_auto"), \
     "Schedule, or a CSV file that holds one.")                                                                                                                \
   X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(),                                                                               \
-    "`auto`, or how many links each stage has, or the links that begin the stages after the first.")                                                          \
+    "`auto` (as many links each), `cost` (as many FLOPs each), or how many links each stage has, or the links that begin the stages after the first.")        \
   X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")                                                                                           \
   X(bool, vertical_sync, false, any(), "`pipedream`: a micro-batch uses on every stage the weights' version that it met on the first.")                       \
   X(int, per_update, 0, any(), "`pipedream_2bw`: micro-batches of a data rank that an update sums, at least one for each stage; 0: as few as that.")          \
   X(int, memory_limit, 0, any(), "Micro-batches whose activations a rank may hold at most (`zb_auto`).")                                                      \
+  X(double, kept, 1, any(),                                                                                                                                   \
+    "Share of a micro-batch's activations that is left when the gradients of its inputs are there (`zb_1p`, `zb_2p`, `zb_auto`).")                            \
   X(std::vector<double>, costs, {}, any(),                                                                                                                    \
     "Of an average stage: forward, backward of inputs, of weights, and, if given, a message; `[]`: estimated from FLOPs (`zb_1p`, `zb_2p`, `zb_auto`, "       \
-    "`plan`).")
+    "`plan`).")                                                                                                                                               \
+  X(std::string, costs_from, "", path(),                                                                                                                      \
+    "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")
 
 #define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
   X(std::string, mode, "none", one_of("none, full, selective"),                                                                  \

@@ -2,6 +2,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 
 // In an asynchronous pipeline each stage updates by itself, when it has a gradient: at no moment do all stages have the gradients of the same samples. What
@@ -9,9 +10,7 @@
 
 namespace tessera {
 
-bool updates_within_steps(const Config& config, int pipeline_ranks) {
-  return pipeline_ranks > 1 && (config.pipeline.schedule == "pipedream" || config.pipeline.schedule == "pipedream_2bw");
-}
+bool updates_within_steps(const Config& config, int pipeline_ranks) { return pipeline_ranks > 1 && is_asynchronous(config.pipeline.schedule); }
 
 namespace detail {
 

@@ -220,6 +220,8 @@ void validate_pipeline(const PipelineConfig& pipeline) {
   at_least("pipeline.virtual_stages", pipeline.virtual_stages, 1);
   at_least("pipeline.per_update", pipeline.per_update, 0);
   at_least("pipeline.memory_limit", pipeline.memory_limit, 0);
+  require(pipeline.kept > 0 && pipeline.kept <= 1, "pipeline.kept = ", format_float(pipeline.kept),
+          ": a share of a micro-batch's activations, more than 0 and at most 1; set pipeline.kept = 1 where a backward of inputs frees none");
   const std::vector<double>& costs = pipeline.costs;
   if (costs.empty()) return;
   std::string text;

@@ -35,19 +35,21 @@ constexpr int64_t kSmallestChunk = 128;
 
 using Parts = std::optional<c10::intrusive_ptr<VocabularyParts>>;
 using Forward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, int64_t, double, bool,
-                                                               bool, at::ScalarType, const std::optional<at::Tensor>&, double, double, const Parts&);
+                                                               bool, at::ScalarType, const std::optional<at::Tensor>&, bool, double, double, const Parts&);
 
 /// Sum over chunks of d_logits^T hidden, in `handed_on`. fp32 products (`compute`) add into the result themselves; others are rounded to their dtype, so
 /// their sum needs fp32.
 class WeightGradient {
  public:
-  /// `place`: where the sum is to lie, if anywhere.
-  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk, at::ScalarType handed_on, const std::optional<at::Tensor>& place)
+  /// `place`: where the sum is to lie, if anywhere; `adds`: to what lies there.
+  WeightGradient(const at::Tensor& weight, at::ScalarType compute, bool single_chunk, at::ScalarType handed_on, const std::optional<at::Tensor>& place,
+                 bool adds)
       : handed_on_(handed_on),
         product_(compute == at::kFloat ? at::Tensor() : at::empty(weight.sizes(), weight.options().dtype(compute))),
         sum_(place                                                                   ? *place
              : product_.defined() && single_chunk && compute == weight.scalar_type() ? product_
-                                                                                     : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))) {}
+                                                                                     : at::empty(weight.sizes(), weight.options().dtype(at::kFloat))),
+        first_(!adds) {}
 
   void add(const at::Tensor& d_logits, const at::Tensor& hidden) {
     if (!product_.defined()) {
@@ -69,7 +71,7 @@ class WeightGradient {
  private:
   at::ScalarType handed_on_;
   at::Tensor product_, sum_;
-  bool first_ = true;
+  bool first_;
 };
 
 /// Losses of rows of which others hold columns as well, and, with `gradient`, logits <- their gradient * scale.
@@ -88,8 +90,8 @@ void meet_parts(VocabularyParts& parts, const CrossEntropyRoutines& routines, co
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, at::ScalarType compute,
                                                        int64_t chunk_tokens, double expected_gradient, bool needs_hidden, bool needs_weight,
-                                                       at::ScalarType handed_on, const std::optional<at::Tensor>& place, double label_smoothing, double z_loss,
-                                                       const Parts& parts) {
+                                                       at::ScalarType handed_on, const std::optional<at::Tensor>& place, bool adds, double label_smoothing,
+                                                       double z_loss, const Parts& parts) {
   const int64_t tokens = hidden.size(0), dim = hidden.size(1), vocabulary = weight.size(0);
   // Parts meet once a chunk: what a part that has a column less could do in fewer chunks must not count.
   const int64_t columns = parts ? (*parts)->largest : vocabulary;
@@ -111,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
     if (product != hidden.scalar_type()) d_hidden_chunk = at::empty({chunk, dim}, x.options());
   }
   std::optional<WeightGradient> d_weight;
-  if (needs_weight) d_weight.emplace(weight, product, chunk >= tokens, handed_on, place);
+  if (needs_weight) d_weight.emplace(weight, product, chunk >= tokens, handed_on, place, adds);
   const at::Tensor logits_buffer = [&] {
     const MemoryScope outputs(MemoryCategory::Outputs);
     return at::empty({chunk, vocabulary}, x.options());
@@ -160,37 +162,45 @@ struct Settings {
 };
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> call(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const Settings& settings,
-                                                    bool needs_hidden, bool needs_weight, const std::optional<at::Tensor>& place) {
+                                                    bool needs_hidden, bool needs_weight, const GradientPlace& place) {
   static const auto op = find_operator<Forward>("tessera::linear_cross_entropy");
   const at::AutoDispatchBelowADInplaceOrView below;
-  auto result = op.call(hidden, weight, labels, settings.compute, settings.chunk_tokens, settings.expected_gradient, needs_hidden, needs_weight,
-                        settings.handed_on, place, settings.label_smoothing, settings.z_loss, settings.parts);
-  if (place) std::get<2>(result) = place->alias();  // a handle that autograd finds to be the only one
+  auto result =
+      op.call(hidden, weight, labels, settings.compute, settings.chunk_tokens, settings.expected_gradient, needs_hidden, needs_weight, settings.handed_on,
+              place.defined() ? std::optional(place.memory) : std::nullopt, place.holds_sum, settings.label_smoothing, settings.z_loss, settings.parts);
+  if (place.defined()) std::get<2>(result) = place.memory.alias();  // a handle that autograd finds to be the only one
   return result;
 }
 
-using Place = std::function<at::Tensor()>;
+using Place = std::function<GradientPlace()>;
 
-std::optional<at::Tensor> place_of(const at::Tensor& weight, const Place& ask) {
-  const at::Tensor place = ask ? ask() : at::Tensor();
-  if (!place.defined()) return std::nullopt;
-  require(place.sizes() == weight.sizes() && place.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && place.is_contiguous() &&
-              !place.requires_grad(),
+GradientPlace place_of(const at::Tensor& weight, const Place& ask) {
+  GradientPlace place = ask ? ask() : GradientPlace();
+  if (!place.defined()) return place;
+  const at::Tensor& memory = place.memory;
+  require(memory.sizes() == weight.sizes() && memory.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && memory.is_contiguous() &&
+              !memory.requires_grad(),
           "linear_cross_entropy: weight_gradient must be contiguous fp32 ", weight.sizes(), " for a weight that is fp32 and wants a gradient");
   return place;
 }
 
-at::Tensor scaled(at::Tensor gradient, const at::Tensor& grad, double planned) {
-  return !gradient.defined() || is_planned(grad, planned) ? gradient : gradient.mul_(grad.div(planned));
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& grad, double planned, bool in_sum = false) {
+  if (!gradient.defined() || is_planned(grad, planned)) return gradient;
+  if (in_sum) {
+    throw Error(detail::concat("linear_cross_entropy: backward brought another gradient than expected_gradient = ", planned,
+                               ", and the weight's has been added to others already"));
+  }
+  return gradient.mul_(grad.div(planned));
 }
 
 /// Holds the gradients between the two passes and gives them away, so that autograd can keep them as they are instead of copying.
 struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
-                            const Settings& settings, bool needs_hidden, bool needs_weight, const std::optional<at::Tensor>& place) {
+                            const Settings& settings, bool needs_hidden, bool needs_weight, const GradientPlace& place) {
     auto [loss, d_hidden, d_weight] = call(hidden, weight, labels, settings, needs_hidden, needs_weight, place);
     auto& data = context->saved_data;
     data["expected"] = settings.expected_gradient;
+    data["in_sum"] = place.holds_sum;
     if (d_hidden.defined()) data["hidden"] = std::move(d_hidden);
     if (d_weight.defined()) data["weight"] = std::move(d_weight);
     return loss;
@@ -202,15 +212,16 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
     require(expected != data.end(), "linear_cross_entropy: its gradients were given away by an earlier backward pass; run the forward pass again");
     const double planned = expected->second.toDouble();
     data.erase(expected);
-    const auto take = [&](const char* name) {
+    const bool in_sum = data.at("in_sum").toBool();
+    const auto take = [&](const char* name, bool is_in_sum) {
       const auto found = data.find(name);
       if (found == data.end()) return at::Tensor();
       at::Tensor gradient = std::move(found->second).toTensor();
       data.erase(found);
-      return scaled(std::move(gradient), grads[0], planned);
+      return scaled(std::move(gradient), grads[0], planned, is_in_sum);
     };
     const at::Tensor none;
-    at::Tensor d_hidden = take("hidden"), d_weight = take("weight");
+    at::Tensor d_hidden = take("hidden", false), d_weight = take("weight", in_sum);
     return first_derivative("linear_cross_entropy", grads, {std::move(d_hidden), std::move(d_weight), none, none, none, none, none});
   }
 };
@@ -227,19 +238,20 @@ struct GradientsInBackward : torch::autograd::Function<GradientsInBackward> {
                             const Settings& settings, const Place& place) {
     context->save_for_backward({hidden, weight, labels});
     context->saved_data["later"] = c10::IValue::make_capsule(c10::make_intrusive<Later>(settings, place));
-    return std::get<0>(call(hidden, weight, labels, settings, false, false, std::nullopt));
+    return std::get<0>(call(hidden, weight, labels, settings, false, false, {}));
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const auto later = c10::static_intrusive_pointer_cast<Later>(context->saved_data["later"].toCapsule());
     const bool needs_hidden = context->needs_input_grad(0), needs_weight = context->needs_input_grad(1);
-    auto [loss, d_hidden, d_weight] =
-        call(saved[0], saved[1], saved[2], later->settings, needs_hidden, needs_weight, needs_weight ? place_of(saved[1], later->place) : std::nullopt);
+    const GradientPlace place = needs_weight ? place_of(saved[1], later->place) : GradientPlace();
+    auto [loss, d_hidden, d_weight] = call(saved[0], saved[1], saved[2], later->settings, needs_hidden, needs_weight, place);
     const at::Tensor none;
     const double planned = later->settings.expected_gradient;
-    return first_derivative("linear_cross_entropy", grads,
-                            {scaled(std::move(d_hidden), grads[0], planned), scaled(std::move(d_weight), grads[0], planned), none, none, none});
+    return first_derivative(
+        "linear_cross_entropy", grads,
+        {scaled(std::move(d_hidden), grads[0], planned), scaled(std::move(d_weight), grads[0], planned, place.holds_sum), none, none, none});
   }
 };
 
@@ -249,7 +261,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
   m.class_<VocabularyParts>("VocabularyParts");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, ScalarType compute_dtype, int chunk_tokens, float expected_gradient, bool "
-      "needs_hidden, bool needs_weight, ScalarType handed_on, Tensor(a!)? weight_gradient, float label_smoothing, float z_loss, "
+      "needs_hidden, bool needs_weight, ScalarType handed_on, Tensor(a!)? weight_gradient, bool adds, float label_smoothing, float z_loss, "
       "__torch__.torch.classes.tessera.VocabularyParts? "
       "parts) -> (Tensor loss, Tensor d_hidden, "
       "Tensor d_weight)");
@@ -291,7 +303,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                           .parts = options.parts ? Parts(options.parts) : std::nullopt};
   if (options.in_backward && differentiate) return GradientsInBackward::apply(hidden, weight, labels.contiguous(), settings, options.weight_gradient);
   return LinearCrossEntropyFunction::apply(hidden, weight, labels.contiguous(), settings, differentiate && hidden.requires_grad(), needs_weight,
-                                           needs_weight ? place_of(weight, options.weight_gradient) : std::nullopt);
+                                           needs_weight ? place_of(weight, options.weight_gradient) : GradientPlace());
 }
 
 }  // namespace tessera::kernels

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/kernels/cross_entropy.h"
+#include "tessera/kernels/gradient_place.h"
 #include "tessera/kernels/vocabulary_parts.h"
 
 namespace tessera::kernels {
@@ -19,9 +20,10 @@ struct LinearCrossEntropyOptions {
   /// What backward is going to be called with for the loss, typically 1 / global_valid_tokens (times the loss scale). It is folded into the softmax pass; where
   /// backward then brings another number, the result is still right, at the cost of one pass over both gradients.
   double expected_gradient = 1.0;
-  /// Asked, where set, where the weight's gradient goes: [V, D] fp32, contiguous, as the weight must be; overwritten when it is computed and handed to autograd
-  /// as it is (an alias). Undefined: a tensor of its own. Since that one is not needed then, the default chunk may take kLogitsBytesInPlace.
-  std::function<at::Tensor()> weight_gradient{};
+  /// Asked, where set, where the weight's gradient goes: [V, D] fp32, contiguous, as the weight must be; overwritten, or added to, when it is computed and
+  /// handed to autograd as it is (an alias). Undefined: a tensor of its own. Since that one is not needed then, the default chunk may take kLogitsBytesInPlace.
+  /// What is added to a sum cannot be scaled any more: then backward throws Error where it brings another number than expected_gradient.
+  std::function<GradientPlace()> weight_gradient{};
   /// Gradients are computed by the backward pass, from hidden and labels: for several forward passes whose backward passes are to come (a pipeline), each of
   /// which would hold a gradient of the whole weight. Costs the product that makes the logits once more; the same bits.
   bool in_backward = false;

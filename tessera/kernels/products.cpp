@@ -119,7 +119,11 @@ at::Tensor linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight,
   return at::mm(rows.to(at::kFloat), weight.to(at::kFloat)).to(dy.scalar_type()).view(sizes);
 }
 
-at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x) {
+at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const GradientPlace& place) {
+  if (place.defined()) {
+    at::Tensor gradient = place.memory;
+    return at::addmm_out(gradient, gradient, rows_of(dy).t(), rows_of(x), /*beta=*/place.holds_sum ? 1 : 0);
+  }
   if (!is_widened(dy)) return at::mm(rows_of(dy).t(), rows_of(x));
   return at::mm(rows_of(dy).to(at::kFloat).t(), rows_of(x).to(at::kFloat)).to(dy.scalar_type());
 }

@@ -7,6 +7,8 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include "tessera/kernels/gradient_place.h"
+
 /// Matrix products of 16-bit numbers on processors without instructions for them. There libtorch emulates them, several times slower than fp32; here operands
 /// are widened, which is exact, multiplied in fp32, whose kernels are fast everywhere, and the result is rounded once. So the bits differ from those of a
 /// processor that has the products by the order of fp32 sums and no more.
@@ -52,7 +54,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 /// What backward of linear() makes of `dy` [..., O], one by one and outside of autograd, with the very bits of the whole: the gradient of x, in its `sizes`;
 /// that of weight [O, I]; that of bias [O].
 at::Tensor linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, at::IntArrayRef sizes);
-at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x);
+at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const GradientPlace& place = {});  ///< `place`, where it has one
 at::Tensor linear_bias_gradient(const at::Tensor& dy);
 
 }  // namespace tessera::kernels

@@ -182,6 +182,10 @@ comm::Group Mesh::operator[](const Axes& axes) const {
   return state_->groups.emplace(along, state_->world.subgroup(state_->members(along), state_->name(along))).first->second;
 }
 
+comm::Group Mesh::another(const Axes& axes, const std::string& name) const {
+  return size(axes) == 1 ? (*this)[axes] : state_->world.subgroup(members(axes), state_->name(state_->indices(axes)) + "." + name);
+}
+
 MeshShape mesh_shape(const MeshConfig& config, int zero_stage, int world_size) { return resolve_mesh(config, zero_stage, world_size); }
 
 int size_along(const MeshShape& shape, const Axes& axes) {

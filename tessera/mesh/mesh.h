@@ -59,6 +59,10 @@ class Mesh {
 
   comm::Group operator[](const Axes& axes) const;
 
+  /// A further group of the same ranks as [axes], with connections of its own, for messages that must not meet those of the first. Collective as that is; each
+  /// call makes another. `name` is added to the axes'.
+  comm::Group another(const Axes& axes, const std::string& name) const;
+
  private:
   struct State;
   explicit Mesh(std::shared_ptr<State> state) : state_(std::move(state)) {}

@@ -31,15 +31,17 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const at::Tensor ids = context->get_saved_variables()[0], weight = context->saved_data["weight"].toTensor();
     const int64_t padding_row = context->saved_data["padding_row"].toInt();
-    at::Tensor gradient = weight.is_cuda() ? at::Tensor() : GradientDispatcher::take_place(weight);  // there, adding rows up at once has no fixed order
+    // On CUDA adding rows up at once has no fixed order.
+    auto [gradient, holds_sum] = weight.is_cuda() ? kernels::GradientPlace() : GradientDispatcher::take_place(weight);
     if (!gradient.defined()) {
       const at::Tensor rows = grads[0].to(kernels::handed_on_in(weight, grads[0].scalar_type()));
       gradient = at::embedding_dense_backward(rows, ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);
     } else {
-      gradient.zero_().index_add_(0, ids.reshape({-1}), grads[0].to(gradient.scalar_type()).reshape({-1, weight.size(1)}));
+      if (!holds_sum) gradient.zero_();
+      gradient.index_add_(0, ids.reshape({-1}), grads[0].to(gradient.scalar_type()).reshape({-1, weight.size(1)}));
       if (padding_row >= 0) gradient.select(0, padding_row).zero_();
     }
-    return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
+    return {std::move(gradient), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 

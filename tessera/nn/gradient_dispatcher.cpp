@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -11,6 +12,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
 
 // The slot belongs to the tensor, the hook in it to the slot, the dispatcher to the hook: all go together, so nobody needs a table of parameters. Hence no
 // reference back, which would keep the tensor alive for ever, and attachments that know the state only weakly, since they may outlive it. A hook before
@@ -61,6 +63,7 @@ struct GradientDispatcher::State {
   int64_t announced_step = -1;  ///< of the phase; the last step whose gradient was called final
   PlaceMaker place;             ///< on offer
   bool is_place_taken = false;
+  bool adds_in_place = false;
   bool arrived = false;  ///< without a phase: something accumulated since the last announcement
 };
 
@@ -197,12 +200,29 @@ void GradientDispatcher::offer_place(PlaceMaker make) {
 
 void GradientDispatcher::withdraw_place() { offer_place(PlaceMaker()); }
 
-at::Tensor GradientDispatcher::take_place(const at::Tensor& parameter) {
-  if (!parameter.is_leaf() || !parameter.requires_grad() || parameter.grad().defined()) return {};
+void GradientDispatcher::add_in_place(bool adds) { state_->adds_in_place = adds; }
+
+bool GradientDispatcher::adds_in_place(const at::Tensor& parameter) {
   const auto* const dispatcher = find(parameter);
-  if (dispatcher == nullptr || !dispatcher->state_->place) return {};
-  dispatcher->state_->is_place_taken = true;
-  return std::exchange(dispatcher->state_->place, {})().detach();  // no view to autograd, which refuses to detach one in place
+  return dispatcher != nullptr && dispatcher->state_->adds_in_place && parameter.is_leaf() && parameter.requires_grad() && parameter.is_contiguous() &&
+         !parameter.is_cuda() && torch::autograd::impl::hooks(parameter).empty();
+}
+
+kernels::GradientPlace GradientDispatcher::take_place(const at::Tensor& parameter) {
+  if (!parameter.is_leaf() || !parameter.requires_grad()) return {};
+  const auto* const dispatcher = find(parameter);
+  at::Tensor& grad = parameter.mutable_grad();
+  if (dispatcher != nullptr && dispatcher->state_->place && !grad.defined()) {
+    dispatcher->state_->is_place_taken = true;
+    return {.memory = std::exchange(dispatcher->state_->place, {})().detach()};  // no view to autograd, which refuses to detach one in place
+  }
+  if (!adds_in_place(parameter)) return {};
+  if (!grad.defined()) {
+    const MemoryScope scope(MemoryCategory::Gradients);
+    return {.memory = at::empty(parameter.sizes(), parameter.options().requires_grad(false))};
+  }
+  if (grad.scalar_type() != parameter.scalar_type() || !grad.is_contiguous() || grad.requires_grad()) return {};
+  return {.memory = std::exchange(grad, {}).detach(), .holds_sum = true};
 }
 
 bool GradientDispatcher::is_place_taken() const { return state_->is_place_taken; }

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/core/attachment.h"
+#include "tessera/kernels/gradient_place.h"
 
 namespace tessera {
 class GradientSynchronizer;
@@ -78,9 +79,18 @@ class GradientDispatcher {
 
   void withdraw_place();
 
-  /// The place on offer (an alias of it) to who computes a gradient of `parameter`, if it has none so far; else undefined. Who takes it overwrites it and hands
-  /// it to autograd, keeping no handle: then it becomes `grad` as it is, without a copy.
-  static at::Tensor take_place(const at::Tensor& parameter);
+  /// From here on, until it is told otherwise, who computes a gradient may add it to what is there: the engine says so that runs one micro-batch's backward,
+  /// of those whose forward has begun to compute gradients, before the next's. No effect where anyone listens to arrivals, or a program has put a hook on the
+  /// parameter: they are to see each contribution by itself.
+  void add_in_place(bool adds);
+
+  /// Whether it is so now of `parameter`, with or without a dispatcher.
+  static bool adds_in_place(const at::Tensor& parameter);
+
+  /// The place (an alias of it) for a gradient of `parameter` that is about to be computed: the one on offer, if it has none so far; where gradients are added
+  /// in place, `grad` itself, which is taken from the parameter, or new memory if there is none; else none. Who takes it fills it and hands it to autograd,
+  /// keeping no handle: then it becomes `grad` as it is, without a copy.
+  static kernels::GradientPlace take_place(const at::Tensor& parameter);
 
   /// Whether the place of the last offer was taken: before its gradient has come, nothing else may be written there.
   bool is_place_taken() const;

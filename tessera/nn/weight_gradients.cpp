@@ -41,8 +41,14 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& weight, const 
   return kernels::fp8_linear_input_gradient(dy, weight, x, fp8->out_dtype, fp8->scaling);
 }
 
-at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::ScalarType dtype, const std::optional<Fp8Products>& fp8) {
-  if (!fp8) return kernels::linear_weight_gradient(dy, x);
+/// Of fp32 operands it may be added up where it is to end up.
+kernels::GradientPlace place_for(const at::Tensor& weight, const at::Tensor& dy) {
+  const bool fits = !at::GradMode::is_enabled() && weight.scalar_type() == at::kFloat && dy.scalar_type() == at::kFloat;
+  return fits && GradientDispatcher::adds_in_place(weight) ? GradientDispatcher::take_place(weight) : kernels::GradientPlace();
+}
+
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype, const std::optional<Fp8Products>& fp8) {
+  if (!fp8) return kernels::linear_weight_gradient(dy, x, place_for(weight, dy));
   return kernels::fp8_linear_weight_gradient(dy, x, dtype, fp8->out_dtype, fp8->scaling);
 }
 
@@ -65,7 +71,8 @@ struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater
     const auto destination = c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
     const auto& fp8 = destination->fp8;
     if (accumulates_into(destination->weight)) {
-      destination->later->leave(destination->weight, [x, dy, fp8, dtype = saved[1].scalar_type()] { return weight_gradient(dy, x, dtype, fp8); });
+      const auto compute = [x, dy, fp8, weight = destination->weight, dtype = saved[1].scalar_type()] { return weight_gradient(dy, x, weight, dtype, fp8); };
+      destination->later->leave(destination->weight, compute);
     }
     if (destination->bias.defined() && accumulates_into(destination->bias)) {
       destination->later->leave(destination->bias, [dy, fp8] { return bias_gradient(dy, fp8); });
@@ -103,6 +110,33 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
                                {kernels::grouped_input_gradient(dy, saved[1], destination->sizes), at::Tensor(), at::Tensor()});
   }
 };
+
+/// What at::linear and its backward compute, with the weight's gradient added up in place.
+struct LinearAddedInPlace : torch::autograd::Function<LinearAddedInPlace> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+    context->save_for_backward({x, weight});
+    context->saved_data["bias"] = bias.has_value();
+    return kernels::linear(x, weight, bias.value_or(at::Tensor()));
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &dy = grads[0];
+    at::Tensor dx, d_weight, d_bias;
+    if (context->needs_input_grad(0)) dx = kernels::linear_input_gradient(dy, weight, x.sizes());
+    if (context->needs_input_grad(1)) {
+      const kernels::GradientPlace place = accumulates_into(weight) ? place_for(weight, dy) : kernels::GradientPlace();
+      d_weight = kernels::linear_weight_gradient(dy, x, place);
+    }
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) d_bias = kernels::linear_bias_gradient(dy);
+    return {dx, d_weight, d_bias};
+  }
+};
+
+bool is_added_in_place(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight) {
+  return at::GradMode::is_enabled() && weight.is_same(of_weight) && x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
+         GradientDispatcher::adds_in_place(of_weight);
+}
 
 bool can_be_left(const at::Tensor& parameter) { return parameter.is_leaf() && parameter.requires_grad(); }
 
@@ -142,7 +176,10 @@ bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> param
 
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
                                      const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8) {
-  if (!leaves_weight_gradients(x, {of_weight, bias.defined() ? of_bias : at::Tensor()})) return multiply(x, weight, bias, fp8);
+  if (!leaves_weight_gradients(x, {of_weight, bias.defined() ? of_bias : at::Tensor()})) {
+    if (fp8 || !is_added_in_place(x, weight, of_weight)) return multiply(x, weight, bias, fp8);
+    return LinearAddedInPlace::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  }
   const auto destination = c10::make_intrusive<Destination>();
   destination->later = *leaving;
   destination->fp8 = fp8;

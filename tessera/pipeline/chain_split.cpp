@@ -1,6 +1,7 @@
 #include "tessera/pipeline/chain_split.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "tessera/config/config.h"
@@ -69,6 +70,32 @@ Runs by_names(const std::vector<std::string>& names, int stages, const std::vect
 }
 
 }  // namespace
+
+Runs split_by_cost(const std::vector<double>& costs, int stages) {
+  const auto links = static_cast<int64_t>(costs.size());
+  invariant(stages >= 1 && stages <= links, "a chain of ", links, " links in ", stages, " runs");
+  // most[s][i]: the most expensive of the best s + 1 runs over the first i links; from[s][i]: where the last of them begins.
+  std::vector<double> before(static_cast<size_t>(links) + 1);
+  std::partial_sum(costs.begin(), costs.end(), before.begin() + 1);
+  std::vector<std::vector<double>> most(static_cast<size_t>(stages), before);
+  std::vector<std::vector<int64_t>> from(static_cast<size_t>(stages), std::vector<int64_t>(before.size()));
+  for (int64_t s = 1; s < stages; ++s) {
+    for (int64_t i = s + 1; i <= links; ++i) {
+      double least = std::numeric_limits<double>::infinity();
+      for (int64_t begin = s; begin < i; ++begin) {
+        const double worst = std::max(most[s - 1][begin], before[i] - before[begin]);
+        if (worst >= least) continue;
+        least = worst;
+        from[s][i] = begin;
+      }
+      most[s][i] = least;
+    }
+  }
+  Runs runs;
+  for (int64_t s = stages, end = links; s-- > 0; end = from[s][end]) runs.emplace_back(from[s][end], end);
+  std::ranges::reverse(runs);
+  return runs;
+}
 
 std::vector<std::pair<int64_t, int64_t>> split_chain(const std::vector<std::string>& names, int stages, const std::vector<std::string>& split) {
   const int64_t links = std::ssize(names);

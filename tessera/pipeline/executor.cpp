@@ -84,6 +84,10 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
     : schedule_(schedule), crossings_(std::move(crossings)), stages_(std::move(stages)), options_(std::move(options)) {
   invariant(schedule.ranks() == options_.ranks.size(), "a schedule of ", schedule.ranks(), " ranks on ", options_.ranks.size());
   check_crossings(crossings_, schedule.stages());
+  for (const Crossing& crossing : crossings_) {
+    invariant(!crossing.announced || options_.ranks.ahead.matches_tags(), "a value from stage ", crossing.from, " to stage ", crossing.to,
+              " is announced by a message of its own, which the engine would take for the next value: say its shape (Stage::input_spec)");
+  }
   legs_ = itinerary(schedule, crossings_, options_.ranks.rank());
   for (const Leg& leg : legs_) {
     invariant(stages_.contains(leg.action.stage), "rank ", options_.ranks.rank(), " does not hold stage ", leg.action.stage);
@@ -120,7 +124,7 @@ void Executor::run(StepTimes* times) {
     const Leg& leg = legs_[i];
     const std::string& name = names_[i];
     const comm::CallSite site(name);
-    options_.ranks.set_place(name);
+    options_.ranks.ahead.set_place(name);
     try {
       for (const Message& message : leg.posts) post(message);
       const double asked = times ? lap_clock() : 0;
@@ -134,7 +138,7 @@ void Executor::run(StepTimes* times) {
       rethrow_naming(name);
     }
   }
-  options_.ranks.set_place("");
+  options_.ranks.ahead.set_place("");
   const comm::CallSite site("pipeline.end");
   for (auto& pending : sending_) pending.wait();
   sending_.clear();
@@ -253,7 +257,7 @@ void Executor::post(const Message& message) {
     arrival.tensor = room_for(*spec, options_.device);
   }
   const comm::CallSite site(taker_of_.at({message.crossing, message.micro_batch, message.gradient}));
-  arrival.pending = comm::recv_async(options_.ranks, arrival.tensor, message.peer, tag_of(message, crossings_.size(), arrival.is_header));
+  arrival.pending = comm::recv_async(from(message.peer), arrival.tensor, message.peer, tag_of(message, crossings_.size(), arrival.is_header));
 }
 
 void Executor::wait_for(const Message& message) {
@@ -261,7 +265,7 @@ void Executor::wait_for(const Message& message) {
   arrival.pending.wait();
   if (!std::exchange(arrival.is_header, false)) return;
   arrival.tensor = room_for(spec_in(arrival.tensor), options_.device);
-  comm::recv(options_.ranks, arrival.tensor, message.peer, tag_of(message, crossings_.size()));
+  comm::recv(from(message.peer), arrival.tensor, message.peer, tag_of(message, crossings_.size()));
 }
 
 void Executor::send(const Message& message) {
@@ -269,9 +273,9 @@ void Executor::send(const Message& message) {
   invariant(!made.empty(), "nothing to send");
   const at::Tensor value = made.mapped().contiguous();
   if (crossings_[static_cast<size_t>(message.crossing)].announced && !message.gradient) {
-    sending_.push_back(comm::send_async(options_.ranks, header_of(value), message.peer, tag_of(message, crossings_.size(), /*header=*/true)));
+    sending_.push_back(comm::send_async(to(message.peer), header_of(value), message.peer, tag_of(message, crossings_.size(), /*header=*/true)));
   }
-  sending_.push_back(comm::send_async(options_.ranks, value, message.peer, tag_of(message, crossings_.size())));
+  sending_.push_back(comm::send_async(to(message.peer), value, message.peer, tag_of(message, crossings_.size())));
 }
 
 /// What came, or was made here for another stage of this rank.

@@ -16,6 +16,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
 #include "tessera/nn/weight_gradients.h"
+#include "tessera/pipeline/channels.h"
 #include "tessera/pipeline/itinerary.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/stage.h"
@@ -28,7 +29,7 @@ namespace tessera::pipeline {
 using Around = std::function<void(const schedules::Action& action, const std::function<void()>& body)>;
 
 struct ExecutorOptions {
-  comm::Group ranks{};           ///< of the pipeline: its ranks are the schedule's
+  Channels ranks{};              ///< of the pipeline: its ranks are the schedule's; a group, or several (channels.h)
   at::Device device = at::kCPU;  ///< where what comes from other ranks is put
   Around around{};
 
@@ -91,6 +92,8 @@ class Executor {
   void send(const Message& message);
   at::Tensor take(const Value& value);
   void drop_sent();
+  const comm::Group& from(int peer) const { return options_.ranks.between(peer, options_.ranks.rank()); }
+  const comm::Group& to(int peer) const { return options_.ranks.between(options_.ranks.rank(), peer); }
   Alive& alive(const schedules::Action& action) { return alive_[{action.stage, action.micro_batch}]; }
 
   schedules::Schedule schedule_;

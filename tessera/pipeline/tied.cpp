@@ -1,6 +1,7 @@
 #include "tessera/pipeline/tied.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -123,12 +124,17 @@ std::vector<at::Tensor> TiedCopies::pass(const std::vector<End>& senders, const 
     if (sends(other_than(end))) coming[i] = at::empty({numel}, which(tensor).options());
   }
   const auto tag = [](End end) { return end == End::First ? 0 : 1; };
+  // Two ranks post the messages between them in one order, the lower rank's first, for engines that match by order alone.
+  std::vector<std::tuple<int, int, int, size_t>> order;  // peer, sender, tag, exchange
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     const auto& [copy, peer, runs, numel] = exchanges_[i];
     if (peer == ranks_.rank()) continue;
-    const End end = copies_[copy].end;
-    if (coming[i].defined()) pending.push_back(comm::recv_async(ranks_, coming[i], peer, tag(other_than(end))));
-    if (leaving[i].defined()) pending.push_back(comm::send_async(ranks_, leaving[i], peer, tag(end)));
+    if (coming[i].defined()) order.emplace_back(peer, peer, tag(other_than(copies_[copy].end)), i);
+    if (leaving[i].defined()) order.emplace_back(peer, ranks_.rank(), tag(copies_[copy].end), i);
+  }
+  std::ranges::sort(order);
+  for (const auto& [peer, sender, tag, i] : order) {
+    pending.push_back(sender == peer ? comm::recv_async(ranks_, coming[i], peer, tag) : comm::send_async(ranks_, leaving[i], peer, tag));
   }
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     if (exchanges_[i].peer != ranks_.rank() || !coming[i].defined()) continue;

@@ -472,7 +472,8 @@ void check_modules(const Config& config, int tensor_ranks) {
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
   const MeshRoles roles = mesh_roles(config);
   Composition run;
-  run.pipeline = mesh[roles.stages];
+  run.channels = pipeline_channels(mesh, roles.stages);
+  run.pipeline = run.channels.ahead;
   const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
   run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});

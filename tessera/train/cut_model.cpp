@@ -18,6 +18,12 @@ int64_t ColumnRanks::most(int64_t length) const {
 
 std::vector<ColumnRun> ColumnRanks::own(int64_t length) const { return cut() ? of(length).runs[static_cast<size_t>(group.rank())] : std::vector<ColumnRun>(); }
 
+pipeline::Channels pipeline_channels(const Mesh& mesh, const Axes& stages) {
+  const comm::Group ranks = mesh[stages];
+  if (ranks.matches_tags()) return ranks;
+  return {ranks, mesh.another(stages, "back"), mesh.another(stages, "beside")};
+}
+
 std::map<int, ModelStage> stages_of(const CutModel& model) {
   std::map<int, ModelStage> stages;
   if (model.parts.empty()) stages.emplace(0, ModelStage(*model.model, model.stream));

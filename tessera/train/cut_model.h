@@ -10,7 +10,9 @@
 #include "tessera/context_parallel/context_parallel.h"
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/layout/sequence_cut.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/models/model.h"
+#include "tessera/pipeline/channels.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/train/model_stage.h"
 
@@ -51,11 +53,15 @@ struct CutModel {
   std::unique_ptr<ContextParallel> context;  ///< null where sequences are whole
   std::vector<ModelShare> parts;             ///< the model's stages on this rank, in their order; empty where it is whole
   comm::Group pipeline;                      ///< ranks that hold the other stages
+  pipeline::Channels channels;               ///< between these
   std::vector<int> rank_of_stage{0};         ///< of that group, for every stage
   StreamShape stream;                        ///< what passes through them
   comm::Group layers;                        ///< ranks that layers are cut over
   ColumnRanks columns;                       ///< ranks that sequences are cut over
 };
+
+/// Between the ranks that hold stages: groups of their own where the engine matches messages by order alone. Collective over the pipeline.
+pipeline::Channels pipeline_channels(const Mesh& mesh, const Axes& stages);
 
 /// The stages that a rank holds, by number; a model that is whole is stage 0.
 std::map<int, ModelStage> stages_of(const CutModel& model);

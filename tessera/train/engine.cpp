@@ -62,7 +62,7 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
     invariant(done[{number, Kind::Forward}] == micro_batches && done[{number, Kind::Backward}] == micro_batches, "the schedule '", schedule.name, "' of ",
               micro_batches, " micro-batches leaves some of them out on stage ", number);
   }
-  pipeline::ExecutorOptions options{.ranks = run_.pipeline, .device = device_of(*run_.model)};
+  pipeline::ExecutorOptions options{.ranks = run_.channels, .device = device_of(*run_.model)};
   options.around = [this](const Action& action, const std::function<void()>& body) { around(action, body); };
   if (schedule.is_asynchronous()) {
     invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
@@ -118,6 +118,16 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
 
 double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed_s; }
 
+/// Gradients of several micro-batches are added up as they are computed, where nobody wants to see each by itself.
+Attachment Engine::add_in_place(size_t micro_batches) const {
+  if (micro_batches < 2) return {};
+  const auto tell = [this](bool adds) {
+    for (const auto& parameter : run_.parameters) nn::GradientDispatcher::of(parameter.tensor).add_in_place(adds);
+  };
+  tell(true);
+  return Attachment([tell] { tell(false); });
+}
+
 at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions options) {
   plan_ = &plan_for(batch.micro_batches.size());
   batch_ = &batch;
@@ -129,6 +139,7 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions op
   pass_.begin(batch.micro_batches, scales_);
   for (auto& [number, stage] : stages_) stage.begin(pass_);
   plan_->windows ? plan_->windows->begin(*run_.synchronizer, batch) : run_.synchronizer->begin_step();
+  const Attachment adding = add_in_place(batch.micro_batches.size());
   plan_->executor->run(options.times);
   if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/config/config.h"
+#include "tessera/core/attachment.h"
 #include "tessera/data/loader.h"
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/schedule.h"
@@ -60,6 +61,7 @@ class Engine {
   };
   Plan& plan_for(size_t micro_batches);
   void around(const schedules::Action& action, const std::function<void()>& body);
+  Attachment add_in_place(size_t micro_batches) const;
   void compute(ActionKind kind, const schedules::Action& action, const std::function<void()>& body);
 
   int part_of(int stage) const { return static_cast<int>(std::distance(stages_.begin(), stages_.find(stage))); }

@@ -59,7 +59,7 @@ ForwardEngine::ForwardEngine(LanguageModel& model) : model_(model), device_(devi
 
 ForwardEngine::ForwardEngine(const CutModel& model)
     : model_(*model.model),
-      ranks_(model.parts.empty() ? comm::Group::self() : model.pipeline),
+      ranks_(model.parts.empty() ? pipeline::Channels() : model.channels),
       columns_(model.columns),
       rank_of_stage_(model.rank_of_stage),
       device_(device_of(*model.model)),
@@ -107,7 +107,7 @@ at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
 
 void ForwardEngine::share(const at::Tensor& tensor) const {
   const comm::CallSite site("pipeline.end");
-  comm::broadcast(ranks_, tensor, end_rank());
+  comm::broadcast(ranks_.ahead, tensor, end_rank());
 }
 
 }  // namespace tessera

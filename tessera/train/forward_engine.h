@@ -45,9 +45,10 @@ class ForwardEngine {
 
   data::Reads reads() const { return {.tokens = takes_tokens_, .labels = holds_end()}; }
   bool holds_end() const { return stages_.contains(static_cast<int>(rank_of_stage_.size()) - 1); }
-  int end_rank() const { return rank_of_stage_.back(); }   ///< which of ranks() holds the last stage
-  const comm::Group& ranks() const { return ranks_; }      ///< of the pipeline
-  const ColumnRanks& columns() const { return columns_; }  ///< over which sequences are cut
+  int end_rank() const { return rank_of_stage_.back(); }       ///< which of ranks() holds the last stage
+  const comm::Group& ranks() const { return ranks_.ahead; }    ///< of the pipeline
+  const comm::Group& beside() const { return ranks_.beside; }  ///< the same, for what does not go from stage to stage
+  const ColumnRanks& columns() const { return columns_; }      ///< over which sequences are cut
   const std::vector<int>& rank_of_stage() const { return rank_of_stage_; }
   LanguageModel& model() const { return model_; }
   at::Device device() const { return device_; }
@@ -57,7 +58,7 @@ class ForwardEngine {
 
  private:
   LanguageModel& model_;
-  comm::Group ranks_;
+  pipeline::Channels ranks_;
   ColumnRanks columns_;
   std::vector<int> rank_of_stage_{0};
   at::Device device_;

@@ -51,7 +51,7 @@ class Generation final : public Pass {
   Generation(ForwardEngine& engine, const std::vector<TextRequest>& requests, const GenerateOptions& options)
       : engine_(engine),
         options_(options),
-        ranks_(engine.ranks()),
+        ranks_(engine.beside()),
         places_(places_for(engine, requests, options)),
         cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options), engine.columns().group) {
     for (const TextRequest& request : requests) {
@@ -186,8 +186,8 @@ class Generation final : public Pass {
     ++text.rounds;
   }
 
-  /// In each round, before anything else at a place: what the round before has made there. Tokens travel beside the stream, under tags of their own; engines
-  /// that match messages by their order alone would need a group of their own for them where the last stage's rank holds others too.
+  /// In each round, before anything else at a place: what the round before has made there. Tokens travel beside the stream, under tags of their own, and in a
+  /// group of their own where the engine matches messages by their order alone.
   void come_to(Place& place) {
     hear(place);
     if (!place.text || texts_[*place.text].stopped) return;

@@ -35,7 +35,8 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
 LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device) {
   const PipelineLayout layout = pipeline_layout(config, groups.stages.size());
   LoadedModel built;
-  built.pipeline = groups.stages;
+  built.channels = groups.stages;
+  built.pipeline = groups.stages.ahead;
   built.layers = groups.layers;
   built.columns = {groups.columns, column_rule(config.context)};
   built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
@@ -108,7 +109,7 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
 
 ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
   const MeshRoles roles = mesh_roles(config);
-  return {.layers = mesh[roles.layers], .stages = mesh[roles.stages], .columns = mesh[roles.columns]};
+  return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns]};
 }
 
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {

@@ -54,9 +54,9 @@ ReadingLayout reading_layout(const Config& config, int world_size);
 
 /// Ranks that read one copy of a model together.
 struct ReadingGroups {
-  comm::Group layers{};   ///< each has a part of every layer
-  comm::Group stages{};   ///< each has some layers
-  comm::Group columns{};  ///< each reads some columns of a sequence
+  comm::Group layers{};         ///< each has a part of every layer
+  pipeline::Channels stages{};  ///< each has some layers
+  comm::Group columns{};        ///< each reads some columns of a sequence
 };
 ReadingGroups reading_groups(const Config& config, const Mesh& mesh);
 

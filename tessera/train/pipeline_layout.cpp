@@ -116,6 +116,18 @@ std::vector<int> placement(const PipelineConfig& config, int ranks) {
   return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = 2 * ranks, .chunks = config.virtual_stages}).rank_of;
 }
 
+/// FLOPs of each link of the model, forward and backward, as if it were a stage by itself.
+std::vector<double> costs_of_links(const Config& config) {
+  PipelineLayout single;
+  for (int64_t link = 0; link < config.model.layers + 2; ++link) {
+    single.links.push_back({link, link + 1});
+    single.rank_of.push_back(0);
+  }
+  std::vector<double> costs;
+  for (const StageFlops& link : stage_flops(config, single)) costs.push_back(link.total());
+  return costs;
+}
+
 std::vector<std::string> link_names(const ModelConfig& model) {
   std::vector<std::string> names{"embed_tokens"};
   for (int64_t block = 0; block < model.layers; ++block) names.push_back(detail::concat("layers.", block));
@@ -149,12 +161,20 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
   schedules::Request request{.name = schedule_named(pipeline).name, .ranks = ranks, .chunks = pipeline.virtual_stages};
   if (request.name == "pipedream") request.vertical_sync = pipeline.vertical_sync;
   if (request.name == "zb_auto") request.memory_limit = pipeline.memory_limit;
-  if (schedules::is_made_for_costs(request.name)) request.costs = costs_of(pipeline, stage_flops(config, pipeline_layout(config, ranks)));
+  if (schedules::is_made_for_costs(request.name)) {
+    request.kept = pipeline.kept;
+    request.costs = costs_of(pipeline, stage_flops(config, pipeline_layout(config, ranks)));
+  }
   return [request, pipeline](int micro_batches) {
     schedules::Request asked = request;
     asked.micro_batches = micro_batches;
     if (asked.name == "pipedream_2bw") asked.per_update = micro_batches_per_update(pipeline, asked.ranks, micro_batches);
-    return schedules::make_schedule(asked);
+    try {
+      return schedules::make_schedule(asked);
+    } catch (const ConfigError& error) {  // a generator knows no keys
+      throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", micro_batches,
+                                       " micro-batches of a step, its share of batch.global_size / batch.micro_size: change these, or the data ranks"));
+    }
   };
 }
 
@@ -163,7 +183,11 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   if (ranks == 1) return {.links = {{0, config.model.layers + 2}}, .rank_of = {0}};
   layout.rank_of = placement(config.pipeline, ranks);
   const auto stages = static_cast<int>(layout.rank_of.size());
-  for (const auto& [begin, end] : pipeline::split_chain(link_names(config.model), stages, config.pipeline.split)) layout.links.push_back({begin, end});
+  const std::vector<std::string> links = link_names(config.model);
+  // A wish for more stages than links is refused alike.
+  const bool by_cost = config.pipeline.split == std::vector<std::string>{"cost"} && stages <= std::ssize(links);
+  const auto runs = by_cost ? pipeline::split_by_cost(costs_of_links(config), stages) : pipeline::split_chain(links, stages, config.pipeline.split);
+  for (const auto& [begin, end] : runs) layout.links.push_back({begin, end});
   return layout;
 }
 
@@ -174,14 +198,7 @@ void check_pipeline(const Config& config, const MeshShape& axes) {
   pipeline_layout(config, ranks);  // or a refusal
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto each = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
-  const ScheduleMaker maker = schedule_maker(config, ranks);
-  try {
-    maker(each);
-  } catch (const ConfigError& error) {  // a file's knows of keys, a generator's does not
-    if (is_schedule_file(config.pipeline) || std::string_view(error.what()).starts_with("pipeline.")) throw;
-    throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", each, " of the ", micro_batches,
-                                     " micro-batches of a step, batch.global_size / batch.micro_size: change these, or the data ranks"));
-  }
+  schedule_maker(config, ranks)(each);
 }
 
 }  // namespace tessera

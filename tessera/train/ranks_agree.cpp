@@ -15,6 +15,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/pipeline/schedules/csv.h"
+#include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
@@ -46,6 +47,13 @@ std::string content(const std::string& fingerprint) { return "content " + finger
 std::string schedule_of(const Config& config) {
   if (config.mesh.pp == 1 || !is_schedule_file(config.pipeline)) return config.pipeline.schedule;
   const std::string text = schedules::to_csv(schedules::read_csv_file(config.pipeline.schedule));
+  return content(hash_hex(text.data(), text.size()));
+}
+
+/// What a schedule is made for, where a file says it.
+std::string measured_costs_of(const Config& config) {
+  if (config.mesh.pp == 1 || config.pipeline.costs_from.empty()) return "none";
+  const std::string text = to_json(schedules::read_timeline(config.pipeline.costs_from)).dump();
   return content(hash_hex(text.data(), text.size()));
 }
 
@@ -95,6 +103,7 @@ Settings run_settings(const Config& config, const Inputs& inputs, const comm::Wo
   settings.emplace_back("data.files", content(inputs.corpus->content()));
   settings.emplace_back("data.validation_files", inputs.validation ? content(inputs.validation->content()) : "none");
   settings.emplace_back("pipeline.schedule", schedule_of(config));
+  settings.emplace_back("pipeline.costs_from", measured_costs_of(config));
   if (!config.model.from_hf.empty() && !inputs.resume)
     settings.emplace_back("model.from_hf", content(checkpoint::hugging_face_fingerprint(config.model.from_hf)));
   return settings;

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/core/error.h"
 #include "tessera/data/loader.h"
 #include "tessera/memory/memory.h"
 #include "tessera/models/model.h"
@@ -12,6 +13,7 @@
 #include "tessera/nn/operators.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/pipeline/executor.h"
+#include "tessera/pipeline/schedules/timed.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/model_stage.h"
@@ -35,9 +37,9 @@ schedules::Schedule one_micro_batch(int stages) {
   return schedule;
 }
 
-double mean(const std::vector<StageFlops>& flops, auto&& of) {
+double mean(const std::vector<StageFlops>& flops, double StageFlops::* kind) {
   double sum = 0;
-  for (const StageFlops& stage : flops) sum += of(stage);
+  for (const StageFlops& stage : flops) sum += stage.*kind;
   return sum / static_cast<double>(flops.size());
 }
 
@@ -82,18 +84,49 @@ std::vector<StageFlops> stage_flops(const Config& asked, const PipelineLayout& l
   return flops;
 }
 
-schedules::Costs costs_of(const PipelineConfig& pipeline, const std::vector<StageFlops>& flops) {
-  const double forward = mean(flops, [](const StageFlops& stage) { return stage.forward; }),
-               total = mean(flops, [](const StageFlops& stage) { return stage.total(); });
-  schedules::Costs costs;
-  if (!pipeline.costs.empty()) {
-    costs.forward = pipeline.costs[0], costs.backward_input = pipeline.costs[1], costs.backward_weight = pipeline.costs[2];
-    if (pipeline.costs.size() > 3) costs.communication = pipeline.costs[3];
-  } else {
-    costs.backward_input = mean(flops, [](const StageFlops& stage) { return stage.backward_input; }) / forward;
-    costs.backward_weight = mean(flops, [](const StageFlops& stage) { return stage.backward_weight; }) / forward;
+namespace {
+
+schedules::Costs measured_costs(const std::string& from, const std::vector<StageFlops>& flops) {
+  const auto read = [&] {
+    try {
+      return schedules::read_timeline(from);
+    } catch (const ConfigError& error) {
+      throw ConfigError(detail::concat("pipeline.costs_from = ", error.what()));
+    }
+  };
+  const schedules::Timed timed = read();
+  require(timed.measured(), "pipeline.costs_from = ", from, ": holds a schedule that nobody has timed; name a run with log.timeline_every");
+  schedules::Costs costs{.communication = schedules::message_time(timed), .stages = schedules::costs_of(timed)};
+  require(costs.stages.size() == flops.size(), "pipeline.costs_from = ", from, ": was measured with ", costs.stages.size(), " stages, and this run has ",
+          flops.size(), "; measure one with the same mesh.pp, pipeline.virtual_stages and pipeline.split, or leave it out");
+  for (size_t i = 0; i < flops.size() && !timed.schedule.splits_backward(); ++i) {
+    const double both = flops[i].backward_input + flops[i].backward_weight;
+    if (both > 0) costs.stages[i].backward_input = costs.stages[i].backward * flops[i].backward_input / both;
+    costs.stages[i].backward_weight = costs.stages[i].backward - costs.stages[i].backward_input;
   }
-  for (const StageFlops& stage : flops) costs.scale.push_back(stage.total() / total);
+  return costs;
+}
+
+}  // namespace
+
+schedules::Costs costs_of(const PipelineConfig& pipeline, const std::vector<StageFlops>& flops) {
+  if (!pipeline.costs_from.empty()) return measured_costs(pipeline.costs_from, flops);
+  const StageFlops average{.forward = mean(flops, &StageFlops::forward),
+                           .backward_input = mean(flops, &StageFlops::backward_input),
+                           .backward_weight = mean(flops, &StageFlops::backward_weight)};
+  const auto& given = pipeline.costs;
+  schedules::Costs costs{.communication = given.size() > 3 ? given[3] : 0};
+  for (const StageFlops& stage : flops) {
+    const auto cost = [&](double StageFlops::* kind, size_t place) {
+      if (given.empty()) return stage.*kind / average.forward;
+      return average.*kind > 0 ? given[place] * stage.*kind / average.*kind : given[place];
+    };
+    schedules::StageCosts& of_stage = costs.stages.emplace_back();
+    of_stage.forward = cost(&StageFlops::forward, 0);
+    of_stage.backward_input = cost(&StageFlops::backward_input, 1);
+    of_stage.backward_weight = cost(&StageFlops::backward_weight, 2);
+    of_stage.backward = of_stage.backward_input + of_stage.backward_weight;
+  }
   return costs;
 }
 

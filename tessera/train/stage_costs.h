@@ -22,8 +22,10 @@ struct StageFlops {
 /// Cost: milliseconds a layer.
 std::vector<StageFlops> stage_flops(const Config& config, const PipelineLayout& layout);
 
-/// What a simulator takes a stage's actions to cost: pipeline.costs where they are given, else `flops`, in units of an average forward; either times the
-/// stage's share of the FLOPs. A message is free unless pipeline.costs says otherwise.
+/// What a simulator takes the forward, the backward of inputs and that of weights of each stage to cost: what was measured, where pipeline.costs_from names a
+/// timeline (a backward that was measured whole is cut as its FLOPs are); else pipeline.costs, which are those of an average stage, times the stage's share of
+/// the FLOPs of that kind; else its FLOPs, in units of an average forward. A message is free unless one of the first two says otherwise. Throws ConfigError for
+/// a timeline of another number of stages.
 schedules::Costs costs_of(const PipelineConfig& pipeline, const std::vector<StageFlops>& flops);
 
 }  // namespace tessera

@@ -104,7 +104,8 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .columns = std::move(columns)};
 }
 
-RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory) : memory_(std::move(memory)), kernels_(choice_of(config)) {
+RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)
+    : memory_(std::move(memory)), kernels_(choice_of(config)), products_(choice_of(config) == kernels::KernelChoice::Auto) {
   at::set_num_threads(threads_per_rank(config.run, local_ranks));
   if (config.run.memory_limit_bytes == 0) return;
   memory_.set_limit(config.run.memory_limit_bytes);

@@ -11,6 +11,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/data/loader.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/host_cache.h"
 #include "tessera/mesh/mesh.h"
@@ -87,6 +88,7 @@ class RankScope {
   MemoryTracker memory_;
   TrackMemory tracking_{memory_};
   kernels::KernelChoiceGuard kernels_;
+  kernels::FastProducts products_;
 };
 
 /// One rank of a run and the step that changes it. `train` loops over it; `plan` runs the very same on meta, over groups that record.

@@ -169,7 +169,7 @@ TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
       const at::Tensor weight = random({300, 24}, at::kFloat, 2).requires_grad_(), place = at::full({300, 24}, NAN);
       const LinearCrossEntropyOptions plain{.chunk_tokens = chunk, .compute_dtype = compute};
       auto in_place = plain;
-      in_place.weight_gradient = [place] { return place; };
+      in_place.weight_gradient = [place] { return GradientPlace{place}; };
       const at::Tensor expected = torch::autograd::grad({linear_cross_entropy(hidden, weight, labels, plain)}, {weight})[0];
       linear_cross_entropy(hidden, weight, labels, in_place).backward();
       EXPECT_TRUE(at::equal(place, expected));
@@ -181,11 +181,32 @@ TEST(LinearCrossEntropy, WeightGradientGoesWhereItIsAskedFor) {
   }
   const at::Tensor weight = random({300, 24}).requires_grad_();
   const auto refusal = [&](const at::Tensor& place) {
-    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.weight_gradient = [place] { return place; }}); });
+    return message_of<ConfigError>([&] { linear_cross_entropy(hidden, weight, labels, {.weight_gradient = [place] { return GradientPlace{place}; }}); });
   };
   EXPECT_THAT(refusal(at::empty({300, 23})), ::testing::HasSubstr("weight_gradient must be contiguous fp32 [300, 24]"));
   EXPECT_THAT(refusal(at::empty({300, 24}, at::kBFloat16)), ::testing::HasSubstr("weight_gradient"));
   EXPECT_THAT(refusal(at::empty({24, 300}).t()), ::testing::HasSubstr("weight_gradient"));
+}
+
+/// One chunk's product is added by the product itself; what is scaled afterwards would scale the others' gradients, too.
+TEST(LinearCrossEntropy, WeightGradientIsAddedToWhatIsThere) {
+  const at::Tensor hidden = random({75, 24}), labels = labels_of(75, 300, 4), before = random({300, 24}, at::kFloat, 3);
+  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+    for (const bool in_backward : {false, true}) {
+      for (const int64_t chunk : {32, 75}) {
+        const at::Tensor weight = random({300, 24}, at::kFloat, 2).requires_grad_(), sum = before.clone();
+        LinearCrossEntropyOptions options{.chunk_tokens = chunk, .compute_dtype = compute, .expected_gradient = 0.5, .in_backward = in_backward};
+        const at::Tensor alone = torch::autograd::grad({linear_cross_entropy(hidden, weight, labels, options).mul(0.5)}, {weight})[0];
+        options.weight_gradient = [sum] { return GradientPlace{.memory = sum, .holds_sum = true}; };
+        linear_cross_entropy(hidden, weight, labels, options).mul(0.5).backward();
+        expect_close(sum, before + alone, 1e-6, "the sum");
+        EXPECT_EQ(weight.grad().const_data_ptr(), sum.const_data_ptr()) << "autograd copied it";
+        weight.mutable_grad().reset();
+        EXPECT_THAT(message_of<Error>([&] { linear_cross_entropy(hidden, weight, labels, options).backward(); }),
+                    ::testing::HasSubstr("another gradient than expected_gradient = 0.5"));
+      }
+    }
+  }
 }
 
 TEST(LinearCrossEntropy, GradientsOfTheBackwardPassHaveTheSameBits) {
@@ -212,7 +233,7 @@ TEST(LinearCrossEntropy, GradientsOfTheBackwardPassHaveTheSameBits) {
   int asked = 0;
   const auto ask = [&] {
     ++asked;
-    return place;
+    return GradientPlace{place};
   };
   const at::Tensor loss = linear_cross_entropy(hidden, weight, labels, {.weight_gradient = ask, .in_backward = true});
   EXPECT_EQ(asked, 0);

@@ -164,7 +164,7 @@ TEST(GradientDispatcher, PlaceIsOfferedOnceAndOnlyForAFirstGradient) {
   const at::Tensor place = at::zeros({2, 3});
   dispatcher.offer_place(place);
   EXPECT_FALSE(dispatcher.is_place_taken());
-  EXPECT_EQ(GradientDispatcher::take_place(weight).const_data_ptr(), place.const_data_ptr());
+  EXPECT_EQ(GradientDispatcher::take_place(weight).memory.const_data_ptr(), place.const_data_ptr());
   EXPECT_TRUE(dispatcher.is_place_taken());
   EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "taken";
   dispatcher.offer_place(place);
@@ -175,6 +175,32 @@ TEST(GradientDispatcher, PlaceIsOfferedOnceAndOnlyForAFirstGradient) {
   dispatcher.withdraw_place();
   EXPECT_FALSE(GradientDispatcher::take_place(weight).defined()) << "withdrawn";
   EXPECT_FALSE(GradientDispatcher::take_place(weight.detach()).defined());
+}
+
+TEST(GradientDispatcher, GradientsAreAddedInPlaceWhereNobodyWantsToSeeEach) {
+  const at::Tensor weight = at::ones({2, 3}).requires_grad_();
+  auto& dispatcher = GradientDispatcher::of(weight);
+  EXPECT_FALSE(GradientDispatcher::adds_in_place(weight));
+  dispatcher.add_in_place(true);
+  const auto first = GradientDispatcher::take_place(weight);
+  EXPECT_EQ(first.memory.sizes(), weight.sizes());
+  EXPECT_FALSE(first.holds_sum) << "there is no gradient yet";
+  weight.sum().backward();
+  const void* const memory = weight.grad().const_data_ptr();
+  const auto next = GradientDispatcher::take_place(weight);
+  EXPECT_TRUE(next.holds_sum);
+  EXPECT_EQ(next.memory.const_data_ptr(), memory);
+  EXPECT_FALSE(weight.grad().defined()) << "whoever took it gives it back";
+  const at::Tensor hooked = at::ones({2}).requires_grad_();
+  hooked.register_hook([](const at::Tensor&) {});
+  GradientDispatcher::of(hooked).add_in_place(true);
+  EXPECT_FALSE(GradientDispatcher::take_place(hooked).defined()) << "a program looks at each contribution";
+  const at::Tensor heard = at::ones({2}).requires_grad_();
+  const auto listening = GradientDispatcher::of(heard).listen_arriving([](const at::Tensor&) {});
+  GradientDispatcher::of(heard).add_in_place(true);
+  EXPECT_FALSE(GradientDispatcher::take_place(heard).defined()) << "a synchronizer does";
+  dispatcher.add_in_place(false);
+  EXPECT_FALSE(GradientDispatcher::take_place(weight).defined());
 }
 
 TEST(GradientDispatcher, ArrivingComesBeforeEachAccumulationAndNotWhereAGradientIsOnlyRead) {

@@ -1,5 +1,9 @@
 #include "tessera/pipeline/chain_split.h"
 
+#include <bit>
+#include <limits>
+#include <numeric>
+
 #include <gmock/gmock.h>
 
 #include "tessera/core/error.h"
@@ -17,6 +21,42 @@ std::vector<std::string> links(int64_t blocks) {
   for (int64_t block = 0; block < blocks; ++block) names.push_back("layers." + std::to_string(block));
   names.emplace_back("head");
   return names;
+}
+
+/// Held against every cut there is.
+TEST(ChainSplit, ByCostNoOtherCutHasACheaperSlowestStage) {
+  const auto slowest = [](const std::vector<double>& costs, const std::vector<std::pair<int64_t, int64_t>>& runs) {
+    double most = 0;
+    for (const auto& [begin, end] : runs) most = std::max(most, std::accumulate(costs.begin() + begin, costs.begin() + end, 0.0));
+    return most;
+  };
+  for (const auto& costs : std::vector<std::vector<double>>{{0, 1, 1, 1, 1, 9}, {5, 1, 1, 1}, {1, 2, 3, 4, 5, 6, 7}, {3}, {0, 0, 0}, {2, 2, 2, 2, 2}}) {
+    const auto links = std::ssize(costs);
+    for (int stages = 1; stages <= links; ++stages) {
+      const auto runs = split_by_cost(costs, stages);
+      ASSERT_EQ(std::ssize(runs), stages);
+      double best = std::numeric_limits<double>::infinity();
+      for (unsigned cuts = 0; cuts < 1U << (links - 1); ++cuts) {
+        if (std::popcount(cuts) != stages - 1) continue;
+        std::vector<std::pair<int64_t, int64_t>> other;
+        int64_t begin = 0;
+        for (int64_t i = 1; i <= links; ++i) {
+          if (i < links && (cuts >> (i - 1) & 1U) == 0) continue;
+          other.emplace_back(begin, i);
+          begin = i;
+        }
+        best = std::min(best, slowest(costs, other));
+      }
+      EXPECT_EQ(slowest(costs, runs), best);
+      int64_t end = 0;
+      for (const auto& run : runs) {
+        EXPECT_EQ(run.first, end);
+        EXPECT_LT(run.first, run.second) << "every stage has a link";
+        end = run.second;
+      }
+      EXPECT_EQ(end, links);
+    }
+  }
 }
 
 std::string chain_refusal(int stages, const std::vector<std::string>& split) {

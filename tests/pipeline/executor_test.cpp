@@ -3,12 +3,15 @@
 
 #include "tessera/pipeline/executor.h"
 
+#include <numeric>
+
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tests/comm/order_alone.h"
 
 namespace tessera::pipeline {
 namespace {
@@ -86,23 +89,27 @@ Result one_after_the_other(int micro_batches, bool unequal, int frozen) {
   return result;
 }
 
-Result through(const Schedule& schedule, bool unequal, int frozen, const std::string& backend = "auto") {
+/// `channels`: of a world; by default its one group.
+Result through(
+    const Schedule& schedule, bool unequal, int frozen, const comm::RunOptions& options = {},
+    const std::function<Channels(const comm::World&)>& channels = [](const comm::World& world) { return world.group(); }) {
   Result result;
   std::mutex mutex;
-  comm::run_ranks(schedule.ranks(),
-                  [&](comm::World& world) {
-                    std::map<int, ToyStage> stages;
-                    std::map<int, Stage*> pointers;
-                    for (const int s : schedule.stages_of(world.rank())) pointers[s] = &stages.emplace(s, ToyStage(s, unequal, s == frozen)).first->second;
-                    Executor executor(schedule, with_skips(unequal), pointers, {.ranks = world.group()});
-                    executor.run();
-                    const std::lock_guard lock(mutex);
-                    for (const auto& [s, stage] : stages) {
-                      result.gradients[s] = stage.weight.grad();
-                      if (s == kStages - 1) result.losses = stage.losses;
-                    }
-                  },
-                  {.backend = backend});
+  comm::run_ranks(
+      schedule.ranks(),
+      [&](comm::World& world) {
+        std::map<int, ToyStage> stages;
+        std::map<int, Stage*> pointers;
+        for (const int s : schedule.stages_of(world.rank())) pointers[s] = &stages.emplace(s, ToyStage(s, unequal, s == frozen)).first->second;
+        Executor executor(schedule, with_skips(unequal), pointers, {.ranks = channels(world)});
+        executor.run();
+        const std::lock_guard lock(mutex);
+        for (const auto& [s, stage] : stages) {
+          result.gradients[s] = stage.weight.grad();
+          if (s == kStages - 1) result.losses = stage.losses;
+        }
+      },
+      options);
   return result;
 }
 
@@ -130,13 +137,37 @@ TEST(Executor, SkipsAndIntegersCrossStages) {
       expect_same(through(schedule, false, -1), want);
     }
   }
-  expect_same(through(schedules::one_f_one_b(4, 5), false, -1, "gloo"), one_after_the_other(5, false, -1));
+  expect_same(through(schedules::one_f_one_b(4, 5), false, -1, {.backend = "gloo"}), one_after_the_other(5, false, -1));
+}
+
+/// As NCCL has it: with a group for each direction no rank waits in a circle, and every value finds the action that it is for; with one group for both, 1F1B
+/// stands still.
+TEST(Executor, MessagesMayMeetByTheirOrderAlone) {
+  const comm::RunOptions options{.decorators = {testing_support::order_alone()}};
+  const auto two_ways = [](const comm::World& world) {
+    std::vector<int> all(static_cast<size_t>(world.size()));
+    std::iota(all.begin(), all.end(), 0);
+    return Channels(world.group(), world.subgroup(all, "back"), world.group());
+  };
+  for (const int m : {1, 4, 5}) {
+    const Result want = one_after_the_other(m, false, -1);
+    auto all = schedules_of_four_stages(m);
+    if (m >= 4) all.push_back(schedules::dualpipev(2, m));
+    for (const Schedule& schedule : all) {
+      SCOPED_TRACE(schedule.name + " of " + std::to_string(m));
+      expect_same(through(schedule, false, -1, options, two_ways), want);
+    }
+  }
+  auto impatient = options;
+  impatient.timeout = std::chrono::milliseconds(300);
+  EXPECT_THROW(through(schedules::one_f_one_b(4, 5), false, -1, impatient), CommError);
+  EXPECT_THROW(through(schedules::one_f_one_b(4, 5), true, -1, options, two_ways), InternalError) << "announced values";
 }
 
 TEST(Executor, ShapesMayDifferFromMicroBatchToMicroBatch) {
   const Result want = one_after_the_other(5, true, -1);
   for (const Schedule& schedule : schedules_of_four_stages(5)) expect_same(through(schedule, true, -1), want);
-  expect_same(through(schedules::zb_v(2, 5), true, -1, "gloo"), want);
+  expect_same(through(schedules::zb_v(2, 5), true, -1, {.backend = "gloo"}), want);
 }
 
 TEST(Executor, StagesMayTrainNothing) {

@@ -162,6 +162,46 @@ TEST(SplitRanks, MicroBatchesOfOtherShapes) {
   expect_ranks_equal_one([] { return Classic(); }, {{"layers.1", Beginning}}, inputs);
 }
 
+/// Nothing is sent back to a first stage of which it is said that it never trains, under whole backwards and halves; what stands behind it has the same bits.
+TEST(SplitRanks, StagesThatAreNeverTrainedRunNoBackward) {
+  const auto frozen = [] {
+    Classic model;
+    for (const auto& item : model->named_parameters()) item.value().set_requires_grad(!item.key().starts_with("emb") && !item.key().starts_with("layers.0"));
+    return model;
+  };
+  const Inputs inputs = tokens(10, {4});
+  auto whole = frozen();
+  materialize(*whole, kSeed);
+  for (int i = 0; i < kMicroBatches; ++i) loss_of(forward_of(whole)(inputs[static_cast<size_t>(i)]), i).backward();
+  const auto expected = whole->named_parameters();
+  for (const Generator schedule : {&schedules::one_f_one_b, &schedules::zb_h1}) {
+    comm::run_ranks(3, [&](comm::World& world) {
+      auto model = on_meta(frozen);
+      const auto split = pipeline::split(model, inputs[0], {{"layers.1", Beginning}, {"lm", Beginning}});
+      EXPECT_TRUE(split.crossings()[0].takes_gradient) << "anything may be unfrozen";
+      split.train_from(1);
+      EXPECT_FALSE(split.crossings()[0].takes_gradient);
+      EXPECT_TRUE(split.crossings()[1].takes_gradient);
+      split.check_agreement(world.group());
+      const auto own = split.module(world.rank());
+      materialize(*own, kSeed);
+      pipeline::TracedStage stage(
+          split, world.rank(), [&](int i) { return inputs[static_cast<size_t>(i)]; },
+          [](int i, const std::vector<at::Tensor>& made) { return loss_of(made, i); });
+      pipeline::Executor executor(schedule(3, kMicroBatches), split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()});
+      executor.run();
+      for (const auto& item : own->named_parameters()) {
+        const at::Tensor& gradient = expected[item.key()].grad();
+        ASSERT_EQ(item.value().grad().defined(), gradient.defined()) << item.key();
+        if (gradient.defined()) EXPECT_TRUE(at::equal(item.value().grad(), gradient)) << item.key();
+      }
+      if (world.rank() > 0) return;
+      own->parameters().front().set_requires_grad(true);
+      EXPECT_THAT(refusal([&] { stage.forward(0, {}); }), HasSubstr("of stage 0 requires a gradient, and train_from(1) has said"));
+    });
+  }
+}
+
 TEST(SplitRanks, DifferentGraphsAreRefusedOnEveryRank) {
   const auto run = [] {
     comm::run_ranks(2, [](comm::World& world) {

@@ -93,13 +93,14 @@ class TrainFixture : public ::testing::Test {
       }
       if (first || sharded) weights.add_values(stepper.run().updated);
     };
-    comm::run_ranks(world, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm});
+    comm::run_ranks(world, body, {.decorators = decorators_, .backend = config.comm.backend, .algorithm = config.comm.algorithm});
     trace.gradients = gradients.whole();
     trace.weights = weights.whole();
     return trace;
   }
 
   std::filesystem::path folder_;
+  std::vector<comm::Decorator> decorators_;  ///< of every rank's engines in train()
 };
 
 /// Largest difference of two sets of tensors, each relative to the largest entry of `want`'s. A key's bias adds the same number to all of a query's scores,

@@ -17,6 +17,7 @@
 #include "tessera/train/generate.h"
 #include "tessera/train/load_model.h"
 #include "tessera/train/trainer.h"
+#include "tests/comm/order_alone.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -71,7 +72,7 @@ class Reading : public testing_support::TrainFixture {
       all[static_cast<size_t>(world.rank())] = {write({"the"}, {.temperature = 0}), write({"the", "a", "the thethe the thethe", "abc"}, drawn, 'g'),
                                                 evaluate(engine, text, model.config.data.seq_len, 7, mesh[roles.batch]).loss};
     };
-    comm::run_ranks(ranks, body, {.backend = backend});
+    comm::run_ranks(ranks, body, {.decorators = decorators_, .backend = backend});
     for (const Read& other : all) {
       EXPECT_EQ(other.greedy, all[0].greedy);
       EXPECT_EQ(other.drawn, all[0].drawn);
@@ -140,6 +141,8 @@ TEST_F(Reading, StagesHaveTheBitsOfOneDevice) {
     EXPECT_EQ(many.loss, one.loss);
   }
   EXPECT_EQ(read(3, {"mesh.pp=3"}, "gloo").drawn, one.drawn);
+  decorators_ = {testing_support::order_alone()};  // tokens that were drawn do not meet the stream
+  for (const auto& [ranks, sets] : layouts) EXPECT_EQ(read(ranks, sets).drawn, one.drawn) << sets.front() << " by order alone";
 }
 
 TEST_F(Reading, StagesOfLayersThatAreCutAndCopiesOfThem) {

@@ -11,6 +11,7 @@
 #include "tessera/pipeline/schedules/lower.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/stage_costs.h"
+#include "tests/comm/order_alone.h"
 #include "tests/refusal.h"
 #include "tests/train/pipeline_fixture.h"
 
@@ -55,6 +56,26 @@ TEST_F(PipelineSchedules, EachNameEqualsOneDevice) {
   Sets limited = scheduled("zb_auto", 2);
   limited.insert(limited.end(), {"pipeline.memory_limit=3", "pipeline.costs=[1, 1.2, 0.8, 0.1]"});
   expect_alike(trace_of("llama", 2, limited), one, limited);
+}
+
+/// On an engine that matches messages by their order alone, as NCCL does.
+TEST_F(PipelineSchedules, TrainWhereMessagesMeetByTheirOrderAlone) {
+  const Sets tied{"model.tie_embeddings=true"};
+  const Trace one = trace_of("llama", 1, {}), one_tied = trace_of("llama", 1, {}, tied);
+  decorators_ = {testing_support::order_alone()};
+  for (const auto& name : {"naive", "gpipe", "1f1b", "zb_h1", "zb_2p"}) expect_alike(trace_of("llama", 3, scheduled(name, 3)), one, {name});
+  for (const auto& name : {"interleaved", "breadth_first", "zb_v", "v_half"}) expect_alike(trace_of("llama", 2, scheduled(name, 2, 2)), one, {name});
+  const auto beside = [&](Sets layout, const Sets& more) {
+    layout.insert(layout.end(), more.begin(), more.end());
+    return layout;
+  };
+  for (const auto& [layout, ranks] : std::vector<std::pair<Sets, int>>{{scheduled("1f1b", 2), 2},
+                                                                       {scheduled("zb_v", 2, 2), 2},
+                                                                       {beside(scheduled("1f1b", 2), {"mesh.dp_shard=2", "zero.stage=1"}), 4},
+                                                                       {beside(scheduled("zb_v", 2, 2), {"mesh.dp_shard=2", "zero.stage=3"}), 4},
+                                                                       {beside(scheduled("interleaved", 2, 2), {"mesh.tp=2"}), 4}}) {
+    expect_alike(trace_of("llama", ranks, layout, tied), one_tied, layout);
+  }
 }
 
 TEST_F(PipelineSchedules, FixedTreesGiveTheBitsOfOneDevice) {
@@ -152,13 +173,66 @@ TEST_F(PipelineSchedules, CostsAreTheFlopsOfTheStages) {
     for (const StageFlops& stage : flops) total += stage.total();
     EXPECT_EQ(6 * total, trace_of("gpt2", 1, {}, sets).steps.front().flops.run);
     const auto costs = costs_of(asked.pipeline, flops);
-    EXPECT_EQ(costs.forward, 1);
-    EXPECT_NEAR(costs.scale[0] + costs.scale[1] + costs.scale[2], 3, 1e-12);
-    if (sets.size() == 1) EXPECT_EQ(costs.scale[0], 0);  // an embedding multiplies nothing
+    double forward = 0;
+    for (size_t i = 0; i < costs.stages.size(); ++i) {
+      forward += costs.stages[i].forward;
+      EXPECT_NEAR(costs.stages[i].backward * flops[i].forward, costs.stages[i].forward * (flops[i].backward_input + flops[i].backward_weight), 1e-3);
+    }
+    EXPECT_NEAR(forward, 3, 1e-12);
+    if (sets.size() == 1) EXPECT_EQ(costs.stages[0].forward, 0);  // an embedding multiplies nothing
   }
-  const auto given = costs_of(piped("llama", {"pipeline.costs=[2, 3, 1]"}).pipeline, {{.forward = 1}, {.forward = 3}});
-  EXPECT_EQ(std::tuple(given.forward, given.backward_input, given.backward_weight, given.communication), std::tuple(2, 3, 1, 0));
-  EXPECT_EQ(given.scale, (std::vector<double>{0.5, 1.5}));
+  // Each kind by itself: a stage whose gradients are made in forward is expensive there and cheap in backward.
+  const auto given =
+      costs_of(piped("llama", {"pipeline.costs=[2, 3, 1, 0.5]"}).pipeline, {{.forward = 1, .backward_input = 2, .backward_weight = 1}, {.forward = 3}});
+  const auto of_stage = [&](size_t i) { return std::tuple(given.stages[i].forward, given.stages[i].backward_input, given.stages[i].backward_weight); };
+  EXPECT_EQ(of_stage(0), std::tuple(1, 6, 2));
+  EXPECT_EQ(of_stage(1), std::tuple(3, 0, 0));
+  EXPECT_EQ(given.communication, 0.5);
+}
+
+/// What one run has measured, another is made for; a backward that was timed whole is cut as its FLOPs are.
+TEST_F(PipelineSchedules, CostsAreReadFromATimeline) {
+  const schedules::Schedule ran = schedules::one_f_one_b(2, 3);
+  const schedules::Costs real{.stages = {{.forward = 2, .backward = 6}, {.forward = 3, .backward = 4}}};
+  schedules::Timed timed{.schedule = ran, .timeline = simulate(ran, real), .step = 4};
+  for (const auto& actions : ran.actions) {
+    timed.asked.emplace_back(actions.size());
+    timed.collectives.emplace_back(actions.size());
+  }
+  for (size_t rank = 0; rank < 2; ++rank) {
+    for (size_t i = 0; i < timed.asked[rank].size(); ++i) timed.asked[rank][i] = timed.timeline[rank][i].start;
+  }
+  const auto file = folder_ / "timeline.jsonl";
+  std::ofstream(file) << to_json(timed) << "\n";
+  const Config config = piped("llama", {"pipeline.costs_from=" + file.string()});
+  const auto costs =
+      costs_of(config.pipeline, {{.forward = 1, .backward_input = 1, .backward_weight = 2}, {.forward = 1, .backward_input = 3, .backward_weight = 1}});
+  ASSERT_EQ(costs.stages.size(), 2);
+  EXPECT_EQ(std::tuple(costs.stages[0].forward, costs.stages[0].backward, costs.stages[0].backward_input, costs.stages[0].backward_weight),
+            std::tuple(2, 6, 2, 4));
+  EXPECT_EQ(std::tuple(costs.stages[1].forward, costs.stages[1].backward, costs.stages[1].backward_input, costs.stages[1].backward_weight),
+            std::tuple(3, 4, 3, 1));
+  EXPECT_THAT(refused({"mesh.pp=3", "pipeline.schedule=zb_1p", "pipeline.costs_from=" + file.string()}, 3),
+              HasSubstr("was measured with 2 stages, and this run has 3"));
+  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=zb_1p", "pipeline.costs_from=nowhere"}, 2), HasSubstr("nowhere: there is no such run or file"));
+  EXPECT_THAT(refused({"mesh.pp=2", "pipeline.schedule=zb_1p", "pipeline.kept=0"}, 2), StartsWith("pipeline.kept = 0.0: a share"));
+}
+
+/// Cut by FLOPs, the slowest stage is as fast as any cut makes it.
+TEST_F(PipelineSchedules, ASplitByCostHasTheCheapestSlowestStage) {
+  const Config by_cost = piped("llama", {"mesh.pp=3", "pipeline.split=[\"cost\"]", "model.vocab_size=2000"});
+  const auto slowest = [&](const PipelineLayout& layout) {
+    double most = 0;
+    for (const StageFlops& stage : stage_flops(by_cost, layout)) most = std::max(most, stage.total());
+    return most;
+  };
+  const double best = slowest(pipeline_layout(by_cost, 3));
+  const int64_t links = by_cost.model.layers + 2;
+  for (int64_t first = 1; first < links - 1; ++first) {
+    for (int64_t second = first + 1; second < links; ++second) {
+      EXPECT_LE(best, slowest({.links = {{0, first}, {first, second}, {second, links}}, .rank_of = {0, 1, 2}}));
+    }
+  }
 }
 
 /// The embedding and the head on one rank: one parameter, whatever shards or cuts it.

@@ -13,6 +13,7 @@ class C10dEngine : public Engine {
 
   std::string name() const override { return backend_->getBackendName(); }
   Work start(const Call& call) override;
+  bool matches_tags() const override { return backend_->getBackendName() != "nccl"; }
   void set_timeout(std::chrono::milliseconds timeout) override { backend_->setTimeout(timeout); }
   void abort() override { backend_->abort(); }
   void shutdown() override { backend_->shutdown(); }

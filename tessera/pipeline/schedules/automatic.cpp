@@ -61,7 +61,7 @@ class ListScheduling {
  private:
   void wake(int rank, double time) { wakes_.emplace(std::max(time, ranks_[rank].free), rank); }
 
-  double cost(int rank, double cost) const { return costs_.scale.empty() ? cost : cost * costs_.scale[rank]; }
+  double cost(Kind kind, int rank) const { return duration({.kind = kind, .stage = rank}, costs_); }
 
   int most_ahead(int rank) const {
     const double ahead = policy_.ahead * static_cast<double>(ranks_.size() - 1 - rank) + policy_.more_ahead;
@@ -82,7 +82,7 @@ class ListScheduling {
     if (backward <= now && !(forward_first && forward <= now)) return run_backward(rank, now);
     if (forward <= now) return run_forward(rank, now);
     const double next = std::min(forward, backward);
-    if (left > 0 && next - now >= policy_.patience * cost(rank, costs_.backward_weight)) return run_weights(rank, now);
+    if (left > 0 && next - now >= policy_.patience * cost(Kind::BackwardWeight, rank)) return run_weights(rank, now);
     if (next < kNever) wake(rank, next);
   }
 
@@ -96,7 +96,7 @@ class ListScheduling {
     const int micro_batch = ranks_[rank].forwards++;
     ranks_[rank].last_was_forward = true;
     lists_[rank].forward(rank);
-    const double end = occupy(rank, now, cost(rank, costs_.forward));
+    const double end = occupy(rank, now, cost(Kind::Forward, rank));
     if (rank + 1 == static_cast<int>(ranks_.size())) {
       arrive(rank, ranks_[rank].gradient[micro_batch], end);
     } else {
@@ -109,7 +109,7 @@ class ListScheduling {
     ranks_[rank].last_was_forward = false;
     ranks_[rank].weights_in_a_row = 0;
     lists_[rank].backward_input(rank);
-    const double end = occupy(rank, now, cost(rank, costs_.backward_input));
+    const double end = occupy(rank, now, cost(Kind::BackwardInput, rank));
     if (rank > 0) arrive(rank - 1, ranks_[rank - 1].gradient[micro_batch], end + costs_.communication);
   }
 
@@ -117,7 +117,7 @@ class ListScheduling {
     ++ranks_[rank].weights;
     ++ranks_[rank].weights_in_a_row;
     lists_[rank].weights();
-    occupy(rank, now, cost(rank, costs_.backward_weight));
+    occupy(rank, now, cost(Kind::BackwardWeight, rank));
   }
 
   void arrive(int rank, double& slot, double time) {
@@ -161,7 +161,8 @@ Schedule automatic(int ranks, int micro_batches, const Costs& costs, const Memor
   detail::check_counts("zb_auto", ranks, micro_batches);
   require(limit.micro_batches >= 1, "zb_auto: memory_limit = ", limit.micro_batches, ": a rank holds at least one micro-batch; take 1 or more");
   require(limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
-  require(costs.scale.empty() || costs.scale.size() == static_cast<size_t>(ranks), "zb_auto: costs of ", costs.scale.size(), " stages for ", ranks);
+  for (const size_t stages : {costs.scale.size(), costs.stages.size()})
+    require(stages == 0 || stages == static_cast<size_t>(ranks), "zb_auto: costs of ", stages, " stages for ", ranks);
   Best best(costs);
   if (limit.micro_batches >= std::min(ranks, micro_batches)) best.offer(zb_h1(ranks, micro_batches));
   if (limit.micro_batches >= std::min(2 * ranks - 1, micro_batches)) best.offer(zb_h2(ranks, micro_batches));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/generators.h"
@@ -117,7 +118,7 @@ std::vector<std::string> schedule_names() {
 
 bool is_schedule_file(const std::string& name) { return name.ends_with(".csv"); }
 
-bool is_made_for_costs(const std::string& name) { return name == "zb_1p" || name == "zb_2p" || name == "zb_auto"; }
+bool is_made_for_costs(const std::string& name) { return tessera::is_made_for_costs(name); }
 
 Schedule make_schedule(const Request& request) {
   refuse_foreign_options(request);

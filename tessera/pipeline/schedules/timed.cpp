@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <fstream>
 #include <map>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
@@ -118,6 +121,39 @@ Timed timed_from_json(const Json& json, const std::string& origin) {
   } catch (const ConfigError& error) {
     throw ConfigError(tessera::detail::concat(origin, ": ", error.what()));
   }
+}
+
+std::filesystem::path timeline_file(const std::string& from) {
+  std::error_code ignored;
+  const bool is_run = std::filesystem::is_directory(from, ignored);
+  const auto file = is_run ? std::filesystem::path(from) / "timeline.jsonl" : std::filesystem::path(from);
+  require(std::filesystem::is_regular_file(file, ignored), from, is_run ? ": holds no timeline.jsonl" : ": there is no such run or file",
+          "; a run writes its timeline with --set log.timeline_every=1");
+  return file;
+}
+
+Timed read_timeline(const std::string& from, const std::optional<int64_t>& step, const std::optional<int>& rank) {
+  const auto file = timeline_file(from);
+  std::ifstream in(file);
+  std::optional<Timed> found;
+  std::vector<std::string> there;
+  int number = 0;
+  for (std::string line; std::getline(in, line);) {
+    ++number;
+    const Json object = Json::parse(line, nullptr, false);
+    if (object.is_discarded() && in.eof() && number > 1) break;  // a last line that was cut
+    const auto origin = tessera::detail::concat(file.string(), ", line ", number);
+    require(!object.is_discarded(), origin, ": is no JSON; expected what `tessera schedule --json` prints, or a run's timeline.jsonl");
+    Timed timed = timed_from_json(object, origin);
+    there.push_back(fmt::format("step {} of rank {}", timed.step, timed.rank));
+    if (timed.step != step.value_or(timed.step) || timed.rank != rank.value_or(timed.rank)) continue;
+    if (!found || timed.step > found->step || (timed.step == found->step && timed.rank < found->rank)) found = std::move(timed);
+  }
+  require(!there.empty(), file.string(), ": is empty: no step has been timed");
+  if (there.size() > 8) there.erase(there.begin() + 4, there.end() - 4);
+  require(found.has_value(), file.string(), ": no pipeline of", step ? fmt::format(" --step {}", *step) : "", rank ? fmt::format(" --rank {}", *rank) : "",
+          "; there are ", fmt::format("{}", fmt::join(there, ", ")));
+  return std::move(*found);
 }
 
 std::vector<StageCosts> costs_of(const Timed& timed) {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstdint>
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +31,11 @@ nlohmann::json to_json(const Timed& timed);
 
 /// Reads it again; what measure() says is not read. Throws ConfigError with `origin` where it is none, or its schedule cannot be right (find_problem).
 Timed timed_from_json(const nlohmann::json& json, const std::string& origin);
+
+/// Of a run's folder (its timeline.jsonl), or of a file with a timeline in each line: the one of `step` and of the pipeline whose first rank is `rank`; where
+/// these are not said, of the last step, of the lowest rank. Throws ConfigError where there is none, or the file is damaged before its last line.
+std::filesystem::path timeline_file(const std::string& from);
+Timed read_timeline(const std::string& from, const std::optional<int64_t>& step = {}, const std::optional<int>& rank = {});
 
 /// What each stage's computations cost, by their mean: to foretell with (Costs::stages). A half that did not run alone is half a whole backward, and a whole
 /// one that did not run is its two halves.

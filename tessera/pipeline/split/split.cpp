@@ -35,7 +35,8 @@ std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
   return looks;
 }
 
-Crossings crossings_of(const tape::Stages& stages) {
+/// `untrained`: how many first stages are never trained.
+Crossings crossings_of(const tape::Stages& stages, int untrained) {
   Crossings crossings;
   for (size_t c = 0; c < stages.crossings.size(); ++c) {
     const tape::Crossing& crossing = stages.crossings[c];
@@ -44,7 +45,7 @@ Crossings crossings_of(const tape::Stages& stages) {
                          .to = crossing.to,
                          .output = number(stages.stages[static_cast<size_t>(crossing.from)].sends),
                          .input = number(stages.stages[static_cast<size_t>(crossing.to)].receives),
-                         .takes_gradient = crossing.gradient});
+                         .takes_gradient = crossing.gradient && crossing.from >= untrained});
   }
   return crossings;
 }
@@ -97,6 +98,7 @@ struct SplitModel::State {
   std::vector<std::set<std::string>> owned, called;  ///< by stage
   std::vector<tape::SharedParameter> shared;
   std::vector<Crossings> given;                        ///< what crossings() has said
+  int untrained = 0;                                   ///< first stages that are never trained
   std::optional<std::pair<int, int>> first_in_a_step;  ///< stage and micro-batch
 
   /// Which ones are known to differ, one for each; -1: all others.
@@ -163,7 +165,7 @@ struct SplitModel::State {
 
   void check_fits(Kept& kept, int micro_batch) const {
     if (kept.fits || given.empty()) return;
-    const Crossings now = crossings_of(kept.recording->stages);
+    const Crossings now = crossings_of(kept.recording->stages, untrained);
     require(std::ranges::any_of(given, [&](const Crossings& one) { return covers(one, now); }), "pipeline: micro-batch ", micro_batch,
             ", with the shapes and modes of now, sends other tensors between stages (", ways(now), ") than the executor was told (", ways(given.back()),
             "), or needs gradients for others; take SplitModel::crossings() behind expect(), train() and eval(), and make the executor anew of them, on every "
@@ -255,9 +257,24 @@ std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) co
 
 std::shared_ptr<const tape::Recording> SplitModel::recording_to_run(int stage, int micro_batch) const {
   State::Kept& kept = state_->kept(micro_batch);
+  if (stage < state_->untrained) check_untrained(stage);
   state_->check_fits(kept, micro_batch);
   state_->check_still_the_same(kept, stage, micro_batch);
   return kept.recording;
+}
+
+void SplitModel::train_from(int stage) const {
+  require(stage >= 0 && stage < stages(), "pipeline: train_from(", stage, "): the model has stages 0 to ", stages() - 1, ", and the last one is trained");
+  state_->untrained = stage;
+  state_->given.clear();
+  for (auto& [key, kept] : state_->recordings) kept.fits = false;
+}
+
+void SplitModel::check_untrained(int stage) const {
+  for (const auto& item : module(stage)->named_parameters()) {
+    require(!item.value().requires_grad(), "pipeline: '", item.key(), "' of stage ", stage, " requires a gradient, and train_from(", state_->untrained,
+            ") has said that no stage before ", state_->untrained, " is trained; set_requires_grad(false), or train_from an earlier stage");
+  }
 }
 
 void SplitModel::record_anew() const {
@@ -268,9 +285,9 @@ void SplitModel::record_anew() const {
 Crossings SplitModel::crossings() const {
   const c10::InferenceMode with_gradients(false);  // whatever is on around the caller
   const std::vector<int> numbers = state_->micro_batches();
-  Crossings all = crossings_of(recording(numbers[0])->stages);
+  Crossings all = crossings_of(recording(numbers[0])->stages, state_->untrained);
   for (const int number : numbers) {
-    const Crossings more = crossings_of(recording(number)->stages);
+    const Crossings more = crossings_of(recording(number)->stages, state_->untrained);
     require(same_ways(all, more), "pipeline: micro-batches ", numbers[0], " and ", number,
             " (-1: those without shapes of their own) send other tensors between "
             "stages (",
@@ -325,6 +342,7 @@ void SplitModel::expect(const std::vector<at::Tensor>& inputs, int micro_batch) 
 
 void SplitModel::check_agreement(const comm::Group& group) const {
   Hasher hasher;
+  hasher.update(&state_->untrained, sizeof state_->untrained);
   for (const int micro_batch : state_->micro_batches()) {
     const uint64_t fingerprint = recording(micro_batch)->fingerprint;
     hasher.update(&fingerprint, sizeof fingerprint);
@@ -335,7 +353,7 @@ void SplitModel::check_agreement(const comm::Group& group) const {
   for (int rank = 0; rank < group.size(); ++rank) {
     require(all.data_ptr<int64_t>()[rank] == all.data_ptr<int64_t>()[0], "pipeline: ranks 0 and ", rank, " of group '", group.name(),
             "' have recorded different graphs of ", tape::short_name(state_->root->name()),
-            "; build the same model on every rank, give expect() the same shapes, and switch train() and autocast alike");
+            "; build the same model on every rank, give expect() the same shapes, say the same of train_from(), and switch train() and autocast alike");
   }
 }
 

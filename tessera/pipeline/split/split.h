@@ -65,6 +65,10 @@ class SplitModel {
   /// Puts the parameters and buffers that none of `stages` uses on meta, which frees their memory.
   void keep_only(const std::vector<int>& stages) const;
 
+  /// Says that no stage before `stage` is ever trained: no gradient comes back to them, and their part of each backward is empty, for every executor that is
+  /// given the crossings() asked for from here on. Every rank says the same. A parameter there that requires a gradient is refused when its stage runs.
+  void train_from(int stage) const;
+
   /// Says what shapes and dtypes the inputs have from now on, or in one micro-batch of the step alone. Every rank says it: only the first stage could see it.
   void expect(const std::vector<at::Tensor>& inputs) const;
   void expect(const std::vector<at::Tensor>& inputs, int micro_batch) const;
@@ -73,6 +77,7 @@ class SplitModel {
 
  private:
   void check_stage(int stage) const;
+  void check_untrained(int stage) const;
   void mark_parts() const;
 
   struct State;
