@@ -87,6 +87,16 @@ TEST(Documents, DealtOneByOneAreTheSame) {
   }
 }
 
+TEST(Methods, AreTheSameOverGloo) {
+  const AttentionCase c{.length = 19, .heads = 6, .kv_heads = 2};
+  for (const ContextParallelOptions& options : {ContextParallelOptions{},
+                                                {.method = ContextMethod::AllGather},
+                                                {.method = ContextMethod::UlyssesRing, .ulysses = 2},
+                                                {.method = ContextMethod::Ulysses}}) {
+    EXPECT_LE(parity(c, SequenceCut::head_tail(19, 4), options, at::kFloat, {.backend = "gloo"}), kFp32) << to_string(options.method);
+  }
+}
+
 TEST(Methods, GiveTheBitsOfASecondRunAndOverlapChangesNone) {
   const AttentionCase c{.length = 23};
   const SequenceCut cut = SequenceCut::head_tail(23, 3);
