@@ -26,12 +26,14 @@ class ContextRuns : public TrainFixture {
   }
 
   void expect_equal(const std::string& family, const Sets& common, const std::vector<std::pair<int, Sets>>& layouts, const std::string& method) {
-    const Trace one = train(cut(family, common), 1);
+    // Of the first step: in the second, Adam has made of the rounding of gradients near zero a step of full size (tests/verify compares every step from equal
+    // weights).
+    const Trace one = train(cut(family, common), 1, {}, /*recorded_step=*/1);
     for (const auto& [ranks, sets] : layouts) {
       Sets all = common;
       all.insert(all.end(), sets.begin(), sets.end());
       SCOPED_TRACE(family + " " + method + " on " + std::to_string(ranks) + " ranks: " + sets.front());
-      const Trace many = train(cut(family, all, method), ranks);
+      const Trace many = train(cut(family, all, method), ranks, {}, /*recorded_step=*/1);
       EXPECT_LE(difference(many.gradients, one.gradients), kGradients);
       for (size_t i = 0; i < one.steps.size(); ++i) {
         EXPECT_NEAR(many.steps[i].loss, one.steps[i].loss, kLosses * one.steps[i].loss) << "step " << i + 1;

@@ -36,28 +36,6 @@ TEST_P(ContextVerify, AnyNumberOfRanks) {
   expect("cp=8", "llama", {"comm.check=true"});
 }
 
-TEST_P(ContextVerify, WithDataRanksAndEveryStageOfSharding) {
-  expect("cp=2,dp_replicate=2", "gpt2", {kDropout});
-  expect("cp=2,dp_shard=2", "llama", {kShared, "zero.stage=1"});
-  expect("cp=3,dp_shard=1", "gpt2", {kTied, "zero.stage=2"});
-  expect("cp=2,dp_shard=2", "llama", {kShared, kTied, "zero.stage=3"});
-  expect("cp=2,dp_shard=1,dp_replicate=2", "llama", {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
-}
-
-TEST_P(ContextVerify, WithLayersThatAreCut) {
-  expect("cp=2,tp=2", "llama", {kShared, kDropout});
-  expect("cp=2,tp=2", "gpt2", {kBySequence, kDropout, kTied});
-  expect("cp=3,tp=2", "llama", {kShared, kBySequence, kDropout, "tensor.overlap=true"});
-  expect("cp=2,tp=2,dp_shard=2", "llama", {kShared, kBySequence, "zero.stage=3"});
-}
-
-TEST_P(ContextVerify, WithStages) {
-  expect("cp=2,pp=2", "llama", {kShared, kDropout});
-  expect("cp=2,pp=2", "gpt2", {kTied, "pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "model.layers=4"});
-  expect("cp=2,pp=2,dp_shard=2", "llama", {kShared, "zero.stage=3", "pipeline.schedule=zb_h1"});
-  expect("cp=2,pp=2,tp=2", "llama", {kShared, kTied, kBySequence, "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "model.layers=4", "zero.stage=1"});
-}
-
 TEST_P(ContextVerify, RecomputedAndInOtherNumberFormats) {
   expect("cp=2", "llama", {kShared, kDropout, "recompute.mode=full"});
   expect("cp=3", "gpt2", {"recompute.mode=selective"});
@@ -70,6 +48,33 @@ TEST_P(ContextVerify, RecomputedAndInOtherNumberFormats) {
 
 INSTANTIATE_TEST_SUITE_P(Methods, ContextVerify, ::testing::Values("all_gather", "ring", "ring_full", "ulysses", "ulysses_ring"),
                          [](const auto& info) { return std::string(info.param); });
+
+/// Those that send messages from rank to rank, and those that exchange: the others send in the same places.
+class ContextLayouts : public ContextVerify {};
+
+TEST_P(ContextLayouts, WithDataRanksAndEveryStageOfSharding) {
+  expect("cp=2,dp_replicate=2", "gpt2", {kDropout});
+  expect("cp=2,dp_shard=2", "llama", {kShared, "zero.stage=1"});
+  expect("cp=3,dp_shard=1", "gpt2", {kTied, "zero.stage=2"});
+  expect("cp=2,dp_shard=2", "llama", {kShared, kTied, "zero.stage=3"});
+  expect("cp=2,dp_shard=1,dp_replicate=2", "llama", {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
+}
+
+TEST_P(ContextLayouts, WithLayersThatAreCut) {
+  expect("cp=2,tp=2", "llama", {kShared, kDropout});
+  expect("cp=2,tp=2", "gpt2", {kBySequence, kDropout, kTied});
+  expect("cp=3,tp=2", "llama", {kShared, kBySequence, kDropout, "tensor.overlap=true"});
+  expect("cp=2,tp=2,dp_shard=2", "llama", {kShared, kBySequence, "zero.stage=3"});
+}
+
+TEST_P(ContextLayouts, WithStages) {
+  expect("cp=2,pp=2", "llama", {kShared, kDropout});
+  expect("cp=2,pp=2", "gpt2", {kTied, "pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "model.layers=4"});
+  expect("cp=2,pp=2,dp_shard=2", "llama", {kShared, "zero.stage=3", "pipeline.schedule=zb_h1"});
+  expect("cp=2,pp=2,tp=2", "llama", {kShared, kTied, kBySequence, "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "model.layers=4", "zero.stage=1"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Methods, ContextLayouts, ::testing::Values("ring", "ulysses"), [](const auto& info) { return std::string(info.param); });
 
 using PlantedInContext = testing_support::VerifyFixture;
 

@@ -89,6 +89,22 @@ TEST_F(SlicedOutputs, TermsOfASumAreAddedUpWhereTheyAreOfTheSamePart) {
   EXPECT_EQ(comparer.backward().unseen, 1) << "two columns are nobody's";
 }
 
+/// Four ranks, cp by tp: those of tp have the same term, and make up a sum each with the others of cp.
+TEST_F(SlicedOutputs, TermsAreAddedUpOverTheAxesThatTheyAreTermsOver) {
+  std::vector<RecordedOutputs> four(4, RecordedOutputs(1 << 20));
+  const double parts[] = {0.25, 0.25, 0.75, 0.5};  // the last one is wrong
+  std::vector<RecordedOutputs*> ranks;
+  for (size_t rank = 0; rank < four.size(); ++rank) {
+    four[rank].output(key(0), whole_ * parts[rank], {.boxes = {}, .partial_over = {"cp"}});
+    ranks.push_back(&four[rank]);
+  }
+  OutputComparer comparer(ranks, bounds_, kBatch, {{"cp", 2}, {"tp", 2}});
+  comparer.output(key(0), whole_, {});
+  EXPECT_EQ(comparer.forward().compared, 2);
+  EXPECT_EQ(comparer.forward().bit_equal, 1);
+  EXPECT_EQ(comparer.forward().first->rank, 1);
+}
+
 TEST_F(SlicedOutputs, ASumOfTermsThatWereNotKeptIsUnknown) {
   const nn::OutputLayout term{.boxes = {}, .partial_over = {"tp"}};
   RecordedOutputs full[2]{RecordedOutputs(1 << 20), RecordedOutputs(0)};
