@@ -58,6 +58,11 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks) {
   bounds.losses = std::max(kLosses, above(split, split));
   bounds.gradients =
       std::max({kGradients, above(crossing, (data_ranks + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split)});
+  if (data_ranks > 1 && wire == "fp16") {
+    const bool each = layout.zero.stage >= 2 && layout.zero.accumulate == "sharded";  // micro-batch is reduced by itself
+    const double crossings = each ? std::ceil(micro_batches / data_ranks) : 1;
+    bounds.gradient_floor = std::ldexp(crossings * data_ranks * data_ranks, -24);
+  }
   bounds.gradient_norms = kLosses;  // of the same gradients
   bounds.weights = std::max(kGradients, above(weights, 2 * weights));
   return bounds;
