@@ -82,6 +82,7 @@
 #include "tessera/pipeline/split/shared_gradients.h"
 #include "tessera/pipeline/split/split.h"
 #include "tessera/pipeline/split/traced_stage.h"
+#include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/loss_scale.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"

@@ -322,6 +322,13 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
           "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
   require(!tensor || config.model.family != "mixtral",
           "mesh.tp: model.family = mixtral has no tensor-parallel plan in this build; set mesh.tp = 1 and use mesh.dp_shard with zero.stage = 3, or mesh.pp");
+  const bool columns = std::any_of(axes.begin(), axes.end(), [](const auto& entry) { return entry.first == "cp" && entry.second > 1; });
+  require(
+      !columns || config.model.family != "mixtral" || config.model.router != "expert_choice",
+      "model.router = expert_choice: experts choose among all tokens of a forward pass, of which mesh.cp gives a rank a part; set model.router = softmax or "
+      "sigmoid, or mesh.cp = 1");
+  require(!columns || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
+          ": drops by the order of all tokens of a forward pass, of which mesh.cp gives a rank a part; set moe.capacity_factor = 0, or mesh.cp = 1");
   at_least("mesh.ep", config.mesh.ep, 1);
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/error.h"
-#include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
 
@@ -25,11 +24,6 @@ struct WithLoss : torch::autograd::Function<WithLoss> {
 at::Tensor with_auxiliary_loss(const at::Tensor& carrier, const at::Tensor& loss, double weight) {
   require(loss.dim() == 0, "with_auxiliary_loss: the loss must be one number, not a tensor of shape ", loss.sizes());
   return WithLoss::apply(carrier, loss, weight);
-}
-
-double share_of_step(int64_t tokens) {
-  const SampleContext& context = SampleScope::current();
-  return context.expected_gradient * static_cast<double>(context.valid_tokens.value_or(tokens));
 }
 
 }  // namespace tessera::nn

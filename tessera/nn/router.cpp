@@ -16,6 +16,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/nn/init.h>
 
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/dispatch.h"
 #include "tessera/memory/memory.h"
@@ -76,36 +78,46 @@ std::tuple<at::Tensor, at::Tensor> RouterImpl::forward(const at::Tensor& x) {
   return {is_training() && at::GradMode::is_enabled() ? with_losses(weights, logits, scores, chosen) : weights, chosen};
 }
 
+/// Both terms are means over the micro-batch's tokens, wherever they are: here the sums of those that are here, divided by the number of all. The load that
+/// they are weighed by has no gradient, so it alone has to meet.
 at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& logits, const at::Tensor& scores, const at::Tensor& chosen) {
   const int64_t tokens = logits.size(0), experts = options_.experts;
-  if (tokens == 0 || SampleScope::current().valid_tokens == int64_t{0}) return weights;
+  const SampleContext& context = SampleScope::current();
+  if (peers_.size() == 1 && (tokens == 0 || context.valid_tokens == int64_t{0})) return weights;
+  const auto plain = logits.options().requires_grad(false);
   // One entry more takes what chose nothing. Counts are whole numbers, so no order of addition changes them.
   const at::Tensor places = at::remainder(chosen.reshape({-1}), experts + 1);
-  const at::Tensor load = at::zeros({experts + 1}, logits.options().requires_grad(false))
-                              .scatter_add_(0, places, at::ones({places.size(0)}, logits.options().requires_grad(false)))
-                              .narrow(0, 0, experts);
+  const at::Tensor load = at::zeros({experts + 1}, plain).scatter_add_(0, places, at::ones({places.size(0)}, plain)).narrow(0, 0, experts);
+  const at::Tensor here = at::full({1}, static_cast<double>(tokens), plain),
+                   valid = at::full({1}, static_cast<double>(context.valid_tokens.value_or(tokens)), plain);
+  const at::Tensor all = at::cat({load, here, valid});
+  if (peers_.size() > 1) {
+    const comm::CallSite site(path() + ".load");
+    comm::all_reduce(peers_, all);
+  }
+  const at::Tensor all_load = all.narrow(0, 0, experts), all_tokens = all.select(0, experts), all_valid = all.select(0, experts + 1);
   const bool balances = options_.kind != RouterKind::ExpertChoice;  // whose load is even
   const at::Tensor shares = options_.kind == RouterKind::Sigmoid ? scores / scores.sum(-1, /*keepdim=*/true) : scores;
-  const double choices = static_cast<double>(tokens * options_.per_token);
-  const at::Tensor balance = (shares.mean(0) * load).sum() * (static_cast<double>(experts) / choices);
-  const at::Tensor z = at::logsumexp(logits, -1).square().mean();
+  const double scale = static_cast<double>(experts) / static_cast<double>(options_.per_token);
+  const at::Tensor balance = (shares.sum(0) / all_tokens * (all_load / all_tokens)).sum() * scale;
+  const at::Tensor z = at::logsumexp(logits, -1).square().sum() / all_tokens;
   if (counts()) {
     const at::NoGradGuard no_grad;
     const MemoryScope scope(MemoryCategory::Other);
     const auto options = logits.options().dtype(at::kDouble).requires_grad(false);
     if (!statistics_.defined() || statistics_.device() != logits.device()) statistics_ = at::zeros({experts + kBehindLoad}, options);
-    const double count = static_cast<double>(tokens);
-    statistics_.narrow(0, 0, experts).add_(load.to(at::kDouble));
-    statistics_.narrow(0, experts, 1).add_(count);
-    statistics_.narrow(0, experts + 1, 2).add_(at::stack({balance, z}).to(at::kDouble), count);
+    const at::Tensor live = all_valid.gt(0);  // padding is not counted
+    statistics_.narrow(0, 0, experts).add_(load.to(at::kDouble) * live);
+    statistics_.narrow(0, experts, 1).add_(here.to(at::kDouble) * live);
+    statistics_.narrow(0, experts + 1, 2).add_(at::stack({balance, z}).to(at::kDouble) * all_tokens * live);
   }
   at::Tensor loss;
   if (balances && losses_.balance > 0) loss = balance * losses_.balance;
   if (losses_.z > 0) loss = loss.defined() ? loss + z * losses_.z : z * losses_.z;
-  return loss.defined() ? with_auxiliary_loss(weights, loss, share_of_step(tokens)) : weights;
+  return loss.defined() ? with_auxiliary_loss(weights, loss * all_valid, context.expected_gradient) : weights;
 }
 
-bool RouterImpl::counts() const { return is_training() && !recomputing() && SampleScope::current().valid_tokens != int64_t{0}; }
+bool RouterImpl::counts() const { return is_training() && !recomputing() && (peers_.size() > 1 || SampleScope::current().valid_tokens != int64_t{0}); }
 
 void RouterImpl::count_dropped(const at::Tensor& chosen, const at::Tensor& counts) {
   if (!this->counts() || !statistics_.defined() || !at::GradMode::is_enabled()) return;

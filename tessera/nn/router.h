@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/comm/group.h"
 #include "tessera/nn/module.h"
 
 /// Which experts of a mixture a token takes, and with what weights.
@@ -34,7 +36,8 @@ struct RouterOptions {
 /// Terms of the training loss. Of a layer and a micro-batch:
 ///   balance  E sum_e f_e P_e (Switch): f_e the share of choices that fall on expert e, P_e its mean probability; 1 where both are even
 ///   z        mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906)
-/// Layers add up; a micro-batch counts by its share of the step's tokens (share_of_step).
+/// Layers add up; a micro-batch counts by its share of the step's tokens, by SampleScope (outside of one, as in a plain loop whose loss is a sum over tokens,
+/// by their number), so that it does not matter how micro-batches are dealt over ranks.
 struct RouterLosses {
   double balance = 0, z = 0;
 };
@@ -64,6 +67,9 @@ class RouterImpl : public Module {
 
   const RouterOptions& options() const noexcept { return options_; }
   void set_losses(const RouterLosses& losses) noexcept { losses_ = losses; }
+  /// Ranks that route other tokens of the same micro-batches (other columns of their sequences): what the terms are of is then summed over them, an all-reduce
+  /// of E + 2 numbers a call in training.
+  void set_peers(comm::Group peers) { peers_ = std::move(peers); }
 
   /// Sums over the training forwards since it was last taken, fp64 [E + 4] on the weight's device: choices per expert, before any were dropped; tokens; the
   /// balance and the z term times tokens; choices that were dropped. What is computed again, and micro-batches that are padding, are not counted. Undefined
@@ -85,6 +91,7 @@ class RouterImpl : public Module {
 
   RouterOptions options_;
   RouterLosses losses_;
+  comm::Group peers_ = comm::Group::self();
   at::Tensor statistics_;
   RouterChoice choice_;
 };

@@ -486,6 +486,9 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
+  if (run.columns.cut()) {
+    for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->router().set_peers(run.columns.group);
+  }
   if (config.mesh.ep > 1) run.experts = expert_parallel(*run.model, expert_mesh(config, mesh)["ep"]);
   cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);

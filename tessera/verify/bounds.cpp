@@ -61,6 +61,11 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split),
                                above(joined, 2 * joined)});
   bounds.routing = 32 * compute;
+  if (terms > 1 && wire == "fp16") {
+    const bool each = layout.zero.stage >= 2 && layout.zero.accumulate == "sharded";  // micro-batch is reduced by itself
+    const double crossings = each ? std::ceil(micro_batches / data_ranks) : 1;
+    bounds.gradient_floor = std::ldexp(crossings * terms * terms, -24);
+  }
   bounds.gradient_norms = kLosses;  // of the same gradients
   bounds.weights = std::max(kGradients, above(weights, 2 * weights));
   return bounds;

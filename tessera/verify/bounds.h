@@ -14,6 +14,7 @@ namespace tessera {
 /// order, u being half the distance of 1 to its next number:
 ///   gradients  (s + 1) u  where the contributions of s ranks cross the network in that type, or those of s micro-batches are summed in it;
 ///              8 u        of the compute type, where axes other than the data axes split the products themselves
+///              besides, of what crosses in fp16, whose smallest number is 2^-24: 2^-24 n^2 for each crossing of n ranks' terms, absolutely (gradient_floor)
 ///   losses     u          of the compute type in that last case
 ///   weights    2 u        of the type they are kept in: one may round up where the other rounds down
 ///   routing    32 u       of the compute type: scores of experts that differ by less may be ranked either way
@@ -21,6 +22,7 @@ namespace tessera {
 struct VerifyBounds {
   bool bit_for_bit = false;
   double losses = 0, gradient_norms = 0, gradients = 0, weights = 0, routing = 0;
+  double gradient_floor = 0;   ///< an entry of a gradient that the loss scale multiplies may be off by this, whatever its tensor's largest
   double output_roundoff = 0;  ///< u of the type in which modules compute
 
   /// What the output of a module may be off, `depth` modules having computed before it: rounding errors of about 8 u each that add up as a random walk.

@@ -118,7 +118,7 @@ Difference& TensorComparer::entry(const std::string& name) {
 }
 
 void TensorComparer::compare(int64_t step, const std::vector<SlicedTensor>& reference, const std::vector<std::vector<SlicedTensor>>& ranks,
-                             const Scales& scales) {
+                             const Scales& scales, double floor) {
   for (const auto& one : reference) {
     const std::string& name = one.slice.name;
     const at::Tensor whole = defined(one);
@@ -134,7 +134,8 @@ void TensorComparer::compare(int64_t step, const std::vector<SlicedTensor>& refe
         note(kInfinity, held.ranks[i], detail::concat("has the shape ", held.tensors[i].sizes()));
         continue;
       }
-      note(relative(largest_difference(held.tensors[i], take(whole, held.slices[i])), scales.at(name)), held.ranks[i], {});
+      const double apart = largest_difference(held.tensors[i], take(whole, held.slices[i]));
+      note(relative(std::max(0.0, apart - floor), scales.at(name)), held.ranks[i], {});
     }
   }
 }

@@ -37,9 +37,9 @@ class TensorComparer {
   explicit TensorComparer(double bound) { list_.bound = bound; }
 
   /// `reference`: whole tensors; `ranks`: each rank's. An undefined tensor counts as zeros. Elements that no rank holds, and shapes that do not fit, are
-  /// infinitely far apart.
+  /// infinitely far apart. `floor`: by what an element may be off whatever its tensor's scale.
   void compare(int64_t step, const std::vector<checkpoint::SlicedTensor>& reference, const std::vector<std::vector<checkpoint::SlicedTensor>>& ranks,
-               const Scales& scales);
+               const Scales& scales, double floor = 0);
 
   const DifferenceList& list() const { return list_; }
 

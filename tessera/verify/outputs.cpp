@@ -228,6 +228,12 @@ void OutputComparer::compare(const OutputKey& key, int rank, const RecordedOutpu
   if (parting.value > parting.allowed) note_parting(key, place, std::move(parting));
 }
 
+void OutputComparer::forget_gradients() {
+  backward_ = before_.first;
+  const auto earlier = before_.second.find(true);
+  earlier == before_.second.end() ? (void)first_.erase(true) : (void)first_.insert_or_assign(true, earlier->second);
+}
+
 void OutputComparer::note_parting(const OutputKey& key, const Place& place, Parting parting) {
   const auto [first, fresh] = first_.try_emplace(key.backward, place);
   if (!fresh && first->second <= place) return;

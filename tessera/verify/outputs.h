@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -90,6 +91,9 @@ class OutputComparer : public OutputSink {
   OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch, MeshShape axes = {})
       : ranks_(std::move(ranks)), bounds_(bounds), batch_(batch), axes_(std::move(axes)) {}
   void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) override;
+  void begin_step() { before_ = {backward_, first_}; }
+  /// What was found of gradients since: of a step that both sides skip they are not numbers.
+  void forget_gradients();
 
   const OutputComparison& forward() const { return forward_; }
   const OutputComparison& backward() const { return backward_; }
@@ -116,7 +120,8 @@ class OutputComparer : public OutputSink {
   std::map<std::vector<std::string>, std::vector<int>> sums_;  ///< by axes that sums go over: of each rank, which of the sums is its
   std::map<int64_t, int64_t> depth_;                           ///< outputs so far, by micro-batch
   OutputComparison forward_, backward_;
-  std::map<bool, Place> first_;  ///< of the first parting, by direction
+  std::map<bool, Place> first_;                                ///< of the first parting, by direction
+  std::pair<OutputComparison, std::map<bool, Place>> before_;  ///< the step: backward_ and first_
 };
 
 }  // namespace tessera

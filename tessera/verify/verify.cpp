@@ -95,8 +95,8 @@ class Verification {
   void run_reference();
   data::StepBatch next_batch(Side& side) const;
   std::vector<std::vector<SlicedTensor>> shown_tensors() const;
-  void compare_gradients(int64_t step, const Composition& reference);
-  void compare_numbers(int64_t step, const StepOutcome& want);
+  bool compare_gradients(int64_t step, const Composition& reference);
+  void compare_numbers(int64_t step, const StepOutcome& want, bool skipped);
 
   Config layout_, reference_;
   const VerifyOptions& options_;
@@ -235,11 +235,14 @@ void Verification::run_reference() {
     meeting_.wait_for_ranks();  // with their gradients
     const auto batch = next_batch(side);
     StepOutcome outcome;
-    failing_as_a_step([&] { outcome = side.stepper.step(batch, {.gradients_ready = [&] { compare_gradients(batch.step, side.stepper.run()); }}); });
+    bool skipped = false;
+    outputs.begin_step();
+    failing_as_a_step([&] { outcome = side.stepper.step(batch, {.gradients_ready = [&] { skipped = !compare_gradients(batch.step, side.stepper.run()); }}); });
+    if (skipped) outputs.forget_gradients();
     meeting_.wait_for_ranks();  // with their new weights
     const auto theirs = shown_tensors();
     weights_.compare(batch.step, weights, theirs, own_scales(weights));
-    compare_numbers(batch.step, outcome);
+    compare_numbers(batch.step, outcome, skipped);
     for (const auto& weight : weights) follow(weight, theirs);
     meeting_.dismiss();
   }
@@ -247,7 +250,8 @@ void Verification::run_reference() {
   backward_ = outputs.backward();
 }
 
-void Verification::compare_gradients(int64_t step, const Composition& reference) {
+/// Whether there were any.
+bool Verification::compare_gradients(int64_t step, const Composition& reference) {
   const auto own = checkpoint::gradient_tensors(reference.updated);
   const auto theirs = shown_tensors();
   // A loss scale that is still too large overflows on both sides, and both skip the step: there are no gradients to compare.
@@ -255,13 +259,14 @@ void Verification::compare_gradients(int64_t step, const Composition& reference)
   if (overflow) {
     ++skipped_;
   } else {
-    gradients_.compare(step, own, theirs, gradient_scales(own, layout_.data.seq_len));
+    gradients_.compare(step, own, theirs, gradient_scales(own, layout_.data.seq_len), bounds_.gradient_floor / reference.loss_scale.value());
   }
   for (const auto& gradient : own) follow(gradient, theirs);
   meeting_.dismiss();
+  return !overflow;
 }
 
-void Verification::compare_numbers(int64_t step, const StepOutcome& want) {
+void Verification::compare_numbers(int64_t step, const StepOutcome& want, bool skipped) {
   const auto note = [&](DifferenceList& list, double got, double expected, int rank) {
     const double apart = got == expected ? 0 : std::abs(got - expected);
     const double value = relative(std::isnan(apart) ? std::numeric_limits<double>::infinity() : apart, std::abs(expected));
@@ -270,8 +275,8 @@ void Verification::compare_numbers(int64_t step, const StepOutcome& want) {
   };
   for (int rank = 0; rank < world_; ++rank) {
     const StepOutcome& got = shown_[static_cast<size_t>(rank)].outcome;
-    note(losses_, got.loss, want.loss, rank);
-    note(norms_, got.grad_norm, want.grad_norm, rank);
+    if (!skipped || std::isfinite(want.loss)) note(losses_, got.loss, want.loss, rank);
+    if (!skipped) note(norms_, got.grad_norm, want.grad_norm, rank);
   }
 }
 

@@ -33,6 +33,31 @@ TEST_F(Narrow, WeightsThatAreComputedWithInFp32) {
   expect_passes("tp=2", "mlp", with({"run.deterministic=true"}));
 }
 
+/// fp16 has no number below 6e-8: what crosses in it without a loss scale loses entries of any tensor that are smaller.
+TEST_F(Narrow, GradientsThatFp16LosesOnTheNetwork) {
+  const std::vector<std::string> sets{"precision.reduce=fp16", "run.threads=1", "batch.global_size=6", "batch.micro_size=1"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.end(), sets.begin(), sets.end());
+    return more;
+  };
+  expect_passes("dp_replicate=2", "llama", with({}));
+  expect_passes("dp_replicate=2,dp_shard=3", "gpt2", with({"zero.stage=2", "precision.loss_scale=256"}));
+  expect_passes("dp_shard=3", "llama", with({"zero.stage=3"}));
+}
+
+/// A loss scale that is too large for both sides: there are no gradients to compare, and none of their norms.
+TEST_F(Narrow, AStepThatBothSidesSkip) {
+  for (const char* mesh : {"dp_replicate=2", "tp=2"}) {
+    const std::vector<std::string> sets{"precision.params=fp16", "precision.compute=fp16", "precision.loss_scale=dynamic", "run.threads=1",
+                                        "data.seq_len=1",        "batch.global_size=2",    "batch.micro_size=1",           "model.tie_embeddings=true"};
+    const auto report = run(mesh, "llama", sets, {.steps = 3});
+    EXPECT_GT(report.skipped, 0) << to_string(report);
+    EXPECT_LT(report.skipped, 3) << to_string(report);
+    EXPECT_TRUE(report.passed()) << to_string(report);
+    EXPECT_FALSE(report.backward.first) << to_string(report);
+  }
+}
+
 /// A query with one key: neither has a gradient but for rounding.
 TEST_F(Narrow, SequencesOfOneToken) {
   for (const char* format : {"precision.compute=bf16", "precision.compute=fp8"}) {
