@@ -102,9 +102,9 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
 
 /// An earlier step, of whatever executor, that ended in its midst has left messages which this one's receives would match.
 void Executor::refuse_what_is_left() const {
-  if (options_.ranks.size() == 1 || options_.ranks.engine()->left_messages().empty()) return;
+  if (options_.ranks.size() == 1 || options_.ranks.ahead.engine()->left_messages().empty()) return;
   throw Error(detail::concat(
-      "pipeline: an earlier step between the ranks of group '", options_.ranks.name(), "' ended in its midst (", options_.ranks.engine()->left_messages(),
+      "pipeline: an earlier step between the ranks of group '", options_.ranks.ahead.name(), "' ended in its midst (", options_.ranks.ahead.engine()->left_messages(),
       "), and what they had sent each other is still on its way, where this step would take it for its own; go on from a checkpoint in a "
       "new process"));
 }
@@ -133,7 +133,7 @@ void Executor::run(StepTimes* times) {
       for (const Message& message : leg.sends) send(message);
       drop_sent();
     } catch (...) {
-      if (options_.ranks.size() > 1) options_.ranks.engine()->leave_messages(describe(leg.action));
+      if (options_.ranks.size() > 1) options_.ranks.ahead.engine()->leave_messages(describe(leg.action));
       if (name.empty()) throw;
       rethrow_naming(name);
     }

@@ -57,6 +57,17 @@ TEST_F(ExpertsOverRanks, KeepEveryRouterSharedExpertsAndCapacity) {
   expect_like_one_device({"zero.accumulate=sharded"}, {"zero.stage=2", "mesh.ep=2"}, 4);
 }
 
+/// Columns of a sequence lie on several ranks, and so do the tokens of which a balance term is.
+TEST_F(ExpertsOverRanks, WithCutSequencesGiveTheRunOfOne) {
+  const std::vector<std::string> terms{"moe.balance_loss=10", "moe.z_loss=1", "data.seq_len=15"};
+  expect_like_one_device(terms, {"mesh.cp=2"}, 2);
+  expect_like_one_device(terms, {"mesh.cp=3", "zero.stage=3", "recompute.mode=full"}, 3);
+  expect_like_one_device(terms, {"mesh.cp=2", "mesh.ep=2", "zero.stage=1"}, 2);
+  expect_like_one_device(terms, {"mesh.cp=2", "mesh.dp_shard=2", "mesh.ep=4", "zero.stage=3", "context.method=ulysses"}, 4);
+  expect_like_one_device(terms, {"mesh.cp=2", "mesh.dp_shard=2", "mesh.pp=2", "mesh.ep=2", "zero.stage=3", "recompute.mode=full"}, 8);
+  expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.cp=2", "mesh.dp_replicate=2", "mesh.ep=2", "zero.stage=2"}, 4);
+}
+
 TEST_F(ExpertsOverRanks, RecomputeByTheFirstRouting) {
   for (const auto& sets : {std::vector<std::string>{"recompute.mode=full"},
                            {"recompute.mode=full", "recompute.modules=layers.*.feed_forward"},
