@@ -2,6 +2,8 @@
 // measures one device (on every rank at once, so that all share the machine alike) and then each method, and minima over rounds are compared, since other
 // programs come and go. `rate_over_one`: each rank's share of the work per second over one device's work per second; 1 is a perfect split.
 //
+// Then one device with packed documents, as tiles and with a mask.
+//
 //   tessera_context_parallel_bench [S = 8192] [ranks = 2] [heads = 8] [kv_heads = 8] [rounds = 5] [bf16]
 #include <algorithm>
 #include <chrono>
@@ -48,6 +50,33 @@ double seconds(OneCore& model, const Sizes& sizes, int64_t columns, const comm::
   model(in[0], in[1], in[2]).backward(in[3]);
   comm::barrier(group);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// One device with packed documents: as tiles, and with the mask that holds all scores.
+void run_packed(const Sizes& sizes) {
+  for (const int64_t documents : {4, 32}) {
+    const int64_t length = std::min<int64_t>(sizes.length, 2048), each = (length + documents - 1) / documents;
+    const at::Tensor ids = (at::arange(length) / each).floor().to(at::kLong).unsqueeze(0);
+    const at::Tensor visible = ids.unsqueeze(2).eq(ids.unsqueeze(1)).unsqueeze(1).bitwise_and(at::ones({length, length}, at::kBool).tril());
+    nn::AttentionCore core;
+    std::map<std::string, double> best;
+    for (int round = 0; round <= sizes.rounds; ++round) {
+      for (const bool tiled : {true, false}) {
+        std::vector<at::Tensor> in;
+        for (const int64_t heads : {sizes.heads, sizes.kv_heads, sizes.kv_heads}) {
+          in.push_back(at::randn({1, length, heads, sizes.features}, at::make_generator<at::CPUGeneratorImpl>(1)).to(sizes.dtype).requires_grad_());
+        }
+        const auto start = std::chrono::steady_clock::now();
+        const at::Tensor out = tiled ? core(in[0], in[1], in[2], std::nullopt, ids) : nn::masked_attention(in[0], in[1], in[2], visible);
+        out.backward(at::ones_like(out));
+        const double time = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        const auto [found, is_new] = best.emplace(tiled ? "tiles" : "mask", time);
+        if (!is_new) found->second = std::min(found->second, time);
+      }
+    }
+    std::printf("S %lld in %lld documents, one device: tiles %.1f ms, mask %.1f ms, %.2f times\n", static_cast<long long>(length),
+                static_cast<long long>(documents), best["tiles"] * 1e3, best["mask"] * 1e3, best["mask"] / best["tiles"]);
+  }
 }
 
 void run(const Sizes& sizes) {
@@ -99,4 +128,5 @@ int main(int argc, char** argv) {
   if (argc > 5) sizes.rounds = std::stoi(argv[5]);
   if (argc > 6 && std::string(argv[6]) == "bf16") sizes.dtype = at::kBFloat16;
   tessera::run(sizes);
+  tessera::run_packed(sizes);
 }

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import free_port
-from torch.distributed.nn.functional import all_gather
+from torch.distributed._functional_collectives import all_gather_single_autograd
 
 
 def measure(rank: int, options: argparse.Namespace, port: int) -> None:
@@ -29,7 +29,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         dist.barrier()
         start = time.perf_counter()
-        keys, values = (torch.cat(list(all_gather(tensor)), 2) for tensor in leaves[1:])
+        keys, values = (all_gather_single_autograd(tensor, 2, dist.group.WORLD) for tensor in leaves[1:])
         out = torch.nn.functional.scaled_dot_product_attention(leaves[0], keys, values, attn_mask=mask, enable_gqa=options.heads != options.kv_heads)
         out.backward(gradient)
         dist.barrier()

@@ -75,6 +75,10 @@ struct Exchanger {
     const auto& last = heads(tensor, ranks() - 1);
     return last.begin + last.size;
   }
+  /// Whether some of its heads are with several ranks, whose gradients are added up.
+  bool has_copies(size_t tensor) const {
+    return tensor > 0 && std::ranges::any_of(deal.kv_heads, [](const FeatureShare& share) { return share.holders > 1; });
+  }
   size_t own() const { return static_cast<size_t>(deal.place); }
 
   /// The parts, flat and one after the other, to their ranks; sizes of what comes back, per rank.
@@ -132,7 +136,8 @@ struct Exchanger {
         parts[rank].push_back(columns_of(x, deal.columns[rank]));
         sizes[rank] += x.size(0) * own_columns * heads(tensor, rank).size * x.size(3);
       }
-      sums[tensor] = at::zeros({x.size(0), own_columns, all_heads(tensor), x.size(3)}, x.options().dtype(at::kFloat));
+      const std::vector<int64_t> shape{x.size(0), own_columns, all_heads(tensor), x.size(3)};
+      sums[tensor] = has_copies(tensor) ? at::zeros(shape, x.options().dtype(at::kFloat)) : at::empty(shape, x.options());
     }
     const std::vector<at::Tensor> received = exchange(parts, sizes);
     for (size_t rank = 0; rank < ranks(); ++rank) {
@@ -140,7 +145,8 @@ struct Exchanger {
       for (size_t tensor = 0; tensor < sums.size(); ++tensor) {
         if (!sums[tensor].defined()) continue;
         const at::Tensor place = sums[tensor].narrow(2, heads(tensor, rank).begin, heads(tensor, rank).size);
-        place.add_(received[rank].narrow(0, begin, place.numel()).view(place.sizes()).to(at::kFloat));
+        const at::Tensor came = received[rank].narrow(0, begin, place.numel()).view(place.sizes());
+        has_copies(tensor) ? place.add_(came.to(at::kFloat)) : place.copy_(came);
         begin += place.numel();
       }
     }

@@ -69,6 +69,17 @@ TEST(ContextMemory, OfADryRunIsTheRealOnes) {
   }
 }
 
+TEST(ContextMemory, ADryRunOfPackedDocumentsCountsThemAsOne) {
+  for (const int ranks : {1, 3}) {
+    const auto world = comm::World::dry(ranks, /*rank=*/0, std::make_shared<comm::Recorder>());
+    Attending model;
+    const auto context = context_parallel(model, world.group(), {}, "core");
+    context->set_cut(SequenceCut::head_tail(12, ranks));
+    const at::Tensor x = at::empty({2, 12 / ranks, 4, 8}, at::kMeta);
+    EXPECT_EQ(model(x, x, x, at::empty({2, 12 / ranks}, at::TensorOptions(at::kLong).device(at::kMeta))).sizes(), x.sizes());
+  }
+}
+
 TEST(ContextRecompute, RepeatsItsMessagesAndGivesTheSameBits) {
   const AttentionCase c{.length = 21, .heads = 6, .kv_heads = 3};
   const Passes whole = on_one_device(c);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "support.h"
+#include "tests/late_sends.h"
 
 /// Output and all gradients of each method, against one device that holds the whole sequence and its scores.
 namespace tessera {
@@ -84,6 +85,23 @@ TEST(Documents, DealtOneByOneAreTheSame) {
     for (const int ranks : {2, 3, 4}) {
       EXPECT_LE(parity(c, SequenceCut::head_tail(std::vector<int64_t>{13, 1, 4, 8}, ranks), {.method = method}), kFp32) << to_string(method) << ' ' << ranks;
     }
+  }
+}
+
+TEST(Methods, AreTheSameOverGloo) {
+  const AttentionCase c{.length = 19, .heads = 6, .kv_heads = 2};
+  for (const ContextParallelOptions& options : {ContextParallelOptions{},
+                                                {.method = ContextMethod::AllGather},
+                                                {.method = ContextMethod::UlyssesRing, .ulysses = 2},
+                                                {.method = ContextMethod::Ulysses}}) {
+    EXPECT_LE(parity(c, SequenceCut::head_tail(19, 4), options, at::kFloat, {.backend = "gloo"}), kFp32) << to_string(options.method);
+  }
+}
+
+TEST(Methods, WriteNoMemoryThatIsStillOnItsWay) {
+  for (const ContextParallelOptions& options :
+       {ContextParallelOptions{}, {.method = ContextMethod::RingFull}, {.method = ContextMethod::UlyssesRing, .ulysses = 1}}) {
+    EXPECT_LE(parity({.length = 33}, SequenceCut::head_tail(33, 5), options, at::kFloat, {.decorators = {late_sends_of_rank_0()}}), kFp32);
   }
 }
 

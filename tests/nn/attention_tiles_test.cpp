@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attention.h"
 #include "tessera/nn/column_order.h"
@@ -96,6 +97,9 @@ TEST(AttentionTiles, OfAnyColumnsAreTheMask) {
 TEST(AttentionTiles, RowsThatAreAlikeAreSaidOnce) {
   EXPECT_EQ(AttentionColumns::of(std::vector<int64_t>{4, 5, 9}, std::vector<int64_t>{0, 0, 0, 0, 0, 0}).rows,
             (std::vector<std::vector<AttentionRun>>{{{0, 4, 2, 0}, {2, 9, 1, 0}}}));
+  EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3, 5), AttentionColumns::consecutive(6), true),
+            (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 6}, .aligned = false}}))
+      << "the last key is the first query's own";
   EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3), AttentionColumns::consecutive(3), true),
             (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 3}, .aligned = true}}));
 }
@@ -145,6 +149,19 @@ TEST(TiledAttention, OfPositionsAndDocumentsEqualsTheMaskInDouble) {
         }
       }
     }
+  }
+}
+
+TEST(TiledAttention, EqualsTheReferenceKernels) {
+  const at::Tensor documents = at::tensor({0, 0, 0, 1, 1, 2, 2}, at::kLong).unsqueeze(0), order = at::tensor({3, 0, 5, 1, 6, 4, 2}, at::kLong);
+  const at::Tensor q = normal({1, 7, 4, 8}, 1), k = normal({1, 7, 2, 8}, 2), v = normal({1, 7, 2, 8}, 3);
+  for (const bool causal : {true, false}) {
+    AttentionCore core(causal);
+    const auto all = [&] { return std::vector{core(q, k, v, order, documents), core(q, k, v, order), core(q.narrow(1, 4, 3), k, v)}; };
+    const auto fused = all();
+    const kernels::KernelChoiceGuard reference(kernels::KernelChoice::Reference);
+    const auto plain = all();
+    for (size_t i = 0; i < fused.size(); ++i) EXPECT_LE(worst(fused[i], plain[i]), 5e-6) << i << ", causal " << causal;
   }
 }
 

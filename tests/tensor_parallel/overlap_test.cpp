@@ -1,15 +1,12 @@
 #include "tessera/tensor_parallel/overlap.h"
 
 #include <chrono>
-#include <future>
-#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
-#include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
@@ -19,6 +16,7 @@
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
+#include "tests/late_sends.h"
 
 namespace tessera {
 namespace {
@@ -94,39 +92,7 @@ ParallelPlan plan_of(bool sequence, bool keep_gathered) {
   return plan;
 }
 
-/// Messages of this rank leave late, as over a slow link, and whoever does not wait for one may have written over it by then.
-class LateSends : public comm::DecoratedEngine {
- public:
-  using DecoratedEngine::DecoratedEngine;
-
-  comm::Work start(const comm::Call& call) override {
-    if (call.op != comm::Operation::Send) return inner()->start(call);
-    return c10::make_intrusive<Late>(std::async(std::launch::async, [inner = inner(), call] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      inner->start(call)->wait();
-    }));
-  }
-
- private:
-  struct Late : c10d::Work {
-    explicit Late(std::future<void> sent) : sent(std::make_shared<std::future<void>>(std::move(sent))) {}
-    /// Dropped without a wait, it must not wait either.
-    ~Late() override {
-      std::thread([sent = sent] { sent->wait(); }).detach();
-    }
-    bool wait(std::chrono::milliseconds) override {
-      sent->wait();
-      return true;
-    }
-    std::shared_ptr<std::future<void>> sent;
-  };
-};
-
 TEST(Ring, MemoryThatIsStillOnItsWayIsNotWrittenOver) {
-  const comm::Decorator late = [](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) -> std::shared_ptr<comm::Engine> {
-    if (group.rank != 0) return inner;
-    return std::make_shared<LateSends>(group, std::move(inner));
-  };
   run_ranks(5,
             [](World& world) {
               const at::Tensor whole = numbers({2, 15, 3});
@@ -140,7 +106,7 @@ TEST(Ring, MemoryThatIsStillOnItsWayIsNotWrittenOver) {
               }
               EXPECT_LT(worst(ring.take(), part_of(whole, 5, world.rank()) * 15), 1e-6) << "rank " << world.rank();
             },
-            {.decorators = {late}});
+            {.decorators = {late_sends_of_rank_0()}});
 }
 
 class Overlapped : public ::testing::TestWithParam<std::tuple<int, bool>> {};
