@@ -22,7 +22,8 @@ struct Attended : torch::autograd::Function<Attended> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<KeptMethod>& kept) {
     const Method::Result result = kept->method->forward(q, k, v);
-    context->save_for_backward({q, k, v, result.output, result.kept});
+    // Apart from its graph: where a recomputation is broken off while this is saved, the output would hold the function that holds it.
+    context->save_for_backward({q, k, v, result.output.detach(), result.kept});
     context->saved_data["method"] = c10::IValue::make_capsule(kept);
     return result.output;
   }

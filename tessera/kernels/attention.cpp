@@ -101,7 +101,8 @@ struct WidenedAttention : torch::autograd::Function<WidenedAttention> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             std::optional<double> scale) {
     const auto [output, log_sum_exp] = widened_forward(q, k, v, causal, scale);
-    context->save_for_backward({q, k, v, output, log_sum_exp});
+    // Apart from its graph: where a recomputation is broken off while this is saved, the output would hold the function that holds it.
+    context->save_for_backward({q, k, v, output.detach(), log_sum_exp});
     context->saved_data["causal"] = causal;
     context->saved_data["scale"] = scale;
     return output;

@@ -31,7 +31,7 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor seen = (scores.to(at::kFloat) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());
     const at::Tensor weights = at::softmax(seen, -1).to(scores.scalar_type());
-    context->save_for_backward({weights});
+    context->save_for_backward({weights.detach()});  // apart from its graph: see kernels/attention.cpp
     context->saved_data["scale"] = scale;
     return weights;
   }

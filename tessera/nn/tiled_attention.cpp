@@ -124,7 +124,7 @@ struct TiledAttentionFunction : torch::autograd::Function<TiledAttentionFunction
     TiledAttention attention(q);
     attention.add(k, v, tiles->list);
     const auto [output, log_sum_exp] = attention.finish();
-    context->save_for_backward({q, k, v, output, log_sum_exp});
+    context->save_for_backward({q, k, v, output.detach(), log_sum_exp});  // apart from its graph: see kernels/attention.cpp
     context->saved_data["tiles"] = c10::IValue::make_capsule(tiles);
     return output;
   }

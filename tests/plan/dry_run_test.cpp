@@ -87,6 +87,22 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWhereSequencesAreCut) {
   }
 }
 
+/// n times the sequence on n ranks: what a rank holds of activations stays, but for the ring's blocks.
+TEST_F(DryRunTest, ActivationsStayFlatWhereSequencesAndRanksGrowTogether) {
+  const auto activations = [&](const std::string& method, int ranks) {
+    const auto run =
+        plan::dry_run(config("llama", {"model.kv_heads=2", "batch.global_size=1", "batch.micro_size=1", "run.threads=1", "context.method=" + method,
+                                       "mesh.cp=" + std::to_string(ranks), "data.seq_len=" + std::to_string(1024 * ranks)}),
+                      ranks);
+    int64_t most = 0;
+    for (const auto& each : run.ranks) most = std::max(most, each.peak_bytes[static_cast<size_t>(MemoryCategory::Activations)]);
+    return static_cast<double>(most);
+  };
+  const double one = activations("ring", 1);
+  for (const int ranks : {2, 4, 8}) EXPECT_LE(activations("ring", ranks), 1.05 * one) << ranks;
+  EXPECT_GE(activations("ring_full", 4), 4 * one) << "which holds rows of scores";
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunWhereLayersAreCut) {
   for (const std::string sequence : {"tensor.sequence_parallel=false", "tensor.sequence_parallel=true"}) {
     SCOPED_TRACE(sequence);

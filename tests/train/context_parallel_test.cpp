@@ -71,6 +71,8 @@ TEST_F(ContextRuns, RecomputeBitForBit) {
       const Trace again = train(cut("llama", {"mesh.cp=2", "model.dropout=0.1", mode}, method), 2);
       EXPECT_EQ(difference(again.gradients, kept.gradients), 0) << mode << " " << method;
       EXPECT_EQ(again.steps.back().loss, kept.steps.back().loss) << mode << " " << method;
+      constexpr auto kActivations = static_cast<size_t>(MemoryCategory::Activations);
+      EXPECT_EQ(again.steps.back().memory.current[kActivations], kept.steps.back().memory.current[kActivations]) << "left behind: " << mode << " " << method;
     }
   }
 }
