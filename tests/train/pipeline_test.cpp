@@ -112,7 +112,7 @@ TEST_F(Pipeline, ValidatesAndGeneratesBetweenSteps) {
   for (const auto& [world, layout] : layouts) {
     const Seen many = run(world, true, layout);
     EXPECT_EQ(many.text, one.text);
-    for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(many.validation[i], one.validation[i], kLosses * one.validation[i]);
+    for (size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(many.validation[i], one.validation[i], testing_support::kLosses * one.validation[i]);
     EXPECT_EQ(many.losses, run(world, false, layout).losses) << "what is read between steps changes nothing";
   }
 }

@@ -68,7 +68,7 @@ const auto make_sgd = [](const std::vector<at::Tensor>& parameters) {
 using Weights = std::map<std::string, at::Tensor>;
 
 template <class Model>
-std::pair<Weights, std::vector<double>> one_process() {
+std::pair<Weights, std::vector<double>> split_on_one_process() {
   auto model = on_meta([] { return Model(); });
   materialize(*model, 5);
   const auto optimizer = make_sgd(model->parameters());
@@ -101,7 +101,7 @@ pipeline::Around tell(GradientSynchronizer& wrapper, int micro_batches) {
 /// `how`: of the wrapper. `told`: of the schedule's actions.
 template <class Model>
 void train_wrapped(const std::string& how, schedules::Schedule (*schedule)(int, int), bool told) {
-  const auto [expected, norms] = one_process<Model>();
+  const auto [expected, norms] = split_on_one_process<Model>();
   comm::run_ranks(2 * kDataRanks,
                   [&, &expected = expected, &norms = norms](comm::World& world) {
                     const Mesh mesh(world, {{"dp", kDataRanks}, {"pp", 2}});
