@@ -102,9 +102,8 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
     const auto saved = context->get_saved_variables();
     const at::Tensor x = saved[0].detach(), dy = grads[0].detach().contiguous();
     const auto destination = c10::static_intrusive_pointer_cast<GroupedDestination>(context->saved_data["destination"].toCapsule());
-    if (accumulates_into(destination->weight)) {
-      destination->later->leave(destination->weight,
-                                [x, dy, sizes = destination->sizes] { return kernels::grouped_weight_gradient(dy, x, sizes).flatten(0, 1); });
+    if (const at::Tensor& parameter = destination->weight; accumulates_into(parameter)) {
+      destination->later->leave(parameter, [x, dy, sizes = destination->sizes] { return kernels::grouped_weight_gradient(dy, x, sizes).flatten(0, 1); });
     }
     return once_differentiable("grouped_linear", "multiply each group by itself, with nn::project", grads,
                                {kernels::grouped_input_gradient(dy, saved[1], destination->sizes), at::Tensor(), at::Tensor()});

@@ -46,7 +46,7 @@ TEST(ExpertHeat, ALongRunIsDrawnInMeansOfSteps) {
   for (int64_t step = 1; step <= steps; ++step) heat.add(step, {load(0, {step % 2 == 0 ? 1.0 : 0.0, step % 2 == 0 ? 0.0 : 1.0})});
   const std::string svg = heat.draw("a run").str();
   EXPECT_LE(count(svg, "expert 0,"), ExpertHeat::kMostColumns);
-  EXPECT_THAT(svg, HasSubstr("steps 1 to 4: 1.00"));
+  EXPECT_THAT(svg, HasSubstr("steps 1 to 8: 1.00"));
   EXPECT_THAT(svg, HasSubstr("step " + std::to_string(steps)));
 }
 
