@@ -118,9 +118,11 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
 
 double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed_s; }
 
-/// Gradients of several micro-batches are added up as they are computed, where nobody wants to see each by itself.
+/// In a pipeline, gradients of several micro-batches are added up as they are computed, where nobody wants to see each by itself. Products then add in an order
+/// of their own; what has to have the bits of another run that does without (slices on the host, updates in the midst of a step) does without. So does
+/// recomputation, which can leave out the last product of a block only where autograd knows it.
 Attachment Engine::add_in_place(size_t micro_batches) const {
-  if (micro_batches < 2) return {};
+  if (run_.pipeline.size() == 1 || zero_.stage == 3 || plan_->windows || !run_.recomputed.empty() || micro_batches < 2) return {};
   const auto tell = [this](bool adds) {
     for (const auto& parameter : run_.parameters) nn::GradientDispatcher::of(parameter.tensor).add_in_place(adds);
   };
