@@ -98,6 +98,8 @@ bool BucketedStep::is_last_round() const { return !options_.each_micro_batch || 
 void BucketedStep::before(ActionKind action, const MicroBatchPosition& position) {
   protocol_.before(action, position);
   in_action_ = action != ActionKind::Forward;
+  // Also where an action brings gradients by no pass at all: those of weights that were left for later.
+  if (in_action_ && own_phase_) own_phase_->last_micro_batch = protocol_.calls().is_last() || options_.each_micro_batch;
 }
 
 void BucketedStep::after(ActionKind action) {
@@ -149,6 +151,7 @@ void BucketedStep::begin_round() {
 }
 
 void BucketedStep::begin_pass(bool last) {
+  last_pass_ = last;
   forms_.require_same(options_.technique, parameters_);
   if (own_phase_) own_phase_->last_micro_batch = last || (in_action_ && options_.each_micro_batch);
   if (plain_) offer_places();
@@ -268,7 +271,17 @@ void BucketedStep::complete() {
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
   launch_rest();
   std::vector<bool> used = trained_;
-  if (options_.find_unused_parameters) learn_used(used = used_anywhere());
+  if (options_.find_unused_parameters) {
+    bool failed = false;
+    used = used_anywhere(failed);
+    if (failed) {
+      arrived_ = trained_;  // all were brought into their buckets
+      undo();
+      throw Error(options_.technique +
+                  ": the backward pass of another rank ended by an exception, and the sums of this one lack its gradients; they were dropped");
+    }
+    learn_used(used);
+  }
   complete_reductions();
   statistics_.exposed_s = exposed_before + seconds_since(start);
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
@@ -302,12 +315,12 @@ void BucketedStep::complete_reductions() {
   }
 }
 
-std::vector<bool> BucketedStep::used_anywhere() {
+std::vector<bool> BucketedStep::used_anywhere(bool& failed) {
   const std::string name = site("unused");
   const comm::CallSite scope(name);
   std::vector<bool> used;
   for (const comm::Group& group : options_.groups) {
-    used = used_.anywhere(group);
+    used = used_.anywhere(group, &failed);
     for (size_t i = 0; i < used.size(); ++i) {
       if (used[i]) used_.mark(i);
     }
@@ -319,9 +332,27 @@ void BucketedStep::drop_reductions() {
   for (const size_t bucket : std::exchange(under_way_, {})) drop(bucket);
 }
 
-/// The other ranks have failed at the same place, or will not get there.
+/// The other ranks have failed at the same place, or will not get there. Those that may use other parameters have started other reductions by then, which what
+/// comes next would meet.
 void BucketedStep::abandon() {
   if (!active()) return;
+  if (options_.find_unused_parameters && plain_ && last_pass_ && starts_early_) tell_of_failure();
+  undo();
+}
+
+/// All of the step's collectives are started, for nothing; a rank whose pass did not fail hears of it where it asks what the others used.
+void BucketedStep::tell_of_failure() noexcept {
+  try {
+    const at::NoGradGuard no_grad;
+    launch_rest();
+    arrived_ = trained_;  // all were brought into their buckets
+    bool failed = true;
+    used_anywhere(failed);
+  } catch (...) {  // who has failed is known; that others cannot hear of it, they will notice
+  }
+}
+
+void BucketedStep::undo() {
   drop_reductions();
   withdraw_places();
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -147,7 +147,9 @@ class BucketedStep {
   void complete_earlier_round();
   void complete();
   void complete_reductions();
-  std::vector<bool> used_anywhere();
+  std::vector<bool> used_anywhere(bool& failed);
+  void tell_of_failure() noexcept;
+  void undo();
   void drop_reductions();
   void abandon();
 
@@ -160,6 +162,7 @@ class BucketedStep {
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed
   UsedParameters used_;
   bool starts_early_ = false;      ///< buckets, while backward runs; else when it is done, for another wrapper's start on the same engine
+  bool last_pass_ = false;         ///< the pass that runs, or ran, starts reductions
   bool in_action_ = false;         ///< an engine's, which brings gradients
   int64_t round_ = 0;              ///< of reductions of every bucket, in this step
   std::vector<size_t> missing_;    ///< per bucket: gradients that are not final in this round

@@ -175,12 +175,15 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
                                                      (found[missing] > 1 ? " and others" : "")));
 }
 
-std::vector<bool> UsedParameters::anywhere(const comm::Group& group) const {
-  at::Tensor used = at::tensor(used_, at::kInt).to(message_device(parameters_.front().tensor));
+std::vector<bool> UsedParameters::anywhere(const comm::Group& group, bool* failed) const {
+  auto mine = used_;
+  if (failed != nullptr) mine.push_back(*failed ? 1 : 0);
+  at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor));
   comm::all_reduce(group, used, comm::Op::Max);
   used = used.cpu();
   const int32_t* words = used.const_data_ptr<int32_t>();
-  return std::vector<bool>(words, words + used.numel());
+  if (failed != nullptr) *failed = words[used_.size()] != 0;
+  return std::vector<bool>(words, words + used_.size());
 }
 
 }  // namespace tessera

@@ -77,7 +77,8 @@ class UsedParameters {
   void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
 
   /// Which were used on any rank: one all-reduce of a word each.
-  std::vector<bool> anywhere(const comm::Group& group) const;
+  /// `failed`: whether this rank's pass ended by an exception; then, whether any rank's did.
+  std::vector<bool> anywhere(const comm::Group& group, bool* failed = nullptr) const;
 
  private:
   bool is_missing(size_t index) const { return wanted_[index] && used_[index] == 0 && !forgiven_[index]; }

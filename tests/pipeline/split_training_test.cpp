@@ -165,6 +165,25 @@ TEST(SplitTraining, AnExecutorThatWasToldLessIsRefused) {
   stage.forward(0, {});
 }
 
+/// An input that requires a gradient in the pass alone: what crosses would bring none back.
+TEST(SplitTraining, AnInputThatRequiresAGradientIsSaidBefore) {
+  const auto model = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) { return m.b(torch::tanh(m.a(in[0]))) + in[0] * 2; })();
+  const auto inputs = doubles(1, {3, 4})[0];
+  const auto split = pipeline::split(model, inputs, kAtB);
+  const at::Tensor wants = inputs[0].detach().clone().requires_grad_();
+  pipeline::TracedStage stage(split, 0, [&](int) { return std::vector<at::Tensor>{wants}; });
+  EXPECT_THAT(refusal([&] { stage.forward(0, {}); }), AllOf(HasSubstr("an input 0 that requires a gradient"), HasSubstr("call expect()")));
+  {
+    const at::NoGradGuard no_grad;
+    stage.forward(0, {});
+  }
+  split.expect({wants});
+  bool comes_back = true;
+  for (const auto& crossing : split.crossings()) comes_back &= crossing.takes_gradient;
+  EXPECT_TRUE(comes_back);
+  stage.forward(0, {});
+}
+
 TEST(SplitTraining, MicroBatchesThatSendOtherTensorsAreRefused) {
   const auto model = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) {
     const at::Tensor h = torch::tanh(m.a(in[0])), y = m.b(h);

@@ -147,6 +147,75 @@ TEST(SplitWrapped, BackwardsInTwoHalvesAreToldToTheWrapper) {
   EXPECT_THAT(refusal([] { train_wrapped<OwnFour>("zero 2", &schedules::zb_h1, /*told=*/false); }), HasSubstr("pipeline::ExecutorOptions::around"));
 }
 
+/// A stage whose gradients all come in actions of their own: no backward pass ever brings the wrapper one.
+TEST(SplitWrapped, StagesOfNothingButLinearLayersInTwoHalves) {
+  const auto expected = one_process<OwnFour>().first;
+  comm::run_ranks(
+      2 * kDataRanks,
+      [&](comm::World& world) {
+        const Mesh mesh(world, {{"dp", kDataRanks}, {"pp", 2}});
+        const auto data = mesh["dp"], pipe = mesh["pp"];
+        const auto number = [&](int micro_batch) { return micro_batch * kDataRanks + data.rank(); };
+        auto model = on_meta([] { return OwnFour(); });
+        const auto split = pipeline::split(model, {sample(0)}, {{"b", SplitPoint::Beginning}, {"c", SplitPoint::Beginning}, {"d", SplitPoint::Beginning}});
+        const auto plan = schedules::zb_v(2, kOfEachRank);
+        std::map<int, std::shared_ptr<torch::nn::Module>> modules;
+        std::map<int, std::unique_ptr<GradientSynchronizer>> wrappers;
+        std::map<int, std::unique_ptr<pipeline::TracedStage>> stages;
+        std::map<int, pipeline::Stage*> by_number;
+        std::map<int, pipeline::Around> told;
+        std::vector<at::Tensor> trained;
+        for (const int stage : plan.stages_of(pipe.rank())) {
+          const auto own = modules[stage] = split.module(stage);
+          materialize(*own, 5);
+          wrappers[stage] = std::make_unique<DistributedDataParallel>(*own, data, DdpOptions{.sizes = {.bucket_bytes = 40, .first_bucket_bytes = 40}});
+          stages[stage] = std::make_unique<pipeline::TracedStage>(
+              split, stage, [&](int i) { return std::vector<at::Tensor>{sample(number(i))}; },
+              [&](int i, const std::vector<at::Tensor>& outputs) { return loss_of_sample(outputs[0], number(i)); });
+          by_number[stage] = stages[stage].get();
+          told[stage] = tell(*wrappers[stage], kOfEachRank);
+          for (const at::Tensor& parameter : own->parameters()) trained.push_back(parameter);
+        }
+        const auto around = [&](const schedules::Action& action, const std::function<void()>& body) { told.at(action.stage)(action, body); };
+        pipeline::Executor executor(plan, split.crossings(), by_number, {.ranks = pipe, .around = around});
+        const auto optimizer = make_sgd(trained);
+        for (int step = 0; step < kSteps; ++step) {
+          for (auto& [stage, wrapper] : wrappers) wrapper->begin_step();
+          executor.run();
+          for (auto& [stage, wrapper] : wrappers) wrapper->finish();
+          pipeline::clip_grad_norm(split, plan, pipe, kMaxNorm);
+          optimizer->step();
+        }
+        for (const auto& [stage, own] : modules) {
+          for (const auto& item : own->named_parameters()) {
+            EXPECT_LT((item.value() - expected.at(item.key())).abs().max().item<double>(), 1e-5) << item.key();
+          }
+        }
+      },
+      {.timeout = std::chrono::seconds(30)});
+}
+
+/// Over slices nothing can be recorded: a pass of another kind was recorded before, or is refused alike on every rank.
+TEST(SplitWrapped, PassesOfAnotherKindUnderFullyShardAreRecordedBefore) {
+  for (const bool before : {true, false}) {
+    comm::run_ranks(2, [&](comm::World& world) {
+      auto model = on_meta([] { return OwnFour(); });
+      const auto split = pipeline::split(model, {sample(0)}, {{"c", SplitPoint::Beginning}});
+      const auto own = split.module({0, 1});
+      const c10::NoGradGuard no_grad;
+      if (before) split.recording();
+      const auto sharded = fully_shard(*own, world.group(), {});
+      materialize(*own, 5);
+      if (before) {
+        EXPECT_NO_THROW(split.recording()) << world.rank();
+      } else {
+        EXPECT_THAT(refusal([&] { split.recording(); }),
+                    AllOf(HasSubstr("was recorded before fully_shard cut the stage"), HasSubstr("is a slice of"), HasSubstr("before wrapping")));
+      }
+    });
+  }
+}
+
 /// A stage loads its part of a checkpoint of the whole.
 TEST(SplitWrapped, AStageLoadsFromACheckpointOfTheWholeModel) {
   const auto folder = std::filesystem::temp_directory_path() / ("tessera-split-" + std::to_string(getpid()));

@@ -94,8 +94,9 @@ struct SplitModel::State {
     bool fits = false;   ///< what executors were given
   };
   std::map<std::string, Kept> recordings;
-  std::set<std::string> settled;                     ///< modes in which two recordings in a row were the same
-  std::vector<std::set<std::string>> owned, called;  ///< by stage
+  std::set<std::string> settled;                      ///< modes in which two recordings in a row were the same
+  std::vector<std::set<std::string>> owned, called;   ///< by stage
+  std::map<std::string, std::vector<int64_t>> sizes;  ///< of the parameters, whole
   std::vector<tape::SharedParameter> shared;
   std::vector<Crossings> given;                        ///< what crossings() has said
   int untrained = 0;                                   ///< first stages that are never trained
@@ -146,12 +147,25 @@ struct SplitModel::State {
     return key;
   }
 
+  /// Once a wrapper has cut them, forward cannot be run over them but within its own passes.
+  void refuse_slices(const std::string& key) const {
+    for (const auto& item : root->named_parameters()) {
+      const auto whole = sizes.find(item.key());
+      require(whole == sizes.end() || item.value().sizes() == whole->second, "pipeline: no pass with these inputs and modes (", key,
+              ") was recorded before fully_shard cut the stage, and '", item.key(), "' is a slice of ", item.value().sizes(), " in place of ",
+              at::IntArrayRef(whole == sizes.end() ? std::vector<int64_t>() : whole->second),
+              " now; before wrapping, on every rank, record each kind of pass that is to come: expect() its shapes, switch train() or eval(), and call "
+              "recording(), under NoGradGuard for one without gradients");
+    }
+  }
+
   Kept& kept(int micro_batch) {
     const auto& inputs = inputs_for(micro_batch);
     const std::string key = this->key(inputs);
     if (recordings.size() >= kMostRecordings && !recordings.contains(key)) recordings.clear();
     Kept& found = recordings[key];
     if (!found.recording) {
+      refuse_slices(key);
       auto made = record_settled(inputs);
       if (owned.empty()) {
         deal(*made);
@@ -232,6 +246,7 @@ SplitModel::SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward fo
   state_->root = std::move(root);
   state_->forward = std::move(forward);
   state_->splits = std::move(splits);
+  for (const auto& item : state_->root->named_parameters()) state_->sizes[item.key()] = item.value().sizes().vec();
   expect(example_inputs);
   state_->kept(0);
   if (stages() > 1) mark_parts();
@@ -339,6 +354,8 @@ void SplitModel::expect(const std::vector<at::Tensor>& inputs) const {
 }
 
 void SplitModel::expect(const std::vector<at::Tensor>& inputs, int micro_batch) const { state_->inputs_of[micro_batch] = looks_of(inputs); }
+
+bool SplitModel::expects_gradient(int micro_batch, int input) const { return state_->inputs_for(micro_batch).at(static_cast<size_t>(input)).requires_grad(); }
 
 void SplitModel::check_agreement(const comm::Group& group) const {
   Hasher hasher;

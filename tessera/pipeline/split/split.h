@@ -72,6 +72,8 @@ class SplitModel {
   /// Says what shapes and dtypes the inputs have from now on, or in one micro-batch of the step alone. Every rank says it: only the first stage could see it.
   void expect(const std::vector<at::Tensor>& inputs) const;
   void expect(const std::vector<at::Tensor>& inputs, int micro_batch) const;
+  /// Whether an input was said to require a gradient: what comes back between stages follows from it.
+  bool expects_gradient(int micro_batch, int input) const;
   /// Throws ConfigError on every rank where the ranks of `group` have recorded different graphs, of any micro-batch. Traffic: 8 bytes a rank.
   void check_agreement(const comm::Group& group) const;
 

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+
 #include "tessera/comm/dtype_name.h"
 #include "tessera/core/error.h"
 #include "tessera/pipeline/split/wire.h"
@@ -30,6 +32,11 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
     require(tensor.defined() && tensor.sizes() == at::IntArrayRef(form.sizes) && tensor.scalar_type() == form.dtype, "pipeline: stage ", stage_, " is given ",
             tensor.defined() ? tape::to_string(tape::form_of(tensor)) : "nothing", " for input ", number, ", where ", tape::to_string(form),
             " is expected; sizes are part of a recording: call expect() with inputs of these shapes, on every rank");
+    const bool wants_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
+    require(
+        !wants_gradient || model_.expects_gradient(micro_batch, number), "pipeline: stage ", stage_, " is given an input ", number,
+        " that requires a gradient, where the example did not, and what of it crosses to other stages would bring none back; call expect() with inputs that "
+        "require gradients, on every rank, and take crossings() behind it");
     given.push_back({value, tensor});
   }
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -1,0 +1,89 @@
+// A backward pass that fails where ranks use different parameters: reductions that one of them has started and the other has not must not meet the next step's.
+
+#include <stdexcept>
+
+#include <gmock/gmock.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+/// Layers of one size, so that a reduction of one could pass for another's.
+struct Branching : torch::nn::Module {
+  Branching() {
+    for (auto* const layer : {&first, &second, &optional, &last}) register_module("layer" + std::to_string(children().size()), *layer);
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    int64_t number = 0;
+    for (const at::Tensor& parameter : parameters()) parameter.copy_(at::arange(parameter.numel(), at::kDouble).add(++number).sin().view_as(parameter));
+  }
+
+  at::Tensor forward(at::Tensor x, bool branches, bool fails = false) {
+    x = at::tanh(first(x));
+    if (fails) x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+    x = at::tanh(second(x));
+    if (branches) x = x + optional(x);
+    return last(x);
+  }
+
+  torch::nn::Linear first{6, 6}, second{6, 6}, optional{6, 6}, last{6, 6};
+};
+
+at::Tensor rows(int step, int rank) { return at::arange(18, at::kDouble).mul(7 * step + rank + 1).cos().view({3, 6}); }
+
+const DdpOptions kSmallBuckets{.sizes = {.bucket_bytes = 300, .first_bucket_bytes = 64}, .find_unused_parameters = true};
+
+TEST(FailedPass, LeavesNothingToTheNextStep) {
+  Branching alone;
+  torch::optim::SGD reference(alone.parameters(), 0.1);
+  for (const int step : {0, 2}) {
+    reference.zero_grad();
+    for (const int rank : {0, 1}) alone.forward(rows(step, rank), rank == 0).square().sum().backward();
+    reference.step();
+  }
+  comm::run_ranks(2, [&](comm::World& world) {
+    Branching model;
+    DistributedDataParallel ddp(model, world.group(), kSmallBuckets);
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const auto pass = [&] { model.forward(rows(step, world.rank()), world.rank() == 0, /*fails=*/step == 1).square().sum().backward(); };
+      if (step == 1) {
+        EXPECT_THAT(pass, ThrowsMessage<std::runtime_error>(HasSubstr("planned")));
+        continue;
+      }
+      pass();
+      optimizer.step();
+    }
+    const auto want = alone.named_parameters();
+    for (const auto& item : model.named_parameters()) EXPECT_LT((item.value() - want[item.key()]).abs().max().item<double>(), 1e-12) << item.key();
+  });
+}
+
+/// And says so to who has not failed.
+TEST(FailedPass, IsHeardOfOnOtherRanks) {
+  comm::run_ranks(2, [&](comm::World& world) {
+    Branching model;
+    DistributedDataParallel ddp(model, world.group(), kSmallBuckets);
+    const auto pass = [&](int step, bool fails) { model.forward(rows(step, world.rank()), world.rank() == 0, fails).square().sum().backward(); };
+    if (world.rank() == 0) {
+      EXPECT_THAT([&] { pass(0, true); }, ThrowsMessage<std::runtime_error>(HasSubstr("planned")));
+    } else {
+      EXPECT_THAT([&] { pass(0, false); }, ThrowsMessage<Error>(HasSubstr("the backward pass of another rank ended by an exception")));
+    }
+    for (const at::Tensor& parameter : model.parameters()) EXPECT_FALSE(parameter.grad().defined());
+    pass(1, false);
+    for (const at::Tensor& parameter : model.parameters()) EXPECT_TRUE(parameter.grad().defined());
+  });
+}
+
+}  // namespace
+}  // namespace tessera
