@@ -66,6 +66,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/power_sgd.h"
 #include "tessera/data_parallel/tree_reduction.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"

@@ -11,6 +11,7 @@
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/positions.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/experts.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/verify/difference.h"
 
@@ -64,7 +65,9 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
     const int64_t sample = nn::SampleScope::current().first_sample;
     // A call inside a backward pass computes again what was heard before.
     const bool heard = sample >= samples_.begin && sample < samples_.end && torch::autograd::get_current_node() == nullptr;
-    if (heard && !outputs.empty() && outputs[0].isTensor() && outputs[0].toTensor().defined()) hear(module, sample, outputs[0].toTensor());
+    // Rows in the order of experts: which of the whole's these are only the choices of all ranks tell. What is made of them for each token is heard.
+    const bool placed = column_axis_.empty() || dynamic_cast<const nn::GroupedExpertsImpl*>(&module) == nullptr;
+    if (heard && placed && !outputs.empty() && outputs[0].isTensor() && outputs[0].toTensor().defined()) hear(module, sample, outputs[0].toTensor());
     return outputs;
   }
 
@@ -90,7 +93,17 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
       return layout;
     }
     if (layout.boxes.empty()) layout.boxes = {Box::whole(output.sizes().vec())};
-    layout.boxes = in_sequence(layout.boxes, runs_of(positions), output.dim() > 2 ? 1 : 0);
+    std::vector<ColumnRun> runs = runs_of(positions);
+    if (output.dim() > 2) {
+      layout.boxes = in_sequence(layout.boxes, runs, 1);
+      return layout;
+    }
+    const int64_t rows = positions.numel() > 0 ? output.size(0) / positions.numel() : 1;  // one after the other, where each token is a row
+    const size_t of_one = runs.size();
+    for (int64_t row = 1; row < rows; ++row) {
+      for (size_t i = 0; i < of_one; ++i) runs.push_back({row * nn::SampleScope::current().seq_len + runs[i].begin, runs[i].size});
+    }
+    layout.boxes = in_sequence(layout.boxes, runs, 0);
     return layout;
   }
 

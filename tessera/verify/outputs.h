@@ -53,7 +53,8 @@ struct BatchShape {
 /// twice. Plain torch::nn modules cannot be intercepted and are passed over.
 ///
 /// Where the micro-batch holds some columns of its samples (SampleContext::positions), what interceptors state of an output is meant of these, and is handed on
-/// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has no rows; a number is a term of the sum over `column_axis`.
+/// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has a row for each token, or no rows; a number is a term of the sum over `column_axis`, which both
+/// sides name where sequences are cut, and leave out where none is: what is sorted by expert is then not heard.
 ///
 /// `instead`: a module beside the tree that is called in place of the root (the last part of one that is cut into stages). `sink` must live until the last
 /// backward is done.

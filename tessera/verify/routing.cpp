@@ -39,7 +39,7 @@ class ChoiceRecorder : public nn::Interceptor {
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto key = calls_.next(module);
     nn::Values outputs = next(std::move(inputs));
-    if (key) choices_[*key] = outputs.at(0).toTensor();
+    if (key) choices_[*key] = {outputs.at(0).toTensor(), nn::SampleScope::current().positions};
     return outputs;
   }
 
@@ -69,21 +69,35 @@ class ChoiceReplayer : public nn::Interceptor {
     const at::Tensor scores = inputs.at(0).toTensor();
     const at::Tensor own = next(std::move(inputs)).at(0).toTensor();
     if (!key) return {own};
-    for (RecordedChoices* rank : ranks_) {
-      const auto found = rank->find(*key);
-      if (found == rank->end() || found->second.sizes() != own.sizes()) continue;
-      const at::Tensor taken = found->second;
-      compared_.tokens += own.size(0);
-      if (own.numel() == 0) return {taken};
-      const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
-      compared_.flipped += flipped;
-      if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
-      return {taken};
-    }
-    return {own};
+    const at::Tensor taken = taken_by_ranks(*key, own);
+    if (!taken.defined()) return {own};
+    compared_.tokens += own.size(0);
+    if (own.numel() == 0) return {taken};
+    const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
+    compared_.flipped += flipped;
+    if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
+    return {taken};
   }
 
  private:
+  /// In the form of `own` [rows * columns, K]; undefined where no rank made the call. Ranks that have columns of it have a part each.
+  at::Tensor taken_by_ranks(const OutputKey& key, const at::Tensor& own) const {
+    at::Tensor put_together;
+    int64_t known = 0;
+    for (const RecordedChoices* rank : ranks_) {
+      const auto found = rank->find(key);
+      if (found == rank->end()) continue;
+      const auto& [chosen, positions] = found->second;
+      if (!positions.defined() && chosen.sizes() == own.sizes()) return chosen;
+      if (!positions.defined() || positions.numel() == 0) continue;
+      const int64_t rows = chosen.size(0) / positions.numel();
+      if (!put_together.defined()) put_together = own.clone();
+      put_together.view({rows, -1, own.size(1)}).index_copy_(1, positions, chosen.view({rows, -1, own.size(1)}));
+      known += chosen.size(0);
+    }
+    return known == own.size(0) ? put_together : at::Tensor();
+  }
+
   ChoiceCalls calls_;
   std::vector<RecordedChoices*> ranks_;
   RoutingComparison& compared_;

@@ -13,8 +13,14 @@
 
 namespace tessera {
 
+/// What a router chose for the tokens of a micro-batch, or those of them that a rank has.
+struct RecordedChoice {
+  at::Tensor chosen;     ///< [rows * columns, K]
+  at::Tensor positions;  ///< [columns]: where these lie in their samples; undefined: they are all here
+};
+
 /// What the routers of one rank chose in a step, by the call.
-using RecordedChoices = std::map<OutputKey, at::Tensor>;
+using RecordedChoices = std::map<OutputKey, RecordedChoice>;
 
 /// Takes down what every nn::RouterChoice below `root` chooses for `samples`, until what is returned dies; `choices` must live as long.
 [[nodiscard]] Attachment record_choices(torch::nn::Module& root, SampleRange samples, RecordedChoices& choices);

@@ -106,6 +106,7 @@ class Verification {
   const int64_t first_step_;
   const SampleRange samples_;  ///< of the steps that are compared
   const VerifyBounds bounds_;
+  std::string column_axis_;  ///< that sequences are cut over; empty where they are whole
   Meeting meeting_;
   std::vector<Shown> shown_;
   std::vector<RecordedOutputs> recorded_;
@@ -161,6 +162,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       first_step_(inputs_.resume ? inputs_.resume->manifest.step + 1 : 1),
       samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
       bounds_(bounds_of(layout_, world_, size_along(axes_, mesh_roles(layout_).batch), size_along(axes_, mesh_roles(layout_).columns))),
+      column_axis_(size_along(axes_, mesh_roles(layout_).columns) > 1 ? mesh_roles(layout_).columns.names.front() : std::string()),
       meeting_(world_),
       shown_(static_cast<size_t>(world_)),
       recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),
@@ -189,7 +191,7 @@ void Verification::run_rank(comm::World& world) {
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
   RecordedChoices& choices = choices_[static_cast<size_t>(world.rank())];
   const Attachment routers = record_choices(side.model(), samples_, choices);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), mesh_roles(layout_).columns.names.front());
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), column_axis_);
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
     meeting_.show();
@@ -230,7 +232,7 @@ void Verification::run_reference() {
   std::vector<RecordedChoices*> choices;
   for (auto& rank : choices_) choices.push_back(&rank);
   const Attachment routers = replay_choices(side.model(), samples_, choices, routing_);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, nullptr, column_axis_);
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
     const auto batch = next_batch(side);

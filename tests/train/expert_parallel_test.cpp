@@ -59,7 +59,8 @@ TEST_F(ExpertsOverRanks, KeepEveryRouterSharedExpertsAndCapacity) {
 
 /// Columns of a sequence lie on several ranks, and so do the tokens of which a balance term is.
 TEST_F(ExpertsOverRanks, WithCutSequencesGiveTheRunOfOne) {
-  const std::vector<std::string> terms{"moe.balance_loss=10", "moe.z_loss=1", "data.seq_len=15"};
+  const std::vector<std::string> terms{"moe.balance_loss=10", "moe.z_loss=1", "data.seq_len=15", "optim.name=sgd",
+                                       "optim.lr=1e-2"};  // AdamW makes a step of a rounding
   expect_like_one_device(terms, {"mesh.cp=2"}, 2);
   expect_like_one_device(terms, {"mesh.cp=3", "zero.stage=3", "recompute.mode=full"}, 3);
   expect_like_one_device(terms, {"mesh.cp=2", "mesh.ep=2", "zero.stage=1"}, 2);

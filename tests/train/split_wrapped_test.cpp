@@ -149,7 +149,7 @@ TEST(SplitWrapped, BackwardsInTwoHalvesAreToldToTheWrapper) {
 
 /// A stage whose gradients all come in actions of their own: no backward pass ever brings the wrapper one.
 TEST(SplitWrapped, StagesOfNothingButLinearLayersInTwoHalves) {
-  const auto expected = one_process<OwnFour>().first;
+  const auto expected = split_on_one_process<OwnFour>().first;
   comm::run_ranks(
       2 * kDataRanks,
       [&](comm::World& world) {

@@ -25,6 +25,21 @@ TEST_F(VerifyMixture, EveryLayoutIsOneDevice) {
   }
 }
 
+/// The recipe in five dimensions (tensor parallelism being one rank), and parts of it.
+TEST_F(VerifyMixture, ExpertsOverRanksAndCutSequencesAreOneDevice) {
+  for (const auto& [mesh, sets] : {std::pair{"dp_shard=2,ep=2", std::vector<std::string>{"zero.stage=1"}},
+                                   {"dp_shard=4,ep=2", {"zero.stage=3", "recompute.mode=full"}},
+                                   {"dp_replicate=2,dp_shard=2,ep=2", {"zero.stage=2", "precision.compute=bf16"}},
+                                   {"cp=2", {"data.seq_len=15"}},
+                                   {"cp=2,ep=2", {"zero.stage=1", "precision.params=bf16", "precision.compute=bf16"}},
+                                   {"dp_shard=2,pp=2,cp=2,ep=2", {"zero.stage=3"}},
+                                   {"dp_shard=2,pp=2,cp=2,ep=4", {"zero.stage=3", "recompute.mode=full", "context.method=ulysses"}}}) {
+    auto all = sets;
+    all.push_back("model.experts=4");
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
 TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
     auto all = sets;
