@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/full.h>

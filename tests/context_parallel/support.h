@@ -92,26 +92,45 @@ inline double difference(const std::vector<at::Tensor>& part, const std::vector<
   return worst;
 }
 
-/// Runs `c`, cut as `cut` says, over its ranks and returns the largest difference from one device.
-inline double parity(const AttentionCase& c, const SequenceCut& cut, const ContextParallelOptions& options, at::ScalarType dtype = at::kFloat,
-                     const comm::RunOptions& run = {}) {
-  const Passes whole = on_one_device(c, dtype);
-  std::vector<double> worst(static_cast<size_t>(cut.ranks()));
+/// One comparison with one device: what is attended to, who holds which columns, and in which type.
+struct Job {
+  AttentionCase c;
+  SequenceCut cut;
+  at::ScalarType dtype = at::kFloat;
+};
+
+/// Runs `jobs`, all over as many ranks, one after the other, and returns the largest difference of each from one device.
+inline std::vector<double> parities(const std::vector<Job>& jobs, const ContextParallelOptions& options, const comm::RunOptions& run = {}) {
+  std::vector<Passes> wholes;
+  for (const Job& job : jobs) wholes.push_back(on_one_device(job.c, job.dtype));
+  const int ranks = jobs.front().cut.ranks();
+  std::vector<std::vector<double>> differences(jobs.size(), std::vector<double>(static_cast<size_t>(ranks)));
   comm::run_ranks(
-      cut.ranks(),
+      ranks,
       [&](comm::World& world) {
-        const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
-        std::vector<at::Tensor> own;
-        for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, columns));
-        Attending model(c.causal);
-        const auto context = context_parallel(model, world.group(), options, "core");
-        context->set_cut(cut);
-        worst[static_cast<size_t>(world.rank())] =
-            difference(pass(model, own, c.documents.defined() ? c.documents.index_select(1, columns) : at::Tensor()), whole.out, columns,
-                       c.offset != 0 ? std::set<size_t>{1, 2} : std::set<size_t>{});  // a large feature meets terms of dq and dk that cancel
+        for (size_t i = 0; i < jobs.size(); ++i) {
+          const auto& [c, cut, dtype] = jobs[i];
+          const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
+          std::vector<at::Tensor> own;
+          for (const at::Tensor& tensor : wholes[i].in) own.push_back(tensor.index_select(1, columns));
+          Attending model(c.causal);
+          const auto context = context_parallel(model, world.group(), options, "core");
+          context->set_cut(cut);
+          const auto parts = pass(model, own, c.documents.defined() ? c.documents.index_select(1, columns) : at::Tensor());
+          // A large feature meets terms of dq and dk that cancel.
+          differences[i][static_cast<size_t>(world.rank())] =
+              difference(parts, wholes[i].out, columns, c.offset != 0 ? std::set<size_t>{1, 2} : std::set<size_t>{});
+        }
       },
       run);
-  return *std::ranges::max_element(worst);
+  std::vector<double> worst;
+  for (const auto& of_ranks : differences) worst.push_back(*std::ranges::max_element(of_ranks));
+  return worst;
+}
+
+inline double parity(const AttentionCase& c, const SequenceCut& cut, const ContextParallelOptions& options, at::ScalarType dtype = at::kFloat,
+                     const comm::RunOptions& run = {}) {
+  return parities({{c, cut, dtype}}, options, run).front();
 }
 
 }  // namespace tessera::testing_support
