@@ -3,6 +3,8 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/models/parallel_plans.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/attention.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/precision/policy.h"
@@ -25,7 +27,7 @@ struct Layer {
   int64_t b = 2, s = 512, h = 1024, heads = 16, kv_heads = 16, ffn = 4096;
   int t = 2;
   bool sequence = false, keep_gathered = false;
-  bool flash = true;  ///< false: documents in a row, which take a mask and the unfused attention
+  bool flash = true;  ///< false: attention of plain operators, which keeps its weights
   std::string recompute = "none";
   Stream stream = Stream::Narrow;
 
@@ -62,20 +64,29 @@ void set_precision(LanguageModel& model, Stream stream) {
   });
 }
 
+/// Attention's core in plain operators.
+struct Unfused : nn::Interceptor {
+  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next&) override {
+    const at::Tensor q = inputs[0].toTensor(), places = nn::consecutive(0, q.size(1), q.device());
+    const at::Tensor visible = places.unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).unsqueeze(0);
+    return {nn::masked_attention(q, inputs[1].toTensor(), inputs[2].toTensor(), visible)};
+  }
+};
+
 /// Bytes alive on one rank after a forward pass of a model of so many layers, above those before it.
 int64_t kept(const Layer& layer, int64_t layers, const comm::Group& group, at::Device device) {
   const Config config = config_of(layer, layers);
   const auto model = on_meta([&] { return make_model(config.model); });
   set_precision(*model, layer.stream);
   const auto tensor = parallelize_module(*model, group, parallel_plan(*model, layer.sequence, layer.keep_gathered));
+  const Attachment plain = layer.flash ? Attachment() : nn::attach(*model, model->attention_pattern(), std::make_shared<Unfused>());
   const Attachment recomputed = recompute_blocks(config, *model);
   materialize(*model, 1, device);
   const at::Tensor tokens = at::zeros({layer.b, layer.s}, at::TensorOptions(at::kLong).device(device));
-  const std::optional<at::Tensor> documents = layer.flash ? std::nullopt : std::optional(tokens);
   const nn::SampleScope samples({.seed = 1, .step = 1});
   MemoryTracker tracker;
   const TrackMemory tracking(tracker);
-  const at::Tensor loss = nn::call(*model, tokens, std::optional(tokens), std::optional<at::Tensor>(), documents);
+  const at::Tensor loss = nn::call(*model, tokens, std::optional(tokens));
   return tracker.current();
 }
 
