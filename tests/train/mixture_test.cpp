@@ -1,5 +1,7 @@
 // Mixtures of experts in every layout that this build composes: one device is the oracle.
 
+#include <cmath>
+
 #include <gmock/gmock.h>
 
 #include "tests/train/fixture.h"
@@ -109,6 +111,15 @@ TEST_F(MixtureTraining, CountsEveryChoiceOnceAndWhatACapacityDrops) {
   EXPECT_LT(load.dropped, 0.5);
   EXPECT_GE(load.busiest(), 1);
   EXPECT_EQ(train(config("mixtral", {"run.steps=1"}), 1).steps[0].experts[0].dropped, 0);
+}
+
+TEST_F(MixtureTraining, LoadsAreThoseOfOneStep) {
+  constexpr double kChoices = 14 * 16 * 2;  // of a step: what was counted in several has smaller shares
+  for (const StepOutcome& step : train(config("mixtral", {"run.steps=4"}), 2).steps) {
+    for (const ExpertLoad& load : step.experts) {
+      for (const double share : load.share) EXPECT_NEAR(share * kChoices, std::round(share * kChoices), 1e-9);
+    }
+  }
 }
 
 TEST_F(MixtureTraining, TheBiasFollowsTheLoadAlikeOnAllRanks) {
