@@ -134,7 +134,8 @@
     "Of an average stage: forward, backward of inputs, of weights, and, if given, a message; `[]`: estimated from FLOPs (`zb_1p`, `zb_2p`, `zb_auto`, "       \
     "`plan`).")                                                                                                                                               \
   X(std::string, costs_from, "", path(),                                                                                                                      \
-    "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")
+    "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")                         \
+  X(bool, post_validate, false, any(), "Update while the norm over all stages is on its way, and take it back where it clips or is not finite: the same bits.")
 
 #define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
   X(std::string, mode, "none", one_of("none, full, selective"),                                                                  \

@@ -27,7 +27,10 @@ struct ComingAction {
 /// Where a micro-batch stands in its step.
 struct MicroBatchPosition {
   int64_t index = 0;           ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
-  bool last = false;           ///< the action is the last of its kind in this step: gradients are final after the last backward, or after those left for later
+  /// The action is the last of its kind in this step: gradients are final after the last backward, or after those left for later. Where a step has whole
+  /// backwards beside halves, the last of the weights' actions need not be the last that brings gradients: a whole backward may follow it, and the last
+  /// backward may be whole with weights' gradients of others still to come. Engines make the backwards of a stage alike (schedules::with_backwards_alike).
+  bool last = false;
   bool padding = false;        ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
   bool weights_later = false;  ///< of a backward: an action of its own brings the weights' gradients, on every rank
   int part = 0;                ///< which of the parts of the model that this rank holds; each has a synchronizer of its own, which need not look

@@ -169,8 +169,10 @@ at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters) { retu
 
 void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm) {
   const c10::NoGradGuard no_grad;
-  scale_gradients(parameters, norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0));
+  scale_gradients(parameters, clip_factor(norm, max_norm));
 }
+
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm) { return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0); }
 
 void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor) {
   const c10::NoGradGuard no_grad;

@@ -36,6 +36,9 @@ at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters);
 /// finite.
 void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm);
 
+/// The factor by which clip_gradients multiplies: fp64 [], 1 where it leaves gradients as they are.
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm);
+
 /// Multiplies every gradient by the scalar tensor `factor`, in place.
 void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor);
 

@@ -37,17 +37,19 @@ kernels::KernelChoice choice_of(const Config& config) {
   return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
 }
 
-/// `device` is that of the model, whose engine adds up.
-at::Tensor norm_of(const Config& config, const Composition& run, at::Device device) {
+/// `device` is that of the model, whose engine adds up. `meanwhile` runs while it does.
+at::Tensor norm_of(const Config& config, const Composition& run, at::Device device, const std::function<void()>& meanwhile) {
   // A rank's own rows are added up in a tree in any case. Where layers are cut, it is that of this mesh.tp, as the products' sums are, for any data ranks.
   // Stages have different rows: each adds its own up.
   const auto order = config.run.deterministic && !run.tensor && run.parts.empty() ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
   optim::NormGroup group{.parameters = nn::counted_once(run.updated), .reduce = {}};
   if (run.elements.size() > 1) {
-    group.reduce = [&run, device](at::Tensor& sums) {
+    group.reduce = [&run, device, &meanwhile](at::Tensor& sums) {
       const comm::CallSite site("norm");
       const at::Tensor message = sums.to(device);
-      comm::all_reduce(run.elements, message);
+      comm::Pending on_its_way = comm::all_reduce_async(run.elements, message);
+      if (meanwhile) meanwhile();
+      on_its_way.wait();
       if (!message.is_same(sums)) sums.copy_(message);
     };
   }
@@ -123,7 +125,11 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       resumed_(resume.has_value()),
       learning_rate_(config.optim, config.run.steps),
       experts_(config_, mesh, run_) {
-  if (updates_within_steps(config, run_.pipeline.size())) updates_.emplace(run_);
+  if (updates_within_steps(config, run_.pipeline.size())) {
+    updates_.emplace(run_);
+  } else if (config.pipeline.post_validate && run_.pipeline.size() > 1) {
+    tentative_.emplace(*run_.optimizer, run_.updated);
+  }
   if (const auto dtype = precision::policy_from(config.precision).gradient_dtype()) {
     using precision::AddedUp;
     const bool in_slices = config.zero.stage == 3;
@@ -141,14 +147,16 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   const double waited_before = comm::waited_seconds();
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
   const at::Tensor losses = forward_backward(batch, request, lr);
-  const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device());
+  const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device(), lr);
   bool updating = true;
   if (updates_) {
     require_finite_updates(batch, norm);
   } else {
     mark_memory("update");
+    const bool stands = post_validate(norm);
     updating = may_update(batch, norm);
-    if (updating) update(norm, lr);
+    if (updating && !stands) update(norm, lr);
+    if (updating) hand_on();
   }
   experts_.meet();
   if (updating) experts_.balance();
@@ -171,7 +179,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   return outcome;
 }
 
-at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device) {
+at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device, double lr) {
   const HostMemory beside(run_.offloaded);
   if (run_.terms.size() > 1) {
     const comm::CallSite site("context_parallel.gradients");
@@ -181,13 +189,25 @@ at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device de
   if (run_.tied) run_.tied->sum();
   run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
-  return norm_of(config_, run_, device);
+  return norm_of(config_, run_, device, tentative_ ? [this, lr] { tentative_->make(lr); } : std::function<void()>());
+}
+
+bool Stepper::post_validate(const at::Tensor& norm) {
+  if (!tentative_ || !tentative_->made()) return false;
+  const double most = config_.optim.max_grad_norm;
+  const bool stands = std::isfinite(host_read(norm, 0)) && (most <= 0 || host_read(optim::clip_factor(norm, most), 1) == 1);
+  stands ? tentative_->keep() : tentative_->take_back();
+  return stands;
 }
 
 void Stepper::update(const at::Tensor& norm, double lr) {
   const HostMemory beside(run_.offloaded);
   if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
   run_.optimizer->step(lr);
+}
+
+void Stepper::hand_on() {
+  const HostMemory beside(run_.offloaded);
   if (run_.tied) run_.tied->follow();
   run_.synchronizer->after_update();
 }

@@ -16,6 +16,7 @@
 #include "tessera/memory/host_cache.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/optim/tentative_update.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/engine.h"
 #include "tessera/train/expert_load.h"
@@ -113,8 +114,11 @@ class Stepper {
   };
   at::Tensor forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr);
   /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
-  at::Tensor complete_gradients(const StepRequest& request, at::Device device);
+  at::Tensor complete_gradients(const StepRequest& request, at::Device device, double lr);
+  /// Whether the update that was made while the norm was on its way is the right one; otherwise it is taken back.
+  bool post_validate(const at::Tensor& norm);
   void update(const at::Tensor& norm, double lr);
+  void hand_on();  ///< what an update has made, to whoever follows it
   /// Whether the optimizer may step: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
   bool may_update(const data::StepBatch& batch, const at::Tensor& norm);
   /// What to do about a run that cannot go on from this step.
@@ -127,7 +131,8 @@ class Stepper {
   Composition run_;
   std::vector<bool> brings_losses_;  ///< by rank of all_ranks_: of the ranks that have the same losses (the same data rank), and those that have none, one
   Engine engine_;
-  std::optional<StageUpdates> updates_;  ///< where weights change in the midst of steps
+  std::optional<StageUpdates> updates_;              ///< where weights change in the midst of steps
+  std::optional<optim::TentativeUpdate> tentative_;  ///< pipeline.post_validate
   bool resumed_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank

@@ -145,9 +145,16 @@ TEST_F(Scheduled, WholeBackwardsBesideHalvesGiveTheSameBits) {
 
 /// The last backward is whole, and the gradients that others have left come behind it: another order of the sum.
 TEST_F(Scheduled, GradientsMayComeBehindTheLastBackward) {
-  for (const char* accumulate : {"zero.accumulate=sharded", "zero.accumulate=whole"}) {
-    const Config config =
-        TrainFixture::config("llama", {"zero.stage=3", accumulate, "batch.micro_size=1", "batch.global_size=6", "run.threads=1", "optim.name=sgd"});
+  const std::vector<std::vector<std::string>> layouts{{"zero.stage=3", "zero.accumulate=sharded"},
+                                                      {"zero.stage=3", "zero.accumulate=whole"},
+                                                      {"zero.stage=2", "zero.accumulate=sharded"},
+                                                      {"zero.stage=2", "zero.accumulate=whole"},
+                                                      {"zero.stage=0"},
+                                                      {"run.deterministic=true"}};
+  for (std::vector<std::string> sets : layouts) {
+    SCOPED_TRACE(sets.front() + " " + sets.back());
+    sets.insert(sets.end(), {"batch.micro_size=1", "batch.global_size=6", "run.threads=1", "optim.name=sgd"});
+    const Config config = TrainFixture::config("llama", sets);
     const auto plain = run(config, 2, {}), late = run(config, 2, [](int m) { return with_one_whole(m, WeightGradients::AtTheEnd, m - 1); });
     for (const auto& [name, tensor] : plain[0]) {
       if (tensor.numel() == 0) continue;
