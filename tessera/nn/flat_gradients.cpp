@@ -37,6 +37,13 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
 }
 
 void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate) {
+  const auto is_numbered = [](const comm::Group& group) {  // one that was made without its ranks in the world does not know them
+    for (int member = 0; member < group.size(); ++member) {
+      if (group.world_rank(member) != member) return true;
+    }
+    return false;
+  };
+  if (shard.name() != replicate.name() && !is_numbered(shard) && !is_numbered(replicate)) return;
   const int own = shard.world_rank(shard.rank());
   for (int member = 0; member < shard.size() && replicate.size() > 1; ++member) {
     for (int other = 0; other < replicate.size(); ++other) {
