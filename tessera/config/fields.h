@@ -103,7 +103,7 @@
   X(std::string, wrap, "layers.*", any(), "Module paths that are gathered as one unit (stage 3).")              \
   X(int64_t, prefetch, 1, any(), "Units gathered ahead of their use (stage 3).")                                \
   X(int64_t, prefetch_bytes, 0, any(), "Bytes of those, together; 0: no limit (stage 3).")                      \
-  X(bool, reshard_after_forward, true, any(), "Free a unit after its forward; false: keep it until its backward (stage 3).")
+  X(bool, reshard_after_forward, true, any(), "Free a unit after its forward; false: gather it once a step (stage 3).")
 
 #define TESSERA_TENSOR_FIELDS(X)                                                                                    \
   X(bool, sequence_parallel, false, any(), "Split the sequence between the layers that tensor parallelism splits.") \

@@ -117,6 +117,7 @@ class FullyShardedDataParallel::Impl {
   Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, std::shared_ptr<const int> holds, GradientSynchronizer* owner)
       : module_(module), group_(std::move(group)), options_(std::move(options)), holds_(std::move(holds)) {
     check_dtypes(options_);
+    require_disjoint("fully_shard", group_, options_.replicate);
     nn::assign_paths(module_);
     nn::drop_apart(module_, options_.replicate.rank() * group_.size() + group_.rank());
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too

@@ -54,8 +54,19 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
   nn::drop_apart(module_, place);
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
+  refuse_slices();
   for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
   if (active()) listen();
+}
+
+/// What fully_shard holds is not whole: ranks would not even agree on its sizes.
+void BucketedStep::refuse_slices() const {
+  const nn::NamedParameter& first = parameters_.front();
+  const auto* const dispatcher = nn::GradientDispatcher::find(first.tensor);
+  const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  if (owner == nullptr || owner->norm_group().size() == 1) return;
+  require(std::ranges::none_of(owner->updated(), [&](const auto& updated) { return updated.tensor.is_same(first.tensor); }), options_.technique, ": '",
+          first.name, "' is a slice, of a module that fully_shard holds; call unshard(model) first, while what fully_shard returned is alive");
 }
 
 void BucketedStep::listen() {

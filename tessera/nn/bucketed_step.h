@@ -129,6 +129,7 @@ class BucketedStep {
   SynchronizationStatistics statistics_;
 
  private:
+  void refuse_slices() const;
   bool synchronizes(size_t i) const;
   void listen();
   void open(bool plain);

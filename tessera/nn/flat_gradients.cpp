@@ -36,6 +36,26 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
   return parameters;
 }
 
+void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate) {
+  const auto is_numbered = [](const comm::Group& group) {  // one that was made without its ranks in the world does not know them
+    for (int member = 0; member < group.size(); ++member) {
+      if (group.world_rank(member) != member) return true;
+    }
+    return false;
+  };
+  if (shard.name() != replicate.name() && !is_numbered(shard) && !is_numbered(replicate)) return;
+  const int own = shard.world_rank(shard.rank());
+  for (int member = 0; member < shard.size() && replicate.size() > 1; ++member) {
+    for (int other = 0; other < replicate.size(); ++other) {
+      const int rank = shard.world_rank(member);
+      require(rank == own || rank != replicate.world_rank(other), technique, ": rank ", rank, " is in '", shard.name(),
+              "', whose ranks hold different slices, and in '", replicate.name(),
+              "', whose ranks hold the same: their slices would be added up; shard and replicate have this rank alone in common, as two axes of a mesh, and "
+              "replicate is left out where all ranks shard");
+    }
+  }
+}
+
 std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner) {
   std::vector<bool> trained;
   for (const auto& [name, tensor, aliases] : parameters) trained.push_back(tensor.requires_grad() && nn::GradientDispatcher::of(tensor).owner() == owner);

@@ -17,6 +17,9 @@ namespace tessera {
 /// where none wants one now.
 std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only = {});
 
+/// Throws ConfigError where ranks between which parameters are cut are taken for replicas of one another.
+void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate);
+
 /// Which of them want a gradient now that `owner` synchronizes (nn::GradientDispatcher::claim).
 std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +27,8 @@ constexpr double kFactor = 2;  // a power of two: scaling and unscaling leave ev
 LossScale::LossScale(const PrecisionConfig& config) : growth_steps_(config.growth_steps), max_skips_(config.max_skips) {
   if (config.loss_scale == "none") return;
   mode_ = config.loss_scale == "dynamic" ? Mode::Dynamic : Mode::Static;
-  value_ = mode_ == Mode::Dynamic ? kFirst : std::stod(config.loss_scale);
+  value_ = mode_ == Mode::Dynamic ? kFirst : std::strtod(config.loss_scale.c_str(), nullptr);
+  require(value_ > 0 && std::isfinite(value_), "precision.loss_scale = ", config.loss_scale, ": expected none, dynamic, or a positive number");
 }
 
 void LossScale::unscale(const std::vector<nn::NamedParameter>& parameters) const {

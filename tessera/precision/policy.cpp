@@ -30,6 +30,7 @@ at::ScalarType dtype_of(const std::string& key, const std::string& name) {
 at::ScalarType compute_dtype_of(const std::string& name) {
   require(name != "auto", "precision.compute = auto: what it becomes follows from the machine, and nobody has asked; call precision::settle_compute() before");
   if (name == "fp8") return at::kBFloat16;
+  require(name == "tf32" || name == "fp32" || name == "bf16" || name == "fp16", "precision.compute = ", name, ": expected fp32, tf32, bf16, fp16, fp8 or auto");
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 

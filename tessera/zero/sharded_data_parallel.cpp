@@ -64,6 +64,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       shards_ = parameters_;
       return;
     }
+    require_disjoint("sharded data parallelism", groups_.shard, groups_.replicate);
     nn::refuse_shared_memory("sharded data parallelism", module, parameters_);
     lay_out();
     make_shards();

@@ -1,6 +1,9 @@
+#include <gmock/gmock.h>
+
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
 #include "tests/fsdp/support.h"
+#include "tests/refusal.h"
 
 /// Two copies of a model, each sharded over two ranks: what has to reach all four of them, not only those that share a shard.
 namespace tessera {
@@ -38,6 +41,16 @@ TEST(FullyShardHybrid, AParameterThatOneReplicaAloneUsesHasItsGradientOnAll) {
       }
     });
   }
+}
+
+/// Ranks with other slices are no replicas: their slices would be added up.
+TEST(FullyShardHybrid, GroupsThatShareRanksAreRefused) {
+  run_ranks(2, [](World& world) {
+    DeepNet net;
+    EXPECT_THAT(testing_support::refusal([&] { fully_shard(net, world.group(), {.replicate = world.group()}); }),
+                ::testing::HasSubstr("whose ranks hold different slices, and in 'world', whose ranks hold the same"));
+    fully_shard(net, comm::Group::self(), {.replicate = world.group()});
+  });
 }
 
 }  // namespace

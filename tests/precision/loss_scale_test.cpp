@@ -114,6 +114,8 @@ TEST(LossScale, AnotherKindTakesOverTheSkippedStepsAlone) {
     EXPECT_EQ(after.value(), value);
     EXPECT_EQ(after.skipped(), 1);
   }
+  EXPECT_THAT([&] { make("dynamc"); },
+              ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("precision.loss_scale = dynamc: expected none, dynamic, or a positive number")));
   for (const auto& damage : std::vector<nlohmann::json>{{{"value", "x"}}, {{"skipped", 1e300}}, {{"skipped", -1}}, {{"in_a_row", nullptr}}, {{"value", 0}}}) {
     nlohmann::json saved = make("dynamic").state();
     saved.update(damage);

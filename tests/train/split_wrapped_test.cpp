@@ -236,5 +236,15 @@ TEST(SplitWrapped, AStageLoadsFromACheckpointOfTheWholeModel) {
   std::filesystem::remove_all(folder);
 }
 
+/// Without stages: what fully_shard holds is not whole.
+TEST(SplitWrapped, AWrapperOverSlicesIsRefusedByThatName) {
+  comm::run_ranks(2, [](comm::World& world) {
+    auto model = on_meta([] { return PlainFour(); });
+    const auto sharded = fully_shard(*model, world.group(), {});
+    materialize(*model, 5);
+    EXPECT_THAT(refusal([&] { DistributedDataParallel(*model, world.group()); }), HasSubstr("'a.weight' is a slice, of a module that fully_shard holds"));
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -610,7 +610,8 @@ TEST_P(SynchronizerContract, ADryRunMakesTheSameCalls) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const auto recorded = [&](const comm::Group& group) {
       if (group.size() == 1) return group;
-      const comm::GroupInfo info{.name = group.name(), .rank = group.rank(), .size = group.size(), .ranks = {}};
+      comm::GroupInfo info{.name = group.name(), .rank = group.rank(), .size = group.size(), .ranks = {}};
+      for (int member = 0; member < group.size(); ++member) info.ranks.push_back(group.world_rank(member));
       return comm::Group(info, comm::make_record_engine(recorder, info, group.engine()));
     };
     const ShardGroups groups = groups_in(world);

@@ -43,6 +43,7 @@ TEST_F(Narrow, GradientsThatFp16LosesOnTheNetwork) {
   expect_passes("dp_replicate=2", "llama", with({}));
   expect_passes("dp_replicate=2,dp_shard=3", "gpt2", with({"zero.stage=2", "precision.loss_scale=256"}));
   expect_passes("dp_shard=3", "llama", with({"zero.stage=3"}));
+  expect_passes("dp_replicate=2,dp_shard=3", "gpt2", with({"zero.stage=1", "model.layers=5", "data.seq_len=64"}));
 }
 
 /// A loss scale that is too large for both sides: there are no gradients to compare, and none of their norms.

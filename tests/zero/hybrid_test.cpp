@@ -1,5 +1,8 @@
 #include <algorithm>
 
+#include <gmock/gmock.h>
+
+#include "tests/refusal.h"
 #include "tests/zero/support.h"
 
 /// Two copies of a model, each sharded over two ranks: what has to reach all four of them, not only those that share a shard.
@@ -63,6 +66,14 @@ TEST(ZeroHybrid, BuffersThatDifferByReplicaAreRankZerosWhenTheNextStepHasBegun) 
       }
     });
   }
+}
+
+TEST(ZeroHybrid, GroupsThatShareRanksAreRefused) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    EXPECT_THAT(testing_support::refusal([&] { ShardedDataParallel(net, ShardGroups{.shard = world.group(), .replicate = world.group()}); }),
+                ::testing::HasSubstr("sharded data parallelism: rank "));
+  });
 }
 
 }  // namespace
