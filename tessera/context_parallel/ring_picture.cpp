@@ -45,7 +45,7 @@ std::string ring_picture(const std::vector<nn::AttentionColumns>& columns, bool 
   const double width = kPlanLeft + kPlaceWidth * places + 20;
   Svg svg(width, level(places) + 46);
   svg.text(14, 20, title, {.size = 14, .bold = true});
-  svg.text(14, 38, "colored: keys and values of a block, and what is seen of them; dark: sums of its gradients, in backward", {.color = "#666666"});
+  svg.text(14, 38, "colored: a block of keys and values, and what is seen of it; dark: its gradients, in backward", {.size = 11, .color = "#666666"});
   for (int step = 0; step < places; ++step) {
     if (step % 2 == 0) svg.rect(0, level(step) - 8, width, kStepHeight, "#f7f7f7");
     svg.text(14, level(step) + kCell / 2, fmt::format("step {}", step), {.color = "#666666"});

@@ -21,9 +21,14 @@ MeshRoles mesh_roles(const Config& config) {
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 
+ExpertGrid expert_grid(const Config& config, const MeshShape& shape) {
+  const Axes over = {"dp_shard", "cp", "tp"};
+  return {.over = over, .into = {{"edp", size_along(shape, over) / config.mesh.ep}, {"ep", config.mesh.ep}}};
+}
+
 Mesh expert_mesh(const Config& config, const Mesh& mesh) {
-  const Axes regrouped = {"dp_shard", "cp", "tp"};
-  return mesh.regrouped(regrouped, {{"edp", mesh.size(regrouped) / config.mesh.ep}, {"ep", config.mesh.ep}});
+  const auto [over, into] = expert_grid(config, mesh.shape());
+  return mesh.regrouped(over, into);
 }
 
 }  // namespace tessera

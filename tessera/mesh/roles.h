@@ -25,8 +25,13 @@ struct MeshRoles {
 
 MeshRoles mesh_roles(const Config& config);
 
-/// The same ranks numbered anew for experts (mesh.ep): those of dp_shard x cp x tp are "edp" x "ep", neighbours along "ep". Ranks along "ep" hold different
-/// experts, those along "edp" the same, which they shard; the other axes stay.
+/// The ranks of `over` numbered anew for experts (mesh.ep), "edp" x "ep", neighbours along "ep": ranks along "ep" hold different experts, those along "edp" the
+/// same, which they shard; the other axes stay.
+struct ExpertGrid {
+  Axes over;
+  MeshShape into;
+};
+ExpertGrid expert_grid(const Config& config, const MeshShape& shape);
 Mesh expert_mesh(const Config& config, const Mesh& mesh);
 
 }  // namespace tessera

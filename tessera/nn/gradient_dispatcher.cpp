@@ -217,11 +217,12 @@ kernels::GradientPlace GradientDispatcher::take_place(const at::Tensor& paramete
     return {.memory = std::exchange(dispatcher->state_->place, {})().detach()};  // no view to autograd, which refuses to detach one in place
   }
   if (!adds_in_place(parameter)) return {};
+  const at::ScalarType dtype = parameter.grad_dtype().value_or(parameter.scalar_type());
   if (!grad.defined()) {
     const MemoryScope scope(MemoryCategory::Gradients);
-    return {.memory = at::empty(parameter.sizes(), parameter.options().requires_grad(false))};
+    return {.memory = at::empty(parameter.sizes(), parameter.options().dtype(dtype).requires_grad(false))};
   }
-  if (grad.scalar_type() != parameter.scalar_type() || !grad.is_contiguous() || grad.requires_grad()) return {};
+  if (grad.scalar_type() != dtype || !grad.is_contiguous() || grad.requires_grad()) return {};
   return {.memory = std::exchange(grad, {}).detach(), .holds_sum = true};
 }
 

@@ -110,6 +110,30 @@ std::string Agreement::compare_messages(const std::string& group, const Class& a
   return {};
 }
 
+void Agreement::regroup(std::vector<std::string> over, MeshShape into) {
+  over_ = std::move(over);
+  into_ = std::move(into);
+}
+
+std::pair<std::vector<int>, std::vector<int>> Agreement::places_and_rows(const std::string& group) const {
+  int product = 1, below = 1, size = 0;  // of all axes of the other grid, of those behind this one, of this one
+  for (const auto& [axis, length] : into_) {
+    product *= length;
+    if (size > 0) below *= length;
+    if (axis == group) size = length;
+  }
+  if (size == 0) {
+    const auto axes = axes_of(group, shape_);
+    return {ranks_along(shape_, axes), ranks_along(shape_, others_of(axes, shape_))};
+  }
+  std::vector<int> place = ranks_along(shape_, over_), row = ranks_along(shape_, others_of(over_, shape_));
+  for (size_t rank = 0; rank < place.size(); ++rank) {
+    const int number = std::exchange(place[rank], place[rank] / below % size);
+    row[rank] = row[rank] * product + number - place[rank] * below;
+  }
+  return {std::move(place), std::move(row)};
+}
+
 std::string Agreement::first_disagreement() const {
   std::set<std::string> groups;
   for (const auto& one : classes_) {
@@ -117,8 +141,7 @@ std::string Agreement::first_disagreement() const {
   }
   constexpr int several = -2;
   for (const auto& group : groups) {
-    const auto axes = axes_of(group, shape_);
-    const std::vector<int> place = ranks_along(shape_, axes), row = ranks_along(shape_, others_of(axes, shape_));
+    const auto [place, row] = places_and_rows(group);
     // A class's one place in the group, if it has one; and which classes meet somewhere: each with the first of its row, all with each other where peers count.
     std::vector<int> place_of(classes_.size(), kNobody);
     std::map<int, std::set<int>> rows;

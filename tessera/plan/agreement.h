@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends/record.h"
@@ -19,6 +20,9 @@ namespace tessera::plan {
 class Agreement {
  public:
   explicit Agreement(MeshShape shape);
+
+  /// Groups that are named by an axis of `into` are of Mesh::regrouped(over, into).
+  void regroup(std::vector<std::string> over, MeshShape into);
 
   /// A class: its ranks, all of which call what `records` says.
   void add(const std::vector<int>& ranks, const std::vector<comm::Record>& records);
@@ -40,10 +44,14 @@ class Agreement {
   };
 
   uint32_t number_of(const comm::Record& record);
+  /// Of every rank: its place in its group of this name, and a number that the members of one group share.
+  std::pair<std::vector<int>, std::vector<int>> places_and_rows(const std::string& group) const;
   std::string compare_calls(const std::string& group, const Class& a, const Class& b) const;
   static std::string compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b);
 
   MeshShape shape_;
+  std::vector<std::string> over_;  ///< axes that are regrouped
+  MeshShape into_;
   std::vector<Class> classes_;
   std::vector<int> class_of_;  ///< by rank
   std::map<std::tuple<std::string, int, int64_t, int>, uint32_t> numbers_;

@@ -183,7 +183,12 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.active_parameters = num_active_parameters(config.model);
   run.pipeline = plan_pipeline(config, world);
   auto classes = rank_classes(config, world);
-  Agreement agreement(mesh_shape(config.mesh, config.zero.stage, world));
+  const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
+  Agreement agreement(shape);
+  if (config.mesh.ep > 1) {
+    const ExpertGrid experts = expert_grid(config, shape);
+    agreement.regroup(experts.over.names, experts.into);
+  }
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
   for (auto& members : classes) {
     ++progress.kind;

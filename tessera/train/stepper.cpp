@@ -153,10 +153,11 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
     require_finite_updates(batch, norm);
   } else {
     mark_memory("update");
+    const bool tried = tentative_ && tentative_->made();
     const bool stands = post_validate(norm);
     updating = may_update(batch, norm);
     if (updating && !stands) update(norm, lr);
-    if (updating) hand_on();
+    if (updating || tried) hand_on();  // what was taken back was written, too
   }
   experts_.meet();
   if (updating) experts_.balance();

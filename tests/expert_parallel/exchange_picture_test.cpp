@@ -62,7 +62,7 @@ Routed route() {
 
 class ExchangePicture {
  public:
-  explicit ExchangePicture(const std::vector<std::vector<int64_t>>& counts) : counts_(counts), svg_(kLeft + 3 * kStrip + 20, kTop + kDrawn * kLine) {
+  explicit ExchangePicture(const std::vector<std::vector<int64_t>>& counts) : counts_(counts), svg_(kLeft + 3 * kStrip + 20, kTop + (kDrawn - 1) * kLine + 32) {
     const size_t here = counts[0].size() / counts.size();
     for (size_t rank = 0; rank < counts.size(); ++rank) {
       std::vector<int64_t> arriving;
@@ -126,8 +126,8 @@ class ExchangePicture {
       const int64_t right = std::accumulate(comes.begin(), comes.begin() + static_cast<int64_t>(from), int64_t{0});
       if (rows > 0) {
         const auto middle = [&](int strip, int64_t first) { return (x(strip, first) + x(strip, first + rows)) / 2 - 1; };
-        const double below = y(from) + kSquare + 3, above = y(to) + (to <= from ? kSquare + 3 : -3);
-        svg_.line(middle(0, left), below, middle(1, right), above, to == from ? "#bbbbbb" : "#555555", 0.6 + 0.35 * static_cast<double>(rows));
+        const double begin = y(from) + (to < from ? -3 : kSquare + 3), end = y(to) + (to <= from ? kSquare + 3 : -3);
+        svg_.line(middle(0, left), begin, middle(1, right), end, to == from ? "#bbbbbb" : "#555555", 0.6 + 0.35 * static_cast<double>(rows));
       }
       left += rows;
     }

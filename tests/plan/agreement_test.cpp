@@ -83,5 +83,31 @@ TEST_F(DryRunAgreement, OfEveryKindOfRank) {
   }
 }
 
+TEST_F(DryRunAgreement, OfExpertsThatOtherRanksShare) {
+  const std::vector<std::string> mixture{"model.experts=4", "model.experts_per_token=2", "model.ffn_dim=24", "zero.stage=3"};
+  for (const std::vector<std::string>& sets :
+       std::vector<std::vector<std::string>>{{"mesh.ep=4"}, {"mesh.ep=2"}, {"mesh.ep=2", "mesh.dp_replicate=2"}, {"mesh.ep=2", "mesh.pp=2", "mesh.cp=2"}}) {
+    auto all = mixture;
+    all.insert(all.end(), sets.begin(), sets.end());
+    EXPECT_NO_THROW(dry_run(config("mixtral", all), 8)) << ::testing::PrintToString(sets);
+  }
+}
+
+/// Ranks 0 to 7 as dp_shard 2 x pp 2 x cp 2: ranks 0 and 1 share out experts, and so do 2 and 3; the experts of rank 0 are those of rank 4.
+TEST(Agreement, KnowsTheGridOfExperts) {
+  const auto call = [](const std::string& group, int64_t elements) {
+    return comm::Record{.op = "all_reduce", .group = group, .dtype = at::kFloat, .shape = {elements}, .elements = elements};
+  };
+  for (const auto& [group, met] : {std::pair{"ep", 1}, {"edp", 4}}) {
+    for (int other = 1; other < 8; ++other) {
+      Agreement agreement({{"dp_shard", 2}, {"pp", 2}, {"cp", 2}});
+      agreement.regroup({"dp_shard", "cp"}, {{"edp", 2}, {"ep", 2}});
+      agreement.add({0}, {call(group, 3)});
+      agreement.add({other}, {call(group, 5)});
+      EXPECT_EQ(agreement.first_disagreement().empty(), other != met) << group << " of ranks 0 and " << other;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::plan

@@ -59,7 +59,7 @@ class Failure(SystemTest):
 
     def test_control_c_is_answered_from_the_start(self):
         """Also while libraries are loaded, and before any rank is started."""
-        self.assertNotIn(b"libtorch", pathlib.Path(TESSERA).read_bytes(), "what takes long to load is loaded after that")
+        self.assertNotRegex(pathlib.Path(TESSERA).read_bytes(), rb"libtorch\w*\.so", "what takes long to load is loaded after that")
         for nproc, delay in ((1, 0), (1, 0.03), (2, 0), (2, 0.1)):
             process = subprocess.Popen([TESSERA, "train", self.recipe, "--nproc", str(nproc), "--set", f"log.dir={self.folder / 'early'}"],
                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)

@@ -51,6 +51,9 @@ TEST_F(PostValidation, StepsThatOverflowAreSkipped) {
   Sets all = sets;
   all.insert(all.end(), {"run.steps=4", "pipeline.post_validate=true"});
   expect_same_bits(2, sets);
+  for (const char* stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) {  // parts that were taken back are brought together, too
+    expect_same_bits(4, {"mesh.pp=2", "precision.compute=fp16", "precision.loss_scale=1e30", "mesh.dp_shard=2", stage});
+  }
   EXPECT_EQ(train(piped("llama", all), 2).steps.back().loss_scale.skipped, 4);
 }
 
