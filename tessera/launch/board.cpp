@@ -24,7 +24,7 @@ double seconds(Board::Clock::duration duration) { return std::chrono::duration<d
 Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, IsGone is_gone)
     : store_(std::move(store)), prefix_(std::move(prefix)), id_(std::move(id)), initial_(write_round(initial)), is_gone_(std::move(is_gone)) {}
 
-View Board::exchange(const Record& mine, const std::optional<Proposal>& proposal, Clock::time_point now) {
+View Board::exchange(const NodeReport& mine, const std::optional<Proposal>& proposal, Clock::time_point now) {
   store_->set(key_of(id_), write_record(mine));
   View view{.round = read_round(read_state(proposal))};
   if (!last_ || view.round.nodes != members_) {

@@ -42,7 +42,7 @@ class Board {
 
   /// Writes our record, makes the change if nobody was faster, and reads the rest. Silence counts between exchanges, so that an agent that was stopped, or cut
   /// off, blames nobody else for it. Throws what the store throws.
-  View exchange(const Record& mine, const std::optional<Proposal>& proposal, Clock::time_point now);
+  View exchange(const NodeReport& mine, const std::optional<Proposal>& proposal, Clock::time_point now);
 
  private:
   struct Pulse {

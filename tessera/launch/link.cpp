@@ -27,14 +27,14 @@ struct Link::Shared {
   std::mutex mutex{};
   std::condition_variable news{};
   const Wake* wake;  ///< null once the link was left behind
-  Record record;
+  NodeReport record;
   std::optional<Proposal> proposal{};
   bool urgent = true;
   Seen seen{};
   bool ended = false;
 };
 
-Link::Link(Connect connect, Record record, std::chrono::milliseconds interval, const Wake& wake)
+Link::Link(Connect connect, NodeReport record, std::chrono::milliseconds interval, const Wake& wake)
     : shared_(new Shared{.connect = std::move(connect), .interval = interval, .wake = &wake, .record = std::move(record)}) {
   std::thread([shared = shared_] { carry(shared); }).detach();
 }
@@ -46,9 +46,9 @@ Link::~Link() {
   shared_->news.wait_for(lock, farewell, [&] { return shared_->ended; });
 }
 
-void Link::post(const Record& record) {
+void Link::post(const NodeReport& record) {
   const std::lock_guard lock(shared_->mutex);
-  Record same_beat = record;
+  NodeReport same_beat = record;
   same_beat.beat = shared_->record.beat;
   if (same_beat == shared_->record) return;
   shared_->record = std::move(same_beat);
@@ -76,7 +76,7 @@ void Link::carry(const std::shared_ptr<Shared>& shared) {
     shared->urgent = false;
     shared->seen.connecting = !board;
     ++shared->record.beat;
-    const Record record = shared->record;
+    const NodeReport record = shared->record;
     const std::optional<Proposal> proposal = std::exchange(shared->proposal, std::nullopt);
     lock.unlock();
     std::optional<View> view;

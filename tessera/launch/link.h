@@ -30,13 +30,13 @@ class Link {
   };
 
   /// `wake` rings after each exchange; it must outlive the link, and is not used after.
-  Link(Connect connect, Record record, std::chrono::milliseconds interval, const Wake& wake);
+  Link(Connect connect, NodeReport record, std::chrono::milliseconds interval, const Wake& wake);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
   /// What the next exchange writes; at once if it differs from what the last one wrote, apart from the beat.
-  void post(const Record& record);
+  void post(const NodeReport& record);
   void propose(Proposal proposal);
 
   Seen look() const;

@@ -62,7 +62,7 @@ class Look {
   static Step leave(int code, std::string sentence) { return {.act = Act::Leave, .exit_code = code, .sentence = std::move(sentence)}; }
   static Step propose(Round proposal) { return {.act = Act::Propose, .proposal = std::move(proposal)}; }
 
-  const Record* record_of(const std::string& id) const {
+  const NodeReport* record_of(const std::string& id) const {
     if (id == self_.node.id) return &self_.record;
     const auto peer = peers_.find(id);
     return peer == peers_.end() ? nullptr : &peer->second.record;
@@ -165,9 +165,9 @@ class Look {
       proposal.reason = describe_lost();
       return propose(proposal);
     }
-    if (all_members([](const Record& record) { return record.done; })) return propose(end(std::move(proposal), 0, ""));
+    if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(std::move(proposal), 0, ""));
     const std::vector<Node> joiners = alive(round_.waiting);
-    const bool finishing = any_member([](const Record& record) { return record.done; });
+    const bool finishing = any_member([](const NodeReport& record) { return record.done; });
     if (!joiners.empty() && static_cast<int>(round_.nodes.size()) < rules_.max_nodes && !finishing) {
       proposal.cause = Cause::Join;
       proposal.reason = detail::concat("node ", joiners.front().id, " (", joiners.front().address, ") joins");
@@ -187,7 +187,7 @@ class Look {
     return proposal;
   }
 
-  bool is_current(const Record* record) const { return record != nullptr && record->round == round_.number; }
+  bool is_current(const NodeReport* record) const { return record != nullptr && record->round == round_.number; }
   template <class Predicate>
   bool all_members(Predicate predicate) const {
     return std::ranges::all_of(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && predicate(*record_of(node.id)); });
@@ -209,11 +209,11 @@ class Look {
   Step conclude(const std::vector<Node>& survivors) const {
     const bool some_lost = survivors.size() < round_.nodes.size();
     const auto [verdict, last_lines] = explain();
-    if (all_members([](const Record& record) { return record.done; })) return propose(end(round_, 0, ""));
+    if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
     if (verdict.exit_code == bad_input) return propose(end(round_, bad_input, verdict.sentence));
     if (round_.cause == Cause::Interrupt) {
       if (verdict.exit_code != 0) return propose(end(round_, failed, verdict.sentence));
-      if (all_members([](const Record& record) { return record.clean; })) return propose(end(round_, 0, ""));
+      if (all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
       return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
     }
 
@@ -262,7 +262,7 @@ class Look {
     std::vector<Ending> failures;
     std::string record_sentence;
     for (const Node& node : round_.nodes) {
-      const Record* record = record_of(node.id);
+      const NodeReport* record = record_of(node.id);
       if (!is_current(record)) continue;
       failures.insert(failures.end(), record->failures.begin(), record->failures.end());
       if (record_sentence.empty()) record_sentence = record->record_sentence;

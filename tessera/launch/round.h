@@ -10,7 +10,7 @@
 #include "tessera/comm/meeting/endpoint.h"
 #include "tessera/launch/verdict.h"
 
-/// How agents agree. All that they share is one value, the Round, that lives in a store and changes only by compare-and-set, and one Record per node, that
+/// How agents agree. All that they share is one value, the Round, that lives in a store and changes only by compare-and-set, and one NodeReport per node, that
 /// only its own agent writes. What to do next is a pure function of both: `decide`. Any agent may propose a change; what the proposals say does not
 /// depend on who makes them, so it does not matter whose comes first. Not part of the public surface.
 ///
@@ -55,7 +55,7 @@ struct Round {
 };
 
 /// What an agent says of itself and of its workers in round `round`.
-struct Record {
+struct NodeReport {
   int64_t beat = 0;  ///< counts up while the agent lives
   int64_t round = 0;
   bool running = false;            ///< workers of that round live
@@ -65,11 +65,11 @@ struct Record {
   std::vector<Ending> failures{};  ///< before they were asked to end
   std::string record_sentence{};   ///< what its ranks' flight records say of the cause, if they name one
 
-  bool operator==(const Record&) const = default;
+  bool operator==(const NodeReport&) const = default;
 };
 
 struct Peer {
-  Record record{};
+  NodeReport record{};
   double silent_s = 0;  ///< since its beat was last seen to change
   bool gone = false;    ///< proven: its host answers that the agent is not there any more
 };
@@ -86,7 +86,7 @@ struct Rules {
 /// What an agent knows of itself.
 struct Self {
   Node node{};
-  Record record{};
+  NodeReport record{};
   bool failed = false;                                          ///< a worker failed, and there was time to see why
   std::optional<int> interrupted{};                             ///< by this signal
   std::optional<std::pair<int64_t, comm::Endpoint>> serving{};  ///< the workers' store for that round is up
@@ -128,7 +128,7 @@ std::string ranks_of(const Round& round, const std::string& id);
 /// As they are kept in the store.
 std::string write_round(const Round& round);
 Round read_round(const std::string& text);
-std::string write_record(const Record& record);
-Record read_record(const std::string& text);
+std::string write_record(const NodeReport& record);
+NodeReport read_record(const std::string& text);
 
 }  // namespace tessera::launch

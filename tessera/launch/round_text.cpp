@@ -15,7 +15,7 @@ namespace tessera::launch {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Node, id, address, nproc, spare_port, order)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, nodes, waiting, restarts, quorum, master, cause, signal, reason, last_lines, exit_code)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Ending, rank, wait_status, report, last_lines)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Record, beat, round, running, done, clean, left, failures, record_sentence)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, failures, record_sentence)
 
 namespace {
 
@@ -45,7 +45,7 @@ void check(const Round& round) {
   require(ranks <= most_ranks, ranks, " ranks");
 }
 
-void check(const Record& record) {
+void check(const NodeReport& record) {
   require(record.beat >= 0 && record.round >= 0, "beat ", record.beat, ", round ", record.round);
   for (const Ending& ending : record.failures) require(ending.rank >= 0, "rank ", ending.rank);
 }
@@ -77,7 +77,7 @@ T read(const std::string& text, const char* what) {
 
 std::string write_round(const Round& round) { return dump(round); }
 Round read_round(const std::string& text) { return read<Round>(text, "round"); }
-std::string write_record(const Record& record) { return dump(record); }
-Record read_record(const std::string& text) { return read<Record>(text, "record"); }
+std::string write_record(const NodeReport& record) { return dump(record); }
+NodeReport read_record(const std::string& text) { return read<NodeReport>(text, "record"); }
 
 }  // namespace tessera::launch

@@ -44,21 +44,21 @@ void LossScale::unscale(const std::vector<nn::NamedParameter>& parameters) const
   }
 }
 
-LossScale::Verdict LossScale::after_backward(bool finite) {
+LossScale::Decision LossScale::after_backward(bool finite) {
   if (finite) {
     in_a_row_ = 0;
     if (mode_ == Mode::Dynamic && ++finite_in_a_row_ >= growth_steps_) {
       value_ = std::min(kLargest, value_ * kFactor);
       finite_in_a_row_ = 0;
     }
-    return Verdict::Update;
+    return Decision::Update;
   }
-  if (mode_ == Mode::None) return Verdict::Stop;
+  if (mode_ == Mode::None) return Decision::Stop;
   ++skipped_;
   finite_in_a_row_ = 0;
-  if (++in_a_row_ >= max_skips_) return Verdict::Stop;
+  if (++in_a_row_ >= max_skips_) return Decision::Stop;
   if (mode_ == Mode::Dynamic) value_ /= kFactor;
-  return Verdict::Skip;
+  return Decision::Skip;
 }
 
 nlohmann::json LossScale::state() const {

@@ -20,7 +20,7 @@ namespace tessera::precision {
 /// Without scaling (`none`) the value is 1 and the verdict on gradients that are not finite is to stop. One object per rank; equal on all, given equal calls.
 class LossScale {
  public:
-  enum class Verdict {
+  enum class Decision {
     Update,  ///< the optimizer may step
     Skip,    ///< it must not: the next step goes on with the scale as it is now
     Stop,    ///< the run must end: max_skips steps in a row were skipped, or there is no scale to lower
@@ -38,7 +38,7 @@ class LossScale {
   void unscale(const std::vector<nn::NamedParameter>& parameters) const;
 
   /// Takes up whether the step's gradients were finite, on all ranks the same.
-  Verdict after_backward(bool finite);
+  Decision after_backward(bool finite);
 
   /// What a checkpoint keeps, and back, bit for bit. A checkpoint that was made with another precision.loss_scale (or null, with none) leaves this one's start,
   /// and takes over the count of skipped steps alone: the schedule depends on it. Throws ConfigError naming `source` where it is damaged.

@@ -12,6 +12,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/failure.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/pipeline/schedules/csv.h"
@@ -52,7 +53,7 @@ std::string schedule_of(const Config& config) {
 
 /// What a schedule is made for, where a file says it.
 std::string measured_costs_of(const Config& config) {
-  if (config.mesh.pp == 1 || config.pipeline.costs_from.empty()) return "none";
+  if (config.mesh.pp == 1 || config.pipeline.costs_from.empty() || !is_made_for_costs(config.pipeline.schedule)) return "none";
   const std::string text = to_json(schedules::read_timeline(config.pipeline.costs_from)).dump();
   return content(hash_hex(text.data(), text.size()));
 }

@@ -227,12 +227,12 @@ at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepReq
 }
 
 bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
-  using Verdict = precision::LossScale::Verdict;
+  using Decision = precision::LossScale::Decision;
   auto& scale = run_.loss_scale;
   const double used = scale.value();
-  const Verdict verdict = scale.after_backward(std::isfinite(host_read(norm, 0)));
-  if (verdict == Verdict::Update) return true;
-  if (verdict == Verdict::Stop) {
+  const Decision decision = scale.after_backward(std::isfinite(host_read(norm, 0)));
+  if (decision == Decision::Update) return true;
+  if (decision == Decision::Stop) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
     engine_.forward_backward(batch);

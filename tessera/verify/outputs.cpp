@@ -74,6 +74,7 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
  private:
   void hear(const nn::Module& module, int64_t sample, const at::Tensor& output) {
     OutputKey key{.backward = false, .module = module.path(), .first_sample = sample, .call = calls_[{module.path(), sample}]++};
+    if (output.numel() == 0) return;  // a rank that has no column of it
     const auto layout = layout_of(module, output);
     sink_.output(key, output.detach(), layout);
     if (!output.requires_grad() || !output.grad_fn()) return;

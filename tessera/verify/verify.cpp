@@ -313,7 +313,9 @@ VerifyReport Verification::run() {
   reference.join();
   meeting_.rethrow();
 
-  return {.mesh = axes_,
+  MeshShape mesh = axes_;
+  if (layout_.mesh.ep > 1) mesh.emplace_back("ep", layout_.mesh.ep);
+  return {.mesh = std::move(mesh),
           .ranks = world_,
           .first_step = first_step_,
           .steps = options_.steps,

@@ -456,6 +456,8 @@ TEST(Validate, Mixtures) {
   EXPECT_THAT(mixture([](Config& c) { c.model.experts = 0; }), AllOf(StartsWith("model.experts = 0"), HasSubstr("model.family = llama for none")));
   EXPECT_THAT(mixture([](Config& c) { c.model.experts_per_token = 5; }), AllOf(StartsWith("model.experts_per_token = 5"), HasSubstr("model.experts = 4")));
   EXPECT_THAT(mixture([](Config& c) { c.model.experts_per_token = 0; }), StartsWith("model.experts_per_token = 0"));
+  EXPECT_THAT(mixture([](Config& c) { c.model.experts_per_token = 1; }), HasSubstr("set model.router = softmax with model.norm_topk = false"));
+  EXPECT_THAT(mixture([](Config& c) { c.model.router = "sigmoid", c.model.norm_topk = false, c.model.experts_per_token = 1; }), HasSubstr("always one"));
   EXPECT_THAT(mixture([](Config& c) { c.model.shared_gate = true; }), StartsWith("model.shared_gate = true"));
   EXPECT_THAT(mixture([](Config& c) { c.model.shared_ffn_dim = -1; }), StartsWith("model.shared_ffn_dim = -1"));
   EXPECT_THAT(mixture([](Config& c) { c.moe.capacity_factor = 1e-6; }),

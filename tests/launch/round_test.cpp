@@ -141,7 +141,7 @@ TEST(Round, SurvivesItsText) {
               .reason = "r",
               .last_lines = "\xff not UTF-8"};
   EXPECT_EQ(write_round(read_round(write_round(round))), write_round(round));
-  const Record record{.beat = 4, .round = 2, .running = true, .failures = {{1, 9, "comm x", "line"}}, .record_sentence = "s"};
+  const NodeReport record{.beat = 4, .round = 2, .running = true, .failures = {{1, 9, "comm x", "line"}}, .record_sentence = "s"};
   EXPECT_EQ(read_record(write_record(record)), record);
 }
 

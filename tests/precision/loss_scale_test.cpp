@@ -12,7 +12,7 @@
 namespace tessera::precision {
 namespace {
 
-using Verdict = LossScale::Verdict;
+using Decision = LossScale::Decision;
 
 LossScale make(const std::string& loss_scale, int64_t growth_steps = 3, int64_t max_skips = 4) {
   PrecisionConfig config;
@@ -26,21 +26,21 @@ TEST(LossScale, NoneScalesNothingAndStopsAtOnce) {
   auto none = make("none");
   EXPECT_FALSE(none.enabled());
   EXPECT_EQ(none.value(), 1);
-  EXPECT_EQ(none.after_backward(true), Verdict::Update);
-  EXPECT_EQ(none.after_backward(false), Verdict::Stop);
+  EXPECT_EQ(none.after_backward(true), Decision::Update);
+  EXPECT_EQ(none.after_backward(false), Decision::Stop);
   EXPECT_EQ(none.skipped(), 0);
 }
 
 TEST(LossScale, DynamicHalvesOnASkipAndDoublesAfterFiniteStepsInARow) {
   auto scale = make("dynamic");
   EXPECT_EQ(scale.value(), 65536);
-  EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
+  EXPECT_EQ(scale.after_backward(false), Decision::Skip);
   EXPECT_EQ(scale.value(), 32768);
-  EXPECT_EQ(scale.after_backward(true), Verdict::Update);
-  EXPECT_EQ(scale.after_backward(true), Verdict::Update);
-  EXPECT_EQ(scale.after_backward(false), Verdict::Skip) << "two finite steps do not yet make three";
+  EXPECT_EQ(scale.after_backward(true), Decision::Update);
+  EXPECT_EQ(scale.after_backward(true), Decision::Update);
+  EXPECT_EQ(scale.after_backward(false), Decision::Skip) << "two finite steps do not yet make three";
   EXPECT_EQ(scale.value(), 16384);
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(true), Verdict::Update);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(true), Decision::Update);
   EXPECT_EQ(scale.value(), 32768);
   for (int i = 0; i < 300; ++i) scale.after_backward(true);
   EXPECT_EQ(scale.value(), 1 << 24) << "and no further";
@@ -51,10 +51,10 @@ TEST(LossScale, StaticNeverMovesAndBothStopAfterSkipsInARow) {
   for (const std::string mode : {"1000", "dynamic"}) {
     auto scale = make(mode);
     const double first = scale.value();
-    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
-    EXPECT_EQ(scale.after_backward(true), Verdict::Update) << "which begins the count anew";
-    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Verdict::Skip);
-    EXPECT_EQ(scale.after_backward(false), Verdict::Stop);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Decision::Skip);
+    EXPECT_EQ(scale.after_backward(true), Decision::Update) << "which begins the count anew";
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(scale.after_backward(false), Decision::Skip);
+    EXPECT_EQ(scale.after_backward(false), Decision::Stop);
     EXPECT_EQ(scale.value(), mode == "dynamic" ? first / 64 : 1000);
     EXPECT_EQ(scale.skipped(), 7);
   }
@@ -88,10 +88,10 @@ TEST(LossScale, GoesOnFromItsStateBitForBit) {
 TEST(LossScale, SkipsInARowGoOnCounting) {
   for (const std::string mode : {"dynamic", "1000"}) {
     auto first = make(mode);
-    for (int i = 0; i < 3; ++i) EXPECT_EQ(first.after_backward(false), Verdict::Skip);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(first.after_backward(false), Decision::Skip);
     auto second = make(mode);
     second.restore(first.state(), "ckpt");
-    EXPECT_EQ(second.after_backward(false), Verdict::Stop) << "the fourth, although another process skipped the first three";
+    EXPECT_EQ(second.after_backward(false), Decision::Stop) << "the fourth, although another process skipped the first three";
   }
 }
 
@@ -101,7 +101,7 @@ TEST(LossScale, ANumberInTheConfigurationWins) {
   after.restore(before.state(), "ckpt");
   EXPECT_EQ(after.value(), 256);
   EXPECT_EQ(after.skipped(), 3);
-  EXPECT_EQ(after.after_backward(false), Verdict::Skip) << "at this scale nothing was skipped yet";
+  EXPECT_EQ(after.after_backward(false), Decision::Skip) << "at this scale nothing was skipped yet";
 }
 
 TEST(LossScale, AnotherKindTakesOverTheSkippedStepsAlone) {

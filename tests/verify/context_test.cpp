@@ -65,6 +65,7 @@ TEST_P(ContextLayouts, WithLayersThatAreCut) {
   expect("cp=2,tp=2", "gpt2", {kBySequence, kDropout, kTied});
   expect("cp=3,tp=2", "llama", {kShared, kBySequence, kDropout, "tensor.overlap=true"});
   expect("cp=2,tp=2,dp_shard=2", "llama", {kShared, kBySequence, "zero.stage=3"});
+  expect("cp=2,tp=2", "llama", {kShared, kBySequence, "data.seq_len=2"});  // a rank has no column between layers
 }
 
 TEST_P(ContextLayouts, WithStages) {

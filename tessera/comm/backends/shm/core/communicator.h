@@ -54,7 +54,7 @@ class Communicator {
     Place place;
   };
   static constexpr size_t kHeader = 64;
-  static constexpr size_t kSmall = Layout::kSmallSlot - kHeader;
+  static constexpr size_t kSmall = SegmentMap::kSmallSlot - kHeader;
 
   static uint64_t sign(Operation op, size_t bytes, int root = 0, Type type = {}, Reduction reduction = {});
   static std::string describe(uint64_t signature);

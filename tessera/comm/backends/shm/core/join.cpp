@@ -66,7 +66,7 @@ struct Offer {
   }
 };
 
-void construct_controls(const Segment& segment, const Layout& layout) {
+void construct_controls(const Segment& segment, const SegmentMap& layout) {
   new (segment.data()) Verdict;
   for (size_t rank = 0; rank < layout.n; ++rank) new (segment.data() + layout.rank_controls + rank * sizeof(RankControl)) RankControl;
   for (size_t pair = 0; pair < layout.n * layout.n; ++pair) new (segment.data() + layout.ring_controls + pair * sizeof(RingControl)) RingControl;

@@ -40,12 +40,12 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 /// Offsets for n ranks:
 ///   [verdict][n rank controls][n * n ring controls] [n * 2 small slots] | [n * 2 large slots] [n * n rings]
 /// Each rank has two slots of each kind and uses them in turn, so that one wait per round is enough.
-struct Layout {
+struct SegmentMap {
   static constexpr size_t kSmallSlot = 64 << 10;
   static constexpr size_t kLargeSlot = 768 << 10;  ///< with its twin in a cache of 2 MiB, beside what is read and written
   static constexpr size_t kRingBudget = 64 << 20;
 
-  explicit Layout(int ranks, size_t large_slot_bytes = kLargeSlot)
+  explicit SegmentMap(int ranks, size_t large_slot_bytes = kLargeSlot)
       : n(static_cast<size_t>(ranks)),
         large_slot(large_slot_bytes),
         ring(std::clamp(std::bit_floor(kRingBudget / (n * n)), size_t{16} << 10, size_t{256} << 10)),

@@ -35,7 +35,7 @@ struct Membership {
   bool alone_on_core = true;                                    ///< false where the ranks of this host have more threads than it has cores
   bool as_processes = false;                                    ///< keep ranks of one process out of each other's memory (for tests)
   bool files_are_hidden = false;                                ///< behave as where peers may not open each other's files through /proc (for tests)
-  size_t large_slot_bytes = Layout::kLargeSlot;                 ///< a staged chunk, with the reduced shares; the same on all ranks
+  size_t large_slot_bytes = SegmentMap::kLargeSlot;             ///< a staged chunk, with the reduced shares; the same on all ranks
 };
 
 /// The memory that a group shares, as one rank sees it: joining and leaving, waiting for peers, and knowing when waiting is in vain.
@@ -52,7 +52,7 @@ class Session {
   int rank() const { return membership_.rank; }
   int size() const { return membership_.size; }
   const Membership& membership() const { return membership_; }
-  const Layout& layout() const { return layout_; }
+  const SegmentMap& layout() const { return layout_; }
   RankControl& control(int rank) const { return controls_[rank]; }
   std::byte* at(size_t offset) const { return segment_->data() + offset; }
   /// Segment::reserve; where it fails, the group breaks.
@@ -143,7 +143,7 @@ class Session {
   void enter(Directory& directory);
 
   Membership membership_;
-  Layout layout_;
+  SegmentMap layout_;
   bool peers_read_files_ = true;  // before the segment, whose making may clear it
   std::shared_ptr<Segment> segment_;
   RankControl* controls_ = nullptr;
