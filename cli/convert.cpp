@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.h"
@@ -17,7 +18,7 @@ namespace {
 
 struct ConvertFlags {
   std::string checkpoint, out, to, dtype;
-  checkpoint::Upcycling upcycling;
+  std::optional<int64_t> experts, experts_per_token, seed;
   int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
 };
 
@@ -27,13 +28,29 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
   return name == "fp16" ? at::kHalf : at::kBFloat16;
 }
 
+/// What --to moe was told; what it was told in vain is refused.
+std::optional<checkpoint::Upcycling> upcycling_of(const ConvertFlags& flags) {
+  const std::pair<const char*, const std::optional<int64_t>&> given[] = {
+      {"--experts", flags.experts}, {"--experts-per-token", flags.experts_per_token}, {"--seed", flags.seed}};
+  if (flags.to != "moe") {
+    for (const auto& [name, value] : given) {
+      require(!value, name, ": says what mixture a dense model becomes, and --to ", flags.to, " writes the model as it is; leave it out, or write --to moe");
+    }
+    return std::nullopt;
+  }
+  require(flags.seed.value_or(0) >= 0, "--seed = ", flags.seed.value_or(0), ": it must be at least 0");
+  const checkpoint::Upcycling unset;
+  return checkpoint::Upcycling{.experts = flags.experts.value_or(unset.experts),
+                               .experts_per_token = flags.experts_per_token.value_or(unset.experts_per_token),
+                               .seed = static_cast<uint64_t>(flags.seed.value_or(0))};
+}
+
 int convert(const ConvertFlags& flags) {
   require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
   say_once(source.remarks);
-  checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes};
-  if (flags.to == "moe") options.upcycling = flags.upcycling;
+  const checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes, .upcycling = upcycling_of(flags)};
   const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
@@ -53,9 +70,9 @@ void add_convert(CLI::App& app, int& exit_code) {
                    "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers")
       ->required()
       ->check(CLI::IsMember({"hf", "moe"}));
-  command->add_option("--experts", flags->upcycling.experts, "With --to moe: experts of a block")->capture_default_str();
-  command->add_option("--experts-per-token", flags->upcycling.experts_per_token, "With --to moe: experts that a token visits")->capture_default_str();
-  command->add_option("--seed", flags->upcycling.seed, "With --to moe: of the routers")->capture_default_str();
+  command->add_option("--experts", flags->experts, "With --to moe: experts of a block (8)");
+  command->add_option("--experts-per-token", flags->experts_per_token, "With --to moe: experts that a token visits (2)");
+  command->add_option("--seed", flags->seed, "With --to moe: of the routers (0)");
   command->add_option("--dtype", flags->dtype, "Of the tensors; default: as stored")->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
   command->add_option("--max-shard-bytes", flags->max_shard_bytes, "Of one file; beyond it, several with an index")->capture_default_str();
   command->callback([flags, &exit_code] { exit_code = convert(*flags); });

@@ -18,6 +18,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
 #include "tessera/checkpoint/unfinished_folder.h"
+#include "tessera/config/limits.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/rng.h"
 
@@ -50,8 +51,10 @@ void draw_row(const HuggingFaceTensor& row, at::Tensor theirs, uint64_t seed) {
 
 ModelConfig upcycled(const ModelConfig& dense, const Upcycling& options) {
   require(dense.family == "llama", "model.family = ", dense.family, ": only a llama becomes a mixture of experts, whose Mixtral has its blocks");
-  require(options.experts >= 1 && options.experts_per_token >= 1 && options.experts_per_token <= options.experts,
-          "--experts-per-token = ", options.experts_per_token, ": expected 1 to --experts = ", options.experts);
+  require(options.experts >= 1 && options.experts <= kMostExperts, "--experts = ", options.experts, ": expected 1 to ", kMostExperts,
+          " (Mixtral has 8); set --experts");
+  require(options.experts_per_token >= 1 && options.experts_per_token <= options.experts, "--experts-per-token = ", options.experts_per_token,
+          ": expected 1 to --experts = ", options.experts, "; set --experts-per-token");
   ModelConfig mixture = dense;
   mixture.family = "mixtral";
   mixture.experts = options.experts;

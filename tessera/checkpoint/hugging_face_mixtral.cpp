@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/config/limits.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -10,8 +11,8 @@ ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
   model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-5);
   if (!config.find<double>("rope_theta") && !config.find<nlohmann::json>("rope_parameters")) model.rope_theta = 1e6;
   config.expect("router_jitter_noise", 0.0, 0.0);
-  const char* const experts = config.find<int64_t>("num_local_experts") ? "num_local_experts" : "num_experts";
-  model.experts = config.size(experts, 65536);
+  const char* const experts = config.find<int64_t>("num_experts") ? "num_experts" : "num_local_experts";  // as transformers 5 and 4 call them
+  model.experts = config.size(experts, kMostExperts);
   model.experts_per_token = config.size("num_experts_per_tok", model.experts);
   return model;
 }

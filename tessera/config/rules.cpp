@@ -8,6 +8,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/limits.h"
 #include "tessera/config/missing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -92,12 +93,16 @@ void validate_experts(const ModelConfig& model) {
   const bool any = model.experts != 0 || model.experts_per_token != 0 || model.shared_ffn_dim != 0 || model.router != none.router ||
                    model.norm_topk != none.norm_topk || model.shared_gate;
   if (model.family != "mixtral") {
-    require(!any, "model.experts = ", model.experts, ", model.experts_per_token = ", model.experts_per_token, ": model.family = ", model.family,
-            " has no experts; leave out both, and router, norm_topk, shared_ffn_dim and shared_gate, or set model.family = mixtral");
+    const char* const set = model.experts != 0             ? "experts"
+                            : model.experts_per_token != 0 ? "experts_per_token"
+                            : model.router != none.router  ? "router"
+                            : model.shared_ffn_dim != 0    ? "shared_ffn_dim"
+                            : model.shared_gate            ? "shared_gate"
+                                                           : "norm_topk";
+    require(!any, "model.", set, ": is of a mixture of experts, and model.family = ", model.family, " has none; leave it out, or set model.family = mixtral");
     return;
   }
-  constexpr int64_t most_experts = 65536;
-  require(model.experts >= 1 && model.experts <= most_experts, "model.experts = ", model.experts, ": expected 1 to ", most_experts,
+  require(model.experts >= 1 && model.experts <= kMostExperts, "model.experts = ", model.experts, ": expected 1 to ", kMostExperts,
           " experts a block (Mixtral has 8); set model.experts, or model.family = llama for none");
   require(model.experts_per_token >= 1 && model.experts_per_token <= model.experts, "model.experts_per_token = ", model.experts_per_token,
           ": expected 1 to model.experts = ", model.experts, "; set model.experts_per_token (Mixtral: 2)");
@@ -335,7 +340,8 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   at_least("mesh.ep", config.mesh.ep, 1);
   require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
           " has no experts; set mesh.ep = 1");
-  require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": regroups dp_shard x cp x tp = ", regrouped, " ranks, and must divide that");
+  require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": deals experts over ranks of dp_shard x cp x tp = ", regrouped,
+          ", and must divide that; set zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or mesh.ep = 1");
   if (config.mesh.ep == 1) return;
   require(config.model.experts % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": cannot deal model.experts = ", config.model.experts,
           " evenly; set mesh.ep to a divisor of it");

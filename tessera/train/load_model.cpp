@@ -89,6 +89,8 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
 ReadingLayout reading_layout(const Config& config, int world_size) {
   require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
+  require(config.mesh.ep == 1, "mesh.ep = ", config.mesh.ep,
+          ": deals what training keeps of experts, and a model that is only read keeps none of it; leave it out");
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
   refuse_missing_techniques(config);
   const MeshRoles roles = mesh_roles(config);

@@ -200,7 +200,7 @@ TEST(Validate, Model) {
   EXPECT_THAT(refusal([](Config& c) { c.model.rope_theta = 1e-300; }), StartsWith("model.rope_theta = 1e-300: is beyond"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = INFINITY; }), StartsWith("optim.max_grad_norm = inf: is beyond"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0.5, c.optim.weight_decay = 2.5; }), HasSubstr("set a weight_decay of at most 2"));
-  EXPECT_THAT(refusal([](Config& c) { c.model.experts = 8; }), HasSubstr("no experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.experts = 8; }), HasSubstr("of a mixture of experts"));
   EXPECT_THAT(refusal([](Config& c) { c.model.vocab_size = 255; }), AllOf(StartsWith("model.vocab_size = 255"), HasSubstr("256")));
   EXPECT_THAT(refusal([](Config& c) { c.data.seq_len = 17; }), AllOf(StartsWith("data.seq_len = 17"), HasSubstr("model.max_seq_len = 16")));
   EXPECT_EQ(refusal([](Config& c) { c.model.family = "mlp", c.model.heads = 0; }), "(accepted)");
@@ -467,8 +467,8 @@ TEST(Validate, Mixtures) {
   EXPECT_THAT(mixture([](Config& c) { c.moe.z_loss = INFINITY; }), StartsWith("moe.z_loss = inf"));
   EXPECT_THAT(mixture([](Config& c) { c.moe.bias_rate = -1; }), StartsWith("moe.bias_rate = -1"));
   EXPECT_THAT(mixture([](Config& c) { c.mesh.tp = 2; }, 2), StartsWith("mesh.tp: model.family = mixtral"));
-  EXPECT_THAT(refusal([](Config& c) { c.model.router = "sigmoid"; }), HasSubstr("no experts"));
-  EXPECT_THAT(refusal([](Config& c) { c.model.shared_ffn_dim = 8; }), HasSubstr("no experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.router = "sigmoid"; }), HasSubstr("of a mixture of experts"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.shared_ffn_dim = 8; }), HasSubstr("of a mixture of experts"));
 }
 
 }  // namespace

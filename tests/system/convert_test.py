@@ -51,6 +51,9 @@ class Convert(SystemTest):
         self.assertLess(abs(ours["loss"] - theirs["loss"]), 5e-6 * theirs["loss"])
         other = self.convert(dense, self.folder / "none", "--experts", 1, to="moe", expect=2)
         self.assertIn("--experts-per-token = 2: expected 1 to --experts = 1", self.refusal(other))
+        for flags, to, said in ((("--experts", 65537), "moe", "--experts = 65537: expected 1 to 65536"), (("--seed", -1), "moe", "--seed = -1"),
+                                (("--experts", 4), "hf", "--experts: says what mixture"), (("--seed", 4), "hf", "--seed: says what mixture")):
+            self.assertIn(said, self.refusal(self.convert(dense, self.folder / "none", *flags, to=to, expect=2)))
 
     @unittest.skipIf(transformers is None, "transformers is not installed")
     def test_transformers_loads_what_was_trained(self):
