@@ -125,6 +125,20 @@ TEST(ExpertParallel, KeepsCapacityAndSharedExpertsAsTheyAre) {
   });
 }
 
+/// Shapes do not follow the data: what a capacity leaves empty stays, behind all rows that are taken.
+TEST(ExpertParallel, GivesAsManyRowsAsItTook) {
+  run_ranks(2, [](World& world) {
+    MixtureFeedForward mixture = on_meta_mixture(sizes(4));
+    const auto parallel = expert_parallel(*mixture, world.group());
+    draw(mixture);
+    auto* const experts = dynamic_cast<nn::GroupedExpertsImpl*>(mixture->named_children()["experts"].get());
+    const at::Tensor out = experts->forward(numbers(9, world.rank()).view({9, kDim}), at::tensor({1, 2, 0, 3}, at::kLong));
+    ASSERT_EQ(out.sizes(), at::IntArrayRef({9, kDim}));
+    EXPECT_GT(out.narrow(0, 0, 6).abs().min().item<float>(), 0);
+    EXPECT_EQ(out.narrow(0, 6, 3).abs().max().item<float>(), 0);
+  });
+}
+
 /// Ranks 0 and 1 route the same tokens, and so do ranks 2 and 3; experts lie on all four.
 TEST(ExpertParallel, ComputesRowsOnceWhereRanksRouteTheSameTokens) {
   for (const int64_t tokens : {1, 5, 6}) {
