@@ -16,8 +16,6 @@ namespace tessera::nn {
 
 namespace {
 const Ambient<SampleScope*> innermost;
-const Ambient<MaskKeys::Replay*> replayed;
-const Ambient<std::vector<std::weak_ptr<MaskKeys::Drawn>>> records;
 
 uint64_t draw_from_libtorch() {
   auto* const generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -35,7 +33,7 @@ at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t column
 
 bool SampleContext::operator==(const SampleContext& other) const {
   const auto numbers = [](const SampleContext& context) {
-    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient);
+    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient, context.valid_tokens);
   };
   return numbers(*this) == numbers(other) && positions.is_same(other.positions);
 }
@@ -59,30 +57,7 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
   return scope.rows_;
 }
 
-uint64_t MaskKeys::next() {
-  Replay* const replay = *replayed;
-  const bool again = replay != nullptr && replay->used_ < replay->drawn_->size();
-  const uint64_t key = again ? (*replay->drawn_)[replay->used_++] : draw_from_libtorch();
-  std::erase_if(*records, [&](const auto& weak) {
-    const auto record = weak.lock();
-    if (record) record->push_back(key);
-    return record == nullptr;
-  });
-  return key;
-}
-
-MaskKeys::Record::Record() : drawn_(std::make_shared<Drawn>()) { records->emplace_back(drawn_); }
-
-void MaskKeys::Record::end() {
-  std::erase_if(*records, [&](const auto& weak) { return weak.expired() || weak.lock() == drawn_; });
-}
-
-MaskKeys::Replay::Replay(const Record& record) : drawn_(record.drawn_), outer_(std::exchange(*replayed, this)), outer_records_(std::exchange(*records, {})) {}
-
-MaskKeys::Replay::~Replay() {
-  *replayed = outer_;
-  *records = std::move(outer_records_);
-}
+uint64_t MaskKeys::next() { return Noted::next(draw_from_libtorch); }
 
 at::Tensor consecutive(int64_t first, int64_t count, at::Device device) {
   at::Tensor out = at::empty({count}, at::TensorOptions(at::kLong).device(device));

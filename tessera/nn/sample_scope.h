@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/nn/noted.h"
+
 namespace tessera::nn {
 
 /// Which tokens of the whole run a rank is working on. Random masks are functions of it, not of a generator's state, so that they are the same in any
@@ -48,40 +50,10 @@ class SampleScope {
 };
 
 /// What masks are functions of where no step is stated, as in a loop that opens no SampleScope: a number from libtorch's default generator for each call, so
-/// they differ from call to call and are the same after torch::manual_seed. Per thread; what is computed again sees the numbers of the first time, whoever
-/// has drawn since.
-class MaskKeys {
+/// they differ from call to call and are the same after torch::manual_seed. What is computed again sees the numbers of the first time, whoever has drawn since.
+class MaskKeys : public Noted<uint64_t> {
  public:
-  using Drawn = std::vector<uint64_t>;
-
   static uint64_t next();
-
-  /// Notes the numbers that this thread draws until `end`.
-  class Record {
-   public:
-    Record();
-    void end();
-
-   private:
-    friend class MaskKeys;
-    std::shared_ptr<Drawn> drawn_;
-  };
-
-  /// While alive, this thread is given the numbers of a record again, and then new ones.
-  class Replay {
-   public:
-    explicit Replay(const Record& record);
-    ~Replay();
-    Replay(const Replay&) = delete;
-    Replay& operator=(const Replay&) = delete;
-
-   private:
-    friend class MaskKeys;
-    std::shared_ptr<const Drawn> drawn_;
-    size_t used_ = 0;
-    Replay* outer_;
-    std::vector<std::weak_ptr<Drawn>> outer_records_;
-  };
 };
 
 /// first, first + 1, ... as int64 [count]. Memory is asked for first: where at::arange makes a tensor grow on meta, no allocator hears of it, and a dry

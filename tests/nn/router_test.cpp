@@ -30,6 +30,12 @@ Router router_of(RouterKind kind, bool normalize = true, int64_t experts = 5, in
   return router;
 }
 
+TEST(SampleContext, OfMicroBatchesThatCountOtherwiseDiffers) {
+  EXPECT_TRUE((SampleContext{.valid_tokens = 3} == SampleContext{.valid_tokens = 3}));
+  EXPECT_FALSE((SampleContext{.valid_tokens = 3} == SampleContext{.valid_tokens = 4}));
+  EXPECT_FALSE((SampleContext{} == SampleContext{.valid_tokens = 0}));
+}
+
 TEST(Router, SoftmaxTakesTheMostProbableAndNormalizesTheirWeights) {
   Router router = router_of(RouterKind::Softmax);
   const at::Tensor x = numbers({7, 6});
