@@ -1,7 +1,5 @@
 #include "tessera/train/compose.h"
 
-#include <algorithm>
-#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -9,13 +7,10 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/data_parallel/batch_coupling.h"
-#include "tessera/data_parallel/power_sgd.h"
-#include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/layout/slice.h"
@@ -23,20 +18,15 @@
 #include "tessera/models/mixture.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
-#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
-#include "tessera/nn/replicas.h"
-#include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
-#include "tessera/train/part_synchronizers.h"
 #include "tessera/train/pipeline_layout.h"
-#include "tessera/train/progress.h"
 #include "tessera/train/recompute_blocks.h"
-#include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/train/synchronize.h"
 
 // A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
 // since it sets the types that are cut and drawn. Layers are cut before parameters are sharded, which makes slices of slices, and both on meta, so that no rank
@@ -59,27 +49,6 @@ void refuse_coupled_batches(const Config& config, const Mesh& mesh, const torch:
   log().warn("{}", report);
 }
 
-/// Each is a step of its own to what synchronizes gradients.
-int64_t updates_per_step(const Config& config, const Mesh& mesh) {
-  const int stages = mesh.size(mesh_roles(config).stages);
-  if (!updates_within_steps(config, stages)) return 1;
-  const auto micro_batches = chunk(config.batch.global_size / config.batch.micro_size, mesh.size(mesh_roles(config).batch), 0).second;
-  const auto schedule = schedule_maker(config, stages)(static_cast<int>(micro_batches));
-  return std::ranges::count(schedule.actions.front(), schedules::Kind::Update, &schedules::Action::kind);
-}
-
-std::shared_ptr<CommunicationHook> make_hook(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume) {
-  const CommConfig& comm = config.comm;
-  const std::string& cast = comm.compression == "none" ? config.precision.reduce : comm.compression;  // where both are set, they say the same
-  if (cast == "bf16") return std::make_shared<Bf16Hook>();
-  if (cast == "fp16") return std::make_shared<Fp16Hook>();
-  if (comm.compression != "powersgd") return nullptr;
-  const int64_t updates = updates_per_step(config, mesh);
-  PowerSgdOptions options{.rank = comm.powersgd_rank, .start = comm.powersgd_start * updates, .seed = static_cast<uint64_t>(config.run.seed)};
-  if (resume) options.steps_done = resume->manifest.step * updates;
-  return std::make_shared<PowerSgd>(options);
-}
-
 /// The state of the run's compression, from a checkpoint that may have been made with another, or none.
 void resume_compression(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const Composition& run) {
   std::vector<std::string> remarks;
@@ -95,93 +64,8 @@ void resume_compression(const Config& config, const Mesh& mesh, const std::optio
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
-/// In what gradients cross between the ranks of a sharded run: comm.compression says it as well as precision.reduce.
-at::ScalarType network_dtype(const Config& config, const precision::Policy& policy) {
-  const std::string& compression = config.comm.compression;
-  return compression == "bf16" ? at::kBFloat16 : compression == "fp16" ? at::kHalf : policy.reduce;
-}
-
-FullyShardOptions stage_3_options(const Config& config, const precision::Policy& policy, LanguageModel& model) {
-  const ZeroConfig& zero = config.zero;
-  FullyShardOptions options;
-  // check_modules() has seen that the whole model has such modules; a stage of it need not.
-  if (!zero.wrap.empty()) options.policy = [wrap = zero.wrap](const std::string& path, const torch::nn::Module&) { return nn::matches(wrap, path); };
-  options.prefetch.units = zero.prefetch;
-  if (zero.prefetch_bytes > 0) options.prefetch.bytes = zero.prefetch_bytes;
-  options.reshard_after_forward = zero.reshard_after_forward;
-  options.reduce_each_micro_batch = zero.accumulate == "sharded";
-  options.unit_bytes_limit = config.run.memory_limit_bytes;
-  // What linear layers cast at each use is gathered in that type: the same bits, half the traffic, and no copies that backward would keep of all units.
-  options.param_dtype = policy.compute;
-  options.cast = precision::cast_at_use(model, policy);
-  const at::ScalarType network = network_dtype(config, policy);
-  options.reduce_dtype = network == at::kFloat ? policy.gradient_dtype() : network;
-  options.gradient_dtype = policy.gradient_dtype();
-  options.buffers = BufferBroadcast::Never;  // our models' buffers are tables that no step changes
-  return options;
-}
-
 ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
   return parallel_plan(model, config.tensor.sequence_parallel, config.tensor.keep_gathered);
-}
-
-/// What is synchronized by itself: each stage of the model that this rank holds, or the whole.
-std::vector<torch::nn::Module*> roots_of(const Composition& run) {
-  std::vector<torch::nn::Module*> roots;
-  for (const ModelShare& part : run.parts) roots.push_back(part.module.ptr().get());
-  if (roots.empty()) roots.push_back(run.model.get());
-  return roots;
-}
-
-std::unique_ptr<GradientSynchronizer> as_one(std::vector<PartSynchronizers::Share> shares) {
-  if (shares.size() == 1) return std::move(shares.front().synchronizer);
-  return std::make_unique<PartSynchronizers>(std::move(shares));
-}
-
-/// Parameters that are sharded and synchronized over the same ranks.
-struct Dealt {
-  nn::ParameterFilter only{};
-  comm::Group shard, replicate;
-  int holders = 1;  ///< ranks of dp_shard that are one place of `shard`
-};
-
-/// Of a module of the model: all that it has, or what is outside of experts and then these, which fewer ranks hold.
-std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torch::nn::Module& root) {
-  const MeshRoles roles = mesh_roles(config);
-  const Dealt all{.shard = mesh[roles.shard], .replicate = mesh[roles.replicate]};
-  if (config.mesh.ep == 1) return {all};
-  const Mesh experts = expert_mesh(config, mesh);
-  Dealt dense = all, sparse{.only = experts_of(root, true), .shard = experts["edp"], .replicate = experts[roles.replicate], .holders = config.mesh.ep};
-  dense.only = experts_of(root, false);
-  std::vector<Dealt> dealt;
-  for (Dealt* one : {&dense, &sparse}) {
-    if (!nn::unique_parameters(root, one->only).empty()) dealt.push_back(std::move(*one));
-  }
-  return dealt;
-}
-
-/// Makes a synchronizer for each set of parameters of each part, by `make`.
-using MakeSynchronizer = std::function<std::unique_ptr<GradientSynchronizer>(torch::nn::Module& root, const Dealt& dealt)>;
-std::unique_ptr<GradientSynchronizer> synchronize(const Config& config, const Mesh& mesh, Composition& run, const MakeSynchronizer& make) {
-  std::vector<PartSynchronizers::Share> shares;
-  const std::vector<torch::nn::Module*> roots = roots_of(run);
-  for (size_t part = 0; part < roots.size(); ++part) {
-    for (const Dealt& dealt : dealt_parameters(config, mesh, *roots[part])) {
-      shares.push_back({.part = static_cast<int>(part), .synchronizer = make(*roots[part], dealt), .holders = dealt.holders});
-      if (dealt.shard.size() > 1 || dealt.replicate.size() > 1) continue;
-      for (auto& parameter : nn::unique_parameters(*roots[part], dealt.only)) run.alone.push_back(std::move(parameter));
-    }
-  }
-  return as_one(std::move(shares));
-}
-
-/// Without those that follow others.
-std::vector<nn::NamedParameter> trained(const std::vector<nn::NamedParameter>& parameters) {
-  std::vector<nn::NamedParameter> own;
-  for (const auto& parameter : parameters) {
-    if (!nn::follows(nn::updated_for(parameter.tensor))) own.push_back(parameter);
-  }
-  return own;
 }
 
 /// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
@@ -235,119 +119,6 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
   checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
-}
-
-/// Stage 3, of a model on meta, so that no rank ever holds the whole of it: outside of a step each parameter is this rank's slice.
-void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
-  FullyShardOptions options = stage_3_options(config, policy, *run.model);
-  options.device = device;
-  run.offloaded = config.offload.params == "host";
-  if (run.offloaded) options.offload = Offload::Host;
-  run.shard = mesh[mesh_roles(config).shard];
-  run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
-    FullyShardOptions own = options;
-    own.only = dealt.only;
-    own.replicate = dealt.replicate;
-    return fully_shard(root, dealt.shard, own);
-  });
-}
-
-/// Stages 1 and 2: parameters stay whole, and what the optimizer updates is one part of them on each rank of dp_shard.
-void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, Composition& run) {
-  ZeroOptions options;
-  options.stage = config.zero.stage;
-  options.sizes.bucket_bytes = config.zero.bucket_bytes;
-  options.accumulation = config.zero.accumulate == "whole" ? Accumulation::Whole : Accumulation::Sharded;
-  options.buffers = BufferBroadcast::AtStart;
-  options.reduce_dtype = policy.gradient_dtype();
-  if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
-  run.shard = mesh[mesh_roles(config).shard];
-  run.updated.clear();
-  run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
-    options.only = dealt.only;
-    auto zero = std::make_unique<ShardedDataParallel>(root, ShardGroups{.shard = dealt.shard, .replicate = dealt.replicate}, options);
-    for (const auto& shard : trained(zero->shards())) run.updated.push_back(shard);
-    return zero;
-  });
-}
-
-/// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
-void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
-  if (config.zero.stage == 0) return;
-  for (const Dealt& dealt : dealt_parameters(config, mesh, *run.model)) {
-    equalize_replicas(*run.model, dealt.replicate, ReplicaStart::Check, dealt.only);
-    if (config.zero.stage < 3) equalize_replicas(*run.model, dealt.shard, ReplicaStart::Check, dealt.only);
-  }
-}
-
-/// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved ones, each part its own. Collective over the pipeline.
-std::vector<std::optional<BucketPlan>> saved_plans(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
-  std::vector<std::optional<BucketPlan>> plans;
-  bool any_other = false;
-  const std::vector<torch::nn::Module*> roots = roots_of(run);
-  for (size_t part = 0; part < roots.size(); ++part) {
-    std::vector<GradientSpec> gradients;
-    for (const auto& [name, tensor, aliases] : nn::unique_parameters(*roots[part])) {
-      gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
-    }
-    const PlanLayout layout{.data_ranks = data.size(),
-                            .stages = static_cast<int>(run.rank_of_stage.size()),
-                            .stage = run.stage_of(part),
-                            .tensor_ranks = run.layers.size(),
-                            .tensor_rank = run.layers.rank(),
-                            .sizes = options.sizes};
-    bool other = false;
-    plans.push_back(bucket_plan_of(resume.manifest.progress, layout, gradients, resume.folder.string(), other));
-    any_other |= other;
-  }
-  for (const auto& others : checkpoint::gather_json(run.pipeline, any_other)) any_other |= others.get<bool>();
-  if (any_other && data.rank() == 0 && run.layers.rank() == 0 && run.pipeline.rank() == 0) {
-    log().warn(
-        "{}: its bucket plan is of another layout (data ranks, mesh.tp, stages, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
-        "another order from here on, so the run goes on, but not bit for bit",
-        resume.folder.string());
-  }
-  return plans;
-}
-
-std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, const comm::Group& data, torch::nn::Module& root) {
-  TreeReductionOptions options;
-  options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
-  options.buffers = BufferBroadcast::AtStart;
-  options.gradient_dtype = precision::policy_from(config.precision).gradient_dtype();
-  return std::make_unique<TreeReduction>(root, data, options);
-}
-
-/// Stage 0: whole gradients meet on every rank.
-void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
-  const comm::Group data = mesh[mesh_roles(config).gradients];
-  if (mesh.size(mesh_roles(config).tokens) == 1) run.alone = run.parameters;
-  std::vector<PartSynchronizers::Share> parts;
-  const auto add = [&](std::unique_ptr<GradientSynchronizer> one) {
-    parts.push_back({.part = static_cast<int>(parts.size()), .synchronizer = std::move(one)});
-  };
-  if (config.run.deterministic) {
-    run.terms = mesh[mesh_roles(config).columns];
-    for (torch::nn::Module* root : roots_of(run)) add(reduce_in_a_tree(config, data, *root));
-    run.synchronizer = as_one(std::move(parts));
-    return;
-  }
-  DdpOptions options;
-  options.sizes.bucket_bytes = config.zero.bucket_bytes;
-  options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
-  options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
-  const std::vector<torch::nn::Module*> roots = roots_of(run);
-  std::vector<std::optional<BucketPlan>> plans(roots.size());
-  if (resume && data.size() > 1) plans = saved_plans(*resume, data, run, options);
-  for (size_t part = 0; part < roots.size(); ++part) {
-    options.plan = std::move(plans[part]);
-    options.hook = make_hook(config, mesh, resume);
-    if (options.hook) run.hooks.push_back(options.hook);
-    auto ddp = std::make_unique<DistributedDataParallel>(*roots[part], data, options);
-    run.buckets.push_back(ddp.get());
-    add(std::move(ddp));
-  }
-  run.synchronizer = as_one(std::move(parts));
 }
 
 /// What holds for the process, once a rank.
