@@ -16,6 +16,7 @@
 #include "cli/commands.h"
 #include "cli/common.h"
 #include "tessera/config/config.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/csv.h"
@@ -105,7 +106,7 @@ Simulated simulate(const ScheduleFlags& flags) {
   check_request(request);
   request.costs = read_costs(flags);
   // A list that is made for costs holds one stage a rank: the ranks' factors are the stages'.
-  if (schedules::is_made_for_costs(request.name) && request.ranks > 0)
+  if (is_made_for_costs(request.name) && request.ranks > 0)
     request.costs.scale = scale_of(flags.per_rank, schedules::loop_placement(request.ranks, 1), request.ranks);
   Simulated result{.schedule = schedules::make_schedule(request), .costs = request.costs, .timeline = {}, .measures = {}};
   require(result.costs.stages.empty() || std::ssize(result.costs.stages) == result.schedule.stages(), "--costs = ", flags.costs, ": was measured with ",

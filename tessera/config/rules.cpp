@@ -315,7 +315,10 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   for (const auto& [axis, size] : axes) {
     if (axis == "dp_shard" || axis == "cp" || axis == "tp") regrouped *= size;
   }
-  const bool tensor = std::any_of(axes.begin(), axes.end(), [](const auto& entry) { return entry.first == "tp" && entry.second > 1; });
+  const auto is_cut_along = [&](const char* axis) {
+    return std::any_of(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == axis && entry.second > 1; });
+  };
+  const bool tensor = is_cut_along("tp"), columns = is_cut_along("cp");
   require(tensor || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; "
           "set mesh.tp to more, or tensor.sequence_parallel = false");
@@ -330,7 +333,6 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
           "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
   require(!tensor || config.model.family != "mixtral",
           "mesh.tp: model.family = mixtral has no tensor-parallel plan in this build; set mesh.tp = 1 and use mesh.dp_shard with zero.stage = 3, or mesh.pp");
-  const bool columns = std::any_of(axes.begin(), axes.end(), [](const auto& entry) { return entry.first == "cp" && entry.second > 1; });
   require(
       !columns || config.model.family != "mixtral" || config.model.router != "expert_choice",
       "model.router = expert_choice: experts choose among all tokens of a forward pass, of which mesh.cp gives a rank a part; set model.router = softmax or "

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/layout/slice.h"
@@ -111,7 +112,7 @@ int micro_batches_per_update(const PipelineConfig& config, int ranks, int micro_
 std::vector<int> placement(const PipelineConfig& config, int ranks) {
   if (!is_known(config.schedule)) return schedule_in_file(config, ranks).rank_of;
   const schedules::KnownSchedule& known = schedule_named(config);
-  if (schedules::is_made_for_costs(known.name)) return schedules::loop_placement(ranks, 1);
+  if (is_made_for_costs(known.name)) return schedules::loop_placement(ranks, 1);
   // With a number of micro-batches that every one takes.
   return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = 2 * ranks, .chunks = config.virtual_stages}).rank_of;
 }
@@ -161,7 +162,7 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
   schedules::Request request{.name = schedule_named(pipeline).name, .ranks = ranks, .chunks = pipeline.virtual_stages};
   if (request.name == "pipedream") request.vertical_sync = pipeline.vertical_sync;
   if (request.name == "zb_auto") request.memory_limit = pipeline.memory_limit;
-  if (schedules::is_made_for_costs(request.name)) {
+  if (is_made_for_costs(request.name)) {
     request.kept = pipeline.kept;
     request.costs = costs_of(pipeline, stage_flops(config, pipeline_layout(config, ranks)));
   }

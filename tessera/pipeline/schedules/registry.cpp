@@ -118,8 +118,6 @@ std::vector<std::string> schedule_names() {
 
 bool is_schedule_file(const std::string& name) { return name.ends_with(".csv"); }
 
-bool is_made_for_costs(const std::string& name) { return tessera::is_made_for_costs(name); }
-
 Schedule make_schedule(const Request& request) {
   refuse_foreign_options(request);
   if (is_schedule_file(request.name)) return from_file(request);

@@ -37,9 +37,6 @@ std::vector<std::string> schedule_names();
 /// Whether a name is a file's: it ends with .csv.
 bool is_schedule_file(const std::string& name);
 
-/// Whether a schedule of this name depends on the costs.
-bool is_made_for_costs(const std::string& name);
-
 /// Makes a schedule by its name, or reads the file. Throws ConfigError for a name that does not exist, for what the schedule does not take (with the rule and
 /// the next value that works), and for a file that is wrong or of another size.
 Schedule make_schedule(const Request& request);
