@@ -2,31 +2,17 @@
 
 #include <gmock/gmock.h>
 
-#include "tests/train/fixture.h"
+#include "tests/train/mixture_fixture.h"
 
 namespace tessera {
 namespace {
 
 using namespace tessera::testing_support;
 
-class ExpertsOverRanks : public TrainFixture {
+class ExpertsOverRanks : public MixtureFixture {
  protected:
   void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
-    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
-    std::vector<std::string> sets{"model.experts=8"};
-    sets.insert(sets.end(), model.begin(), model.end());
-    const Trace want = train(config("mixtral", sets), 1);
-    sets.insert(sets.end(), layout.begin(), layout.end());
-    const Trace got = train(config("mixtral", sets), world);
-    EXPECT_LE(difference(got.gradients, want.gradients), kGradients);
-    ASSERT_EQ(got.steps.size(), want.steps.size());
-    for (size_t i = 0; i < got.steps.size(); ++i) {
-      EXPECT_NEAR(got.steps[i].loss, want.steps[i].loss, kLosses * want.steps[i].loss) << "step " << i + 1;
-      EXPECT_NEAR(got.steps[i].grad_norm, want.steps[i].grad_norm, 1e-5 * want.steps[i].grad_norm) << "step " << i + 1;
-      for (size_t layer = 0; layer < 2; ++layer) {
-        EXPECT_EQ(got.steps[i].experts[layer].share, want.steps[i].experts[layer].share) << "step " << i + 1 << ", layer " << layer;
-      }
-    }
+    expect_same_run({"model.experts=8"}, model, layout, world);
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include <gmock/gmock.h>
 
-#include "tests/train/fixture.h"
+#include "tests/train/mixture_fixture.h"
 
 namespace tessera {
 namespace {
@@ -12,27 +12,11 @@ namespace {
 using namespace tessera::testing_support;
 using ::testing::HasSubstr;
 
-class MixtureTraining : public TrainFixture {
+class MixtureTraining : public MixtureFixture {
  protected:
+  /// SGD moves weights as rounding does; Adam's first steps make full steps of what is near zero, and a token near a tie would go elsewhere.
   void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
-    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
-    // SGD moves weights as rounding does; Adam's first steps make full steps of what is near zero, and a token near a tie would go elsewhere.
-    std::vector<std::string> sets{"optim.name=sgd", "optim.lr=0.3", "run.steps=4"};
-    sets.insert(sets.end(), model.begin(), model.end());
-    const Trace want = train(config("mixtral", sets), 1);
-    sets.insert(sets.end(), layout.begin(), layout.end());
-    const Trace got = train(config("mixtral", sets), world);
-    EXPECT_LE(difference(got.gradients, want.gradients), kGradients);
-    ASSERT_EQ(got.steps.size(), want.steps.size());
-    for (size_t i = 0; i < got.steps.size(); ++i) {
-      EXPECT_NEAR(got.steps[i].loss, want.steps[i].loss, kLosses * want.steps[i].loss) << "step " << i + 1;
-      ASSERT_EQ(got.steps[i].experts.size(), 2U);
-      for (size_t layer = 0; layer < 2; ++layer) {
-        EXPECT_EQ(got.steps[i].experts[layer].share, want.steps[i].experts[layer].share) << "step " << i + 1 << ", layer " << layer;
-        EXPECT_NEAR(got.steps[i].experts[layer].balance, want.steps[i].experts[layer].balance, 1e-5);
-        EXPECT_NEAR(got.steps[i].experts[layer].z, want.steps[i].experts[layer].z, 1e-4 * want.steps[i].experts[layer].z);
-      }
-    }
+    expect_same_run({"optim.name=sgd", "optim.lr=0.3", "run.steps=4"}, model, layout, world);
   }
 };
 

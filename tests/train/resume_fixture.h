@@ -1,6 +1,9 @@
 // A small run that saves and goes on, in any layout: ranks are threads.
 #pragma once
 
+#include <functional>
+#include <map>
+
 #include <gmock/gmock.h>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -141,6 +144,23 @@ class ResumeFixture : public TrainFixture {
     }
     if (&source == &target) expect_same_bits(stored(folder_ / "resumed" / step_name(kLast)), stored(saved(source, kLast)));
     std::filesystem::remove_all(folder_ / "resumed");
+  }
+
+  /// Each of `all` saves, and goes on as those that come so many `places` behind it in the list: with the bits that were saved, and then as if nothing had
+  /// happened. `look` sees what was saved.
+  void expect_each_goes_on(const std::vector<Layout>& all, const std::vector<size_t>& places, const Sets& sets = {},
+                           const std::function<void(const std::map<std::string, at::Tensor>&)>& look = {}) const {
+    for (size_t from = 0; from < all.size(); ++from) {
+      const auto whole = run_saving(all[from], sets);
+      const auto state = stored(saved(all[from], kSaved));
+      if (look) look(state);
+      for (const size_t place : places) {
+        const Layout& to = all[(from + place) % all.size()];
+        SCOPED_TRACE(std::string(all[from].name) + " goes on as " + to.name);
+        expect_same_bits(loaded(to, sets, saved(all[from], kSaved)), state);
+        expect_goes_on(all[from], to, sets, kLosses, whole);
+      }
+    }
   }
 };
 
