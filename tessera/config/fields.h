@@ -36,13 +36,15 @@
   X(bool, shared_gate, false, any(), "The shared expert's output is scaled by a sigmoid of its own.")                                                     \
   X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
 
-#define TESSERA_DATA_FIELDS(X)                                                                                       \
-  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")             \
-  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                        \
-  X(std::string, tokenizer, "byte", path_or("byte"), "`byte`, or a SentencePiece `.model` file.")                    \
-  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                           \
-  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.") \
-  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                  \
+#define TESSERA_DATA_FIELDS(X)                                                                                                                      \
+  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")                                            \
+  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                       \
+  X(std::string, tokenizer, "byte", path_or("byte"), "`byte`, or a SentencePiece `.model` file.")                                                   \
+  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                          \
+  X(std::string, documents, "none", one_of("none", "files, paragraphs, lines"),                                                                     \
+    "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.") \
+  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                \
+  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                 \
   X(std::string, cache_dir, "", path(), "Where packed corpora are kept; empty: `tessera` in `$XDG_CACHE_HOME` or `~/.cache`.")
 
 #define TESSERA_BATCH_FIELDS(X)                                                                                                             \
@@ -72,15 +74,16 @@
   X(int64_t, warmup_steps, 0, any(), "Steps over which the learning rate rises linearly.")                                        \
   X(double, min_lr, 0.0, any(), "Learning rate at the end of a linear or cosine schedule.")
 
-#define TESSERA_MESH_FIELDS(X)                                                                                       \
-  X(std::optional<int>, dp_replicate, std::nullopt, unset("what the other axes leave where zero.stage = 0, else 1"), \
-    "Data parallelism with whole replicas; -1 takes what is left.")                                                  \
-  X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),     \
-    "Data parallelism with sharded state; -1 takes what is left.")                                                   \
-  X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                       \
-  X(int, cp, 1, any(), "Context parallelism: ranks that each hold some columns of every sequence.")                  \
-  X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                               \
-  X(int, ep, 1, any(), "Expert parallelism: experts are dealt over so many of the ranks of dp_shard x cp x tp.")     \
+#define TESSERA_MESH_FIELDS(X)                                                                                            \
+  X(std::optional<int>, dp_replicate, std::nullopt, unset("what the other axes leave where zero.stage = 0, else 1"),      \
+    "Data parallelism with whole replicas; -1 takes what is left.")                                                       \
+  X(std::optional<int>, dp_shard, std::nullopt, unset("what the other axes leave where zero.stage > 0, else 1"),          \
+    "Data parallelism with sharded state; -1 takes what is left.")                                                        \
+  X(int, pp, 1, any(), "Pipeline parallelism: stages of the model, each on ranks of its own.")                            \
+  X(int, cp, 1, any(), "Context parallelism: ranks that each hold some columns of every sequence.")                       \
+  X(int, tp, 1, any(), "Tensor parallelism: parts of a layer; -1 takes what is left.")                                    \
+  X(int, ep, 1, any(), "Expert parallelism: experts are dealt over so many of the ranks of dp_shard x cp x tp.")          \
+  X(int, expert_tp, 1, any(), "Ranks that share each expert, by rows of its width: the experts' own tensor parallelism.") \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
 
 #define TESSERA_COMM_FIELDS(X)                                                                                                        \
@@ -128,13 +131,12 @@
   X(bool, vertical_sync, false, any(), "`pipedream`: a micro-batch uses on every stage the weights' version that it met on the first.")                       \
   X(int, per_update, 0, any(), "`pipedream_2bw`: micro-batches of a data rank that an update sums, at least one for each stage; 0: as few as that.")          \
   X(int, memory_limit, 0, any(), "Micro-batches whose activations a rank may hold at most (`zb_auto`).")                                                      \
-  X(double, kept, 1, any(),                                                                                                                                   \
-    "Share of a micro-batch's activations that is left when the gradients of its inputs are there (`zb_1p`, `zb_2p`, `zb_auto`).")                            \
+  X(double, kept, 1, any(), "Share of a micro-batch's activations that is left when the gradients of its inputs are there (`zb_1p`, `zb_2p`, `zb_auto`).")    \
   X(std::vector<double>, costs, {}, any(),                                                                                                                    \
     "Of an average stage: forward, backward of inputs, of weights, and, if given, a message; `[]`: estimated from FLOPs (`zb_1p`, `zb_2p`, `zb_auto`, "       \
     "`plan`).")                                                                                                                                               \
   X(std::string, costs_from, "", path(),                                                                                                                      \
-    "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")                         \
+    "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")                  \
   X(bool, post_validate, false, any(), "Update while the norm over all stages is on its way, and take it back where it clips or is not finite: the same bits.")
 
 #define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
@@ -181,15 +183,18 @@
   X(int64_t, timeline_every, 0, any(), "Steps between timelines of the pipeline: when each action ran, in `timeline.jsonl`; 0: none.")   \
   X(double, peak_tflops, 0, own(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
 
-#define TESSERA_RUN_FIELDS(X)                                                                                                              \
-  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                        \
-  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                       \
-  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")    \
-  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                  \
-  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                                  \
-  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                              \
-  X(int64_t, memory_limit_bytes, 0, own(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.") \
-  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                        \
+#define TESSERA_RUN_FIELDS(X)                                                                                                               \
+  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                         \
+  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                        \
+  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")     \
+  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                   \
+  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                                   \
+  X(std::string, device, "auto", own(),                                                                                                     \
+    "Where tensors live: `cpu`, `cuda` (each rank of a host the device of its number), `cuda:N`, or `auto`: CUDA where there is a device.") \
+  X(bool, graph, false, any(), "Capture the steady step as a CUDA graph, and launch it as one.")                                            \
+  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                               \
+  X(int64_t, memory_limit_bytes, 0, own(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.")  \
+  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                         \
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 
 /// Sections in the order of the documentation: X(struct, member, list of fields, doc).
