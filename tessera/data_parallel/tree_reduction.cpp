@@ -38,7 +38,7 @@ class TreeReduction::Impl {
         schedule_(make_tree_schedule(options.num_micro_batches, group_.size())),
         used_(parameters_),
         stack_(options.num_micro_batches),
-        protocol_("TreeReduction", self.holds(),
+        protocol_("TreeReduction", self.holds(), nn::Turn(parameters_.front().name),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass =
                        [this](bool) {

@@ -321,26 +321,27 @@ class FullyShardedDataParallel::Impl {
 
 namespace {
 
-/// Who shards which module: what unshard(module) looks up.
+/// Who shards which module, in the order in which they came: what unshard(module) looks up.
 class Wrappers {
  public:
   void add(torch::nn::Module& module, FullyShardedDataParallel& wrapper) {
     const std::lock_guard lock(mutex_);
-    of_[&module] = &wrapper;
+    of_[&module].push_back(&wrapper);
   }
-  void remove(torch::nn::Module& module, const FullyShardedDataParallel& wrapper) {
+  void remove(torch::nn::Module& module, FullyShardedDataParallel& wrapper) {
     const std::lock_guard lock(mutex_);
-    if (const auto found = of_.find(&module); found != of_.end() && found->second == &wrapper) of_.erase(found);
+    std::erase(of_[&module], &wrapper);
+    if (of_[&module].empty()) of_.erase(&module);
   }
-  FullyShardedDataParallel* of(torch::nn::Module& module) {
+  std::vector<FullyShardedDataParallel*> of(torch::nn::Module& module) {
     const std::lock_guard lock(mutex_);
     const auto found = of_.find(&module);
-    return found == of_.end() ? nullptr : found->second;
+    return found == of_.end() ? std::vector<FullyShardedDataParallel*>() : found->second;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<torch::nn::Module*, FullyShardedDataParallel*> of_;
+  std::unordered_map<torch::nn::Module*, std::vector<FullyShardedDataParallel*>> of_;
 };
 
 Wrappers& wrappers() {
@@ -377,10 +378,10 @@ std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->u
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
 
 void unshard(torch::nn::Module& module) {
-  FullyShardedDataParallel* const wrapper = wrappers().of(module);
-  require(wrapper != nullptr, "unshard: '", module.name(),
+  const auto sharding = wrappers().of(module);
+  require(!sharding.empty(), "unshard: '", module.name(),
           "' is not what fully_shard was given, or what it returned is gone; pass the module that was wrapped, while its wrapper lives");
-  wrapper->unshard();
+  for (FullyShardedDataParallel* const wrapper : sharding) wrapper->unshard();
 }
 
 std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options) {

@@ -184,7 +184,7 @@ std::unique_ptr<FullyShardedDataParallel> fully_shard(const torch::nn::ModuleHol
   return fully_shard(*module.ptr(), std::move(group), std::move(options));
 }
 
-/// FullyShardedDataParallel::unshard of the wrapper, or of the one that shards `module`. Throws ConfigError where none does.
+/// FullyShardedDataParallel::unshard of the wrapper, or of all that shard `module`. Throws ConfigError where none does.
 void unshard(torch::nn::Module& module);
 inline void unshard(FullyShardedDataParallel& sharded) { sharded.unshard(); }
 template <class Contained>

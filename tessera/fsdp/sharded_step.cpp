@@ -74,6 +74,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       callbacks_(std::move(callbacks)),
       places_(places_of(units)),
       parameters_(parameters_at(units, places_)),
+      turn_(parameters_.front().name),
       trained_(parameters_.size()),
       dispatchers_(parameters_.size()),
       used_(parameters_),
@@ -94,6 +95,10 @@ void ShardedStep::follow_requires_grad() {
 }
 
 void ShardedStep::listen(GradientSynchronizer* owner) {
+  // Gathers and reductions follow calls; a wrapper beside this one, whose reductions would follow gradients, starts them when backward is done.
+  for (const comm::Group& group : {group_, replicas_}) {
+    if (group.size() > 1) hooks_.add(group.synchronize_in_backward());
+  }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
     if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
@@ -261,6 +266,7 @@ void ShardedStep::begin_backward() {
   in_backward_ = true;
   accumulates_ = accumulates();
   last_ = engine_last_ && !callbacks_.held();
+  waits_for_end_ = !may_start_early();
   order_.begin_backward();
   retired_.assign(units_.size(), false);
   due_.clear();
@@ -271,9 +277,17 @@ void ShardedStep::begin_backward() {
   if (drive_ == Drive::Loop && accumulates_) put_aside();
   auto pass = std::make_shared<BackwardPass>(this, alive_);
   backward_ = pass;
-  nn::at_end_of_backward([pass = std::move(pass)] {
+  nn::at_end_of_backward(turn_, [pass = std::move(pass)] {
     if (!pass->alive.expired()) pass->step->end_backward();
   });
+}
+
+/// Whether reductions come at one place among the collectives of others over the same ranks, though ranks use different parameters.
+bool ShardedStep::may_start_early() const {
+  const auto may = [this](const comm::Group& group) {
+    return group.size() == 1 || group.in_backward().may_start_early(/*ordered=*/drive_ == Drive::Engine, /*same_graph=*/!find_unused_);
+  };
+  return may(group_) && may(replicas_);
 }
 
 /// Whether the pass is there for gradients of ours: backward() is, autograd::grad and backward() for other inputs are not. What arrives does not tell, for that
@@ -371,13 +385,15 @@ void ShardedStep::retire(size_t unit) {
   reduce_what_is_due();
 }
 
-/// Ranks that use different parameters reduce in one order all the same. A pass that is there for gradients of something else reduces nothing.
+/// Ranks that use different parameters reduce in one order all the same, and where others have collectives in backward, behind theirs. A pass that is there for
+/// gradients of something else reduces nothing.
 void ShardedStep::reduce_what_is_due() {
   if (!accumulates_) return;
   if (!find_unused_) {
     for (const size_t unit : std::exchange(due_, {})) reduce(unit);
     return;
   }
+  if (waits_for_end_) return;
   while (next_ > 0 && std::ranges::find(due_, next_ - 1) != due_.end()) reduce(--next_);
 }
 
@@ -394,6 +410,7 @@ void ShardedStep::end_backward() {
   for (size_t unit = units_.size(); unit-- > 0;) {
     if (!retired_[unit]) retire(unit);
   }
+  if (std::exchange(waits_for_end_, false)) reduce_what_is_due();
   in_backward_ = false;
   units_.statistics().num_early = units_.statistics().num_collectives;
   if (drive_ == Drive::Loop) return complete_pass();

@@ -11,6 +11,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/use_order.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/parameter.h"
@@ -116,6 +117,7 @@ class ShardedStep {
   void end_backward();
   void end_pass();
   bool accumulates() const;
+  bool may_start_early() const;
   void give_back_held();
   void reduce_what_is_due();
   void reduce(size_t unit);
@@ -133,8 +135,9 @@ class ShardedStep {
   Callbacks callbacks_;
   bool retire_when_complete_ = false;
   std::function<void()> last_call_;
-  std::vector<UnitPlace> places_;                     ///< of parameters_
-  std::vector<nn::NamedParameter> parameters_;        ///< all
+  std::vector<UnitPlace> places_;               ///< of parameters_
+  std::vector<nn::NamedParameter> parameters_;  ///< all
+  nn::Turn turn_;
   std::vector<bool> trained_;                         ///< of those: since the step began
   std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors
   UsedParameters used_;
@@ -150,6 +153,7 @@ class ShardedStep {
   bool foretold_ = false, stays_ = false;  ///< an engine's action: what comes behind it is known; what it has gathered stays
   std::deque<int64_t> alive_forwards_;     ///< of an engine's step: passes whose backward has not ended
   bool accumulates_ = false;               ///< this backward brings gradients of ours, on some rank at least
+  bool waits_for_end_ = false;             ///< its reductions do, where ranks may use different parameters
   struct BackwardPass;
   std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;

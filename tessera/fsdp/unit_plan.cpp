@@ -118,7 +118,8 @@ WrapPolicy wrap_by_size(int64_t parameters) {
 
 UnitPlan plan_units(torch::nn::Module& root, const FullyShardOptions& options) {
   UnitPlan plan = Planner(wrapped_modules(root, options), root, options.only).plan(nn::share(root));
-  require(!plan.units.empty(), "fully_shard: module '", root.name(), "' has no parameters; there is nothing to shard");
+  require(!plan.units.empty(), "fully_shard: module '", root.name(), "' has no parameters", options.only ? " among those that `only` picks" : "",
+          "; there is nothing to shard");
   return plan;
 }
 

@@ -40,7 +40,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
       forms_(parameters_),
       bucket_of_(parameters_.size()),
       used_(parameters_),
-      protocol_(options_.technique, std::move(holds),
+      protocol_(options_.technique, std::move(holds), nn::Turn(parameters_.front().name),
                 {.open = [this](bool plain) { open(plain); },
                  .begin_pass = [this](bool last) { begin_pass(last); },
                  .end_pass = [this](bool last, bool complete) { end_pass(last, complete); },
@@ -279,6 +279,7 @@ void BucketedStep::complete() {
   const auto start = Clock::now();
   const double exposed_before = statistics_.exposed_s;
   statistics_.num_early = statistics_.num_collectives;
+  begin_completion();
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
   launch_rest();
   std::vector<bool> used = trained_;

@@ -86,6 +86,8 @@ class BucketedStep {
   virtual at::Tensor sum(size_t bucket) const = 0;
   /// Makes the sum of parameter `i` its gradient, and says where that is; none where it is to have none.
   virtual at::Tensor hand_over(size_t i, bool has_gradient) = 0;
+  /// The last pass is done, and what has not started before starts after this.
+  virtual void begin_completion() {}
   /// Gradients are there.
   virtual void complete_step() {}
   /// Undoes what a step that failed has left of parameter `i`. Must not throw.
@@ -103,6 +105,8 @@ class BucketedStep {
   /// Whether what starts now is the last reduction of its bucket in this step.
   bool is_last_round() const;
   bool is_first_round() const { return round_ == 0; }
+  /// Whether buckets of this step may start while backward runs: from `prepare` on its collectives then come at one place on every rank.
+  bool starts_early() const { return starts_early_; }
   /// Drops what is carried of a parameter whose gradient the program has cleared since, and says whether it did.
   bool drop_cleared(size_t i);
 

@@ -32,7 +32,7 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
   std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
   require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
-          "' has no parameter that requires a gradient; there is nothing to keep equal");
+          "' has no parameter that requires a gradient", only ? ", among those that `only` picks" : "", "; there is nothing to keep equal");
   return parameters;
 }
 

@@ -44,24 +44,37 @@ std::string ranks_that_differ(const at::Tensor& words, int64_t column) {
   return ranks;
 }
 
-void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
-  const at::Device device = message_device(parameters.front().tensor);
-  const bool has_values = !parameters.front().tensor.is_meta();
-  Hasher structure, values;
-  std::vector<int64_t> hashes;
+int64_t hash_of_structure(const std::vector<nn::NamedParameter>& parameters) {
+  Hasher structure;
   for (const auto& [name, tensor, aliases] : parameters) {
     const std::string description = detail::concat(name, ' ', tensor.sizes(), ' ', tensor.scalar_type(), ' ', tensor.requires_grad(), ';');
     structure.update(description.data(), description.size());
+  }
+  return static_cast<int64_t>(structure.value());
+}
+
+/// `summaries`: of each rank how many parameters it has, and the hash of their structure.
+void refuse_other_structure(const at::Tensor& summaries, const comm::Group& group) {
+  const std::string other = ranks_that_differ(summaries, 1);
+  require(other.empty(), "data parallelism: the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
+          " parameters) differs in names, shapes, dtypes or requires_grad on rank ", other,
+          "; every rank has to build the same model, and to wrap parts of one in the same order");
+}
+
+void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
+  const at::Device device = message_device(parameters.front().tensor);
+  const bool has_values = !parameters.front().tensor.is_meta();
+  Hasher values;
+  std::vector<int64_t> hashes;
+  for (const auto& [name, tensor, aliases] : parameters) {
     hashes.push_back(has_values ? hash_of(tensor) : 0);
     values.update(&hashes.back(), sizeof(int64_t));
   }
   const at::Tensor summaries =
-      gather_words({static_cast<int64_t>(parameters.size()), static_cast<int64_t>(structure.value()), static_cast<int64_t>(values.value())}, group, device);
+      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters), static_cast<int64_t>(values.value())}, group, device);
   if (!has_values) return;  // a dry run: the message was counted, its contents mean nothing
 
-  const std::string other_structure = ranks_that_differ(summaries, 1);
-  require(other_structure.empty(), "data parallelism: the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
-          " parameters) differs in names, shapes, dtypes or requires_grad on rank ", other_structure, "; every rank has to build the same model");
+  refuse_other_structure(summaries, group);
   if (ranks_that_differ(summaries, 2).empty()) return;
   const at::Tensor all = gather_words(hashes, group, device);
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -107,6 +120,9 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
   if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
   const at::NoGradGuard no_grad;
   if (start == ReplicaStart::Check) return check_replicas(parameters, group);
+  const at::Tensor summaries =
+      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor));
+  if (!parameters.front().tensor.is_meta()) refuse_other_structure(summaries, group);
   for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
 }
 

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "tessera/core/error.h"
-#include "tessera/nn/backward_pass.h"
 
 // libtorch tells the end of a pass only to a callback that was queued within it, and tells of a failure nobody: the callbacks are dropped unrun. So what is
 // queued owns a Pass, and a Pass that dies without having been told of the end is the failure, noticed as the exception unwinds. The protocol itself holds it
@@ -77,7 +76,7 @@ void StepProtocol::begin_pass() {
   pass_ = pass;
   in_pass_ = true;
   last_pass_ = *holds_ == 0 && (plain_ || calls_.is_last());
-  nn::at_end_of_backward([pass = std::move(pass)] {
+  nn::at_end_of_backward(turn_, [pass = std::move(pass)] {
     pass->ended = true;
     if (!pass->alive.expired()) pass->protocol->end_of_backward();
   });

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/explicit_calls.h"
 #include "tessera/nn/gradient_synchronizer.h"
 
@@ -33,9 +34,9 @@ class StepProtocol {
     std::string plain_loop_refusal = {};    ///< why the plain loop does not work; empty where it does
   };
 
-  /// `holds`: of no_sync().
-  StepProtocol(std::string technique, std::shared_ptr<const int> holds, Actions actions)
-      : technique_(technique), holds_(std::move(holds)), actions_(std::move(actions)), calls_(std::move(technique)) {}
+  /// `holds`: of no_sync(). `turn`: among wrappers whose steps the same pass completes.
+  StepProtocol(std::string technique, std::shared_ptr<const int> holds, nn::Turn turn, Actions actions)
+      : technique_(technique), holds_(std::move(holds)), turn_(std::move(turn)), actions_(std::move(actions)), calls_(std::move(technique)) {}
 
   void begin_step();
   void before(ActionKind action, const MicroBatchPosition& position) { calls_.before(action, position); }
@@ -59,6 +60,7 @@ class StepProtocol {
 
   std::string technique_;
   std::shared_ptr<const int> holds_;
+  nn::Turn turn_;
   Actions actions_;
 
   ExplicitCalls calls_;

@@ -215,11 +215,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     refuse_forgotten_gather();
     take_replaced();
     settle_cleared();
-    // In the plain loop the first forward pass has been made by now, with whatever each rank had.
-    if (!std::exchange(has_started_, true)) {
-      equalize(plain_ && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
-      if (!plain_) share_buffers();
-    }
+    if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b)) buckets_[b].hold_part();
     }
@@ -230,6 +226,16 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       set_gradient(shards_[i].tensor, {});
       is_handed_[i] = false;
     }
+  }
+
+  /// Beside other wrappers gradients, and so steps, may begin in another order on each rank; they end in one.
+  void begin_completion() override { meet_first(); }
+
+  void meet_first() {
+    if (std::exchange(has_started_, true)) return;
+    // In the plain loop the first forward pass has been made by now, with whatever each rank had.
+    equalize(plain_ && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
+    if (!plain_) share_buffers();
   }
 
   /// Whoever makes an optimizer of the parts of what is trained makes it between steps, when the program has just frozen or unfrozen parameters.

@@ -1,8 +1,12 @@
 #include "tessera/zero/zero_optimizer.h"
 
+#include <algorithm>
+
 #include <c10/core/GradMode.h>
 #include <torch/optim/lbfgs.h>
 
+#include "tessera/core/error.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 
 // The optimizer knows the parts and zero_grad() reaches only their gradients; but what no_sync() left lies with the whole parameters, and has to be cleared
@@ -29,27 +33,53 @@ at::Tensor waiting_parameter(const nn::NamedParameter& updated) {
 
 }  // namespace
 
-void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const GradientSynchronizer& synchronizer) {
-  const int parts = synchronizer.norm_group().size();
-  require(
-      parts == 1 || dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-      "zero_optimizer: torch::optim::LBFGS takes dot products over all parameters, and what it updates on this rank is one of ", parts,
-      " parts of them, so ranks would go in directions and by steps of their own (and its closure, which it calls several times a step, would see parameters "
-      "that were not brought together); use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel with "
-      "a closure that returns the loss of all ranks");
+void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers) {
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+  for (const auto* synchronizer : synchronizers) {
+    const int parts = synchronizer->norm_group().size();
+    require(
+        parts == 1, "zero_optimizer: torch::optim::LBFGS takes dot products over all parameters, and what it updates on this rank is one of ", parts,
+        " parts of them, so ranks would go in directions and by steps of their own (and its closure, which it calls several times a step, would see parameters "
+        "that were not brought together); use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel with "
+        "a closure that returns the loss of all ranks");
+  }
 }
 
-void refuse_gradients_that_wait(const GradientSynchronizer& synchronizer) {
-  for (const auto& updated : synchronizer.updated()) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
+void refuse_gradients_that_wait(const Synchronizers& synchronizers) {
+  for (const auto* synchronizer : synchronizers) {
+    for (const auto& updated : synchronizer->updated()) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
+  }
 }
 
-ClearWatch::ClearWatch(GradientSynchronizer& synchronizer) {
-  for (const auto& updated : synchronizer.updated()) {
-    const at::Tensor parameter = waiting_parameter(updated);
-    if (!parameter.defined()) continue;
-    Watched& watched = watched_.emplace_back(
-        Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, waiting_message(updated.name)), updated.tensor.grad()});
-    watched.part.mutable_grad() = watched.guard;
+void add_owner(Synchronizers& synchronizers, const at::Tensor& updated) {
+  const at::Tensor parameter = nn::updated_for(updated);
+  const auto* const dispatcher = parameter.defined() ? nn::GradientDispatcher::find(parameter) : nullptr;
+  GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  if (owner != nullptr && std::ranges::find(synchronizers, owner) == synchronizers.end()) synchronizers.push_back(owner);
+}
+
+Synchronizers synchronizers_of(const torch::nn::Module& model) {
+  Synchronizers found;
+  for (const auto& [name, tensor, aliases] : nn::unique_parameters(model)) {
+    const auto* const dispatcher = nn::GradientDispatcher::find(tensor);
+    GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    require(owner != nullptr || !(tensor.is_floating_point() || tensor.is_complex()), "zero_optimizer: '", name,
+            "' is in no wrapper; wrap all of the model before (ShardedDataParallel), or give the wrapper in place of the model");
+    add_owner(found, tensor);
+  }
+  require(!found.empty(), "zero_optimizer: the module has no parameters");
+  return found;
+}
+
+ClearWatch::ClearWatch(const Synchronizers& synchronizers) {
+  for (const auto* synchronizer : synchronizers) {
+    for (const auto& updated : synchronizer->updated()) {
+      const at::Tensor parameter = waiting_parameter(updated);
+      if (!parameter.defined()) continue;
+      Watched& watched = watched_.emplace_back(
+          Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, waiting_message(updated.name)), updated.tensor.grad()});
+      watched.part.mutable_grad() = watched.guard;
+    }
   }
 }
 

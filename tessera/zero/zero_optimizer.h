@@ -10,25 +10,43 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
-#include "tessera/core/error.h"
-#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
 
 namespace detail {
-/// Refuses an optimizer that computes with whole vectors where `synchronizer` leaves it parts of them. Throws ConfigError.
-void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const GradientSynchronizer& synchronizer);
+/// Those whose parameters an optimizer updates, in the order in which it has them.
+using Synchronizers = std::vector<GradientSynchronizer*>;
+
+/// Refuses an optimizer that computes with whole vectors where `synchronizers` leave it parts of them. Throws ConfigError.
+void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers);
 
 /// Refuses an update where gradients wait whole on this rank, of passes under no_sync() that none without it has followed. Throws ConfigError.
-void refuse_gradients_that_wait(const GradientSynchronizer& synchronizer);
+void refuse_gradients_that_wait(const Synchronizers& synchronizers);
+
+/// Adds the owner of what `updated` is, or is a part of, unless it is there.
+void add_owner(Synchronizers& synchronizers, const at::Tensor& updated);
+
+/// Adds the owners of all that `optimizer` updates: a program may have put what several wrappers hold into one.
+template <class Inner>
+void add_owners(Synchronizers& synchronizers, Inner& optimizer) {
+  if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& updated : group.params()) add_owner(synchronizers, updated);
+    }
+  } else if constexpr (requires { optimizer.groups().front().parameters.front().tensor; }) {
+    for (const auto& group : optimizer.groups()) {
+      for (const auto& updated : group.parameters) add_owner(synchronizers, updated.tensor);
+    }
+  }
+}
 
 /// While it lives a guard stands for the gradient of each part whose parameter's waits whole on this rank: so a zero_grad of what updates the parts is seen,
 /// and is one of the parameters, too, when this goes.
 class ClearWatch {
  public:
-  explicit ClearWatch(GradientSynchronizer& synchronizer);
+  explicit ClearWatch(const Synchronizers& synchronizers);
   ~ClearWatch();
   ClearWatch(const ClearWatch&) = delete;
   ClearWatch& operator=(const ClearWatch&) = delete;
@@ -46,31 +64,33 @@ class ClearWatch {
 template <class Inner>
 class ZeroOptimizer {
  public:
-  ZeroOptimizer(GradientSynchronizer& synchronizer, std::unique_ptr<Inner> inner) : synchronizer_(&synchronizer), inner_(std::move(inner)) {}
+  ZeroOptimizer(detail::Synchronizers synchronizers, std::unique_ptr<Inner> inner) : synchronizers_(std::move(synchronizers)), inner_(std::move(inner)) {}
 
   /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective. Throws ConfigError after
   /// nothing but passes under no_sync(), whose gradients have met no other rank's.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
-    (void)synchronizer_->updated();  // brings what was cleared or loaded since on the model's side to the parts
-    if constexpr (!(std::is_invocable_v<Arguments&> || ...)) detail::refuse_gradients_that_wait(*synchronizer_);  // a closure brings those that are missing
+    for (auto* synchronizer : synchronizers_) (void)synchronizer->updated();  // brings what was cleared or loaded since on the model's side to the parts
+    if constexpr (!(std::is_invocable_v<Arguments&> || ...)) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);
-      synchronizer_->after_update();
+      after_update();
     } else {
       auto result = inner_->step(std::forward<Arguments>(arguments)...);
-      synchronizer_->after_update();
+      after_update();
       return result;
     }
   }
 
   /// Clears the gradients of the parameters and of this rank's parts of them.
-  void zero_grad() { synchronizer_->clear_gradients(); }
+  void zero_grad() {
+    for (auto* synchronizer : synchronizers_) synchronizer->clear_gradients();
+  }
 
   /// The optimizer itself, while an expression such as `optimizer->zero_grad()` lasts.
   class Access {
    public:
-    Access(GradientSynchronizer& synchronizer, Inner* inner) : watch_(synchronizer), inner_(inner) {}
+    Access(const detail::Synchronizers& synchronizers, Inner* inner) : watch_(synchronizers), inner_(inner) {}
     Inner* operator->() const { return inner_; }
 
    private:
@@ -82,27 +102,29 @@ class ZeroOptimizer {
   /// passes under no_sync() have left only where it is called by `->`.
   Inner& inner() { return *inner_; }
   Inner& operator*() { return *inner_; }
-  Access operator->() { return Access(*synchronizer_, inner_.get()); }
+  Access operator->() { return Access(synchronizers_, inner_.get()); }
 
  private:
-  GradientSynchronizer* synchronizer_;
+  void after_update() {
+    for (auto* synchronizer : synchronizers_) synchronizer->after_update();
+  }
+
+  detail::Synchronizers synchronizers_;
   std::unique_ptr<Inner> inner_;
 };
 
-/// The optimizer that `make` builds over what `synchronizer` updates on this rank (GradientSynchronizer::updated): parts under ShardedDataParallel, slices
-/// under FullyShardedDataParallel, whole parameters under DistributedDataParallel, so that a program changes its wrapper and nothing else. `make` takes the
-/// tensors, or, to group them by name or shape, the named parameters, and returns a unique_ptr:
-///
-///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, options); });
-///   torch::optim::StepLR schedule(*optimizer, 10, 0.5);
-///
-/// Both must outlive it. Throws ConfigError for an optimizer whose update of one element depends on others (LBFGS), where this rank has parts.
+namespace detail {
 template <class Make>
-auto zero_optimizer(GradientSynchronizer& synchronizer, Make make) {
-  const std::vector<nn::NamedParameter> updated = synchronizer.updated();
+auto make_zero_optimizer(Synchronizers synchronizers, Make make) {
+  std::vector<nn::NamedParameter> updated;
+  for (auto* synchronizer : synchronizers) {
+    for (auto& parameter : synchronizer->updated()) updated.push_back(std::move(parameter));
+  }
   const auto wrapped = [&](auto inner) {
-    if constexpr (std::is_base_of_v<torch::optim::Optimizer, typename decltype(inner)::element_type>) detail::check_goes_by_elements(*inner, synchronizer);
-    return ZeroOptimizer<typename decltype(inner)::element_type>(synchronizer, std::move(inner));
+    using Inner = typename decltype(inner)::element_type;
+    add_owners(synchronizers, *inner);
+    if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) check_goes_by_elements(*inner, synchronizers);
+    return ZeroOptimizer<Inner>(std::move(synchronizers), std::move(inner));
   };
   if constexpr (std::is_invocable_v<Make, const std::vector<nn::NamedParameter>&>) {
     return wrapped(make(updated));
@@ -113,20 +135,29 @@ auto zero_optimizer(GradientSynchronizer& synchronizer, Make make) {
   }
 }
 
-/// The same for whatever wraps `model`. Throws ConfigError where nothing does, or not all of it.
+/// Who wraps `model`, in the order of its parameters. Throws ConfigError where nobody wraps some of it.
+Synchronizers synchronizers_of(const torch::nn::Module& model);
+}  // namespace detail
+
+/// The optimizer that `make` builds over what `synchronizer` updates on this rank (GradientSynchronizer::updated): parts under ShardedDataParallel, slices
+/// under FullyShardedDataParallel, whole parameters under DistributedDataParallel, so that a program changes its wrapper and nothing else. `make` takes the
+/// tensors, or, to group them by name or shape, the named parameters, and returns a unique_ptr:
+///
+///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, options); });
+///   torch::optim::StepLR schedule(*optimizer, 10, 0.5);
+///
+/// Where what it makes updates other wrappers' parts as well, those are brought together, too. All must outlive it. Throws ConfigError for an optimizer whose
+/// update of one element depends on others (LBFGS), where this rank has parts.
+template <class Make>
+auto zero_optimizer(GradientSynchronizer& synchronizer, Make make) {
+  return detail::make_zero_optimizer({&synchronizer}, std::move(make));
+}
+
+/// The same for whatever wraps `model`: one wrapper, or several that share it (by `only`, or of its submodules). Throws ConfigError where nobody wraps some of
+/// it.
 template <class Make>
 auto zero_optimizer(const torch::nn::Module& model, Make make) {
-  GradientSynchronizer* found = nullptr;
-  for (const auto& [name, tensor, aliases] : nn::unique_parameters(model)) {
-    const auto* const dispatcher = nn::GradientDispatcher::find(tensor);
-    GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
-    require(owner != nullptr && (found == nullptr || found == owner), "zero_optimizer: '", name,
-            "' is not in one wrapper with the model's other parameters; wrap the whole model before (ShardedDataParallel), or give the wrapper in place of the "
-            "model");
-    found = owner;
-  }
-  require(found != nullptr, "zero_optimizer: the module has no parameters");
-  return zero_optimizer(*found, std::move(make));
+  return detail::make_zero_optimizer(detail::synchronizers_of(model), std::move(make));
 }
 
 template <class Contained, class Make>

@@ -1,0 +1,356 @@
+// Two wrappers that share a module by `only`: whichever techniques meet, over the same ranks or not, a plain loop trains as one process does.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/expert_parallel/expert_parallel.h"
+#include "tessera/models/mixture.h"
+#include "tessera/nn/meta.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/optim/clip_grad_norm.h"
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/nn/collect.h"
+#include "tests/train/wrapped.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using comm::run_ranks;
+using comm::World;
+using ::testing::HasSubstr;
+
+/// Net, and a buffer that each forward changes.
+struct SharedNet : Net {
+  SharedNet() { seen = register_buffer("seen", at::zeros({2})); }
+  at::Tensor forward(const at::Tensor& x) {
+    seen.add_(1);
+    return Net::forward(x);
+  }
+  /// Leaves out the bias of one of two layers.
+  at::Tensor without_bias(const at::Tensor& x, bool of_last) {
+    const at::Tensor h = at::tanh(first(x));
+    const at::Tensor inner = at::tanh((of_last ? middle(h) : at::linear(h, middle->weight)) * scale);
+    return of_last ? at::linear(inner, last->weight) : last(inner);
+  }
+  at::Tensor seen;
+};
+
+bool in_first_set(const nn::NamedParameter& parameter) { return parameter.name.starts_with("middle") || parameter.name == "last.bias"; }
+bool in_second_set(const nn::NamedParameter& parameter) { return !in_first_set(parameter); }
+
+/// What a program is written against, of one process or of many.
+struct TwoSets {
+  SharedNet& net;
+  std::function<Batch(int64_t step)> mine;
+  std::function<void()> zero_first, zero_second, step_first, step_second;
+  std::function<Attachment()> hold = [] { return Attachment(); };
+
+  at::Tensor loss(int64_t step) const {
+    const Batch batch = mine(step);
+    return loss_of(net.forward(batch.x), batch.y, samples);
+  }
+  void zero() const {
+    zero_first();
+    zero_second();
+  }
+  void step() const {
+    step_first();
+    step_second();
+  }
+};
+
+std::unique_ptr<torch::optim::Optimizer> sgd_of_set(const std::vector<at::Tensor>& parts) {
+  return std::make_unique<torch::optim::SGD>(parts, torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+std::vector<at::Tensor> of_set(SharedNet& net, const nn::ParameterFilter& only) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : nn::unique_parameters(net, only)) tensors.push_back(parameter.tensor);
+  return tensors;
+}
+
+using Training = std::function<void(const TwoSets&)>;
+
+std::vector<at::Tensor> on_one_process(const Training& train) {
+  SharedNet net;
+  const auto first = sgd_of_set(of_set(net, in_first_set)), second = sgd_of_set(of_set(net, in_second_set));
+  train({.net = net,
+         .mine = [](int64_t step) { return whole_batch(samples, step); },
+         .zero_first = [&] { first->zero_grad(); },
+         .zero_second = [&] { second->zero_grad(); },
+         .step_first = [&] { first->step(); },
+         .step_second = [&] { second->step(); }});
+  return values_of(net);
+}
+
+struct Pair {
+  std::string first, second;
+  int ranks = 2;
+  bool halves = false;  ///< the second over two copies
+};
+
+/// Techniques beside each other, in either order somewhere; numbers of ranks take turns.
+const std::vector<Pair> pairs{{"zero1", "zero1", 4}, {"zero1", "zero2", 3}, {"ddp", "zero2", 2}, {"zero1", "ddp", 3},      {"fsdp", "ddp", 2},
+                              {"zero2", "fsdp", 3},  {"fsdp", "fsdp", 2},   {"ddp", "ddp", 2},   {"ddp", "fsdp", 4, true}, {"zero2", "zero1", 4, true}};
+
+void expect_one_processs(const Training& train) {
+  const auto expected = on_one_process(train);
+  for (const Pair& pair : pairs) {
+    SCOPED_TRACE(pair.first + " beside " + pair.second + " on " + std::to_string(pair.ranks) + (pair.halves ? " in halves" : ""));
+    std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(pair.ranks));
+    run_ranks(pair.ranks, [&](World& world) {
+      SharedNet net;
+      const auto one = wrap_by(pair.first, net, {.shard = world.group()}, {.only = in_first_set});
+      const auto two = wrap_by(pair.second, net, pair.halves ? halves_of(pair.second, world) : ShardGroups{.shard = world.group()}, {.only = in_second_set});
+      auto first = zero_optimizer(*one, sgd_of_set), second = zero_optimizer(*two, sgd_of_set);
+      train({.net = net,
+             .mine = [&](int64_t step) { return part_of(whole_batch(samples, step), world.size(), world.rank()); },
+             .zero_first = [&] { first.zero_grad(); },
+             .zero_second = [&] { second.zero_grad(); },
+             .step_first = [&] { first.step(); },
+             .step_second = [&] { second.step(); },
+             .hold =
+                 [&] {
+                   Attachment held;
+                   held.add(one->no_sync());
+                   held.add(two->no_sync());
+                   return held;
+                 }});
+      unshard_all({one.get(), two.get()});
+      values[static_cast<size_t>(world.rank())] = values_of(net);
+    });
+    for (const auto& of_rank : values) EXPECT_TRUE(same_bits(of_rank, values.front()));
+    EXPECT_LT(largest_difference(values.front(), expected), 10 * parity);
+  }
+}
+
+TEST(DisjointWrappers, TrainAsOneProcess) {
+  expect_one_processs([](const TwoSets& sets) {
+    for (int step = 0; step < 2; ++step) {
+      sets.zero();
+      sets.loss(step).backward();
+      sets.step();
+    }
+  });
+}
+
+TEST(DisjointWrappers, AccumulateWithNoSyncAndWithout) {
+  expect_one_processs([](const TwoSets& sets) {
+    for (int step = 0; step < 2; ++step) {
+      sets.zero();
+      {
+        const Attachment held = sets.hold();
+        sets.loss(2 * step).backward();
+      }
+      sets.loss(2 * step + 1).backward();
+      sets.loss(2 * step).backward();
+      sets.step();
+    }
+  });
+}
+
+/// As actors and critics, or generators and discriminators, are trained: a pass brings gradients to both, and one of them steps.
+TEST(DisjointWrappers, StepInTurns) {
+  expect_one_processs([](const TwoSets& sets) {
+    for (int step = 0; step < 2; ++step) {
+      sets.zero_first();
+      sets.loss(step).backward();
+      sets.step_first();
+      sets.zero_second();
+      sets.loss(step).backward();
+      sets.step_second();
+    }
+  });
+}
+
+TEST(DisjointWrappers, OneSetMayBeFrozenForAWhile) {
+  expect_one_processs([](const TwoSets& sets) {
+    for (int step = 0; step < 5; ++step) {
+      const auto frozen = of_set(sets.net, step < 3 ? in_first_set : in_second_set);
+      for (const at::Tensor& parameter : frozen) at::Tensor(parameter).requires_grad_(step % 4 == 0);
+      sets.zero();
+      sets.loss(step).backward();
+      sets.step();
+      for (const at::Tensor& parameter : frozen) at::Tensor(parameter).requires_grad_(true);
+    }
+  });
+}
+
+/// An optimizer over all that any wrapper of the model updates brings the parts of all of them together, however it was made.
+TEST(DisjointWrappers, OneOptimizerMayUpdateBoth) {
+  const auto train = [](const TwoSets& sets) {
+    for (int step = 0; step < 2; ++step) {
+      sets.zero();
+      sets.loss(step).backward();
+      sets.step();
+    }
+  };
+  const auto expected = on_one_process(train);
+  const auto joined = [](const std::vector<nn::NamedParameter>& parts, const GradientSynchronizer& others) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& part : parts) tensors.push_back(part.tensor);
+    for (const auto& part : others.updated()) tensors.push_back(part.tensor);
+    return tensors;
+  };
+  for (const Pair& pair : pairs) {
+    for (const bool by_model : {false, true}) {
+      SCOPED_TRACE(pair.first + " beside " + pair.second + " on " + std::to_string(pair.ranks) + (by_model ? " by the model" : ""));
+      run_ranks(pair.ranks, [&](World& world) {
+        SharedNet net;
+        const auto one = wrap_by(pair.first, net, {.shard = world.group()}, {.only = in_first_set});
+        const auto two = wrap_by(pair.second, net, pair.halves ? halves_of(pair.second, world) : ShardGroups{.shard = world.group()}, {.only = in_second_set});
+        auto optimizer = by_model ? zero_optimizer(net, sgd_of_set)
+                                  : zero_optimizer(*one, [&](const std::vector<nn::NamedParameter>& parts) { return sgd_of_set(joined(parts, *two)); });
+        train({.net = net,
+               .mine = [&](int64_t step) { return part_of(whole_batch(samples, step), world.size(), world.rank()); },
+               .zero_first = [&] { optimizer.zero_grad(); },
+               .zero_second = [] {},
+               .step_first = [&] { optimizer.step(); },
+               .step_second = [] {}});
+        unshard_all({one.get(), two.get()});
+        EXPECT_LT(largest_difference(values_of(net), expected), 10 * parity);
+      });
+    }
+  }
+}
+
+/// Gradients come in another order on each rank, and so do the wrappers' turns, unless somebody sees to it.
+TEST(DisjointWrappers, MeetInOneOrderWhateverEachRankUsesFirst) {
+  for (const Pair& pair : pairs) {
+    SCOPED_TRACE(pair.first + " beside " + pair.second + " on " + std::to_string(pair.ranks));
+    // Two that gather need one order in which a pass comes to them; their gradients may still be complete in another.
+    const bool both_gather = pair.first == "fsdp" && pair.second == "fsdp";
+    const auto loss = [&](SharedNet& net, const Batch& batch, int rank) {
+      return loss_of(rank % 2 == 0 ? net.forward(batch.x) : net.without_bias(batch.x, /*of_last=*/!both_gather), batch.y, samples);
+    };
+    SharedNet whole;
+    const auto optimizer = sgd_of_set(whole.parameters());
+    for (int step = 0; step < 2; ++step) {
+      optimizer->zero_grad();
+      for (int rank = 0; rank < pair.ranks; ++rank) loss(whole, part_of(whole_batch(samples, step), pair.ranks, rank), rank).backward();
+      optimizer->step();
+    }
+    run_ranks(pair.ranks, [&](World& world) {
+      SharedNet net;
+      const ShardGroups groups{.shard = world.group()};
+      const auto one = wrap_by(pair.first, net, groups, {.only = in_first_set, .unused = true});
+      const auto two = wrap_by(pair.second, net, groups, {.only = in_second_set, .unused = true});
+      auto both = zero_optimizer(net, sgd_of_set);
+      for (int step = 0; step < 2; ++step) {
+        both.zero_grad();
+        loss(net, part_of(whole_batch(samples, step), world.size(), world.rank()), world.rank()).backward();
+        both.step();
+      }
+      unshard_all({one.get(), two.get()});
+      EXPECT_LT(largest_difference(values_of(net), values_of(whole)), 10 * parity);
+    });
+  }
+}
+
+/// Experts are dealt over two of four ranks, so fewer ranks hold each of them than hold the router.
+TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
+  const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 7, .experts = 6, .experts_per_token = 2};
+  const auto make = [&] {
+    auto mixture = on_meta([&] { return MixtureFeedForward(config); });
+    nn::assign_paths(*mixture);
+    return mixture;
+  };
+  const auto draw = [](MixtureFeedForward& mixture) {
+    materialize(*mixture, 5);
+    const at::NoGradGuard no_grad;
+    for (at::Tensor parameter : mixture->parameters()) parameter.mul_(20);
+  };
+  const auto loss = [](MixtureFeedForward& mixture, int ranks, int rank) {
+    const auto [begin, size] = chunk(29, ranks, rank);
+    return mixture(random_tensor({1, 29, 12}, "tokens").narrow(1, begin, size)).square().sum() * 1e-3;
+  };
+  MixtureFeedForward whole = make();
+  draw(whole);
+  const auto reference = sgd_of_set(whole->parameters());
+  for (int step = 0; step < 3; ++step) {
+    reference->zero_grad();
+    loss(whole, 1, 0).backward();
+    reference->step();
+  }
+  for (const std::string technique : {"ddp", "zero1", "zero2", "fsdp"}) {
+    SCOPED_TRACE(technique);
+    SliceCollector trained;
+    run_ranks(4, [&](World& world) {
+      const Mesh mesh(world, {{"dp_shard", 4}}), experts = mesh.regrouped({"dp_shard"}, {{"edp", 2}, {"ep", 2}});
+      MixtureFeedForward mixture = make();
+      const auto dealt = expert_parallel(*mixture, experts["ep"]);
+      if (technique != "fsdp") draw(mixture);
+      const auto dense = wrap_by(technique, *mixture, {.shard = mesh["dp_shard"]}, {.only = experts_of(*mixture, false)});
+      const auto sparse = wrap_by(technique, *mixture, {.shard = experts["edp"]}, {.only = experts_of(*mixture, true)});
+      if (technique == "fsdp") draw(mixture);
+      auto optimizer = zero_optimizer(*mixture, sgd_of_set);
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        loss(mixture, 4, world.rank()).backward();
+        optimizer.step();
+      }
+      for (const auto& wrapper : {dense.get(), sparse.get()}) trained.add_values(wrapper->updated());
+    });
+    const auto values = trained.whole();
+    for (const auto& parameter : nn::unique_parameters(*whole)) {
+      EXPECT_LT(largest_difference({values.at(parameter.name)}, {parameter.tensor.detach()}), 10 * parity) << parameter.name;
+    }
+  }
+}
+
+TEST(DisjointWrappers, ClipTogether) {
+  SharedNet whole;
+  loss_of(whole.forward(whole_batch(samples).x), whole_batch(samples).y, samples).backward();
+  const double expected = clip_grad_norm(whole, 0.1).item<double>();
+  run_ranks(4, [&](World& world) {
+    SharedNet net;
+    const auto one = wrap_by("zero2", net, {.shard = world.group()}, {.only = in_first_set});
+    const auto two = wrap_by("fsdp", net, halves_of("fsdp", world), {.only = in_second_set});
+    const Batch mine = part_of(whole_batch(samples), 4, world.rank());
+    loss_of(net.forward(mine.x), mine.y, samples).backward();
+    EXPECT_NEAR(clip_grad_norm(net, 0.1).item<double>(), expected, 1e-5 * expected);
+  });
+}
+
+TEST(DisjointWrappers, RefuseASetWithoutParametersAndAnotherOrderOnOneRank) {
+  run_ranks(2, [](World& world) {
+    for (const std::string& technique : techniques) {
+      SharedNet net;
+      const auto none = [](const nn::NamedParameter&) { return false; };
+      EXPECT_THAT(refusal([&] { wrap_by(technique, net, {.shard = world.group()}, {.only = none}); }), HasSubstr("`only`")) << technique;
+    }
+    SharedNet net;
+    const bool swapped = world.rank() == 1;
+    const auto wrap = [&](ReplicaStart start) {
+      return DistributedDataParallel(net, world.group(), {.only = swapped ? in_second_set : in_first_set, .replicas = start});
+    };
+    for (const ReplicaStart start : {ReplicaStart::Check, ReplicaStart::Broadcast}) {
+      EXPECT_THAT(refusal([&] { wrap(start); }), HasSubstr("wrap parts of one in the same order"));
+    }
+  });
+}
+
+/// unshard(model) is of all that shard it.
+TEST(DisjointWrappers, UnshardTheModelTogether) {
+  SharedNet whole;
+  run_ranks(3, [&](World& world) {
+    SharedNet net;
+    const auto one = wrap_by("fsdp", net, {.shard = world.group()}, {.only = in_first_set});
+    const auto two = wrap_by("fsdp", net, {.shard = world.group()}, {.only = in_second_set});
+    unshard(net);
+    EXPECT_TRUE(same_bits(values_of(net), values_of(whole)));
+  });
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,1 @@
+#include "tests/train/wrapped.h"
