@@ -14,6 +14,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/models/mixture.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
