@@ -157,7 +157,7 @@ void CallTrigger::leave(size_t owner) {
 
 /// Parameters are slices whenever no call is under way, but for an engine's step.
 void CallTrigger::leave_outermost() {
-  if (step_.running()) return step_.pause();
+  if (step_.running()) return step_.pause(/*stays=*/!options_.reshard_after_forward && at::GradMode::is_enabled());
   units_.release_all();
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
 }

@@ -184,7 +184,10 @@ class FullyShardedDataParallel::Impl {
     if (active()) step_->finish();
   }
 
-  void after_update() const { explicit_calls_.after_update(); }
+  void after_update() {
+    explicit_calls_.after_update();
+    if (active() && !step_->running()) units_->release_all();  // what a forward has left for its backward is of the values before
+  }
 
   void unshard() {
     if (!active() || unsharded_) return;

@@ -65,12 +65,14 @@ enum class Offload { None, Host };
 
 struct FullyShardOptions {
   nn::ParameterFilter only = {};  ///< which of the module's parameters; the rest are another's, who may shard them over other ranks (experts)
-  std::string wrap = {};         ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
-  WrapPolicy policy = {};        ///< in place of a pattern; neither: the whole module is one unit
-  ParameterInit init = {};       ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only
-  at::Device device = at::kCPU;  ///< where `init` gets its memory
+  std::string wrap = {};          ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
+  WrapPolicy policy = {};         ///< in place of a pattern; neither: the whole module is one unit
+  ParameterInit init = {};        ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only
+  at::Device device = at::kCPU;   ///< where `init` gets its memory
   PrefetchLimits prefetch = {};
-  bool reshard_after_forward = true;    ///< false: a unit stays gathered until its backward, and is gathered once per micro-batch
+  /// false: a unit stays gathered until its backward, and is gathered once per micro-batch; in a program's own loop, too, unless an operator meets slices
+  /// between the two passes (an optimizer's step, an evaluation), for it may write them.
+  bool reshard_after_forward = true;
   bool reduce_each_micro_batch = true;  ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
   bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
   /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes. Then all

@@ -323,6 +323,19 @@ void OperatorTrigger::refuse_local_norms(const c10::FunctionSchema& schema, Argu
       "tessera::clip_grad_norm(sharded, max_norm), which sums over the ranks and returns the norm");
 }
 
+/// torch::optim::LBFGS lays all gradients end to end and takes dot products of that.
+void OperatorTrigger::refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (schema.name() != "aten::cat" || !units_.are_cut() || !step_.looped()) return;
+  const std::vector<at::Tensor> list = arguments[0].toTensorVector();
+  const auto gradients = std::ranges::count_if(parameters_, [](const auto& item) { return item.first->grad().defined(); });
+  const auto given = std::ranges::count_if(list, [this](const at::Tensor& part) { return is_gradient(part); });  // of the others it makes zeros
+  const bool all = gradients > 0 && given >= gradients;
+  require(!all,
+          "fully_shard: aten::cat was given the gradients of all parameters, of which this rank has slices: torch::optim::LBFGS, and whoever takes products of "
+          "whole gradients, would go in a direction and by steps of its own on each rank; use an optimizer that goes element by element (Adam, AdamW, SGD, "
+          "Adagrad, RMSprop), or DistributedDataParallel with a closure that returns the loss of all ranks; for a copy of this rank's slices clone them first");
+}
+
 /// The parameter that `tensor` is, or is an alias of (data(), which optimizers take), while parameters show their whole shapes.
 std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
@@ -427,6 +440,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   const Arguments arguments(stack.data() + first, count);
   if (!backward) refuse_local_norms(schema, arguments);
+  if (!backward) refuse_flat_gradients(schema, arguments);
   if (!backward) refuse_draws(schema, arguments);
   scan(arguments);
   if (replaced_ && !backward) {

@@ -78,6 +78,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void refuse_functions_over_slices() const;
   void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
+  void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool is_gradient(const c10::IValue& value) const;
   std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;
   bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;

@@ -136,7 +136,8 @@ void ShardedStep::begin(Drive drive) {
   const nn::Unwatched quietly;
   put_back();
   if (drive == Drive::Engine || held_.empty()) units_.clear_sums();
-  units_.release_all();  // what a step left that did not end
+  const bool stays = drive == Drive::Loop;  // what a forward before has left for this backward
+  units_.release_all(stays);                // what a step left that did not end
   follow_requires_grad();
   if (drive == Drive::Engine) {
     held_.clear();
@@ -152,7 +153,7 @@ void ShardedStep::begin(Drive drive) {
   last_done_ = in_weights_ = foretold_ = stays_ = false;
   awaited_weights_ = 0;
   alive_forwards_.clear();
-  end_pass();
+  end_pass(stays);
 }
 
 /// Forwards may run ahead: what one leaves gathered for a backward is there for whoever comes next.
@@ -213,10 +214,11 @@ void ShardedStep::recover() {
   leave();
 }
 
-void ShardedStep::pause() {
+void ShardedStep::pause(bool stays) {
   if (!running_ || driven() || in_backward_) return;
   units_.settle();
-  leave();
+  for (size_t unit = 0; stays && unit < units_.size(); ++unit) units_.keep(unit);
+  end_step(stays);
 }
 
 void ShardedStep::resume() {
@@ -240,11 +242,13 @@ void ShardedStep::abandon() noexcept {
   running_ = false;
 }
 
-void ShardedStep::leave() {
+void ShardedStep::leave() { end_step(/*stays=*/false); }
+
+void ShardedStep::end_step(bool stays) {
   const nn::Unwatched quietly;
   running_ = foretold_ = stays_ = false;
   withdraw_places();
-  end_pass();
+  end_pass(stays);
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_slices(unit);
 }
 
@@ -418,7 +422,7 @@ void ShardedStep::end_backward() {
   end_pass();
 }
 
-void ShardedStep::end_pass() {
+void ShardedStep::end_pass(bool stays) {
   in_backward_ = false;
   if (foretold_) {
     order_.end();
@@ -426,7 +430,7 @@ void ShardedStep::end_pass() {
       if (!leaves_gathered(unit)) units_.release(unit);
     }
   } else {
-    units_.release_all();
+    units_.release_all(stays);
     order_.begin_forward();
   }
   ++pass_;

@@ -73,7 +73,8 @@ class ShardedStep {
   /// Then forgets the pass, and with it a loop's step; an engine begins anew. To be called where a forward begins.
   void recover();
   /// A loop's forward is over, as far as anybody knows: until its backward comes parameters are slices again, for whoever looks at them or writes them.
-  void pause();
+  /// `stays`: what is gathered waits for that backward; whoever meets a slice meanwhile lets go of it (ShardedUnits::release_all), since it may be written.
+  void pause(bool stays);
   /// It goes on.
   void resume();
   /// Another forward of a loop begins before the backward of the one before has come.
@@ -115,7 +116,8 @@ class ShardedStep {
   void put_aside();
   void put_back();
   void end_backward();
-  void end_pass();
+  void end_pass(bool stays = false);
+  void end_step(bool stays);
   bool accumulates() const;
   bool may_start_early() const;
   void give_back_held();

@@ -245,8 +245,10 @@ bool ShardedUnits::any_held() const {
   return std::ranges::any_of(units_, [](const Unit& unit) { return unit.memory != Memory::None; });
 }
 
-void ShardedUnits::release_all() {
-  for (size_t unit = 0; unit < units_.size(); ++unit) release(unit);
+void ShardedUnits::release_all(bool but_kept) {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!but_kept || units_[unit].memory != Memory::Kept) release(unit);
+  }
 }
 
 void ShardedUnits::reduce(size_t index, bool last) {

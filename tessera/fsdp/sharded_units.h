@@ -56,8 +56,8 @@ class ShardedUnits {
   void release(size_t unit);
   /// The same where it may be used again in this forward; ranks that take different paths keep what they have gathered.
   void release_for_now(size_t unit);
-  /// Also those that were gathered ahead of time and never used.
-  void release_all();
+  /// Also those that were gathered ahead of time and never used; but for those that are kept, where they may be.
+  void release_all(bool but_kept = false);
   /// Waits for gathers on their way: from here on slices may be written.
   void settle();
   bool any_held() const;

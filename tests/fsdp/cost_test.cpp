@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -54,6 +55,41 @@ TEST(FullyShard, TrafficIsThreeTimesTheParametersPerMicroBatch) {
         EXPECT_EQ(sent.at("all_gather"), (reshard ? 2 : 1) * once);
         EXPECT_EQ(sent.at("reduce_scatter"), once);
         EXPECT_EQ(sent.size(), 2u);
+      }
+    });
+  }
+}
+
+/// In a program's own loop nobody says that a forward is over; what it gathered waits for its backward all the same, and goes as that leaves it.
+TEST(FullyShard, ThePlainLoopKeepsUnitsFromForwardToBackward) {
+  constexpr int ranks = 2, units = 6;
+  constexpr int64_t unit = (1024 * 64 + 1024) * 4;
+  for (const bool reshard : {true, false}) {
+    run_ranks(ranks, [&](World& world) {
+      MemoryTracker memory;
+      const TrackMemory track(memory);
+      const auto mine = std::make_shared<comm::Recorder>();
+      const comm::Group group({.name = "recorded", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
+                              comm::make_record_engine(mine, {.name = "recorded", .rank = world.rank(), .size = ranks}, world.group().engine()));
+      auto net = on_meta([] { return WideNet(); });
+      auto sharded = fully_shard(net, group, {.wrap = "layer*", .prefetch = {.units = 0}, .reshard_after_forward = reshard});
+      materialize(net, 1);
+      const auto gathers = [&] {
+        return std::ranges::count_if(mine->records(), [](const comm::Record& record) { return record.op == "all_gather" && record.sent_bytes > 1000; });
+      };
+      for (int step = 0; step < 3; ++step) {
+        for (const at::Tensor& parameter : net->parameters()) parameter.mutable_grad() = at::Tensor();
+        mine->clear();
+        const at::Tensor x = at::full({1, 64}, 0.1).requires_grad_(true);
+        int64_t held_at_first_layer = 0;
+        x.register_hook([&](const at::Tensor&) { held_at_first_layer = memory.current(MemoryCategory::Comm); });
+        const at::Tensor loss = net(x).sum();
+        EXPECT_EQ(memory.current(MemoryCategory::Comm), reshard ? 0 : units * unit) << step;
+        EXPECT_EQ(gathers(), units) << step;
+        loss.backward();
+        EXPECT_EQ(gathers(), reshard ? 2 * units : units) << step;
+        EXPECT_LE(held_at_first_layer, 3 * unit) << step;  // itself, and gradients of two
+        EXPECT_EQ(memory.current(MemoryCategory::Comm), 0) << step;
       }
     });
   }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"
@@ -47,6 +48,64 @@ TEST_P(PlainLoop, ZeroGradForwardBackwardStep) {
       }
     });
   }
+}
+
+/// What waits between forward and backward is the parameters' values of then: whoever writes them meanwhile, or reads all of them, leaves nothing stale.
+TEST_P(PlainLoop, WhatWaitsForBackwardIsNeverStale) {
+  using Between = std::function<void(DeepNet&, torch::optim::SGD&)>;
+  const std::vector<Between> betweens{
+      [](DeepNet&, auto&) {},
+      [](DeepNet&, auto& optimizer) { optimizer.step(); },
+      [](DeepNet& net, auto&) {
+        for (const at::Tensor& parameter : net->parameters()) parameter.data().mul_(1.5);
+      },
+      [](DeepNet& net, auto&) {
+        const at::NoGradGuard no_grad;
+        net(whole_batch(samples).x);
+      },
+      [](DeepNet& net, auto&) { net(whole_batch(samples).x); },
+  };
+  for (const Between& between : betweens) {
+    const auto trained = [&](bool reshard) {
+      std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(GetParam()));
+      run_ranks(GetParam(), [&](World& world) {
+        DeepNet net;
+        auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reshard_after_forward = reshard, .trigger = ShardTrigger::Calls});
+        auto optimizer = momentum(*net);
+        for (int step = 0; step < 3; ++step) {
+          const Batch mine = part_of(whole_batch(samples, step), world.size(), world.rank());
+          const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+          between(net, optimizer);
+          optimizer.zero_grad();
+          loss.backward();
+          optimizer.step();
+        }
+        for (const at::Tensor& parameter : net->parameters()) values[static_cast<size_t>(world.rank())].push_back(parameter.detach().clone());
+      });
+      return values;
+    };
+    const auto gathered_again = trained(true), waited = trained(false);
+    for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << &between - betweens.data();
+  }
+}
+
+/// A direction is of all parameters: on slices each rank would go in its own.
+TEST(FullyShardLoop, LbfgsIsRefused) {
+  run_ranks(2, [](World& world) {
+    for (const auto trigger : kBoth) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      torch::optim::LBFGS optimizer(net->parameters(), torch::optim::LBFGSOptions(0.1));
+      const auto closure = [&] {
+        optimizer.zero_grad();
+        const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+        const at::Tensor loss = loss_of(net(mine.x), mine.y, samples);
+        loss.backward();
+        return loss;
+      };
+      EXPECT_THAT(refusal([&] { optimizer.step(closure); }), HasSubstr("torch::optim::LBFGS")) << static_cast<int>(trigger);
+    }
+  });
 }
 
 TEST_P(PlainLoop, ZeroGradMayStandBetweenForwardAndBackward) {
