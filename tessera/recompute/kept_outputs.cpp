@@ -98,7 +98,12 @@ class KeptOutputs::Replayer final : public nn::OperatorHooks {
             "; its forward must do the same each time");
     const Call& made = kept_.calls_[next_++];
     torch::jit::drop(operation.stack(), operation.schema().arguments().size());
-    for (const auto& output : made.outputs) operation.stack().emplace_back(output.saved ? nn::alias_of(output.saved->unpack()) : at::Tensor());
+    for (const auto& output : made.outputs) {
+      // A forward that differentiates needs what it saved before it is over: kept outputs are not saved tensors by then.
+      operation.stack().emplace_back(output.saved              ? nn::alias_of(output.saved->unpack())
+                                     : output.tensor.defined() ? nn::alias_of(output.tensor)
+                                                               : at::Tensor());
+    }
   }
 
  private:

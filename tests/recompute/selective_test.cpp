@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
@@ -189,6 +190,33 @@ TEST(Selective, RefusesAnOutputThatIsChangedInPlace) {
     FAIL();
   } catch (const ConfigError& e) {
     EXPECT_THAT(e.what(), HasSubstr("recompute 'layers.0': the output of aten::mm is changed in place"));
+  }
+}
+
+/// A forward that differentiates: an energy and its slope, as force fields have them.
+struct SlopeImpl : nn::Module {
+  SlopeImpl() {
+    weight = register_parameter("weight", at::sin(at::arange(24, at::kFloat)).view({8, 3}));
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor energy = at::mm(at::tanh(at::mm(x, weight)), weight.t()).square().sum();
+    return energy + at::mm(torch::autograd::grad({energy}, {x}, {}, true, /*create_graph=*/true)[0], weight).square().sum();
+  }
+  at::Tensor weight;
+};
+TESSERA_MODULE(Slope);
+
+TEST(Selective, AForwardMayDifferentiate) {
+  std::vector<std::vector<at::Tensor>> found;
+  for (const std::vector<std::string>& keep : std::vector<std::vector<std::string>>{{}, {}, {"mm"}, {"tanh"}}) {
+    Slope module;
+    Attachment again;
+    if (!found.empty()) again = recompute(module, {.modules = "", .mode = keep.empty() ? RecomputeMode::Full : RecomputeMode::Selective, .keep = keep});
+    const at::Tensor x = at::sin(at::arange(32, at::kFloat)).view({4, 8}).requires_grad_();
+    module(x).backward();
+    found.push_back({x.grad(), module->weight.grad()});
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(found.back()[i], found.front()[i])) << (keep.empty() ? "nothing" : keep.front()) << " kept";
   }
 }
 
