@@ -203,6 +203,42 @@ TEST(SplitTraining, ATiedWeightWithoutAGradientStaysWhereItIs) {
   expect_trains_alike(2, [] { return Tied(); }, {{"layers.1", Beginning}}, inputs, kOneFOneB, training);
 }
 
+TEST(SplitTraining, ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed) {
+  const std::vector<at::Tensor> inputs{at::randint(20, {2, 5}, at::detail::createCPUGenerator(3), at::kLong)};
+  comm::run_ranks(2, [&](comm::World& world) {
+    auto model = on_meta([] { return Tied(); });
+    const auto split = pipeline::split(model, inputs, {{"layers.1", Beginning}});
+    const auto own = split.module(world.rank());
+    materialize(*own, 5);
+    pipeline::TracedStage stage(
+        split, world.rank(), [&](int) { return inputs; },
+        [](int micro_batch, const std::vector<at::Tensor>& made) { return floating_loss(made, micro_batch); });
+    const schedules::Schedule plan = schedules::one_f_one_b(2, 1);
+    pipeline::Executor executor(plan, split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()});
+    const at::Tensor weight = own->named_parameters()["emb.weight"];
+    const auto sum = [&] {
+      pipeline::sum_shared_gradients(split, plan, world.group());
+      return weight.grad().clone();
+    };
+    executor.run();
+    const at::Tensor once = sum();
+    EXPECT_TRUE(at::equal(sum(), once)) << "a second call";
+    {
+      const at::NoGradGuard no_grad;
+      weight.grad().mul_(0.5);  // as clipping does
+    }
+    EXPECT_TRUE(at::equal(sum(), once * 0.5));
+    own->zero_grad(/*set_to_none=*/false);
+    executor.run();
+    EXPECT_TRUE(at::equal(sum(), once)) << "a step behind zeros";
+    own->zero_grad();
+    executor.run();
+    EXPECT_TRUE(at::equal(sum(), once)) << "a step behind none";
+    executor.run();
+    EXPECT_THAT(refusal([&] { sum(); }), HasSubstr("'emb.weight', which stages on several ranks hold, was summed by sum_shared_gradients, and has had more"));
+  });
+}
+
 TEST(SplitTraining, CopiesOfATiedWeightAreFrozenTogether) {
   const auto run = [] {
     comm::run_ranks(3, [](comm::World& world) {

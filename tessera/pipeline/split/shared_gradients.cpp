@@ -25,7 +25,7 @@ struct Copies {
   at::Tensor mine{};         ///< undefined where this rank holds none
 };
 
-enum CopyState : int64_t { HasGradient = 1, Trained = 2, InParts = 4 };
+enum CopyState : int64_t { HasGradient = 1, Trained = 2, InParts = 4, Summed = 8, Added = 16 };
 
 /// Of what an optimizer updates in the parameter's place there is a part on each rank.
 bool is_in_parts(const at::Tensor& parameter) {
@@ -34,13 +34,14 @@ bool is_in_parts(const at::Tensor& parameter) {
   return owner != nullptr && std::ranges::none_of(owner->updated(), [&](const auto& updated) { return updated.tensor.is_same(parameter); });
 }
 
-int64_t state_of_copy(const at::Tensor& parameter) {
-  return (parameter.grad().defined() ? HasGradient : 0) | (parameter.requires_grad() ? Trained : 0) | (is_in_parts(parameter) ? InParts : 0);
+int64_t state_of_copy(const at::Tensor& parameter, SummedGradients::State summed) {
+  return (parameter.grad().defined() ? HasGradient : 0) | (parameter.requires_grad() ? Trained : 0) | (is_in_parts(parameter) ? InParts : 0) |
+         (summed == SummedGradients::State::Summed ? Summed : 0) | (summed == SummedGradients::State::Added ? Added : 0);
 }
 
 /// Whether there is something to sum: said alike on every rank, or refused on every one.
 bool is_to_sum(const Copies& copies, const std::vector<int64_t>& state_of_rank) {
-  bool any = false;
+  bool any = false, all_summed = true, any_summed = false;
   for (const int rank : copies.holders) {
     const int64_t state = state_of_rank[static_cast<size_t>(rank)], first = state_of_rank[static_cast<size_t>(copies.holders.front())];
     require(!(state & InParts), "pipeline: '", copies.shared->name, "' is shared by stages on several ranks, and on rank ", rank,
@@ -48,8 +49,14 @@ bool is_to_sum(const Copies& copies, const std::vector<int64_t>& state_of_rank) 
     require((state & Trained) == (first & Trained), "pipeline: '", copies.shared->name, "' is one parameter that stages on several ranks hold, and is ",
             first & Trained ? "trained" : "frozen", " on rank ", copies.holders.front(), " and not on rank ", rank, "; set requires_grad of all copies alike");
     any |= (state & Trained) && (state & HasGradient);
+    all_summed = all_summed && (state & Summed);
+    any_summed |= (state & (Summed | Added)) != 0;
   }
-  return any;
+  require(
+      !any_summed || all_summed, "pipeline: the gradient of '", copies.shared->name,
+      "', which stages on several ranks hold, was summed by sum_shared_gradients, and has had more from backward passes since, without a zero_grad: what was "
+      "summed would count once for each rank; call it once a step, behind the last run of an executor");
+  return any && !all_summed;
 }
 
 void sum_copies(const Copies& copies, const comm::Group& ranks) {
@@ -96,14 +103,17 @@ void sum_shared_gradients(const SplitModel& model, const schedules::Schedule& sc
   const auto count = static_cast<int64_t>(all.size());
   const at::Tensor mine = at::zeros({count}, at::kLong), states = at::empty({ranks.size(), count}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
-    if (const Copies& copies = all[static_cast<size_t>(i)]; copies.mine.defined()) mine.mutable_data_ptr<int64_t>()[i] = state_of_copy(copies.mine);
+    if (const Copies& copies = all[static_cast<size_t>(i)]; copies.mine.defined())
+      mine.mutable_data_ptr<int64_t>()[i] = state_of_copy(copies.mine, model.summed().of(copies.shared->name, copies.mine));
   }
   comm::all_gather(ranks, states, mine);
   for (int64_t i = 0; i < count; ++i) {
     std::vector<int64_t> of_rank;
     for (int rank = 0; rank < ranks.size(); ++rank) of_rank.push_back(states.const_data_ptr<int64_t>()[rank * count + i]);
     const Copies& copies = all[static_cast<size_t>(i)];
-    if (is_to_sum(copies, of_rank) && copies.mine.defined()) sum_copies(copies, ranks);
+    if (!is_to_sum(copies, of_rank) || !copies.mine.defined()) continue;
+    sum_copies(copies, ranks);
+    model.summed().note(copies.shared->name, copies.mine);
   }
 }
 

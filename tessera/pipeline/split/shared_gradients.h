@@ -9,11 +9,11 @@
 namespace tessera::pipeline {
 
 /// Sums, in place, the gradients of parameters that several stages hold (tied embeddings), so that their copies are updated alike and stay equal. Once a step,
-/// behind the executor's run, or the last of several: what it finds in grad() counts as this rank's own, also what an earlier call has summed. The terms are added from the last stage to the first; stages of one rank share their tensor and so their gradient.
-/// One that has no gradient on any rank gets none, so that no optimizer moves it. Throws ConfigError, on every rank, where it is frozen on some and not on
-/// others, and where a wrapper keeps its gradient in parts.
-/// Traffic: of each such parameter, 8 bytes from each rank, and its bytes to the rank of its first stage and back, for each further rank. Every rank of `ranks`
-/// calls it.
+/// behind the executor's run, or the last of several; a second call finds sums, and changes nothing. The terms are added from the last stage to the first;
+/// stages of one rank share their tensor and so their gradient. One that has no gradient on any rank gets none, so that no optimizer moves it. Throws
+/// ConfigError, on every rank, where it is frozen on some and not on others, where a wrapper keeps its gradient in parts, and where backward passes have added
+/// to what was summed before. Traffic: of each such parameter, 8 bytes from each rank, and its bytes to the rank of its first stage and back, for each further
+/// rank. Every rank of `ranks` calls it.
 void sum_shared_gradients(const SplitModel& model, const schedules::Schedule& schedule, const comm::Group& ranks);
 
 /// The ranks that hold a copy, that of the first stage first.

@@ -98,6 +98,7 @@ struct SplitModel::State {
   std::vector<std::set<std::string>> owned, called;   ///< by stage
   std::map<std::string, std::vector<int64_t>> sizes;  ///< of the parameters, whole
   std::vector<tape::SharedParameter> shared;
+  SummedGradients summed;
   std::vector<Crossings> given;                        ///< what crossings() has said
   int untrained = 0;                                   ///< first stages that are never trained
   std::optional<std::pair<int, int>> first_in_a_step;  ///< stage and micro-batch
@@ -312,6 +313,8 @@ Crossings SplitModel::crossings() const {
   if (std::ranges::find(state_->given, all) == state_->given.end()) state_->given.push_back(all);
   return all;
 }
+
+SummedGradients& SplitModel::summed() const { return state_->summed; }
 
 const std::vector<tape::SharedParameter>& SplitModel::shared() const { return state_->shared; }
 

@@ -20,6 +20,7 @@
 #include "tessera/nn/module.h"
 #include "tessera/pipeline/split/cuts.h"
 #include "tessera/pipeline/split/recording.h"
+#include "tessera/pipeline/split/summed_gradients.h"
 #include "tessera/pipeline/stage.h"
 
 namespace tessera::pipeline {
@@ -56,6 +57,8 @@ class SplitModel {
   Crossings crossings() const;
   /// Parameters of which several stages hold a copy.
   const std::vector<tape::SharedParameter>& shared() const;
+  /// Whose gradients are summed already (sum_shared_gradients).
+  SummedGradients& summed() const;
   /// Which of the model's inputs a stage takes from its own loader, by their places.
   std::vector<int> takes(int stage) const;
   /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
