@@ -26,8 +26,12 @@ void validate_asynchronous(const Config& config, int stages) {
           with, " other stages have updated by then; set precision.loss_scale = none", or_synchronous);
   require(!config.run.deterministic, "run.deterministic = true: promises the same bits for any number of data ranks, and ", with,
           " which samples an update sums depends on that number; set run.deterministic = false (the same layout repeats its bits)", or_synchronous);
-  require(!config.model.tie_embeddings, "model.tie_embeddings = true: the first and the last stage share a parameter, and ", with,
-          " they update it at different times; set model.tie_embeddings = false", or_synchronous);
+  // Elsewhere the last stage needs what an update makes only after the first stage has brought its term: docs/pipeline.md.
+  const bool never_behind = config.pipeline.schedule == "pipedream" && !config.pipeline.vertical_sync;
+  require(
+      !config.model.tie_embeddings || !never_behind, "model.tie_embeddings = true: ", with, " the last stage takes each micro-batch with weights that all ",
+      "before it have updated, and of a shared weight the first stage has its term of the last micro-batch's gradient p - 1 backwards later: one would wait ",
+      "for the other every time; set pipeline.vertical_sync = true, pipeline.schedule = pipedream_2bw, or set model.tie_embeddings = false", or_synchronous);
 }
 
 }  // namespace detail

@@ -9,62 +9,97 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/comm/call_site.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
-#include "tessera/core/host_read.h"
 #include "tessera/layout/slice.h"
-#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/nn/sharing.h"
+
+// What ranks tell each other of their slices is strided: so many runs of so many elements, each so far behind the one before. A part that sharding cuts is at
+// most three rectangles of a matrix, and a rectangle is one such pattern, columns too. Patterns become runs of elements where two slices differ; where they are
+// alike, as all whole ones are, the tensor travels as it lies.
 
 namespace tessera::pipeline {
 namespace {
 
 constexpr const char* kTiedSite = "pipeline.tied";
-constexpr int64_t kMostRuns = 8;                        // of one slice: a run of elements is at most three rectangles of a matrix
-constexpr int64_t kEntry = 1 + 2 * kMostRuns;           // of a copy, as ranks tell each other: how many runs, and each
-using Runs = std::vector<std::pair<int64_t, int64_t>>;  // first element of the logical tensor, and how many
+constexpr int64_t kMostPatterns = 8;               // of one slice
+constexpr int64_t kEntry = 1 + 4 * kMostPatterns;  // of a copy: how many patterns, and each
+
+using Runs = std::vector<std::pair<int64_t, int64_t>>;
+struct Pattern {
+  int64_t first, count, stride, times;
+  bool operator==(const Pattern&) const = default;
+};
+using Patterns = std::vector<Pattern>;
 
 /// Of a slice, in the order in which they lie in the local tensor.
-Runs runs_of(const Slice& slice) {
+Patterns patterns_of(const Slice& slice) {
   invariant(slice.concat_dim() <= 0, "the parts of '", slice.name, "' lie side by side");
-  Runs runs;
+  Patterns patterns;
   for (const Box& box : slice.boxes) {
     for_each_run(slice.shape, box, [&](int64_t first, int64_t count) {
-      if (!runs.empty() && runs.back().first + runs.back().second == first) {
-        runs.back().second += count;
-      } else if (count > 0) {
-        runs.emplace_back(first, count);
+      if (count == 0) return;
+      Pattern* const last = patterns.empty() ? nullptr : &patterns.back();
+      if (last != nullptr && last->times == 1 && last->first + last->count == first) {
+        last->count += count;
+      } else if (last != nullptr && last->count == count && (last->times == 1 || first - last->first == last->times * last->stride) && first > last->first) {
+        if (last->times == 1) last->stride = first - last->first;
+        ++last->times;
+      } else {
+        patterns.push_back({first, count, 0, 1});
       }
     });
   }
-  return runs;
+  return patterns;
 }
 
-Runs runs_in(const int64_t* entry) {
-  Runs runs;
-  for (int64_t i = 0; i < entry[0]; ++i) runs.emplace_back(entry[1 + 2 * i], entry[2 + 2 * i]);
-  return runs;
+Patterns patterns_in(const int64_t* entry) {
+  Patterns patterns;
+  for (int64_t i = 0; i < entry[0]; ++i) patterns.push_back({entry[1 + 4 * i], entry[2 + 4 * i], entry[3 + 4 * i], entry[4 + 4 * i]});
+  return patterns;
 }
 
-/// The elements of `mine` that are in `theirs`, in ascending order, as runs of my local tensor.
-Runs shared(const Runs& mine, const Runs& theirs) {
-  std::vector<std::pair<int64_t, std::pair<int64_t, int64_t>>> found;  // by logical place
+int64_t numel_of(const Patterns& patterns) {
+  int64_t numel = 0;
+  for (const Pattern& pattern : patterns) numel += pattern.count * pattern.times;
+  return numel;
+}
+
+/// A run of the logical tensor, and where it lies in the local one.
+struct Place {
+  int64_t first, count, local;
+};
+
+/// By their place in the logical tensor.
+std::vector<Place> places_of(const Patterns& patterns) {
+  std::vector<Place> places;
   int64_t local = 0;
-  for (const auto& [first, count] : mine) {
-    for (const auto& [other_first, other_count] : theirs) {
-      const int64_t begin = std::max(first, other_first), end = std::min(first + count, other_first + other_count);
-      if (begin < end) found.push_back({begin, {local + begin - first, end - begin}});
-    }
-    local += count;
+  for (const Pattern& pattern : patterns) {
+    for (int64_t i = 0; i < pattern.times; ++i, local += pattern.count) places.push_back({pattern.first + i * pattern.stride, pattern.count, local});
   }
-  std::ranges::sort(found);
+  std::ranges::sort(places, {}, &Place::first);
+  return places;
+}
+
+/// The elements of `mine` that are in `theirs`, in the order of the logical tensor, as runs of my local one.
+Runs shared(const Patterns& mine, const Patterns& theirs) {
+  if (mine == theirs) return mine.empty() ? Runs() : Runs{{0, numel_of(mine)}};
+  const auto own = places_of(mine), other = places_of(theirs);
   Runs runs;
-  for (const auto& [place, run] : found) runs.push_back(run);
+  for (size_t i = 0, k = 0; i < own.size() && k < other.size();) {
+    const int64_t own_end = own[i].first + own[i].count, other_end = other[k].first + other[k].count;
+    const int64_t begin = std::max(own[i].first, other[k].first), end = std::min(own_end, other_end);
+    if (begin < end) runs.emplace_back(own[i].local + begin - own[i].first, end - begin);
+    own_end < other_end ? ++i : ++k;
+  }
   return runs;
 }
 
-/// Elements in the order of the logical tensor, as both ends have them.
+int64_t numel_of(const Runs& runs) {
+  int64_t numel = 0;
+  for (const auto& [first, count] : runs) numel += count;
+  return numel;
+}
+
 at::Tensor packed(const at::Tensor& tensor, const Runs& runs) {
   const at::Tensor flat = tensor.reshape({-1});
   std::vector<at::Tensor> pieces;
@@ -72,102 +107,206 @@ at::Tensor packed(const at::Tensor& tensor, const Runs& runs) {
   return at::cat(pieces);
 }
 
-/// Calls use(part of `tensor`, part of `elements`) for each run.
-void unpack(const at::Tensor& tensor, const Runs& runs, const at::Tensor& elements, auto&& use) {
-  const at::Tensor flat = tensor.view({-1});
+void unpack(const at::Tensor& flat, const Runs& runs, const at::Tensor& elements) {
   int64_t at = 0;
   for (const auto& [first, count] : runs) {
-    use(flat.narrow(0, first, count), elements.narrow(0, at, count));
+    flat.narrow(0, first, count).copy_(elements.narrow(0, at, count));
     at += count;
   }
 }
 
-End other_than(End end) { return end == End::First ? End::Last : End::First; }
+at::Tensor gradient_of(const at::Tensor& tensor) { return tensor.grad(); }
 
 }  // namespace
 
-TiedCopies::TiedCopies(comm::Group ranks, const std::vector<Copy>& copies, bool last_follows)
-    : ranks_(std::move(ranks)), copies_(copies), last_follows_(last_follows) {
+TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bool last_follows)
+    : ranks_(std::move(ranks)), holders_(holders), copies_(std::move(copies)), last_follows_(last_follows) {
+  invariant(!last_follows || holders == 2, "of ", holders, " copies the last follows");
   const comm::CallSite site(kTiedSite);
-  const at::Tensor mine = at::zeros({2, kEntry}, at::kLong);
+  const at::Tensor mine = at::zeros({holders, kEntry}, at::kLong);
   for (const Copy& copy : copies_) {
-    if (copy.end == End::Last && !last_follows)
-      nn::add_sharing(nn::updated_for(copy.tensor), {.axis = kTiedSite, .rank = 1, .first = 0, .holders = 2});  // counted at the other end
-    const Runs runs = runs_of(nn::slice_of(copy.tensor));
-    invariant(std::ssize(runs) <= kMostRuns, "a slice of '", nn::slice_of(copy.tensor).name, "' has ", runs.size(), " runs");
-    int64_t* const entry = mine.mutable_data_ptr<int64_t>() + (copy.end == End::Last ? kEntry : 0);
-    entry[0] = std::ssize(runs);
-    for (size_t i = 0; i < runs.size(); ++i) entry[1 + 2 * i] = runs[i].first, entry[2 + 2 * i] = runs[i].second;
+    const Patterns patterns = patterns_of(nn::slice_of(copy.tensor));
+    invariant(std::ssize(patterns) <= kMostPatterns, "a slice of '", nn::slice_of(copy.tensor).name, "' has ", patterns.size(), " patterns");
+    int64_t* entry = mine.mutable_data_ptr<int64_t>() + copy.holder * kEntry;
+    *entry++ = std::ssize(patterns);
+    for (const auto& [first, count, stride, times] : patterns) {
+      for (const int64_t number : {first, count, stride, times}) *entry++ = number;
+    }
   }
-  const at::Tensor all = at::zeros({2 * ranks_.size(), kEntry}, at::kLong);
-  all.narrow(0, 2 * ranks_.rank(), 2).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
-  comm::all_gather(ranks_, all, mine);
+  table_ = at::zeros({ranks_.size() * holders, kEntry}, at::kLong);
+  table_.narrow(0, ranks_.rank() * holders, holders).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
+  comm::all_gather(ranks_.ahead, table_, mine);
   for (size_t c = 0; c < copies_.size(); ++c) {
-    const Runs own = runs_of(nn::slice_of(copies_[c].tensor));
+    const Patterns own = patterns_of(nn::slice_of(copies_[c].tensor));
     for (int peer = 0; peer < ranks_.size(); ++peer) {
-      const int64_t other_end = copies_[c].end == End::Last ? 0 : 1;
-      Exchange exchange{.copy = c, .peer = peer, .runs = shared(own, runs_in(all.const_data_ptr<int64_t>() + (2 * peer + other_end) * kEntry))};
-      for (const auto& [first, count] : exchange.runs) exchange.numel += count;
-      if (exchange.numel > 0) exchanges_.push_back(std::move(exchange));
+      for (int holder = 0; holder < holders; ++holder) {
+        if (holder == copies_[c].holder) continue;
+        Runs runs = shared(own, patterns_in(table_.const_data_ptr<int64_t>() + (peer * holders + holder) * kEntry));
+        const int64_t numel = numel_of(runs);
+        if (numel > 0) exchanges_.push_back({.copy = c, .peer = peer, .holder = holder, .runs = std::move(runs), .numel = numel});
+      }
     }
   }
 }
 
-std::vector<at::Tensor> TiedCopies::pass(const std::vector<End>& senders, const Which& which) const {
-  const auto sends = [&](End end) { return std::ranges::find(senders, end) != senders.end(); };
-  std::vector<at::Tensor> leaving(exchanges_.size()), coming(exchanges_.size());
-  std::vector<comm::Pending> pending;
-  for (size_t i = 0; i < exchanges_.size(); ++i) {
-    const auto& [copy, peer, runs, numel] = exchanges_[i];
-    const auto& [end, tensor] = copies_[copy];
-    if (sends(end)) leaving[i] = packed(which(tensor), runs);
-    if (sends(other_than(end))) coming[i] = at::empty({numel}, which(tensor).options());
+void TiedCopies::check_complete(const std::string& name) const {
+  const auto entry = [&](int rank, int holder) { return patterns_in(table_.const_data_ptr<int64_t>() + (rank * holders_ + holder) * kEntry); };
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    for (int own = 0; own < holders_; ++own) {
+      const Patterns patterns = entry(rank, own);
+      for (int other = 0; other < holders_; ++other) {
+        if (other == own) continue;
+        int64_t found = 0;
+        for (int peer = 0; peer < ranks_.size(); ++peer) found += numel_of(shared(patterns, entry(peer, other)));
+        require(found == numel_of(patterns), "pipeline: '", name, "' is shared by stages on several ranks, and of the ", numel_of(patterns),
+                " elements that rank ", rank, " of group '", ranks_.ahead.name(), "' has of it, the others have ", found,
+                " of the copy of another stage; where a ",
+                "wrapper keeps gradients in parts, give the ranks of the pipeline together with those over which they are cut, and no replicas: ",
+                "sum_shared_gradients(split, schedule, mesh[\"pp\"], mesh[{\"dp\", \"pp\"}])");
+      }
+    }
   }
-  const auto tag = [](End end) { return end == End::First ? 0 : 1; };
+}
+
+bool TiedCopies::has_terms() const {
+  for (const Copy& copy : copies_) {
+    if (!copy.tensor.requires_grad()) return false;  // frozen, all of them
+    invariant(copy.tensor.numel() == 0 || copy.tensor.grad().defined(), "'", nn::slice_of(copy.tensor).name, "' has no gradient");
+  }
+  return !copies_.empty();
+}
+
+void TiedCopies::pack(Messages& messages, const std::function<bool(int)>& giving, const Which& which) const {
+  messages.leaving.resize(exchanges_.size());
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    const Copy& copy = copies_[exchanges_[i].copy];
+    if (giving(copy.holder)) messages.leaving[i] = packed(which(copy.tensor), exchanges_[i].runs);
+  }
+}
+
+void TiedCopies::make_room(Messages& messages, const std::function<bool(int)>& giving, const Which& which) const {
+  messages.coming.resize(exchanges_.size());
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    const Exchange& exchange = exchanges_[i];
+    if (giving(exchange.holder)) messages.coming[i] = at::empty({exchange.numel}, which(copies_[exchange.copy].tensor).options());
+  }
+}
+
+void TiedCopies::post(Messages& messages, bool sends, bool receives) const {
   // Two ranks post the messages between them in one order, the lower rank's first, for engines that match by order alone.
   std::vector<std::tuple<int, int, int, size_t>> order;  // peer, sender, tag, exchange
+  const auto tag = [&](int from, int to) { return from * holders_ + to; };
   for (size_t i = 0; i < exchanges_.size(); ++i) {
-    const auto& [copy, peer, runs, numel] = exchanges_[i];
-    if (peer == ranks_.rank()) continue;
-    if (coming[i].defined()) order.emplace_back(peer, peer, tag(other_than(copies_[copy].end)), i);
-    if (leaving[i].defined()) order.emplace_back(peer, ranks_.rank(), tag(copies_[copy].end), i);
+    const Exchange& exchange = exchanges_[i];
+    if (exchange.peer == ranks_.rank()) continue;
+    const int own = copies_[exchange.copy].holder;
+    if (receives && messages.coming[i].defined()) order.emplace_back(exchange.peer, exchange.peer, tag(exchange.holder, own), i);
+    if (sends && messages.leaving[i].defined()) order.emplace_back(exchange.peer, ranks_.rank(), tag(own, exchange.holder), i);
   }
   std::ranges::sort(order);
   for (const auto& [peer, sender, tag, i] : order) {
-    pending.push_back(sender == peer ? comm::recv_async(ranks_, coming[i], peer, tag) : comm::send_async(ranks_, leaving[i], peer, tag));
+    const comm::Group& group = ranks_.between(sender, sender == peer ? ranks_.rank() : peer);
+    messages.pending.push_back(sender == peer ? comm::recv_async(group, messages.coming[i], peer, tag)
+                                              : comm::send_async(group, messages.leaving[i], peer, tag));
   }
+}
+
+void TiedCopies::wait(Messages& messages) const {
+  for (auto& one : messages.pending) one.wait();
   for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (exchanges_[i].peer != ranks_.rank() || !coming[i].defined()) continue;
-    const auto other =
-        std::ranges::find_if(exchanges_, [&](const Exchange& exchange) { return exchange.peer == ranks_.rank() && exchange.copy != exchanges_[i].copy; });
-    coming[i] = leaving[static_cast<size_t>(other - exchanges_.begin())];
+    if (exchanges_[i].peer != ranks_.rank() || !messages.coming[i].defined()) continue;
+    const auto other = std::ranges::find_if(exchanges_, [&](const Exchange& exchange) {
+      return exchange.peer == ranks_.rank() && copies_[exchange.copy].holder == exchanges_[i].holder && exchange.holder == copies_[exchanges_[i].copy].holder;
+    });
+    messages.coming[i] = messages.leaving[static_cast<size_t>(other - exchanges_.begin())];
   }
-  for (auto& one : pending) one.wait();
-  return coming;
+}
+
+/// What `holder` has sent of this copy, in the copy's shape.
+at::Tensor TiedCopies::from(const Messages& messages, size_t copy, int holder) const {
+  const at::Tensor& tensor = copies_[copy].tensor;
+  at::Tensor whole;
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    const Exchange& exchange = exchanges_[i];
+    if (exchange.copy != copy || exchange.holder != holder) continue;
+    const bool all = exchange.numel == tensor.numel() && exchange.runs.size() == 1;
+    if (all) return messages.coming[i].view(tensor.sizes());
+    if (!whole.defined()) whole = at::empty({tensor.numel()}, messages.coming[i].options());
+    unpack(whole, exchange.runs, messages.coming[i]);
+  }
+  return whole.defined() ? whole.view(tensor.sizes()) : whole;
+}
+
+void TiedCopies::add(const Messages& messages) const {
+  for (size_t c = 0; c < copies_.size(); ++c) {
+    const auto& [own, tensor] = copies_[c];
+    if (tensor.numel() == 0 || (last_follows_ && own == 1)) continue;
+    const at::Tensor gradient = tensor.grad();
+    at::Tensor sum;
+    for (int holder = holders_ - 1; holder >= 0; --holder) {
+      const at::Tensor term = holder == own ? gradient : from(messages, c, holder);
+      if (!term.defined()) continue;  // in a dry run
+      if (!sum.defined()) {
+        sum = term;
+      } else if (holder == own) {
+        sum = gradient.add_(sum);
+      } else {
+        sum.add_(term);
+      }
+    }
+  }
 }
 
 void TiedCopies::sum() {
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kTiedSite);
-  for (const Copy& copy : copies_) {
-    if (!copy.tensor.requires_grad()) return;  // frozen, at both ends
-    invariant(copy.tensor.numel() == 0 || copy.tensor.grad().defined(), "'", nn::slice_of(copy.tensor).name, "' has no gradient");
-  }
-  const auto terms = pass(last_follows_ ? std::vector{End::Last} : std::vector{End::First, End::Last}, [](const at::Tensor& tensor) { return tensor.grad(); });
-  for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (!terms[i].defined()) continue;
-    unpack(copies_[exchanges_[i].copy].tensor.grad(), exchanges_[i].runs, terms[i], [](at::Tensor sum, const at::Tensor& term) { sum.add_(term); });
-  }
+  if (!has_terms()) return;
+  Messages messages;
+  const auto giving = [this](int holder) { return gives(holder); };
+  pack(messages, giving, gradient_of);
+  make_room(messages, giving, gradient_of);
+  post(messages, /*sends=*/true, /*receives=*/true);
+  wait(messages);
+  add(messages);
+}
+
+void TiedCopies::start_sum() {
+  const at::NoGradGuard no_grad;
+  const comm::CallSite site(kTiedSite);
+  invariant(!last_follows_, "copies of one rank are summed at once");
+  if (!has_terms()) return;
+  Messages& messages = under_way_.emplace_back();
+  pack(messages, [](int) { return true; }, gradient_of);
+  post(messages, /*sends=*/true, /*receives=*/false);
+}
+
+void TiedCopies::finish_sum() {
+  const at::NoGradGuard no_grad;
+  const comm::CallSite site(kTiedSite);
+  if (!has_terms()) return;
+  invariant(!under_way_.empty(), "a sum of tied gradients is finished that was not started");
+  Messages messages = std::move(under_way_.front());
+  under_way_.pop_front();
+  make_room(messages, [](int) { return true; }, gradient_of);
+  post(messages, /*sends=*/false, /*receives=*/true);
+  wait(messages);
+  add(messages);
 }
 
 void TiedCopies::follow() {
   if (!last_follows_) return;
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kTiedSite);
-  const auto values = pass({End::First}, [](const at::Tensor& tensor) { return tensor.detach(); });
-  for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (!values[i].defined()) continue;
-    unpack(copies_[exchanges_[i].copy].tensor, exchanges_[i].runs, values[i], [](at::Tensor own, const at::Tensor& value) { own.copy_(value); });
+  const auto first = [](int holder) { return holder == 0; };
+  const Which values = [](const at::Tensor& tensor) { return tensor.detach(); };
+  Messages messages;
+  pack(messages, first, values);
+  make_room(messages, first, values);
+  post(messages, /*sends=*/true, /*receives=*/true);
+  wait(messages);
+  for (size_t c = 0; c < copies_.size(); ++c) {
+    if (copies_[c].holder == 0) continue;
+    if (const at::Tensor made = from(messages, c, 0); made.defined()) copies_[c].tensor.detach().copy_(made);
   }
 }
 

@@ -21,6 +21,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/hook_state.h"
@@ -71,14 +72,20 @@ ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
 /// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
 void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
   if (run.parts.empty() || !config.model.tie_embeddings) return;
-  const bool first_too = run.rank_of_stage.front() == run.pipeline.rank();
+  const int first_rank = run.rank_of_stage.front(), last_rank = run.rank_of_stage.back();
   std::vector<pipeline::TiedCopies::Copy> copies;
   for (const auto& parameter : run.synchronizer->updated()) {
     if (nn::slice_of(parameter.tensor).name != kTiedWeight) continue;
-    const bool first = first_too && !nn::follows(nn::updated_for(parameter.tensor));
-    copies.push_back({first ? pipeline::End::First : pipeline::End::Last, parameter.tensor});
+    const at::Tensor whole = nn::updated_for(parameter.tensor);
+    const bool first = first_rank == run.pipeline.rank() && !nn::follows(whole);
+    copies.push_back({.holder = first ? 0 : 1, .tensor = parameter.tensor});
+    if (!first && first_rank != last_rank) nn::add_sharing(whole, {.axis = "pipeline.tied", .rank = 1, .first = 0, .holders = 2});  // counted at the other end
   }
-  run.tied.emplace(mesh[mesh_roles(config).tied], copies, /*last_follows=*/run.rank_of_stage.front() == run.rank_of_stage.back());
+  const Axes axes = mesh_roles(config).tied;
+  pipeline::Channels ranks = mesh[axes];
+  // In the midst of a step its messages meet those of the schedule, with which they are in no order.
+  if (updates_within_steps(config, run.pipeline.size())) ranks = {mesh.another(axes, "tied"), mesh.another(axes, "tied.back"), {}};
+  run.tied.emplace(std::move(ranks), /*holders=*/2, std::move(copies), /*last_follows=*/first_rank == last_rank);
 }
 
 /// In the order of the parts; of each part tied ones once.

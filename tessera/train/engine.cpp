@@ -66,7 +66,7 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
   options.around = [this](const Action& action, const std::function<void()>& body) { around(action, body); };
   if (schedule.is_asynchronous()) {
     invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
-    plan.windows = std::make_unique<UpdateWindows>(schedule.actions[static_cast<size_t>(run_.pipeline.rank())]);
+    plan.windows = std::make_unique<UpdateWindows>(schedule.actions[static_cast<size_t>(run_.pipeline.rank())], [this] { met_(); });
     for (const auto& parameter : run_.updated) options.weights[stages_.begin()->first].push_back(parameter.tensor);
     options.update = [this](int) { update_(); };
   }
@@ -133,6 +133,7 @@ Attachment Engine::add_in_place(size_t micro_batches) const {
 at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions options) {
   plan_ = &plan_for(batch.micro_batches.size());
   batch_ = &batch;
+  met_ = std::move(options.met);
   update_ = std::move(options.update);
   run_.model->head()->compute_gradients_in_backward(plan_->runs_ahead);
   // The loss is normalized once, by what the loader knows of the whole batch; sums of gradients over micro-batches and ranks are then final.

@@ -25,9 +25,9 @@ namespace tessera {
 
 /// What a step does beside its gradients.
 struct StepOptions {
-  /// A schedule with updates in its midst calls it at each of this rank's, when `grad()` of each parameter holds the gradient of the mean loss over all valid
-  /// tokens of that update's micro-batches; when the step is over all updates are made.
-  std::function<void()> update{};
+  /// A schedule with updates in its midst calls `met` when `grad()` of each parameter holds the gradient of the mean loss over all valid tokens of an update's
+  /// micro-batches, and `update` where this rank updates, at once or later; `grad()` is that gradient then. When the step is over all updates are made.
+  std::function<void()> met{}, update{};
   pipeline::StepTimes* times = nullptr;  ///< takes down when each action ran
 };
 
@@ -77,7 +77,7 @@ class Engine {
   const data::StepBatch* batch_ = nullptr;  ///< of the step that runs
   Plan* plan_ = nullptr;
   std::vector<double> scales_;  ///< of each micro-batch's loss
-  std::function<void()> update_;
+  std::function<void()> met_, update_;
 };
 
 }  // namespace tessera

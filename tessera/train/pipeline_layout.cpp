@@ -14,6 +14,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/pipeline/chain_split.h"
 #include "tessera/pipeline/schedules/csv.h"
+#include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/registry.h"
 #include "tessera/train/stage_costs.h"
 
@@ -166,12 +167,13 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
     request.kept = pipeline.kept;
     request.costs = costs_of(pipeline, stage_flops(config, pipeline_layout(config, ranks)));
   }
-  return [request, pipeline](int micro_batches) {
+  return [request, pipeline, shares_ends = config.model.tie_embeddings](int micro_batches) {
     schedules::Request asked = request;
     asked.micro_batches = micro_batches;
     if (asked.name == "pipedream_2bw") asked.per_update = micro_batches_per_update(pipeline, asked.ranks, micro_batches);
     try {
-      return schedules::make_schedule(asked);
+      schedules::Schedule made = schedules::make_schedule(asked);
+      return shares_ends && made.is_asynchronous() ? schedules::with_late_updates(std::move(made), made.stages() - 1) : made;
     } catch (const ConfigError& error) {  // a generator knows no keys
       throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", micro_batches,
                                        " micro-batches of a step, its share of batch.global_size / batch.micro_size: change these, or the data ranks"));

@@ -12,9 +12,15 @@
 
 namespace tessera {
 
-void StageUpdates::update(double lr) {
+void StageUpdates::met() {
   const at::NoGradGuard no_grad;
   nn::sum_terms(run_.layers, run_.updated, run_.cut);
+  if (run_.tied) run_.tied->start_sum();
+}
+
+void StageUpdates::update(double lr) {
+  const at::NoGradGuard no_grad;
+  if (run_.tied) run_.tied->finish_sum();
   const at::Tensor square = optim::global_norm({optim::NormGroup{.parameters = nn::counted_once(run_.updated), .reduce = {}}}).square();
   squares_ = squares_.defined() ? squares_ + square : square;
   ++updates_;

@@ -12,7 +12,9 @@ class StageUpdates {
  public:
   explicit StageUpdates(Composition& run) : run_(run) {}
 
-  /// Of the parameters from their grad(). Collective over the ranks that layers are cut over.
+  /// The gradients of an update have met over the data ranks. Collective over the ranks that layers are cut over; a tied weight's term leaves for the other end.
+  void met();
+  /// Of the parameters from their grad(), in the order of met(). A tied weight's gradient waits for the other end's term.
   void update(double lr);
 
   /// The root mean square of the norms, over all stages, of the gradients that were applied since the last call: fp64 [] on `device`. Collective.

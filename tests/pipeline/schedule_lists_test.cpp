@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/check.h"
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/lower.h"
@@ -86,6 +88,21 @@ TEST(ScheduleLists, WhatADomainLacksIsRefusedWithTheWayOut) {
   EXPECT_THAT(refused(request_of("gpipe", 1 << 20, 1 << 20)), testing::HasSubstr("take fewer micro-batches"));
 }
 
+/// What rules between settings ask of names (config/schedule_kinds.h) is what the list makes of them.
+TEST(ScheduleLists, KindsOfNamesAreThoseThatAreMade) {
+  for (const auto& known : known_schedules()) {
+    Request request = request_of(known.name, 2, 4);
+    if (known.name == "zb_auto") request.memory_limit = 2;
+    const Schedule made = make_schedule(request);
+    EXPECT_EQ(made.is_asynchronous(), is_asynchronous(known.name)) << known.name;
+    request.costs.stages.assign(made.rank_of.size(), {.forward = 3, .backward = 2, .backward_input = 1, .backward_weight = 1});
+    request.kept = is_made_for_costs(known.name) ? 0.5 : 1;
+    EXPECT_NO_THROW(make_schedule(request)) << known.name;
+    request.kept = 0.5;
+    if (!is_made_for_costs(known.name)) EXPECT_THAT(refusal([&] { make_schedule(request); }), testing::HasSubstr("kept is known to")) << known.name;
+  }
+}
+
 TEST(ScheduleLists, MessagesStandWhereTheyHappen) {
   EXPECT_EQ(to_string(lower(one_f_one_b(2, 2), {.ahead = 0})),
             "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\nrank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1\n");
@@ -94,6 +111,41 @@ TEST(ScheduleLists, MessagesStandWhereTheyHappen) {
             "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1\nrank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1\n");
   // The turn of a V stays on its rank.
   EXPECT_EQ(to_string(lower(zb_v(1, 1), {})), "rank 0: 0F0 1F0 1I0 1W0 0I0 0W0\n");
+}
+
+/// What the last stage's late update needs of the first stage, whose backward of the same micro-batch comes later, stands before what brings the last stage its
+/// next micro-batch: where two versions of the weights are enough (PipeDream-2BW), and under vertical sync. Where stages disagree it cannot.
+TEST(ScheduleLists, LateUpdatesOfTheLastStageWaitForNothing) {
+  const auto waits = [](const Schedule& schedule) {
+    const int last = schedule.stages() - 1;
+    const auto& of_first = schedule.actions.front();
+    const auto place = [&](Kind kind, int micro_batch) {
+      return std::ranges::find_if(of_first, [&](const Action& action) { return action.kind == kind && action.micro_batch == micro_batch; }) - of_first.begin();
+    };
+    bool waits = false;
+    int summed = -1;  // the last micro-batch of the newest update
+    for (const Action& action : schedule.actions.back()) {
+      if (action.stage != last) continue;
+      if (action.kind == Kind::Update) summed = action.micro_batch;
+      if (action.kind == Kind::Forward && summed >= 0) waits |= place(Kind::Forward, action.micro_batch) < place(Kind::Backward, summed);
+    }
+    return waits;
+  };
+  for (int p = 2; p <= 8; ++p) {
+    for (int m = 1; m <= 16; ++m) {
+      for (const Schedule& schedule : {pipedream(p, m, /*vertical_sync=*/true), pipedream_2bw(p, m), pipedream_2bw(p, m, p + 2)}) {
+        const Schedule late = with_late_updates(schedule, p - 1);
+        check(late);
+        EXPECT_FALSE(waits(late)) << to_string(late);
+        const auto versions = measure(late, simulate(late)).weight_versions;
+        EXPECT_EQ(versions.back(), 1) << to_string(late);
+      }
+      if (m > 1) EXPECT_TRUE(waits(with_late_updates(pipedream(p, m), p - 1)));
+    }
+  }
+  EXPECT_EQ(to_string(with_late_updates(pipedream_2bw(2, 5), 1)),
+            "rank 0: 0F0 0F1 0B0 0F2 0B1 0UPDATE1@1 0F3 0B2 0F4@1 0B3 0UPDATE3@2 0B4@1 0UPDATE4@3\n"
+            "rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1UPDATE1@1 1F4@1 1B4@1 1UPDATE3@2 1UPDATE4@3\n");
 }
 
 TEST(ScheduleLists, ShardedStagesAreGatheredForTheirUse) {

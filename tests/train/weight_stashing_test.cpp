@@ -10,6 +10,7 @@
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tests/comm/order_alone.h"
 #include "tests/refusal.h"
 #include "tests/train/resume_fixture.h"
 
@@ -56,11 +57,17 @@ class Asynchronous : public TrainFixture {
     Trace trace;
     RankScope scope(config, 1);
     const PipelineLayout layout = pipeline_layout(config, p);
-    const auto model = on_meta([&] { return make_model(config.model); });
+    ModelConfig apart = config.model;
+    apart.tie_embeddings = false;  // two tensors, so that the terms of the two ends are seen
+    const auto model = on_meta([&] { return make_model(apart); });
     const precision::Policy policy = precision::policy_from(config.precision);
     const auto seed = static_cast<uint64_t>(config.run.seed);
     precision::apply(*model, policy);
     materialize(*model, seed, at::kCPU);
+    if (config.model.tie_embeddings) {
+      const at::NoGradGuard no_grad;
+      model->head()->weight.copy_(model->named_parameters()["embed_tokens.weight"]);
+    }
     std::vector<ModelPart> parts;
     std::vector<std::vector<std::vector<at::Tensor>>> versions;  // of each stage, of its parameters
     std::vector<std::vector<nn::NamedParameter>> newest;
@@ -123,10 +130,12 @@ class Asynchronous : public TrainFixture {
             sum += one(config, parts, micro, step, 1.0 / static_cast<double>(tokens));
           }
         }
+        if (config.model.tie_embeddings) sum_both_ends(newest, used);
         for (int s = 0; s < p; ++s) {
           for (size_t i = 0; i < newest[s].size(); ++i) {
             newest[s][i].tensor.mutable_grad() = used[s][i].grad();
-            squares += used[s][i].grad().to(at::kDouble).square().sum().item<double>();
+            const bool counted = !config.model.tie_embeddings || newest[s][i].name != "head.weight";
+            if (counted) squares += used[s][i].grad().to(at::kDouble).square().sum().item<double>();
           }
           optimizers[s]->step(rate.at(step));
         }
@@ -138,7 +147,24 @@ class Asynchronous : public TrainFixture {
     for (const auto& stage : newest) {
       for (const auto& parameter : stage) trace.weights[parameter.name] = parameter.tensor.detach();
     }
+    if (config.model.tie_embeddings) {
+      EXPECT_TRUE(at::equal(trace.weights.at("head.weight"), trace.weights.at("embed_tokens.weight")));
+      trace.weights.erase("head.weight");
+    }
     return trace;
+  }
+
+  /// Of an update: the head's term, then the embedding's, each summed over its micro-batches before; both ends get the sum.
+  static void sum_both_ends(const std::vector<std::vector<nn::NamedParameter>>& names, std::vector<std::vector<at::Tensor>>& used) {
+    std::vector<at::Tensor*> ends;
+    for (size_t s = names.size(); s-- > 0;) {
+      for (size_t i = 0; i < names[s].size(); ++i) {
+        if (names[s][i].name == "head.weight" || names[s][i].name == "embed_tokens.weight") ends.push_back(&used[s][i]);
+      }
+    }
+    ASSERT_EQ(ends.size(), 2);
+    const at::Tensor sum = ends[0]->grad() + ends[1]->grad();
+    for (at::Tensor* const end : ends) end->mutable_grad() = sum.clone();
   }
 
   static double one(const Config& config, std::vector<ModelPart>& parts, const data::MicroBatch& micro, int64_t step, double scale) {
@@ -157,6 +183,8 @@ class Asynchronous : public TrainFixture {
 
   void expect_lists(const std::string& family, int p, const Sets& sets = {}) const {
     for (const StaleRule& rule : stale_rules()) {
+      const bool tied = std::ranges::find(sets, "model.tie_embeddings=true") != sets.end();
+      if (tied && rule.name == "pipedream") continue;  // refused
       Sets all{"mesh.pp=" + std::to_string(p)};
       all.insert(all.end(), rule.sets.begin(), rule.sets.end());
       all.insert(all.end(), sets.begin(), sets.end());
@@ -183,6 +211,21 @@ TEST_F(Asynchronous, UnevenStagesDropoutAndRecomputation) {
   expect_lists("mlp", 2, {"batch.global_size=1"});  // fewer micro-batches than stages
 }
 
+/// The two ends' terms are summed once for each version, wherever they are computed with it.
+TEST_F(Asynchronous, TiedEmbeddingsAreOneParameterInEveryVersion) {
+  const Sets tied{"model.tie_embeddings=true"};
+  for (const int p : {2, 3, 4}) expect_lists("llama", p, tied);
+  expect_lists("gpt2", 3, {tied[0], "pipeline.split=[\"3\", \"1\", \"1\"]", "model.dropout=0.1", "recompute.mode=full"});
+  expect_lists("llama", 3, {tied[0], "batch.global_size=2"});  // fewer micro-batches than stages
+  expect_lists("llama", 2, {tied[0], "precision.compute=bf16", "optim.name=sgd", "optim.momentum=0.5"});
+}
+
+/// On an engine that matches messages by their order alone: those of a sum that goes on for several micro-batches have groups of their own.
+TEST_F(Asynchronous, TiedEmbeddingsWhereMessagesMeetByTheirOrderAlone) {
+  decorators_ = {testing_support::order_alone()};
+  for (const int p : {2, 3}) expect_lists("llama", p, {"model.tie_embeddings=true"});
+}
+
 TEST_F(Asynchronous, SixteenBitProducts) { expect_lists("llama", 2, {"precision.compute=bf16", "optim.name=sgd", "optim.momentum=0.5"}); }
 
 TEST_F(Asynchronous, LargerGroupsOfPipeDream2BW) {
@@ -197,7 +240,9 @@ TEST_F(Asynchronous, LargerGroupsOfPipeDream2BW) {
 /// Data ranks sum in another order, and layers that are cut round otherwise; SGD makes of that what it is.
 TEST_F(Asynchronous, DataRanksAndCutLayersWithinBounds) {
   for (const StaleRule& rule : stale_rules()) {
-    for (const auto& [world, sets] : std::vector<std::pair<int, Sets>>{{4, {"mesh.dp_replicate=2"}}, {4, {"mesh.tp=2", "tensor.sequence_parallel=true"}}}) {
+    const std::string tied = rule.name == "pipedream" ? "model.tie_embeddings=false" : "model.tie_embeddings=true";
+    for (const auto& [world, sets] : std::vector<std::pair<int, Sets>>{
+             {4, {"mesh.dp_replicate=2"}}, {4, {"mesh.tp=2", "tensor.sequence_parallel=true"}}, {4, {"mesh.dp_replicate=2", tied}}, {4, {"mesh.tp=2", tied}}}) {
       Sets all{"mesh.pp=2", "optim.name=sgd", "optim.lr=0.05", "optim.momentum=0.5"};
       all.insert(all.end(), rule.sets.begin(), rule.sets.end());
       all.insert(all.end(), sets.begin(), sets.end());
@@ -244,6 +289,11 @@ TEST_F(AsynchronousResume, GoesOnBitForBit) {
   const testing_support::Layout layout{
       "pipedream", 2, {"mesh.pp=2", "pipeline.schedule=pipedream", "model.tie_embeddings=false", "optim.max_grad_norm=0", "optim.lr=3e-3"}};
   expect_goes_on(layout, layout, {}, 0, run_saving(layout, {}));
+  const testing_support::Layout tied{
+      "pipedream tied",
+      2,
+      {"mesh.pp=2", "pipeline.schedule=pipedream", "pipeline.vertical_sync=true", "model.tie_embeddings=true", "optim.max_grad_norm=0", "optim.lr=3e-3"}};
+  expect_goes_on(tied, tied, {}, 0, run_saving(tied, {}));
 }
 
 TEST_F(Asynchronous, WhatCannotBeRightIsRefusedByName) {
@@ -261,6 +311,10 @@ TEST_F(Asynchronous, WhatCannotBeRightIsRefusedByName) {
                                                           {{"model.tie_embeddings=true"}, "model.tie_embeddings = false"}};
   for (const auto& [sets, way_out] : refused) {
     EXPECT_THAT(refusal(sets), AllOf(HasSubstr("pipeline.schedule = pipedream"), HasSubstr("set " + way_out), HasSubstr("pipeline.schedule = 1f1b")));
+  }
+  EXPECT_THAT(refusal({"model.tie_embeddings=true"}), HasSubstr("set pipeline.vertical_sync = true, pipeline.schedule = pipedream_2bw"));
+  for (const char* schedule : {"pipeline.vertical_sync=true", "pipeline.schedule=pipedream_2bw"}) {
+    EXPECT_NO_THROW(validate(piped("llama", {"mesh.pp=2", "pipeline.schedule=pipedream", "model.tie_embeddings=true", schedule}), 2)) << schedule;
   }
   const Config groups = piped("llama", {"mesh.pp=4", "pipeline.schedule=pipedream_2bw", "pipeline.per_update=3"});
   EXPECT_THAT(testing_support::refusal([&] { check_pipeline(groups, mesh_shape(groups.mesh, 0, 4)); }),

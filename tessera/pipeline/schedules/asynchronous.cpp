@@ -3,6 +3,7 @@
 // forward, which the stage has to keep until then.
 
 #include <algorithm>
+#include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/generators.h"
@@ -45,6 +46,23 @@ Schedule pipedream_2bw(int ranks, int micro_batches, int per_update) {
   return with_updates(
       "pipedream_2bw", ranks, micro_batches, [&](int, int micro_batch) { return std::max(0, micro_batch / per_update - 1); },
       [&](int micro_batch) { return (micro_batch + 1) % per_update == 0 || micro_batch + 1 == micro_batches; });
+}
+
+Schedule with_late_updates(Schedule schedule, int stage) {
+  RankActions& actions = schedule.actions[static_cast<size_t>(schedule.rank_of[static_cast<size_t>(stage)])];
+  RankActions updates, late;
+  for (const Action& action : actions) {
+    if (action.kind == Kind::Update && action.stage == stage) updates.push_back(action);
+  }
+  auto next = updates.begin();
+  for (const Action& action : actions) {
+    if (action.kind == Kind::Update && action.stage == stage) continue;
+    while (action.stage == stage && action.computes() && next != updates.end() && next->version <= action.version) late.push_back(*next++);
+    late.push_back(action);
+  }
+  late.insert(late.end(), next, updates.end());
+  actions = std::move(late);
+  return schedule;
 }
 
 }  // namespace tessera::schedules

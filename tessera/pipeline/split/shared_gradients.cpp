@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -13,70 +12,59 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/names.h"
+#include "tessera/pipeline/tied.h"
 
 namespace tessera::pipeline {
 
 namespace {
 
-/// A parameter of which several ranks hold a copy.
+/// A parameter of which several ranks of the pipeline hold a copy.
 struct Copies {
   const tape::SharedParameter* shared;
-  std::vector<int> holders;  ///< ranks, that of the first stage first
-  at::Tensor mine{};         ///< undefined where this rank holds none
+  std::vector<int> holders;  ///< ranks of the pipeline, that of the first stage first
+  TiedCopies::Copy mine{.holder = -1, .tensor = {}};
+  bool in_part = false;  ///< a wrapper keeps this rank's part of its gradient, in memory that every step writes anew
+
+  SummedGradients::State summed(const SplitModel& model) const { return in_part ? SummedGradients::State::Own : model.summed().of(shared->name, mine.tensor); }
 };
 
-enum CopyState : int64_t { HasGradient = 1, Trained = 2, InParts = 4, Summed = 8, Added = 16 };
+enum CopyState : int64_t { HasGradient = 1, Trained = 2, Held = 4, Summed = 8, Added = 16 };
 
-/// Of what an optimizer updates in the parameter's place there is a part on each rank.
-bool is_in_parts(const at::Tensor& parameter) {
+/// What an optimizer updates in the parameter's place: itself, or this rank's part of it.
+at::Tensor updated_in_place_of(const at::Tensor& parameter) {
   const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
   const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
-  return owner != nullptr && std::ranges::none_of(owner->updated(), [&](const auto& updated) { return updated.tensor.is_same(parameter); });
+  if (owner == nullptr) return parameter;
+  for (const auto& updated : owner->updated()) {
+    if (nn::updated_for(updated.tensor).is_same(parameter)) return updated.tensor;
+  }
+  return parameter;
 }
 
-int64_t state_of_copy(const at::Tensor& parameter, SummedGradients::State summed) {
-  return (parameter.grad().defined() ? HasGradient : 0) | (parameter.requires_grad() ? Trained : 0) | (is_in_parts(parameter) ? InParts : 0) |
+int64_t state_of_copy(const at::Tensor& copy, SummedGradients::State summed) {
+  return Held | (copy.grad().defined() && copy.numel() > 0 ? HasGradient : 0) | (copy.requires_grad() ? Trained : 0) |
          (summed == SummedGradients::State::Summed ? Summed : 0) | (summed == SummedGradients::State::Added ? Added : 0);
 }
 
 /// Whether there is something to sum: said alike on every rank, or refused on every one.
-bool is_to_sum(const Copies& copies, const std::vector<int64_t>& state_of_rank) {
+bool is_to_sum(const Copies& copies, const comm::Group& ranks, const std::vector<int64_t>& states) {
   bool any = false, all_summed = true, any_summed = false;
-  for (const int rank : copies.holders) {
-    const int64_t state = state_of_rank[static_cast<size_t>(rank)], first = state_of_rank[static_cast<size_t>(copies.holders.front())];
-    require(!(state & InParts), "pipeline: '", copies.shared->name, "' is shared by stages on several ranks, and on rank ", rank,
-            " a wrapper keeps its gradient in parts, which do not meet; wrap such a stage in DistributedDataParallel, or split so that one rank holds it");
-    require((state & Trained) == (first & Trained), "pipeline: '", copies.shared->name, "' is one parameter that stages on several ranks hold, and is ",
-            first & Trained ? "trained" : "frozen", " on rank ", copies.holders.front(), " and not on rank ", rank, "; set requires_grad of all copies alike");
-    any |= (state & Trained) && (state & HasGradient);
-    all_summed = all_summed && (state & Summed);
-    any_summed |= (state & (Summed | Added)) != 0;
+  const auto first = std::ranges::find_if(states, [](int64_t state) { return (state & Held) != 0; });
+  for (auto state = first; state != states.end(); ++state) {
+    if (!(*state & Held)) continue;
+    const auto rank = [&](auto position) { return ranks.world_rank(static_cast<int>(position - states.begin())); };
+    require((*state & Trained) == (*first & Trained), "pipeline: '", copies.shared->name, "' is one parameter that stages on several ranks hold, and is ",
+            *first & Trained ? "trained" : "frozen", " on rank ", rank(first), " and not on rank ", rank(state), "; set requires_grad of all copies alike");
+    any |= (*state & Trained) && (*state & HasGradient);
+    all_summed = all_summed && (*state & Summed);
+    any_summed |= (*state & (Summed | Added)) != 0;
   }
   require(
       !any_summed || all_summed, "pipeline: the gradient of '", copies.shared->name,
       "', which stages on several ranks hold, was summed by sum_shared_gradients, and has had more from backward passes since, without a zero_grad: what was "
       "summed would count once for each rank; call it once a step, behind the last run of an executor");
   return any && !all_summed;
-}
-
-void sum_copies(const Copies& copies, const comm::Group& ranks) {
-  at::Tensor& gradient = copies.mine.mutable_grad();
-  if (!gradient.defined()) gradient = at::zeros_like(copies.mine);
-  if (ranks.rank() != copies.holders.front()) {
-    comm::send(ranks, gradient, copies.holders.front());
-    const at::Tensor sum = at::empty_like(gradient, at::MemoryFormat::Contiguous);
-    comm::recv(ranks, sum, copies.holders.front());
-    gradient.copy_(sum);
-    return;
-  }
-  at::Tensor sum;
-  for (size_t i = copies.holders.size(); i-- > 1;) {
-    const at::Tensor term = at::empty_like(gradient, at::MemoryFormat::Contiguous);
-    comm::recv(ranks, term, copies.holders[i]);
-    sum = sum.defined() ? sum + term : term;
-  }
-  gradient.copy_(sum + gradient);
-  for (size_t i = copies.holders.size(); i-- > 1;) comm::send(ranks, gradient, copies.holders[i]);
 }
 
 }  // namespace
@@ -90,30 +78,40 @@ std::vector<int> holders_of(const tape::SharedParameter& shared, const schedules
   return holders;
 }
 
-void sum_shared_gradients(const SplitModel& model, const schedules::Schedule& schedule, const comm::Group& ranks) {
+void sum_shared_gradients(const SplitModel& model, const schedules::Schedule& schedule, const comm::Group& pipeline, const comm::Group& everyone) {
   std::vector<Copies> all;
   for (const tape::SharedParameter& shared : model.shared()) {
     Copies copies{.shared = &shared, .holders = holders_of(shared, schedule)};
     if (copies.holders.size() < 2) continue;
-    if (std::ranges::find(copies.holders, ranks.rank()) != copies.holders.end())
-      copies.mine = model.module(schedule.stages_of(ranks.rank()))->named_parameters()[shared.name];
+    if (const auto found = std::ranges::find(copies.holders, pipeline.rank()); found != copies.holders.end()) {
+      const at::Tensor parameter = model.module(schedule.stages_of(pipeline.rank()))->named_parameters()[shared.name];
+      copies.mine = {.holder = static_cast<int>(found - copies.holders.begin()), .tensor = updated_in_place_of(parameter)};
+      copies.in_part = !copies.mine.tensor.is_same(parameter);
+    }
     all.push_back(std::move(copies));
   }
   if (all.empty()) return;
+  const comm::Group& ranks = everyone.size() > 1 ? everyone : pipeline;
   const auto count = static_cast<int64_t>(all.size());
   const at::Tensor mine = at::zeros({count}, at::kLong), states = at::empty({ranks.size(), count}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
-    if (const Copies& copies = all[static_cast<size_t>(i)]; copies.mine.defined())
-      mine.mutable_data_ptr<int64_t>()[i] = state_of_copy(copies.mine, model.summed().of(copies.shared->name, copies.mine));
+    const Copies& copies = all[static_cast<size_t>(i)];
+    if (const at::Tensor& copy = copies.mine.tensor; copy.defined()) {
+      mine.mutable_data_ptr<int64_t>()[i] = state_of_copy(copy, copies.summed(model));
+    }
   }
   comm::all_gather(ranks, states, mine);
   for (int64_t i = 0; i < count; ++i) {
     std::vector<int64_t> of_rank;
     for (int rank = 0; rank < ranks.size(); ++rank) of_rank.push_back(states.const_data_ptr<int64_t>()[rank * count + i]);
     const Copies& copies = all[static_cast<size_t>(i)];
-    if (!is_to_sum(copies, of_rank) || !copies.mine.defined()) continue;
-    sum_copies(copies, ranks);
-    model.summed().note(copies.shared->name, copies.mine);
+    if (!is_to_sum(copies, ranks, of_rank)) continue;
+    const at::Tensor& copy = copies.mine.tensor;
+    TiedCopies tied(ranks, static_cast<int>(copies.holders.size()), copy.defined() ? std::vector{copies.mine} : std::vector<TiedCopies::Copy>());
+    tied.check_complete(copies.shared->name);
+    if (copy.defined() && !copy.grad().defined()) copy.mutable_grad() = at::zeros_like(copy);
+    tied.sum();
+    if (copy.defined() && !copies.in_part) model.summed().note(copies.shared->name, copy);
   }
 }
 
