@@ -32,6 +32,8 @@ void validate_precision(const Config& config);
 
 /// What schedules that update weights in the midst of a step ask of other sections. Throws ConfigError.
 void validate_asynchronous(const Config& config, int stages);
+/// A tied weight, of which two stages have a copy each, must be updated alike on both. Throws ConfigError.
+void validate_tied_update(const Config& config, int stages);
 
 /// A field's type in messages and documentation.
 template <class T>

@@ -23,8 +23,9 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
   const bool pipelined = config.mesh.pp != 1;
   return {
-      {optim.name != "sgd", with("optim.name", optim.name), {"optim.momentum"}},
-      {optim.name == "sgd", with("optim.name", optim.name), {"optim.betas", "optim.eps"}},
+      {optim.name != "sgd" && optim.name != "adafactor", with("optim.name", optim.name), {"optim.momentum"}},
+      {optim.name == "sgd" || optim.name == "adafactor", with("optim.name", optim.name), {"optim.betas"}},
+      {optim.name == "sgd" || optim.name == "lion", with("optim.name", optim.name), {"optim.eps"}},
       {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
       {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
       {checkpoint.dir.empty() || !checkpoint.async, "without checkpoint.async", {"checkpoint.staging_bytes"}},

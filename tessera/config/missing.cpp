@@ -30,7 +30,7 @@ void refuse_missing_techniques(const Config& config) {
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
       {"mesh.expert_tp", std::to_string(config.mesh.expert_tp), {"1"}, "the experts' own tensor parallelism"},
       {"data.documents", config.data.documents, {"none"}, "packing documents"},
-      {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
+      {"optim.name", config.optim.name, {"adamw", "sgd", "lion", "adafactor", "adam8bit"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {
     if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;

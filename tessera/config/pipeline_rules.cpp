@@ -34,5 +34,12 @@ void validate_asynchronous(const Config& config, int stages) {
       "for the other every time; set pipeline.vertical_sync = true, pipeline.schedule = pipedream_2bw, or set model.tie_embeddings = false", or_synchronous);
 }
 
+void validate_tied_update(const Config& config, int stages) {
+  if (stages == 1 || !config.model.tie_embeddings || config.zero.stage == 0) return;
+  require(config.optim.name != "adafactor", "optim.name = adafactor: scales an update by sums over the whole tensor, which ranks add up in the order of their ",
+          "parts; with model.tie_embeddings = true the first and the last stage cut theirs at other places, and their copies would part in the last bit; set ",
+          "zero.stage = 0, model.tie_embeddings = false or another optim.name");
+}
+
 }  // namespace detail
 }  // namespace tessera

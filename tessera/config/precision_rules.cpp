@@ -75,6 +75,9 @@ void validate_loss_scale(const Config& config) {
 
 void validate_precision(const Config& config) {
   validate_weights(config.precision);
+  require(config.precision.master != "bf16" || config.optim.name == "adamw" || config.optim.name == "sgd",
+          "precision.master = bf16: optim.name = ", config.optim.name,
+          " has no update with stochastic rounding; set precision.master = fp32, or optim.name = adamw or sgd");
   validate_head(config);
   validate_reduce(config);
   validate_loss_scale(config);

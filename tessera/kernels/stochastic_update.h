@@ -5,18 +5,12 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/core/rng.h"
+#include "tessera/kernels/element_run.h"
 
 /// Optimizer steps on bf16 tensors: each element is read, updated in fp32, and rounded stochastically: up with the probability of the part that bf16 cannot
 /// hold, so that the expected value is exact and small updates are not lost, in expectation (arXiv:2010.06192). The randomness of an element is a function of
 /// the generator and of the element's index in the logical tensor, so neither threads nor the way a tensor is cut over ranks show in the bits.
 namespace tessera::kernels {
-
-/// Consecutive elements of the logical tensor that lie one after the other in memory, too.
-struct ElementRun {
-  int64_t offset = 0;  ///< of the first, in the local tensors' memory
-  int64_t count = 0;
-  uint64_t first_index = 0;  ///< of the first, in the logical tensor
-};
 
 struct StochasticAdamW {
   double lr = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;

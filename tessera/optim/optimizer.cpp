@@ -10,7 +10,10 @@
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/optim/adafactor.h"
+#include "tessera/optim/adam8bit.h"
 #include "tessera/optim/adamw.h"
+#include "tessera/optim/lion.h"
 #include "tessera/optim/sgd.h"
 
 namespace tessera::optim {
@@ -40,33 +43,52 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
   counts_.resize(parameters_.size(), 0);
 }
 
-void Optimizer::step(double lr) {
-  const c10::NoGradGuard no_grad;
+std::vector<Optimizer::Batch> Optimizer::batches(std::vector<std::pair<at::Tensor, at::Tensor>>& apart) {
+  std::vector<Batch> batches;
   size_t index = 0;
   for (const auto& group : groups_) {
-    Batch batch;
+    Batch& batch = batches.emplace_back();
     batch.weight_decay = group.weight_decay;
-    std::vector<std::pair<at::Tensor, at::Tensor>> apart;  // parameters with gaps, and what is updated in their place
     for (const auto& parameter : group.parameters) {
       const size_t i = index++;
       at::Tensor gradient = parameter.tensor.grad();
       if (!gradient.defined()) continue;
       // The fused operators walk these memories side by side, from one end to the other.
       at::Tensor updated = parameter.tensor;
-      if (!updated.is_non_overlapping_and_dense()) {
-        updated = at::empty_like(updated).copy_(updated);
+      if (by_rows() ? !updated.is_contiguous() : !updated.is_non_overlapping_and_dense()) {
+        updated = at::empty_like(updated, by_rows() ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve).copy_(updated);
         apart.emplace_back(parameter.tensor, updated);
       }
-      if (gradient.strides() != updated.strides()) gradient = at::empty_like(updated).copy_(gradient);
+      if (gradient.strides() != updated.strides()) gradient = at::empty_like(updated, gradient.options()).copy_(gradient);
       hold(i);
       batch.indices.push_back(i);
       batch.parameters.push_back(std::move(updated));
       batch.gradients.push_back(std::move(gradient));
-      ++counts_[i];
     }
-    if (!batch.indices.empty()) update(batch, lr);
-    for (auto& [parameter, updated] : apart) parameter.copy_(updated);
   }
+  return batches;
+}
+
+void Optimizer::step(double lr) {
+  begin(lr);
+  apply(lr);
+}
+
+void Optimizer::begin(double lr) {
+  if (!needs_begin()) return;
+  const c10::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> read;
+  prepare(batches(read), lr);
+}
+
+void Optimizer::apply(double lr) {
+  const c10::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> apart;
+  for (const Batch& batch : batches(apart)) {
+    for (const size_t i : batch.indices) ++counts_[i];
+    if (!batch.indices.empty()) update(batch, lr);
+  }
+  for (auto& [parameter, updated] : apart) parameter.copy_(updated);
 }
 
 void Optimizer::hold_state(const std::map<std::string, int64_t>& counts) {
@@ -119,11 +141,16 @@ std::vector<StateTensor> Optimizer::named_state(const std::string& state, const 
   return named;
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters) {
+std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model) {
   auto groups = decay_groups(parameters, config.decay_on, config.weight_decay);
-  if (config.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{config.betas[0], config.betas[1], config.eps});
-  require(config.name == "sgd", "optim.name = ", config.name, ": not built yet; available: adamw, sgd");
-  return std::make_unique<Sgd>(std::move(groups), SgdOptions{config.momentum});
+  const auto [beta1, beta2] = config.betas;
+  if (config.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{beta1, beta2, config.eps});
+  if (config.name == "sgd") return std::make_unique<Sgd>(std::move(groups), SgdOptions{config.momentum});
+  if (config.name == "lion") return std::make_unique<Lion>(std::move(groups), LionOptions{beta1, beta2});
+  if (config.name == "adafactor")
+    return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = config.eps, .momentum = config.momentum}, std::move(model));
+  if (config.name == "adam8bit") return std::make_unique<Adam8bit>(std::move(groups), AdamWOptions{beta1, beta2, config.eps}, std::move(model));
+  throw ConfigError(detail::concat("optim.name = ", config.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit"));
 }
 
 }  // namespace tessera::optim

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 #include "tessera/config/config.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/optim/whole_model.h"
 
 namespace tessera::optim {
 
@@ -24,12 +26,13 @@ struct ParameterGroup {
 /// norms are not) and leaves the rest undecayed; `all` decays every one. Decided by the logical shape, so a flat shard of a matrix decays as well.
 std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& parameters, const std::string& decay_on, double weight_decay);
 
-/// One tensor of optimizer state; it lies over its parameter element by element, so it has the parameter's slice.
+/// One tensor of optimizer state. Most lie over their parameter element by element, and have its slice; sums of rows and scales of blocks are logical tensors
+/// of their own, of which a rank has what its elements need.
 struct StateTensor {
   std::string parameter;  ///< logical name of the parameter
   std::string state;      ///< libtorch's name for it: exp_avg, exp_avg_sq, momentum_buffer
-  at::Tensor tensor;      ///< rank-local, shaped like the rank-local parameter
-  Slice slice;            ///< the parameter's slice
+  at::Tensor tensor;      ///< rank-local
+  Slice slice;            ///< what it is of the logical tensor
 };
 
 /// Updates parameters in place from their `grad()`; parameters without a gradient are left alone, state included, as torch.optim does.
@@ -39,11 +42,18 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
 
-  /// torch.optim's name in lower case: "adamw", "sgd".
+  /// What `optim.name` calls it: "adamw", "sgd".
   virtual std::string kind() const = 0;
 
-  /// One update with learning rate `lr`. Gradients are read, never changed.
+  /// One update with learning rate `lr`. Gradients are read, never changed. Collective over WholeModel::meet's ranks where the optimizer has such.
   void step(double lr);
+
+  /// step() in two: what has to be known of all gradients together (sums over a matrix, scales of blocks), on every rank and once a step; then the update of
+  /// the parameters that have a gradient by now, which may be called for some of them at a time.
+  void begin(double lr);
+  void apply(double lr);
+  /// Whether begin() has anything to do.
+  virtual bool needs_begin() const { return false; }
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
@@ -70,6 +80,10 @@ class Optimizer {
   explicit Optimizer(std::vector<ParameterGroup> groups);
 
   virtual void update(const Batch& batch, double lr) = 0;
+  /// Of all groups, before any is updated; update number counts_ + 1 of each. Called on every rank, where needs_begin().
+  virtual void prepare(const std::vector<Batch>& /*batches*/, double /*lr*/) {}
+  /// Whether what is updated has to be contiguous, not only without gaps: where memory is read by rows.
+  virtual bool by_rows() const { return false; }
   virtual void counts_changed() {}        ///< after set_update_counts
   virtual void hold(size_t /*index*/) {}  ///< makes the state of this parameter, unless it is there
 
@@ -79,12 +93,16 @@ class Optimizer {
   /// Of those that are there.
   std::vector<StateTensor> named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const;
 
+  /// Of these parameters, as of now: what has a gradient, by groups; `apart`: parameters with gaps, and what is updated in their place.
+  std::vector<Batch> batches(std::vector<std::pair<at::Tensor, at::Tensor>>& apart);
+
   std::vector<ParameterGroup> groups_;
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
   std::vector<int64_t> counts_;                 ///< updates of each of parameters_
 };
 
-/// Builds what `optim.name` names, for parameters that appear once each (nn::unique_parameters). Throws ConfigError on a name that is not available.
-std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);
+/// Builds what `optim.name` names, for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest, where they are parts. Throws
+/// ConfigError on a name that is not available.
+std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model = {});
 
 }  // namespace tessera::optim

@@ -46,6 +46,16 @@ size_t MasterWeights::staged_end(const Batch& batch, size_t begin) const {
   return end;
 }
 
+void MasterWeights::prepare(const std::vector<Batch>& batches, double lr) {
+  for (const Batch& batch : batches) {
+    for (size_t i = 0; i < batch.indices.size(); ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i];
+  }
+  inner_->begin(lr);
+  for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) masters_[index].tensor.mutable_grad() = at::Tensor();
+  }
+}
+
 void MasterWeights::update(const Batch& batch, double lr) {
   for (size_t begin = 0; begin < batch.indices.size();) {
     const size_t end = staged_end(batch, begin);
@@ -53,7 +63,7 @@ void MasterWeights::update(const Batch& batch, double lr) {
       const MemoryScope staging(MemoryCategory::Other);
       for (size_t i = begin; i < end; ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i].to(at::kFloat);
     }
-    inner_->step(lr);  // parameters without a gradient, all others, are left alone
+    inner_->apply(lr);  // parameters without a gradient, all others, are left alone
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& master = masters_[batch.indices[i]].tensor;
       batch.parameters[i].copy_(master);
@@ -66,11 +76,12 @@ void MasterWeights::update(const Batch& batch, double lr) {
 void MasterWeights::counts_changed() { inner_->set_update_counts(update_counts()); }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config, const Policy& policy, uint64_t seed,
-                                                 const std::vector<nn::NamedParameter>& parameters) {
+                                                 const std::vector<nn::NamedParameter>& parameters, optim::WholeModel model) {
   if (policy.rounds_stochastically()) return make_stochastic_rounding(config, seed, parameters);
-  if (!policy.has_masters()) return optim::make_optimizer(config, parameters);
-  return std::make_unique<MasterWeights>(optim::decay_groups(parameters, config.decay_on, config.weight_decay),
-                                         [&](const std::vector<nn::NamedParameter>& masters) { return optim::make_optimizer(config, masters); });
+  if (!policy.has_masters()) return optim::make_optimizer(config, parameters, std::move(model));
+  return std::make_unique<MasterWeights>(
+      optim::decay_groups(parameters, config.decay_on, config.weight_decay),
+      [&](const std::vector<nn::NamedParameter>& masters) { return optim::make_optimizer(config, masters, std::move(model)); });
 }
 
 }  // namespace tessera::precision

@@ -32,10 +32,12 @@ class MasterWeights final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
+  bool needs_begin() const override { return inner_->needs_begin(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
 
  private:
   void update(const Batch& batch, double lr) override;
+  void prepare(const std::vector<Batch>& batches, double lr) override;
   void counts_changed() override;
   size_t staged_end(const Batch& batch, size_t begin) const;
 
@@ -44,8 +46,9 @@ class MasterWeights final : public optim::Optimizer {
 };
 
 /// The optimizer that `config` names, as `policy` wants its numbers kept: plain for fp32 weights, MasterWeights, or StochasticRounding (drawn from `seed`).
-/// `parameters` appear once each and have their values; they may be whole or a rank's slices. Throws ConfigError on what is not available.
+/// `parameters` appear once each and have their values; they may be whole or a rank's slices (`model`: optim::make_optimizer). Throws ConfigError on what is
+/// not available.
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config, const Policy& policy, uint64_t seed,
-                                                 const std::vector<nn::NamedParameter>& parameters);
+                                                 const std::vector<nn::NamedParameter>& parameters, optim::WholeModel model = {});
 
 }  // namespace tessera::precision

@@ -1,11 +1,11 @@
 #include "tessera/precision/stochastic_rounding.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/kernels/stochastic_update.h"
+#include "tessera/optim/element_runs.h"
 
 // The random number that rounds an element belongs to the element, not to the rank or the loop that happens to update it: it is drawn from the element's
 // logical index. A loop over a rank's memory therefore goes by stretches that are consecutive in memory and in the logical tensor at once. The number of the
@@ -17,28 +17,6 @@ namespace {
 
 using kernels::ElementRun;
 
-/// Stretches that are consecutive both in the rank-local tensor and in the logical one.
-std::vector<ElementRun> runs_of(const Slice& slice) {
-  std::vector<ElementRun> runs;
-  const auto local_shape = slice.local_shape();
-  for (size_t i = 0; i < slice.boxes.size(); ++i) {
-    // Both walk the box in row-major order, each in pieces of its own length.
-    std::vector<std::pair<int64_t, int64_t>> logical;
-    for_each_run(slice.shape, slice.boxes[i], [&](int64_t first, int64_t count) { logical.emplace_back(first, count); });
-    size_t at = 0;
-    for_each_run(local_shape, slice.local_box(i), [&](int64_t first, int64_t count) {
-      while (count > 0) {
-        auto& [index, left] = logical[at];
-        const int64_t size = std::min(count, left);
-        runs.push_back({.offset = first, .count = size, .first_index = static_cast<uint64_t>(index)});
-        first += size, count -= size, index += size, left -= size;
-        if (left == 0) ++at;
-      }
-    });
-  }
-  return runs;
-}
-
 /// What the optimizers share: the runs of each parameter, and its random numbers of each update.
 class StochasticRounding : public optim::Optimizer {
  public:
@@ -46,7 +24,7 @@ class StochasticRounding : public optim::Optimizer {
     for (const auto& parameter : parameters_) {
       invariant(parameter.tensor.scalar_type() == at::kBFloat16 && parameter.tensor.is_contiguous(), "stochastic rounding: '", parameter.name,
                 "' must be bf16 and contiguous");
-      runs_.push_back(runs_of(nn::slice_of(parameter.tensor)));
+      runs_.push_back(optim::element_runs(nn::slice_of(parameter.tensor)));
     }
   }
 

@@ -8,6 +8,8 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/data_parallel/batch_coupling.h"
@@ -18,6 +20,7 @@
 #include "tessera/models/mixture.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/embedding.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
@@ -95,6 +98,33 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
     for (auto& parameter : nn::unique_parameters(*root)) all.push_back(std::move(parameter));
   }
   return all;
+}
+
+/// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters.
+optim::WholeModel whole_model(const Composition& run, at::Device device) {
+  optim::WholeModel whole;
+  std::set<std::string> named, counted;
+  for (const auto& parameter : run.parameters) {
+    if (nn::follows(parameter.tensor) || !named.insert(parameter.name).second) continue;
+    whole.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+  }
+  for (torch::nn::Module* root : roots_of(run)) {
+    for (const auto& module : root->modules()) {
+      if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) whole.looked_up.insert(nn::slice_of(embedding->weight).name);
+    }
+  }
+  if (run.cut.size() == 1) return whole;
+  for (const auto& parameter : nn::counted_once(run.updated)) counted.insert(parameter.name);
+  for (const auto& parameter : run.updated) {
+    if (!counted.contains(parameter.name)) whole.held_elsewhere.insert(parameter.name);
+  }
+  whole.meet = [ranks = run.cut, device](const at::Tensor& numbers, optim::Meeting meeting) {
+    const comm::CallSite site("optimizer");
+    const at::Tensor message = numbers.to(device);
+    comm::all_reduce(ranks, message, meeting == optim::Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
+    if (!message.is_same(numbers)) at::Tensor(numbers).copy_(message);
+  };
+  return whole;
 }
 
 /// The update counts of this rank's parameters alone.
@@ -281,7 +311,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_targets(*run.model));
   {
     const HostMemory beside(run.offloaded);
-    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated);
+    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated, whole_model(run, device));
     run.loss_scale = precision::LossScale(config.precision);
     if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
   }

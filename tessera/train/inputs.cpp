@@ -93,9 +93,9 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
   return agreement;
 }
 
-/// SGD with momentum carries what SGD without does not.
+/// An optimizer with momentum carries what it does not without.
 void check_momentum(const Config& saved, const Config& config, const std::string& folder) {
-  if (config.optim.name != "sgd") return;
+  if (config.optim.name != "sgd" && config.optim.name != "adafactor") return;
   require((saved.optim.momentum == 0) == (config.optim.momentum == 0), "optim.momentum = ", format_float(config.optim.momentum), ": ", folder,
           saved.optim.momentum == 0 ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost",
           "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");

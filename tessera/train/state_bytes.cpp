@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "tessera/kernels/adam8bit.h"
 #include "tessera/precision/policy.h"
 
 namespace tessera {
@@ -9,10 +10,15 @@ namespace tessera {
 BytesPerParameter bytes_per_parameter(const Config& config) {
   const auto policy = precision::policy_from(config.precision);
   const auto bytes = [](at::ScalarType dtype) { return static_cast<double>(c10::elementSize(dtype)); };
-  const double tensors = config.optim.name == "adamw" ? 2 : config.optim.momentum > 0 ? 1 : 0;  // of state, in the dtype of what is updated
+  const auto state_of = [&](double master) {  // of an element of a large matrix; Adafactor's sums of rows and columns are next to nothing
+    const OptimConfig& optim = config.optim;
+    if (optim.name == "adamw") return 2 * master;
+    if (optim.name == "adam8bit") return 2 + 8.0 / kernels::kAdam8bitBlock;
+    return optim.name == "lion" || optim.momentum > 0 ? master : 0;
+  };
   return {.weight = bytes(policy.params),
           .gradient = bytes(policy.gradient_dtype().value_or(policy.params)),
-          .state = tensors * bytes(policy.master) + (policy.has_masters() ? bytes(policy.master) : 0)};
+          .state = state_of(bytes(policy.master)) + (policy.has_masters() ? bytes(policy.master) : 0)};
 }
 
 BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks) {

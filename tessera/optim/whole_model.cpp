@@ -1,0 +1,43 @@
+#include "tessera/optim/whole_model.h"
+
+#include <utility>
+
+#include "tessera/core/error.h"
+
+namespace tessera::optim {
+
+Places::Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers) {
+  for (const Slice& whole : parameters) {
+    const bool added = first_.emplace(whole.name, size_).second;
+    invariant(added, "two parameters of one name, '", whole.name, "', in an update over ranks");
+    size_ += numbers(whole);
+  }
+}
+
+int64_t Places::of(const std::string& name) const {
+  const auto found = first_.find(name);
+  invariant(found != first_.end(), "'", name, "' is updated, and not among the parameters that ranks meet over");
+  return found->second;
+}
+
+WholeModel settled(WholeModel model, const std::vector<nn::NamedParameter>& parameters, const char* name) {
+  for (const auto& parameter : parameters) {
+    const Slice& slice = nn::slice_of(parameter.tensor);
+    require(model.meet || slice.is_whole() || slice.logical_numel() == 0, "optim.name = ", name, ": '", parameter.name, "' is a part of a tensor ",
+            at::IntArrayRef(slice.shape), ", and its update needs sums over the whole; pass optim::WholeModel with the ranks that hold the rest, or use adamw");
+  }
+  if (!model.parameters.empty()) return model;
+  for (const auto& parameter : parameters) model.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+  return model;
+}
+
+at::Tensor box_of(const at::Tensor& local, const Slice& slice, size_t index) {
+  const Box place = slice.local_box(index);
+  invariant(local.is_contiguous(), "a box of '", slice.name, "' is taken of a tensor with gaps");
+  if (slice.concat_dim() < 0) return local.view({-1}).narrow(0, place.offset[0], place.size[0]).view(slice.boxes[index].size);
+  at::Tensor part = local;
+  for (size_t d = 0; d < place.offset.size(); ++d) part = part.narrow(static_cast<int64_t>(d), place.offset[d], place.size[d]);
+  return part;
+}
+
+}  // namespace tessera::optim

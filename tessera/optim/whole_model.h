@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/layout/slice.h"
+#include "tessera/nn/parameter.h"
+
+namespace tessera::optim {
+
+enum class Meeting { Sum, Max };
+
+/// What an update has to know beyond a rank's own elements, where it is not made element by element (row and column sums, scales that blocks share): which
+/// parameters there are, and how numbers of the ranks that hold other elements of them meet.
+struct WholeModel {
+  /// All parameters that the ranks hold together, whole, in one order that is the same on all of them. Empty: those that the optimizer is given.
+  std::vector<Slice> parameters;
+  /// Of these, by name, those that this rank holds, and another answers for in a sum: what several ranks hold alike counts on one of them.
+  std::set<std::string> held_elsewhere;
+  /// Of these, by name, the ones whose rows are looked up: embeddings.
+  std::set<std::string> looked_up;
+  /// Adds a tensor up, or takes its largest numbers, element by element and in place, over the ranks that hold other elements: one all-reduce. Unset where
+  /// every rank holds all of them.
+  std::function<void(const at::Tensor&, Meeting)> meet;
+};
+
+/// Where each parameter's numbers lie in one flat tensor that ranks meet over: those of all parameters one after another, whichever of them a rank holds.
+class Places {
+ public:
+  /// `numbers(whole)`: how many each parameter has.
+  Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers);
+
+  int64_t size() const { return size_; }
+  /// First of this parameter's. Throws InternalError for one that is not among `parameters`.
+  int64_t of(const std::string& name) const;
+
+ private:
+  std::map<std::string, int64_t> first_;
+  int64_t size_ = 0;
+};
+
+/// `model` with the parameters filled in. Throws ConfigError where one of `parameters` is a part of its logical tensor and nothing says who holds the rest;
+/// `name` is that of the optimizer.
+WholeModel settled(WholeModel model, const std::vector<nn::NamedParameter>& parameters, const char* name);
+
+/// The part of a local tensor that is box `index` of its slice, shaped like the box: a view. Throws InternalError where the tensor is not contiguous.
+at::Tensor box_of(const at::Tensor& local, const Slice& slice, size_t index);
+
+}  // namespace tessera::optim

@@ -1,0 +1,305 @@
+#include <cmath>
+#include <map>
+#include <optional>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/world.h"
+#include "tessera/core/error.h"
+#include "tessera/kernels/adam8bit.h"
+#include "tessera/optim/adam8bit.h"
+#include "tessera/optim/optimizer.h"
+#include "tests/optim/parameters.h"
+
+// Optimizers that libtorch has none of in C++, beside the formulas of their papers in fp64; and those whose update is not element by element in parts, beside
+// themselves whole.
+
+namespace tessera::optim {
+namespace {
+
+const std::vector<std::vector<int64_t>> kReferenceShapes{{5, 3}, {1}, {}, {17}, {2, 3, 4}, {0, 4}, {1, 1}, {70, 67}, {4099}};
+
+OptimConfig reference_config(const std::string& name, double momentum = 0) {
+  OptimConfig config;
+  config.name = name;
+  config.momentum = momentum;
+  config.weight_decay = 0.1;
+  return config;
+}
+
+/// A parameter in fp64, and what its optimizer keeps of it.
+struct Plain {
+  at::Tensor p;
+  std::map<std::string, at::Tensor> kept;
+  int64_t updates = 0;
+
+  at::Tensor& keep(const std::string& name, at::IntArrayRef sizes) {
+    auto& tensor = kept[name];
+    if (!tensor.defined()) tensor = at::zeros(sizes, at::kDouble);
+    return tensor;
+  }
+};
+
+double rms(const at::Tensor& x) { return x.numel() == 0 ? 0 : std::sqrt(x.square().mean().item<double>()); }
+
+void plain_lion(Plain& plain, const at::Tensor& g, const OptimConfig& config, double lr) {
+  at::Tensor& m = plain.keep("exp_avg", g.sizes());
+  const auto [beta1, beta2] = config.betas;
+  plain.p = plain.p * (1 - lr * config.weight_decay) - lr * (beta1 * m + (1 - beta1) * g).sign();
+  m = beta2 * m + (1 - beta2) * g;
+}
+
+void plain_adafactor(Plain& plain, const at::Tensor& g, const OptimConfig& config, double lr) {
+  const auto k = static_cast<double>(plain.updates);
+  const double share = std::pow(k, -0.8), size = std::max(1e-3, rms(plain.p));
+  at::Tensor v;
+  if (g.dim() >= 2) {
+    const at::Tensor squares = g * g;
+    auto mean_into = [&](const char* name, int64_t dim) {
+      const at::Tensor mean = squares.mean(dim, /*keepdim=*/true);
+      at::Tensor& average = plain.keep(name, mean.sizes());
+      average = average * (1 - share) + mean * share;
+      return average;
+    };
+    const at::Tensor row = mean_into("row", -1), column = mean_into("column", -2);
+    v = row * column / row.mean(-2, true).clamp_min(config.eps);
+  } else {
+    at::Tensor& average = plain.keep("variance", g.sizes());
+    average = average * (1 - share) + g * g * share;
+    v = average;
+  }
+  at::Tensor u = g / v.clamp_min(config.eps * config.eps).sqrt();
+  u = u / std::max(1.0, rms(u));
+  if (config.momentum > 0) {
+    at::Tensor& average = plain.keep("exp_avg", g.sizes());
+    average = average * config.momentum + u * (1 - config.momentum);
+    u = average;
+  }
+  plain.p = plain.p * (1 - lr * config.weight_decay) - std::min(lr, 1 / std::sqrt(k)) * size * u;
+}
+
+void expect_reference(const OptimConfig& config, const std::function<void(Plain&, const at::Tensor&, const OptimConfig&, double)>& update) {
+  const auto parameters = make_parameters(kReferenceShapes);
+  std::vector<Plain> plain;
+  for (const auto& parameter : parameters) plain.push_back({parameter.tensor.detach().to(at::kDouble), {}});
+  const auto optimizer = make_optimizer(config, parameters);
+  for (int step = 1; step <= 8; ++step) {
+    draw_gradients(parameters, step);
+    if (step % 3 == 0) at::Tensor(parameters[0].tensor).mutable_grad().reset();
+    const double lr = 0.3 / step;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!parameters[i].tensor.grad().defined()) continue;
+      ++plain[i].updates;
+      update(plain[i], parameters[i].tensor.grad().to(at::kDouble), config, lr);
+    }
+    optimizer->step(lr);
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_TRUE(at::allclose(parameters[i].tensor.to(at::kDouble), plain[i].p, 1e-5, 1e-6)) << config.name << " " << parameters[i].tensor.sizes();
+  }
+}
+
+TEST(Lion, IsThePapers) { expect_reference(reference_config("lion"), plain_lion); }
+TEST(Adafactor, IsThePapers) { expect_reference(reference_config("adafactor"), plain_adafactor); }
+TEST(Adafactor, WithMomentumIsThePapers) { expect_reference(reference_config("adafactor", 0.9), plain_adafactor); }
+
+TEST(Lion, OfOtherTypesIsTheSame) {
+  const auto narrow = make_parameters({{13, 7}}), wide = make_parameters({{13, 7}});
+  at::Tensor double_tensor = wide[0].tensor.detach().to(at::kDouble).requires_grad_();
+  const std::vector<nn::NamedParameter> wider{{"p0", double_tensor, {}}};
+  const auto first = make_optimizer(reference_config("lion"), narrow), second = make_optimizer(reference_config("lion"), wider);
+  for (int step = 1; step <= 3; ++step) {
+    draw_gradients(narrow, step);
+    double_tensor.mutable_grad() = narrow[0].tensor.grad().to(at::kDouble);
+    first->step(0.01);
+    second->step(0.01);
+  }
+  EXPECT_TRUE(at::allclose(narrow[0].tensor.to(at::kDouble), double_tensor, 1e-5, 1e-6));
+}
+
+TEST(Adam8bit, NumbersCoverSevenDecades) {
+  for (const bool is_signed : {true, false}) {
+    const auto& numbers = kernels::dynamic_map(is_signed);
+    EXPECT_TRUE(std::is_sorted(numbers.begin(), numbers.end()));
+    EXPECT_EQ(numbers.back(), 1);
+    EXPECT_TRUE(std::binary_search(numbers.begin(), numbers.end(), 0.0f));
+    // The middles of the outermost parts of [0.1, 1], in 64 or 128 parts, and of the one part, or two, of the last decade.
+    EXPECT_FLOAT_EQ(numbers[254], is_signed ? 0.1 + 0.9 * 63.5 / 64 : 0.1 + 0.9 * 127.5 / 128);
+    EXPECT_FLOAT_EQ(numbers[is_signed ? 128 : 1], is_signed ? 0.55e-6 : 0.325e-6);
+    EXPECT_FLOAT_EQ(numbers.front(), is_signed ? -numbers[254] : 0);
+  }
+}
+
+/// Steps of AdamW whose averages are rounded to the nearest of the numbers, block by block, found by comparing with every one of them.
+TEST(Adam8bit, RoundsAveragesToTheNearestNumber) {
+  const auto parameters = make_parameters({{70, 67}});
+  const auto config = reference_config("adam8bit");
+  const auto optimizer = make_optimizer(config, parameters);
+  const int64_t n = parameters[0].tensor.numel();
+  const at::Tensor plain = parameters[0].tensor.detach().flatten().clone();
+  at::Tensor m = at::zeros({n}), v = at::zeros({n});
+  const auto rounded = [&](const at::Tensor& average, bool is_signed) {
+    const auto& numbers = kernels::dynamic_map(is_signed);
+    const at::Tensor all = at::tensor(at::ArrayRef<float>(numbers.data(), numbers.size()), at::kFloat);
+    at::Tensor result = at::empty_like(average);
+    for (int64_t begin = 0; begin < n; begin += kernels::kAdam8bitBlock) {
+      const at::Tensor block = average.slice(0, begin, std::min(n, begin + kernels::kAdam8bitBlock)), scale = block.abs().max();
+      const at::Tensor x = block / scale, place = (x.unsqueeze(1) - all).abs().argmin(1);
+      at::Tensor near = all.index_select(0, place);
+      near = at::where(at::logical_and(average.slice(0, begin, begin + block.numel()) < 0, near == 0), -0.55e-6, near).to(at::kFloat);
+      result.slice(0, begin, begin + block.numel()).copy_(near * scale);
+    }
+    return result;
+  };
+  for (int step = 1; step <= 5; ++step) {
+    draw_gradients(parameters, step);
+    const at::Tensor g = parameters[0].tensor.grad().flatten().clone();
+    optimizer->step(0.01);
+    m = 0.9f * m + 0.1f * g;
+    v = 0.999f * v + 0.001f * (g * g);
+    plain.mul_(1 - 0.01 * 0.1).sub_(0.01 / (1 - std::pow(0.9, step)) * m / (v.sqrt() / std::sqrt(1 - std::pow(0.999, step)) + 1e-8));
+    m = rounded(m, true);
+    v = rounded(v, false);
+    EXPECT_TRUE(at::allclose(parameters[0].tensor.flatten(), plain, 1e-5, 1e-6)) << step;
+  }
+}
+
+TEST(Adam8bit, KeepsSmallTensorsAndEmbeddingsInFp32) {
+  const auto parameters = make_parameters({{70, 67}, {17, 5}, {80, 64}});
+  WholeModel model;
+  model.looked_up = {"p2"};
+  const auto optimizer = make_optimizer(reference_config("adam8bit"), parameters, model);
+  std::map<std::string, int64_t> bytes;
+  for (const auto& state : optimizer->state()) bytes[state.parameter] += static_cast<int64_t>(state.tensor.nbytes());
+  const int64_t blocks = (70 * 67 + 255) / 256;
+  EXPECT_EQ(bytes, (std::map<std::string, int64_t>{{"p0", 2 * 70 * 67 + 8 * blocks}, {"p1", 8 * 17 * 5}, {"p2", 8 * 80 * 64}}));
+}
+
+TEST(Optimizer, SayWhatTheyKeep) {
+  const auto bytes = [](const char* name, double momentum) {
+    const auto parameters = make_parameters({{512, 256}});
+    int64_t sum = 0;
+    for (const auto& state : make_optimizer(reference_config(name, momentum), parameters)->state()) sum += static_cast<int64_t>(state.tensor.nbytes());
+    return static_cast<double>(sum) / (512 * 256);
+  };
+  EXPECT_EQ(bytes("adamw", 0), 8);
+  EXPECT_EQ(bytes("lion", 0), 4);
+  EXPECT_EQ(bytes("adam8bit", 0), 2 + 8.0 / 256);
+  EXPECT_EQ(bytes("adafactor", 0), 4.0 * (512 + 256) / (512 * 256));
+  EXPECT_EQ(bytes("adafactor", 0.5), 4 + 4.0 * (512 + 256) / (512 * 256));
+}
+
+// ---- in parts ----
+
+const std::vector<std::vector<int64_t>> kCutShapes{{5, 3}, {70, 67}, {17}, {2, 3, 4}, {1, 4}, {4099}, {}, {61, 81}};
+
+enum class Cut { Elements, Rows, Columns, Whole };
+
+Slice part_of(Cut cut, const std::string& name, const std::vector<int64_t>& shape, int ranks, int rank) {
+  const Slice whole = Slice::whole(name, shape);
+  if (cut == Cut::Whole || shape.empty()) return whole;
+  if (cut == Cut::Elements) {
+    const auto [begin, size] = chunk(whole.numel(), ranks, rank);
+    return elements(whole, begin, size);
+  }
+  const int64_t dim = cut == Cut::Rows || shape.size() < 2 ? 0 : 1;
+  const auto [begin, size] = chunk(shape[static_cast<size_t>(dim)], ranks, rank);
+  if (size == 0) return {name, shape, {}};
+  return Slice::along(name, shape, dim, begin, size);
+}
+
+/// Parameters after four steps, and their state, in parts on `ranks` and put together again.
+std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cut cut, int ranks) {
+  std::map<std::string, at::Tensor> results;
+  const auto whole = make_parameters(kCutShapes);  // here, for ranks that are threads share one generator
+  std::vector<std::vector<at::Tensor>> gradients;
+  for (int step = 1; step <= 4; ++step) {
+    draw_gradients(whole, step);
+    auto& drawn = gradients.emplace_back();
+    for (const auto& parameter : whole) drawn.push_back(parameter.tensor.grad().clone());
+  }
+  comm::run_ranks(ranks, [&](comm::World& world) {
+    const comm::Group& group = world.group();
+    WholeModel model;
+    model.looked_up = {"p7"};
+    for (size_t i = 0; i < whole.size(); ++i) model.parameters.push_back(Slice::whole(whole[i].name, kCutShapes[i]));
+    if (ranks > 1) {
+      model.meet = [&](const at::Tensor& numbers, Meeting meeting) {
+        comm::all_reduce(group, numbers, meeting == Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
+      };
+    }
+    std::vector<nn::NamedParameter> mine;
+    for (size_t i = 0; i < whole.size(); ++i) {
+      const Slice part = part_of(cut, whole[i].name, kCutShapes[i], ranks, group.rank());
+      if (part.is_whole() && group.rank() > 0) model.held_elsewhere.insert(whole[i].name);
+      const at::Tensor local = take(whole[i].tensor.detach(), part).clone().requires_grad_();
+      nn::set_slice(local, part);
+      mine.push_back({whole[i].name, local, {}});
+    }
+    const auto optimizer = make_optimizer(config, mine, model);
+    for (const auto& drawn : gradients) {
+      for (size_t i = 0; i < whole.size(); ++i) mine[i].tensor.mutable_grad() = take(drawn[i], nn::slice_of(mine[i].tensor)).clone();
+      optimizer->step(0.05);
+    }
+    const auto put = [&](const std::string& name, const at::Tensor& local, const Slice& slice) {
+      const at::Tensor all = at::full(slice.shape, -1e9, at::kFloat);
+      for (size_t b = 0; b < slice.boxes.size(); ++b) {
+        at::Tensor to = all;
+        for (size_t d = 0; d < slice.shape.size(); ++d) to = to.narrow(static_cast<int64_t>(d), slice.boxes[b].offset[d], slice.boxes[b].size[d]);
+        to.copy_(box_of(local.detach().contiguous(), slice, b));
+      }
+      comm::all_reduce(group, all, comm::Op::Max);  // what several ranks hold is the same on all of them
+      if (group.rank() == 0) results[name] = all;
+    };
+    for (const auto& parameter : mine) put(parameter.name, parameter.tensor, nn::slice_of(parameter.tensor));
+    std::map<std::string, StateTensor> held;
+    for (const auto& state : optimizer->state()) held.emplace(state.parameter + "." + state.state, state);
+    // A rank without elements of a parameter may keep nothing of it.
+    std::map<std::string, Slice> named;
+    for (const auto& state : make_optimizer(config, whole, {.looked_up = {"p7"}})->state()) named.emplace(state.parameter + "." + state.state, state.slice);
+    for (const auto& [name, slice] : named) {
+      const auto found = held.find(name);
+      const Slice none{slice.name, slice.shape, {}};
+      found == held.end() ? put(name, at::zeros({0}), none) : put(name, found->second.tensor, found->second.slice);
+    }
+  });
+  return results;
+}
+
+class InParts : public testing::TestWithParam<std::tuple<std::string, Cut, int>> {};
+INSTANTIATE_TEST_SUITE_P(Cuts, InParts,
+                         testing::Combine(testing::Values("adam8bit", "adafactor", "lion"), testing::Values(Cut::Elements, Cut::Rows, Cut::Columns, Cut::Whole),
+                                          testing::Values(2, 3, 8)));
+
+TEST_P(InParts, IsTheWhole) {
+  const auto& [name, cut, ranks] = GetParam();
+  const OptimConfig config = reference_config(name, name == "adafactor" ? 0.8 : 0);
+  const auto whole = trained_in_parts(config, Cut::Whole, 1), parts = trained_in_parts(config, cut, ranks);
+  ASSERT_EQ(whole.size(), parts.size());
+  for (const auto& [what, expected] : whole) {
+    ASSERT_TRUE(parts.contains(what)) << what;
+    const at::Tensor& actual = parts.at(what);
+    // libtorch's fused AdamW, which takes what is kept in fp32, rounds the elements behind the last whole vector otherwise.
+    const bool in_fp32 = name == "adam8bit" && !whole.contains(what.substr(0, 2) + ".exp_avg_scale");
+    if (name == "adafactor" || in_fp32) {
+      EXPECT_TRUE(at::allclose(actual, expected, 1e-5, 1e-6)) << what << (actual - expected).abs().max();
+    } else {
+      EXPECT_TRUE(at::equal(actual, expected)) << what << " differs by " << (actual - expected).abs().max();
+    }
+  }
+}
+
+TEST(InParts, NeedsToKnowWhoHoldsTheRest) {
+  for (const char* name : {"adafactor", "adam8bit"}) {
+    const auto parameters = make_parameters({{4, 3}});
+    nn::set_slice(parameters[0].tensor, Slice::along("p0", {10, 3}, 0, 2, 4));
+    EXPECT_THAT([&] { make_optimizer(reference_config(name), parameters); },
+                testing::ThrowsMessage<ConfigError>(testing::AllOf(testing::HasSubstr(name), testing::HasSubstr("'p0' is a part"))));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::optim

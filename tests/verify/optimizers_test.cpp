@@ -1,0 +1,53 @@
+// Every optimizer whose update is not made element by element, and Lion, in layouts that cut what it adds up: rows, columns and blocks, by layers and by flat
+// buckets, with weights in 16 bits, and with parameters that several ranks hold alike.
+
+#include "tests/verify/fixture.h"
+
+namespace tessera {
+namespace {
+
+using Sets = std::vector<std::string>;
+
+class VerifyOptimizers : public testing_support::VerifyFixture, public ::testing::WithParamInterface<const char*> {
+ protected:
+  /// Matrices of 72 x 72 and 72 x 200, in blocks that no cut respects.
+  void expect_layout(const std::string& mesh, Sets more, const std::string& family = "llama") const {
+    Sets sets{"optim.name=" + std::string(GetParam()),
+              "optim.lr=0.01",
+              "optim.weight_decay=0.1",
+              "run.steps=3",
+              "batch.global_size=6",
+              "model.dim=72",
+              "model.heads=6",
+              "model.ffn_dim=200",
+              "zero.bucket_bytes=50000"};
+    if (std::string(GetParam()) == "adafactor") sets.push_back("optim.momentum=0.8");
+    sets.insert(sets.end(), more.begin(), more.end());
+    expect_passes(mesh, family, sets);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, VerifyOptimizers, ::testing::Values("lion", "adafactor", "adam8bit"));
+
+TEST_P(VerifyOptimizers, OverCutLayers) {
+  expect_layout("tp=2", {"model.kv_heads=3"});
+  expect_layout("tp=3,dp_replicate=2", {"tensor.sequence_parallel=true", "model.tie_embeddings=true"});
+}
+
+TEST_P(VerifyOptimizers, OverShardedUpdates) {
+  expect_layout("dp_shard=3", {"zero.stage=1"});
+  expect_layout("dp_shard=2,dp_replicate=2", {"zero.stage=2", "precision.params=bf16", "precision.compute=bf16"});
+}
+
+TEST_P(VerifyOptimizers, OverShardedParameters) {
+  expect_layout("dp_shard=5", {"zero.stage=3"});
+  expect_layout("dp_shard=2,tp=2", {"zero.stage=3", "model.kv_heads=3"});
+}
+
+TEST_P(VerifyOptimizers, OverStagesAndExperts) {
+  expect_layout("pp=2,dp_shard=2", {"zero.stage=1"});
+  expect_layout("dp_shard=4,ep=2", {"zero.stage=2", "model.experts=4", "model.experts_per_token=2", "model.layers=1"}, "mixtral");
+}
+
+}  // namespace
+}  // namespace tessera
