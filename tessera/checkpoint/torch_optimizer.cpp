@@ -272,7 +272,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options) {
   const Manifest manifest = read_manifest_with_optimizer(folder);
-  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, &optimizer), options)};
+  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
   restore_optimizer(manifest.optimizer, optimizer, resumed.report);
   return resumed;
 }

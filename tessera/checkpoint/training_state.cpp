@@ -158,6 +158,10 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
     for (const auto& name : parameters_among(loaded.unread)) counts.erase(name);
     for (const auto& name : parameters_among(loaded.fresh)) counts[name] = 0;
     optimizer.set_update_counts(counts);
+    // Where a program goes back to a moment before a parameter's first update, what it has gathered since is forgotten.
+    for (const auto& held : optimizer.state()) {
+      if (held.state != "master" && counts.at(held.parameter) == 0) at::Tensor(held.tensor).zero_();
+    }
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", error.what()));
   }

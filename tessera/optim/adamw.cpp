@@ -36,8 +36,8 @@ void AdamW::update(const Batch& batch, double lr) {
     steps.push_back(step_views_[i]);
   }
   at::_foreach_add_(steps, 1);
-  at::_fused_adamw_(batch.parameters, batch.gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2, batch.weight_decay,
-                    options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+  at::_fused_adamw_(batch.parameters, batch.gradients_as_parameters(), averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2,
+                    batch.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
 void AdamW::hold(size_t index) {

@@ -43,6 +43,12 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
   counts_.resize(parameters_.size(), 0);
 }
 
+std::vector<at::Tensor> Optimizer::Batch::gradients_as_parameters() const {
+  std::vector<at::Tensor> own;
+  for (size_t i = 0; i < gradients.size(); ++i) own.push_back(gradients[i].to(parameters[i].scalar_type()));
+  return own;
+}
+
 std::vector<Optimizer::Batch> Optimizer::batches(std::vector<std::pair<at::Tensor, at::Tensor>>& apart) {
   std::vector<Batch> batches;
   size_t index = 0;

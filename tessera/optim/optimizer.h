@@ -75,6 +75,9 @@ class Optimizer {
     double weight_decay = 0;
     std::vector<size_t> indices;
     std::vector<at::Tensor> parameters, gradients;
+
+    /// The gradients in their parameters' types, for operators that take one type alone: a wrapper may have reduced those of 16-bit weights in fp32.
+    std::vector<at::Tensor> gradients_as_parameters() const;
   };
 
   explicit Optimizer(std::vector<ParameterGroup> groups);

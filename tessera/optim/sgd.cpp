@@ -22,7 +22,7 @@ void Sgd::update(const Batch& batch, double lr) {
     for (const size_t i : batch.indices) buffers.push_back(momentum_buffer_[i]);
   }
   // A buffer of zeros takes the gradient as it is at the first update, so there is no first step to tell apart, and none to remember over a restart.
-  at::_fused_sgd_(batch.parameters, batch.gradients, buffers, batch.weight_decay, options_.momentum, lr, /*dampening=*/0, /*nesterov=*/false,
+  at::_fused_sgd_(batch.parameters, batch.gradients_as_parameters(), buffers, batch.weight_decay, options_.momentum, lr, /*dampening=*/0, /*nesterov=*/false,
                   /*maximize=*/false,
                   /*is_first_step=*/false);
 }

@@ -2,10 +2,13 @@
 
 #include <utility>
 
+#include <ATen/Dispatch.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/parallel.h"
 #include "tessera/memory/memory.h"
 #include "tessera/precision/stochastic_rounding.h"
 
@@ -46,7 +49,40 @@ size_t MasterWeights::staged_end(const Batch& batch, size_t begin) const {
   return end;
 }
 
+namespace {
+
+/// Where `master` does not round to `weight`, somebody has written the weight since: it takes the weight's value.
+template <class Weight>
+void follow(float* master, const Weight* weight, int64_t count) {
+  parallel_for(0, count, 1 << 14, [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const bool stands = static_cast<Weight>(master[i]) == weight[i];
+      master[i] = stands ? master[i] : static_cast<float>(weight[i]);
+    }
+  });
+}
+
+void follow(const at::Tensor& master, const at::Tensor& weight) {
+  if (master.is_meta()) return;
+  if (!master.is_cpu() || !master.is_contiguous() || !weight.is_contiguous()) {
+    at::Tensor(master).copy_(at::where(master.to(weight.scalar_type()).eq(weight), master, weight.to(at::kFloat)));
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, weight.scalar_type(), "follow_weights",
+                                  [&] { follow(master.data_ptr<float>(), weight.const_data_ptr<scalar_t>(), master.numel()); });
+}
+
+}  // namespace
+
+void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
+  for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) follow(masters_[index].tensor, parameters_[index].tensor.detach());
+  }
+}
+
 void MasterWeights::prepare(const std::vector<Batch>& batches, double lr) {
+  follow_weights(batches);
+  if (!inner_->needs_begin()) return;
   for (const Batch& batch : batches) {
     for (size_t i = 0; i < batch.indices.size(); ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i];
   }

@@ -17,8 +17,9 @@ namespace tessera::precision {
 /// It knows tensors and their slices alone: given a rank's shards, it holds the masters of the shards. Works on meta.
 ///   state     that of the optimizer inside, on the masters, and "master": fp32, the weights' slices. A checkpoint keeps both
 ///   memory    4 bytes an element beyond the inner state, once; while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time
-///   traffic   6 bytes an element and step beyond the inner update (10 with 16-bit gradients)
-/// Masters begin as the weights are at construction, so construct it when those have their values.
+///   traffic   12 bytes an element and step beyond the inner update (16 with 16-bit gradients)
+/// Masters begin as the weights are at construction. Who writes weights later (a checkpoint without masters, clamping, an average that is swapped in) is
+/// followed: a master that does not round to its weight when a step begins takes the weight's value.
 class MasterWeights final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the masters that it is handed.
@@ -32,13 +33,14 @@ class MasterWeights final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
-  bool needs_begin() const override { return inner_->needs_begin(); }
+  bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
 
  private:
   void update(const Batch& batch, double lr) override;
   void prepare(const std::vector<Batch>& batches, double lr) override;
   void counts_changed() override;
+  void follow_weights(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
 
   std::vector<nn::NamedParameter> masters_;  ///< one for each of parameters_

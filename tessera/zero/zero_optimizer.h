@@ -82,9 +82,16 @@ class ZeroOptimizer {
     }
   }
 
-  /// Clears the gradients of the parameters and of this rank's parts of them.
+  /// Clears the gradients of what it updates, and of the parameters that these are parts of. What another optimizer over the same wrappers has stays.
   void zero_grad() {
-    for (auto* synchronizer : synchronizers_) synchronizer->clear_gradients();
+    if constexpr (requires { inner_->zero_grad(); }) {
+      (*this)->zero_grad();
+    } else {
+      const detail::ClearWatch watch(synchronizers_);
+      for (const auto& group : inner_->groups()) {
+        for (const auto& updated : group.parameters) at::Tensor(updated.tensor).mutable_grad() = at::Tensor();
+      }
+    }
   }
 
   /// The optimizer itself, while an expression such as `optimizer->zero_grad()` lasts.

@@ -518,6 +518,42 @@ TEST(TrainingTensors, OptimizerComesBack) {
   EXPECT_THROW(restore_optimizer(nlohmann::json(3), *loaded), ConfigError);
 }
 
+/// A parameter that was frozen has no state in the checkpoint, and had none to go on with.
+TEST(TrainingTensors, GoBackToBeforeAParameterWasTrained) {
+  const TemporaryFolder folder;
+  const auto step = [](const Model& model, optim::Optimizer& optimizer, int number) {
+    for (const auto& parameter : nn::unique_parameters(model)) {
+      if (parameter.tensor.requires_grad()) at::Tensor(parameter.tensor).mutable_grad() = at::full_like(parameter.tensor, number);
+    }
+    optimizer.step(0.1);
+  };
+  const auto freeze = [](const Model& model, bool frozen) {
+    for (const auto& parameter : nn::unique_parameters(model)) {
+      if (parameter.name.starts_with("norm")) at::Tensor(parameter.tensor).requires_grad_(!frozen).mutable_grad() = at::Tensor();
+    }
+  };
+  Model model;
+  freeze(model, true);
+  const auto optimizer = optim::make_optimizer({}, nn::unique_parameters(model));
+  step(model, *optimizer, 1);
+  const auto saved = save(folder.path(), 1, model, *optimizer, comm::Group::self());
+  freeze(model, false);
+  step(model, *optimizer, 2);
+  std::vector<at::Tensor> once;
+  for (const auto& parameter : nn::unique_parameters(model)) once.push_back(parameter.tensor.detach().clone());
+  step(model, *optimizer, 3);
+  load(saved, model, *optimizer);
+  EXPECT_EQ(optimizer->update_counts().at("norm.bias"), 0);
+  step(model, *optimizer, 2);
+  size_t i = 0;
+  for (const auto& parameter : nn::unique_parameters(model)) EXPECT_TRUE(at::equal(parameter.tensor, once[i++])) << parameter.name;
+
+  Model fresh;  // whose optimizer is made before it freezes
+  const auto other = optim::make_optimizer({}, nn::unique_parameters(fresh));
+  load(saved, fresh, *other);
+  EXPECT_EQ(other->update_counts().at("norm.bias"), 0);
+}
+
 /// libtorch's parameters() lists a tied one by each of its names.
 TEST(TorchOptimizer, TiedParametersAreSavedOnce) {
   const TemporaryFolder folder;

@@ -30,7 +30,8 @@ at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float scale 
   return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(9, stream).fill_uniform(out, 0, n, -scale, scale); });
 }
 
-std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype, at::Device device = testing_support::test_device()) {
+std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype,
+                                                at::Device device = testing_support::test_device()) {
   std::vector<nn::NamedParameter> parameters;
   for (const auto& shape : shapes) {
     const std::string name = "p" + std::to_string(parameters.size());
@@ -82,6 +83,34 @@ TEST_P(MasterWeightsOf, UpdatesAsFp32DoesAndShowsItRounded) {
     EXPECT_EQ(state.slice, nn::slice_of(weights[kept++].tensor));
   }
   EXPECT_EQ(kept, shapes.size());
+}
+
+TEST_P(MasterWeightsOf, FollowsWeightsThatAreWrittenBetweenSteps) {
+  const at::NoGradGuard no_grad;  // parameters are written to
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const auto weights = make_parameters({{7, 5}, {11}}, dtype);
+    const auto masters = make_optimizer(config_of(GetParam()), policy(dtype), 0, weights);
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(weights, step, dtype);
+      masters->step(1e-3);
+    }
+    std::vector<at::Tensor> before;
+    for (const StateTensor& state : masters->state()) {
+      if (state.state == "master") before.push_back(state.tensor.clone());
+    }
+    weights[0].tensor[2].fill_(3);  // some of it: the rest keeps what it has gathered
+    weights[1].tensor.copy_(at::linspace(-1, 1, 11));
+    for (const auto& weight : weights) weight.tensor.mutable_grad() = at::zeros_like(weight.tensor);
+    masters->step(0);
+    size_t i = 0;
+    for (const StateTensor& state : masters->state()) {
+      if (state.state != "master") continue;
+      at::Tensor expected = before[i];
+      i == 0 ? expected[2].fill_(3) : expected.copy_(weights[1].tensor);
+      EXPECT_TRUE(at::equal(state.tensor, expected)) << state.tensor << expected;
+      ++i;
+    }
+  }
 }
 
 TEST_P(MasterWeightsOf, GoesOnFromItsState) {

@@ -386,6 +386,44 @@ TEST(ZeroPlainLoop, TheGanLoopWithTwoWrappers) {
   }
 }
 
+/// One clears in every step, and the other in every second, whose gradients add up meanwhile.
+template <class First, class Second, class Backward>
+void two_rates(First& first, Second& second, const Backward& backward) {
+  for (int step = 0; step < 4; ++step) {
+    first.zero_grad();
+    if (step % 2 == 0) second.zero_grad();
+    backward(step);
+    first.step();
+    if (step % 2 == 1) second.step();
+  }
+}
+
+TEST(ZeroPlainLoop, EachOfTwoOptimizersOfOneWrapperClearsItsOwn) {
+  const auto is_last = [](const nn::NamedParameter& parameter) { return parameter.name.starts_with("last"); };
+  const auto sgd_of = [is_last](bool last) {
+    return [is_last, last](const std::vector<nn::NamedParameter>& parameters) {
+      std::vector<at::Tensor> mine;
+      for (const auto& parameter : parameters) {
+        if (is_last(parameter) == last) mine.push_back(parameter.tensor);
+      }
+      return std::make_unique<torch::optim::SGD>(mine, 0.1);
+    };
+  };
+  Net reference;
+  nn::assign_paths(reference);
+  const auto first = sgd_of(false)(nn::unique_parameters(reference)), second = sgd_of(true)(nn::unique_parameters(reference));
+  two_rates(*first, *second, [&](int step) { backward(reference, whole_batch(samples, step)); });
+  for (const Way& way : ways) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      const ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+      auto mine = zero_optimizer(net, sgd_of(false)), others = zero_optimizer(net, sgd_of(true));
+      two_rates(mine, others, [&](int step) { backward(net, part_of(whole_batch(samples, step), 2, world.rank())); });
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 100 * parity);
+    });
+  }
+}
+
 /// Ranks that use different parameters finish their buckets in different orders, and both wrappers' collectives are one sequence.
 TEST(ZeroPlainLoop, TwoWrappersOfOneEngineStartTheirBucketsInOneOrder) {
   const auto loss = [](Net& d, Net& g, bool whole) {
