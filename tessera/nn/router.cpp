@@ -73,7 +73,8 @@ std::tuple<at::Tensor, at::Tensor> RouterImpl::forward(const at::Tensor& x) {
   at::Tensor weights = scores;
   if (options_.kind != RouterKind::ExpertChoice) {
     weights = scores.gather(1, chosen);
-    if (options_.normalize) weights = weights / weights.sum(-1, /*keepdim=*/true);
+    // One weight alone is 1, whatever its score: so is its gradient nothing, and not a rounding of nothing.
+    if (options_.normalize) weights = options_.per_token == 1 ? weights * 0 + 1 : weights / weights.sum(-1, /*keepdim=*/true);
   }
   return {is_training() && at::GradMode::is_enabled() ? with_losses(weights, logits, scores, chosen) : weights, chosen};
 }
@@ -96,7 +97,8 @@ at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& 
     comm::all_reduce(peers_, all);
   }
   const at::Tensor all_load = all.narrow(0, 0, experts), all_tokens = all.select(0, experts), all_valid = all.select(0, experts + 1);
-  const bool balances = options_.kind != RouterKind::ExpertChoice;  // whose load is even
+  // Of an even load the term is a constant, and its gradient would be the rounding of a difference of large numbers.
+  const bool balances = options_.kind != RouterKind::ExpertChoice && options_.per_token < experts;
   const at::Tensor shares = options_.kind == RouterKind::Sigmoid ? scores / scores.sum(-1, /*keepdim=*/true) : scores;
   const double scale = static_cast<double>(experts) / static_cast<double>(options_.per_token);
   const at::Tensor balance = (shares.sum(0) / all_tokens * (all_load / all_tokens)).sum() * scale;

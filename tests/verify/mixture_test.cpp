@@ -40,6 +40,17 @@ TEST_F(VerifyMixture, ExpertsOverRanksAndCutSequencesAreOneDevice) {
   }
 }
 
+/// Gradients that are zero in exact arithmetic are zero: of the balance where every expert is every token's, of the weight of one expert that is normalized.
+TEST_F(VerifyMixture, TermsThatAreConstantAreNoRounding) {
+  for (const auto& sets : {std::vector<std::string>{"model.experts=4", "model.experts_per_token=4"},
+                           {"model.experts=4", "model.experts_per_token=4", "model.router=sigmoid"},
+                           {"model.experts=1", "model.experts_per_token=1", "model.router=sigmoid"}}) {
+    auto all = sets;
+    all.insert(all.end(), {"moe.z_loss=0", "moe.balance_loss=100", "data.seq_len=15"});
+    expect_passes("cp=2", "mixtral", all);
+  }
+}
+
 TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
     auto all = sets;
