@@ -1,5 +1,6 @@
 #include "tessera/optim/clip_grad_norm.h"
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -109,8 +110,10 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   std::vector<optim::NormGroup> groups;
   for (const GradientSynchronizer* wrapper : wrappers) {
     groups.push_back(norm_group(*wrapper));
-    require(wrapped[wrapper] == groups.back().parameters.size(), "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ",
-            groups.back().parameters.size(), " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
+    const auto with_gradients = static_cast<size_t>(std::ranges::count_if(
+        groups.back().parameters, [](const auto& parameter) { return parameter.tensor.is_floating_point() || parameter.tensor.is_complex(); }));
+    require(wrapped[wrapper] == with_gradients, "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ", with_gradients,
+            " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
   }
   refuse_cut_layers(alone);
   if (!alone.empty()) groups.push_back({.parameters = std::move(alone), .reduce = {}});

@@ -31,7 +31,9 @@ std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& 
 Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
   std::set<const void*> seen;
   std::set<std::string> names;
-  for (const auto& group : groups_) {
+  for (auto& group : groups_) {
+    // Codes and tables that are registered as parameters have no gradient, and never an update to count: wrappers list them or not.
+    std::erase_if(group.parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
     for (const auto& parameter : group.parameters) {
       invariant(seen.insert(parameter.tensor.unsafeGetTensorImpl()).second, "the optimizer was given parameter '", parameter.name, "' twice");
       require(parameter.name.empty() || names.insert(parameter.name).second, "the optimizer was given two parameters of one name, '", parameter.name,

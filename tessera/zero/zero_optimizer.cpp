@@ -31,6 +31,13 @@ at::Tensor waiting_parameter(const nn::NamedParameter& updated) {
   return parameter.grad().defined() && !nn::is_gradient_guard(parameter.grad()) ? parameter : at::Tensor();
 }
 
+/// One whose gradient a step that has begun has set aside, to add to: its guard stands in grad(), and the part has none yet.
+at::Tensor parameter_set_aside(const nn::NamedParameter& updated) {
+  const at::Tensor parameter = nn::updated_for(updated.tensor);
+  if (!parameter.defined() || parameter.is_same(updated.tensor) || updated.tensor.grad().defined()) return {};
+  return parameter.grad().defined() && nn::is_gradient_guard(parameter.grad()) ? parameter : at::Tensor();
+}
+
 }  // namespace
 
 void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers) {
@@ -74,7 +81,7 @@ Synchronizers synchronizers_of(const torch::nn::Module& model) {
 ClearWatch::ClearWatch(const Synchronizers& synchronizers) {
   for (const auto* synchronizer : synchronizers) {
     for (const auto& updated : synchronizer->updated()) {
-      const at::Tensor parameter = waiting_parameter(updated);
+      const at::Tensor waiting = waiting_parameter(updated), parameter = waiting.defined() ? waiting : parameter_set_aside(updated);
       if (!parameter.defined()) continue;
       Watched& watched = watched_.emplace_back(
           Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, waiting_message(updated.name)), updated.tensor.grad()});

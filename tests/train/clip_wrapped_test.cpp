@@ -86,6 +86,27 @@ TEST(ClipWrapped, IsOneProcesssNormUnderEveryWrapper) {
   }
 }
 
+/// Integers have no gradient: neither a norm nor an optimizer's counts know of them, whichever wrapper lists them.
+TEST(ClipWrapped, ParametersThatAreCodesAreLeftOut) {
+  Net reference;
+  backward(reference, whole_batch(samples));
+  const double expected = torch::nn::utils::clip_grad_norm_(reference.parameters(), max_norm);
+  for (const auto& [name, wrap] : wrappers()) {
+    run_ranks(2, [&, &name = name, &wrap = wrap](World& world) {
+      Net net;
+      net.register_parameter("codes", at::arange(5, at::kChar), /*requires_grad=*/false);
+      const auto wrapped = wrap(net, world);
+      auto optimizer = zero_optimizer(
+          net, [](const std::vector<nn::NamedParameter>& updated) { return std::make_unique<optim::AdamW>(std::vector{optim::ParameterGroup{updated}}); });
+      backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      EXPECT_NEAR(clip_grad_norm(net, max_norm).item<double>(), expected, 1e-4 * expected) << name;
+      optimizer.step(0.1);
+      EXPECT_FALSE(optimizer.inner().update_counts().contains("codes")) << name;
+      EXPECT_TRUE(optimizer.inner().update_counts().contains("first.weight")) << name;
+    });
+  }
+}
+
 TEST(ClipWrapped, SeveralWrappersInOneModelAndPartsOfOne) {
   struct Two : torch::nn::Module {
     Two() {

@@ -317,6 +317,45 @@ TEST(ZeroPlainLoop, TheInnerOptimizersZeroGradClearsWhatWaits) {
   }
 }
 
+/// What a complete step has left, and a pass under no_sync() has begun to add to without bringing more of it, is cleared by the arrow as well.
+TEST(ZeroPlainLoop, TheOptimizersOwnZeroGradReachesWhatWasSetAside) {
+  const auto loop = [&](Net& net, const auto& zero_grad, const auto& step, const auto& no_sync, const auto& mine) {
+    const auto pass = [&](int64_t i, bool all) {
+      const Batch batch = mine(i);
+      const at::Tensor hidden = at::tanh(net.first(batch.x));
+      (all ? net.forward(batch.x) : hidden).square().sum().div(static_cast<double>(samples)).backward();
+    };
+    for (int64_t i = 0; i < 3; ++i) {
+      pass(3 * i, true);
+      {
+        const Attachment local = no_sync();
+        pass(3 * i + 1, false);
+      }
+      zero_grad();
+      pass(3 * i + 2, false);
+      step();
+    }
+  };
+  for (const bool to_none : {false, true}) {
+    Net whole;
+    const auto optimizer = make_sgd(whole.parameters());
+    loop(
+        whole, [&] { optimizer->zero_grad(to_none); }, [&] { optimizer->step(); }, [] { return Attachment(); },
+        [](int64_t i) { return whole_batch(samples, i); });
+    for (const int stage : {1, 2}) {
+      run_ranks(2, [&](World& world) {
+        Net net;
+        ShardedDataParallel zero(net, groups_of(world, 1), {.stage = stage, .find_unused_parameters = true});
+        auto parts = zero_optimizer(zero, make_sgd);
+        loop(
+            net, [&] { parts->zero_grad(to_none); }, [&] { parts.step(); }, [&] { return zero.no_sync(); },
+            [&](int64_t i) { return part_of(whole_batch(samples, i), 2, world.rank()); });
+        EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage << " to none " << to_none;
+      });
+    }
+  }
+}
+
 TEST(ZeroPlainLoop, GradientsThatWaitAreNotStepped) {
   for (const int stage : {1, 2}) {
     run_ranks(2, [&](World& world) {
