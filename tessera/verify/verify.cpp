@@ -10,6 +10,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/stepper.h"
@@ -145,6 +146,9 @@ Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   require(!updates_within_steps(layout, size_along(axes, mesh_roles(layout).stages)), "pipeline.schedule = ", layout.pipeline.schedule,
           ": computes with older weights than one device's step, which verify would compare it with; set pipeline.schedule = 1f1b");
   check_pipeline(layout, axes);
+  Config here = layout;
+  precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
+  check_modules(here, size_along(axes, mesh_roles(layout).layers));
   Inputs inputs = open_inputs(layout);
   const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
   require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,

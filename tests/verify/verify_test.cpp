@@ -118,6 +118,8 @@ TEST_F(VerifyTest, BadInputIsRefused) {
   EXPECT_THAT(refusal([] { parse_mesh("tp=2,tp=2"); }), HasSubstr("tp is given twice"));
   for (const char* mesh : {"tp=0", "tp=-1", "tp=two", "tp=", "tp=2x"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("expected a size")) << mesh;
   for (const char* mesh : {"", "tp", "tp=2,", ",tp=2"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("is no axis=size")) << mesh;
+  EXPECT_THAT(refusal([&] { run("tp=2,dp_shard=2", "llama", {"zero.stage=3", "tensor.overlap=true", "zero.wrap=layers.*.attention.*"}); }),
+              AllOf(HasSubstr("zero.wrap = layers.*.attention.*: makes 'layers.0.attention.wq' a unit by itself"), HasSubstr("tensor.overlap = false")));
   EXPECT_THAT(refusal([&] { run("dp_replicate=8"); }), HasSubstr("batch.global_size = 14"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=257"); }), HasSubstr("at most 256"));
   EXPECT_THAT(refusal([&] { run("dp_shard=2"); }), HasSubstr("zero.stage"));
