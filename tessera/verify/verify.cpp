@@ -10,6 +10,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"

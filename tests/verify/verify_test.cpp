@@ -8,6 +8,7 @@
 namespace tessera {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 using VerifyTest = testing_support::VerifyFixture;
