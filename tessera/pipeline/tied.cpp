@@ -270,11 +270,17 @@ void TiedCopies::sum() {
   add(messages);
 }
 
+// A send may last until its receiver asks for it, which at an end that updates late is long after: so what has left is kept until it is done, and nobody waits
+// for it. When a step is over everybody has what was sent in it.
 void TiedCopies::start_sum() {
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kTiedSite);
   invariant(!last_follows_, "copies of one rank are summed at once");
-  if (!has_terms()) return;
+  if (!has_terms() || exchanges_.empty()) return;
+  const auto is_done = [](const Messages& messages) { return !messages.coming.empty() && std::ranges::all_of(messages.pending, &comm::Pending::done); };
+  for (; !under_way_.empty() && is_done(under_way_.front()); under_way_.pop_front()) {
+    for (auto& one : under_way_.front().pending) one.wait();
+  }
   Messages& messages = under_way_.emplace_back();
   pack(messages, [](int) { return true; }, gradient_of);
   post(messages, /*sends=*/true, /*receives=*/false);
@@ -283,14 +289,15 @@ void TiedCopies::start_sum() {
 void TiedCopies::finish_sum() {
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kTiedSite);
-  if (!has_terms()) return;
-  invariant(!under_way_.empty(), "a sum of tied gradients is finished that was not started");
-  Messages messages = std::move(under_way_.front());
-  under_way_.pop_front();
-  make_room(messages, [](int) { return true; }, gradient_of);
-  post(messages, /*sends=*/false, /*receives=*/true);
-  wait(messages);
-  add(messages);
+  if (!has_terms() || exchanges_.empty()) return;
+  const auto first = std::ranges::find_if(under_way_, [](const Messages& messages) { return messages.coming.empty(); });
+  invariant(first != under_way_.end(), "a sum of tied gradients is finished that was not started");
+  Messages arriving;
+  make_room(arriving, [](int) { return true; }, gradient_of);
+  post(arriving, /*sends=*/false, /*receives=*/true);
+  wait(arriving);
+  add(arriving);
+  first->coming.resize(exchanges_.size());  // it is finished, and its sends may go on
 }
 
 void TiedCopies::follow() {

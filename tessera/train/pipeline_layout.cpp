@@ -173,7 +173,8 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
     if (asked.name == "pipedream_2bw") asked.per_update = micro_batches_per_update(pipeline, asked.ranks, micro_batches);
     try {
       schedules::Schedule made = schedules::make_schedule(asked);
-      return shares_ends && made.is_asynchronous() ? schedules::with_late_updates(std::move(made), made.stages() - 1) : made;
+      const int last = made.stages() - 1;
+      return shares_ends && made.is_asynchronous() ? schedules::with_late_updates(std::move(made), last) : made;
     } catch (const ConfigError& error) {  // a generator knows no keys
       throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", micro_batches,
                                        " micro-batches of a step, its share of batch.global_size / batch.micro_size: change these, or the data ranks"));

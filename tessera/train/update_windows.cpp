@@ -95,8 +95,7 @@ void UpdateWindows::update(const std::function<void()>& body) {
   }
   std::vector<at::Tensor> of_the_next = exchange(std::move(waiting_.front()));
   waiting_.pop_front();
-  body();
-  synchronizer_->after_update();
+  body();  // of whole weights: the synchronizer, which is in its next step, has nothing to bring together
   exchange(std::move(of_the_next));
 }
 

@@ -7,6 +7,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/sample_scope.h"
+#include "tessera/pipeline/schedules/generators.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/pipeline_layout.h"
@@ -218,6 +219,19 @@ TEST_F(Asynchronous, TiedEmbeddingsAreOneParameterInEveryVersion) {
   expect_lists("gpt2", 3, {tied[0], "pipeline.split=[\"3\", \"1\", \"1\"]", "model.dropout=0.1", "recompute.mode=full"});
   expect_lists("llama", 3, {tied[0], "batch.global_size=2"});  // fewer micro-batches than stages
   expect_lists("llama", 2, {tied[0], "precision.compute=bf16", "optim.name=sgd", "optim.momentum=0.5"});
+}
+
+/// So nobody waits for the first stage's term, and the last one holds one version.
+TEST_F(Asynchronous, TiedEmbeddingsUpdateTheLastStageLate) {
+  const auto made = [&](const Sets& sets) {
+    Sets all{"mesh.pp=3", "pipeline.schedule=pipedream"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    return schedule_maker(piped("llama", all), 3)(7);
+  };
+  const std::string tied = "model.tie_embeddings=true", sync = "pipeline.vertical_sync=true";
+  EXPECT_EQ(made({tied, sync}), schedules::with_late_updates(schedules::pipedream(3, 7, true), 2));
+  EXPECT_EQ(made({sync}), schedules::pipedream(3, 7, true));
+  EXPECT_EQ(made({tied, "pipeline.schedule=pipedream_2bw"}), schedules::with_late_updates(schedules::pipedream_2bw(3, 7), 2));
 }
 
 /// On an engine that matches messages by their order alone: those of a sum that goes on for several micro-batches have groups of their own.

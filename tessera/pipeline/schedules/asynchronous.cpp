@@ -49,6 +49,7 @@ Schedule pipedream_2bw(int ranks, int micro_batches, int per_update) {
 }
 
 Schedule with_late_updates(Schedule schedule, int stage) {
+  invariant(stage >= 0 && stage < schedule.stages(), "late updates of stage ", stage, " of ", schedule.stages());
   RankActions& actions = schedule.actions[static_cast<size_t>(schedule.rank_of[static_cast<size_t>(stage)])];
   RankActions updates, late;
   for (const Action& action : actions) {
