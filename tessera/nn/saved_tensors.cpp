@@ -84,6 +84,8 @@ SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorHooks> hooks) {
 
 SavedTensorScope::~SavedTensorScope() { scopes->pop_back(); }
 
+const void* innermost_saved_tensor_scope() { return scopes->empty() ? nullptr : scopes->back().get(); }
+
 std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) {
   // By index and owning: hooks may themselves open a scope.
   for (size_t i = scopes->size(); i > 0; --i) {
