@@ -8,6 +8,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/expert_rules.h"
 #include "tessera/config/limits.h"
 #include "tessera/config/missing.h"
 #include "tessera/core/error.h"
@@ -315,10 +316,10 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   for (const auto& [axis, size] : axes) {
     if (axis == "dp_shard" || axis == "cp" || axis == "tp") regrouped *= size;
   }
-  const auto is_cut_along = [&](const char* axis) {
-    return std::any_of(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == axis && entry.second > 1; });
+  const auto size_along = [&](const char* axis) {
+    return std::find_if(axes.begin(), axes.end(), [&](const auto& entry) { return entry.first == axis; })->second;
   };
-  const bool tensor = is_cut_along("tp"), columns = is_cut_along("cp");
+  const bool tensor = size_along("tp") > 1, columns = size_along("cp") > 1;
   require(tensor || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; "
           "set mesh.tp to more, or tensor.sequence_parallel = false");
@@ -331,26 +332,39 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   require(config.tensor.sequence_parallel || !config.tensor.keep_gathered,
           "tensor.keep_gathered = true: only tensor.sequence_parallel gathers what a layer could keep, and it is false; "
           "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
-  require(!tensor || config.model.family != "mixtral",
-          "mesh.tp: model.family = mixtral has no tensor-parallel plan in this build; set mesh.tp = 1 and use mesh.dp_shard with zero.stage = 3, or mesh.pp");
-  require(
-      !columns || config.model.family != "mixtral" || config.model.router != "expert_choice",
-      "model.router = expert_choice: experts choose among all tokens of a forward pass, of which mesh.cp gives a rank a part; set model.router = softmax or "
-      "sigmoid, or mesh.cp = 1");
-  require(!columns || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
-          ": drops by the order of all tokens of a forward pass, of which mesh.cp gives a rank a part; set moe.capacity_factor = 0, or mesh.cp = 1");
-  at_least("mesh.ep", config.mesh.ep, 1);
-  require(config.mesh.ep == 1 || config.model.experts > 0, "mesh.ep = ", config.mesh.ep, ": model.family = ", config.model.family,
-          " has no experts; set mesh.ep = 1");
-  require(regrouped % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": deals experts over ranks of dp_shard x cp x tp = ", regrouped,
-          ", and must divide that; set zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or mesh.ep = 1");
-  if (config.mesh.ep == 1) return;
-  require(config.model.experts % config.mesh.ep == 0, "mesh.ep = ", config.mesh.ep, ": cannot deal model.experts = ", config.model.experts,
-          " evenly; set mesh.ep to a divisor of it");
-  require(config.zero.stage > 0, "mesh.ep = ", config.mesh.ep, ": zero.stage = 0 keeps whole what experts over ranks cut; set zero.stage = 1, 2 or 3");
+  const std::string parts = columns ? "mesh.cp" : "tensor.sequence_parallel", whole = columns ? "mesh.cp = 1" : "tensor.sequence_parallel = false";
+  const bool in_parts = columns || config.tensor.sequence_parallel;
+  require(!in_parts || config.model.family != "mixtral" || config.model.router != "expert_choice",
+          "model.router = expert_choice: experts choose among all tokens of a forward pass, of which ", parts,
+          " gives a rank a part; set model.router = softmax or sigmoid, or ", whole);
+  require(!in_parts || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
+          ": drops by the order of all tokens of a forward pass, of which ", parts, " gives a rank a part; set moe.capacity_factor = 0, or ", whole);
+  validate_experts_over_ranks(config, config.zero.stage > 0 ? regrouped : size_along("tp"));
 }
 
 }  // namespace
+
+void validate_experts_over_ranks(const Config& config, int ranks) {
+  const auto& [mesh, model] = std::tie(config.mesh, config.model);
+  at_least("mesh.ep", mesh.ep, 1);
+  at_least("mesh.expert_tp", mesh.expert_tp, 1);
+  const std::string keys = mesh.expert_tp == 1 ? detail::concat("mesh.ep = ", mesh.ep)
+                           : mesh.ep == 1      ? detail::concat("mesh.expert_tp = ", mesh.expert_tp)
+                                               : detail::concat("mesh.ep = ", mesh.ep, ", mesh.expert_tp = ", mesh.expert_tp);
+  const int64_t apart = int64_t{mesh.ep} * mesh.expert_tp;
+  require(apart == 1 || model.experts > 0, keys, ": model.family = ", model.family, " has no experts; set mesh.ep = 1 and mesh.expert_tp = 1");
+  const std::string over = config.zero.stage > 0
+                               ? detail::concat("dp_shard x cp x tp = ", ranks)
+                               : detail::concat("mesh.tp = ", ranks, " (with zero.stage = 0, whose other ranks hold all that they have alike)");
+  require(ranks % apart == 0, keys, ": deals experts over ", apart, " of the ranks of ", over, ", and must divide that; set ",
+          config.zero.stage > 0 ? "a mesh.dp_shard, mesh.cp or mesh.tp that makes it so"
+                                : "zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or such a mesh.tp",
+          ", or mesh.ep = 1 and mesh.expert_tp = 1");
+  require(mesh.ep == 1 || model.experts % mesh.ep == 0, "mesh.ep = ", mesh.ep, ": cannot deal model.experts = ", model.experts,
+          " evenly; set mesh.ep to a divisor of it");
+  require(mesh.expert_tp == 1 || model.ffn_dim.value_or(0) % mesh.expert_tp == 0, "mesh.expert_tp = ", mesh.expert_tp,
+          ": cannot cut each expert's model.ffn_dim = ", model.ffn_dim.value_or(0), " evenly; set mesh.expert_tp to a divisor of it");
+}
 
 void resolve(Config& config) {
   check_sizes(config);

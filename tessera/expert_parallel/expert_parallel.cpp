@@ -8,6 +8,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 
 #include "tessera/comm/collectives.h"
@@ -15,6 +16,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/expert_parallel/exchange.h"
+#include "tessera/expert_parallel/in_flight.h"
 #include "tessera/kernels/dispatch.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/attach.h"
@@ -22,10 +24,14 @@
 #include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/meanwhile.h"
 
 // The model has sorted its rows by expert, so what goes to a rank lies together: one all-to-all, without packing. What comes lies by rank, and within that by
 // expert; a permutation of rows makes it lie by expert, which is all that the grouped product asks for. Both ways back are the same two steps mirrored, and so
-// is backward, which autograd finds by itself. Shapes depend on the data here and nowhere else: how many rows come is known when the counts have met.
+// is backward, which autograd finds by itself. Shapes depend on the data here and nowhere else: how many rows come is known when the counts have met. Where
+// several ranks share an expert, a row goes to each of them in the same message, and a token's results are added up where the token is: one way for experts
+// over ranks, rows of experts over ranks, and both. Nothing follows the order in which messages arrive: rows lie by expert, rank and place, and sums go by
+// that.
 
 namespace tessera {
 namespace {
@@ -42,19 +48,19 @@ std::vector<int64_t> even_load(int64_t rows, int64_t experts) {
 }
 
 /// The exchange of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
-Exchange meet(const comm::Group& group, const at::Tensor& counts, int64_t rows) {
-  const at::Tensor arriving = at::empty_like(counts);
-  comm::all_to_all(group, arriving, counts);
-  const auto all = static_cast<size_t>(counts.size(0));
+Exchange meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows) {
+  const int64_t blocks = group.size() / sharers;
+  const at::Tensor sent = counts.view({blocks, 1, -1}).expand({blocks, sharers, -1}).reshape({-1}), arriving = at::empty_like(sent);
+  comm::all_to_all(group, arriving, sent);
   if (counts.is_meta()) {
-    const std::vector<int64_t> own = even_load(rows, counts.size(0));
-    const auto here = all / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
-    std::vector<int64_t> come(all);
-    for (size_t i = 0; i < all; ++i) come[i] = own[first + i % here];
+    const std::vector<int64_t> own = experts::for_each_sharer(even_load(rows, counts.size(0)), group.size(), sharers);
+    const auto here = own.size() / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
+    std::vector<int64_t> come(own.size());
+    for (size_t i = 0; i < come.size(); ++i) come[i] = own[first + i % here];
     return experts::make_exchange(own, come, group.size());
   }
-  const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({counts, arriving}), 0));
-  const auto middle = both.begin() + static_cast<std::ptrdiff_t>(all);
+  const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({sent, arriving}), 0));
+  const auto middle = both.begin() + static_cast<std::ptrdiff_t>(both.size() / 2);
   return experts::make_exchange({both.begin(), middle}, {middle, both.end()}, group.size());
 }
 
@@ -73,7 +79,7 @@ at::Tensor counts_within(const at::Tensor& counts, int64_t begin, int64_t size) 
 
 class Exchanged : public nn::Interceptor {
  public:
-  Exchanged(comm::Group group, comm::Group same_tokens) : group_(std::move(group)), same_tokens_(std::move(same_tokens)) {}
+  Exchanged(comm::Group group, int sharers, comm::Group same_tokens) : group_(std::move(group)), sharers_(sharers), same_tokens_(std::move(same_tokens)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
@@ -88,25 +94,58 @@ class Exchanged : public nn::Interceptor {
 
  private:
   at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, const nn::Next& next) const {
-    const Exchange exchange = meet(group_, counts, rows.size(0));
+    if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
+    const Exchange exchange = meet(group_, sharers_, counts, rows.size(0));
     const at::Device device = rows.device();
     const at::Tensor order = index(exchange.order, device), places = index(experts::inverse(exchange.order), device);
-    const int64_t empty = rows.size(0) - exchange.sent();
-    at::Tensor moving = empty > 0 ? rows.narrow(0, 0, exchange.sent()) : rows;
-    moving = comm::differentiable::all_to_all(group_, moving, exchange.from, exchange.to);
+    const int64_t own = exchange.sent() / sharers_, empty = rows.size(0) - own;
+    at::Tensor moving = empty > 0 ? rows.narrow(0, 0, own) : rows;
+    kernels::Dispatch copies;
+    if (sharers_ > 1) {
+      const auto [slots, places_of_copies] = experts::make_copies(exchange.to, sharers_);
+      copies = {.slots = index(slots, device).view({own, sharers_}), .order = index(places_of_copies, device), .counts = {}};
+      moving = kernels::gather_rows(moving, copies);
+    }
+    moving = sent_to_experts(moving, exchange);
     moving = next(nn::Values{permuted(moving, order, places), index(exchange.counts, device)})[0].toTensor();
     moving = comm::differentiable::all_to_all(group_, permuted(moving, places, order), exchange.to, exchange.from);
+    if (sharers_ > 1) moving = kernels::combine_rows(moving, at::ones({own, sharers_}, moving.options().dtype(at::kFloat).requires_grad(false)), copies);
     return empty > 0 ? at::constant_pad_nd(moving, {0, 0, 0, empty}) : moving;
   }
 
-  comm::Group group_, same_tokens_;
+  /// While the rows are on their way, what waits for nothing is computed; and so it is in backward, when their gradients come back.
+  at::Tensor sent_to_experts(const at::Tensor& rows, const Exchange& exchange) const {
+    if (!nn::Meanwhile::any()) return comm::differentiable::all_to_all(group_, rows, exchange.from, exchange.to);
+    const experts::InFlight coming = experts::begin_all_to_all(group_, rows, exchange.from, exchange.to);
+    nn::Meanwhile::run();
+    return experts::end_all_to_all(coming);
+  }
+
+  comm::Group group_;
+  int sharers_;
+  comm::Group same_tokens_;
 };
 
-void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group) {
-  for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3}) {
-    const int64_t rows = nn::slice_of(weight).shape[0] / group.size();
-    nn::cut_parameter(weight, 0, rows * group.rank(), rows);
+/// Rows `begin` .. `begin + size` of each of `experts` blocks of `rows`, from block `first` on.
+std::vector<Box> rows_of_each(const Slice& whole, int64_t first, int64_t experts, int64_t rows, int64_t begin, int64_t size) {
+  if (size == rows) return {Box{{first * rows, 0}, {experts * rows, whole.shape[1]}}};
+  std::vector<Box> boxes;
+  for (int64_t expert = first; expert < first + experts; ++expert) boxes.push_back({{expert * rows + begin, 0}, {size, whole.shape[1]}});
+  return boxes;
+}
+
+void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group, int sharers) {
+  const int64_t here = experts.experts() * sharers / group.size(), first = here * (group.rank() / sharers);
+  const int64_t width = experts.ffn_dim() / sharers, begin = width * (group.rank() % sharers);
+  for (const at::Tensor& weight : {experts.w1, experts.w3}) {
+    Slice part = nn::slice_of(weight);
+    part.boxes = rows_of_each(part, first, here, experts.ffn_dim(), begin, width);
+    nn::cut_parameter(weight, std::move(part));
   }
+  Slice part = nn::slice_of(experts.w2);
+  const int64_t rows = part.shape[0] / experts.experts();
+  part.boxes = {Box{{first * rows, begin}, {here * rows, width}}};
+  nn::cut_parameter(experts.w2, std::move(part));
 }
 
 }  // namespace
@@ -117,11 +156,16 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
   for (const auto& [path, found] : nn::interceptable_modules(module, options.experts)) {
     auto* held = dynamic_cast<nn::GroupedExpertsImpl*>(found.get());
     require(held != nullptr, "expert_parallel: '", path, "' is no GroupedExperts but ", found->name(), "; give the path of the experts themselves");
-    require(held->experts() % group.size() == 0, "expert_parallel: '", path, "' has ", held->experts(), " experts, which ", group.size(),
-            " ranks do not divide; use a number of ranks that does");
+    require(options.sharers >= 1 && group.size() % options.sharers == 0, "expert_parallel: sharers = ", options.sharers, " of ", group.size(),
+            " ranks; use a divisor of them");
+    const int64_t blocks = group.size() / options.sharers;
+    require(held->experts() % blocks == 0, "expert_parallel: '", path, "' has ", held->experts(), " experts, which ", blocks,
+            options.sharers == 1 ? " ranks do not divide; use a number of ranks that does" : " sets of sharers do not divide; use a number that does");
+    require(held->ffn_dim() % options.sharers == 0, "expert_parallel: '", path, "' has experts of width ", held->ffn_dim(), ", which ", options.sharers,
+            " sharers do not divide; use a number of sharers that does");
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
-    cut_experts(*held, group);
-    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options.same_tokens)));
+    if (group.size() > 1) cut_experts(*held, group, options.sharers);
+    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options.sharers, options.same_tokens)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
   }
   return std::make_unique<ExpertParallel>(std::move(group), std::move(attached));

@@ -14,6 +14,9 @@ namespace tessera {
 
 struct ExpertParallelOptions {
   std::string experts = "**.experts";  ///< paths of the nn::GroupedExperts that are dealt
+  /// So many neighbours of the group hold the same experts, and of each other rows of its width F: w1, w3 [E * F, D] by rows of each expert, w2 [E * D, F] by
+  /// columns. Each is sent every row of these experts, and their results are terms of a sum, which the rank adds up that asked, in fp32 and in their order.
+  int sharers = 1;
   /// Ranks, of `group` or not, that route the same tokens, as those of tensor parallelism do: each takes its part of the rows to the experts, and all have all
   /// results. A row is then computed once.
   comm::Group same_tokens = comm::Group::self();
@@ -21,12 +24,14 @@ struct ExpertParallelOptions {
 
 /// Experts dealt over the ranks of a group (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), each rank with tokens of its own; made by expert_parallel.
 ///
-/// Rank r of n holds experts r E/n .. (r + 1) E/n: rows of the stacked weights, as their slices say. A call of the experts takes this rank's sorted rows to the
-/// ranks that hold their experts, computes there, and brings results back. Any number of rows may go anywhere: none, or all to one rank.
+/// Rank r of n holds experts r E/n .. (r + 1) E/n, or with s sharers the part r mod s of those of block r / s: rows of the stacked weights, as their slices
+/// say. A call of the experts takes this rank's sorted rows to the ranks that hold their experts, computes there, and brings results back. Any number of rows
+/// may go anywhere: none, or all to one rank. What a module can compute meanwhile (nn/meanwhile.h: shared experts) runs while the rows are on their way there,
+/// and in backward while their gradients are on their way back.
 ///
-///   traffic per call   forward an all-to-all of E words; the rows that are chosen, (n-1)/n of them on average, to the experts and back, in the type of the
-///                      products; backward the same of their gradients. The number of rows is read on the host once a call
-///   memory             beside the rows that are here, those that came: k T D on average, n times that at the most, while forward and backward run
+///   traffic per call   forward an all-to-all of s E words; the rows that are chosen, s times (n-1)/n of them on average, to the experts and back, in the type
+///                      of the products; backward the same of their gradients. The number of rows is read on the host once a call
+///   memory             beside the rows that are here, those that came: s k T D on average, n times that at the most, while forward and backward run
 ///   gradients          of an expert's weights: of all tokens that came, from every rank of the group. Sum them over ranks that hold the same experts alone
 ///                      (experts_of is for the `only` of whoever synchronizes them)
 ///
@@ -43,7 +48,7 @@ class ExpertParallel {
 };
 
 /// Cuts in place: on meta nothing has memory yet, and materialize draws this rank's experts; experts with values keep its part of them. Throws ConfigError
-/// where the ranks do not divide the experts, and where nothing matches.
+/// where the ranks do not divide the experts, the sharers not the ranks or the experts' width, and where nothing matches.
 std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options = {});
 
 /// Whether a parameter of `module` is a weight of grouped experts (`experts` true), or none of them: the two sets that are synchronized over different ranks.

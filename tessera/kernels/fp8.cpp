@@ -23,21 +23,6 @@ double largest_of(at::ScalarType dtype) {
   return std::numeric_limits<c10::Float8_e5m2>::max();
 }
 
-/// left [M, K] right^T, for right [N, K]: what is contracted lies side by side in both, as tensor cores want it.
-at::Tensor product(const at::Tensor& left, at::ScalarType left_dtype, const at::Tensor& right, at::ScalarType right_dtype, at::ScalarType out_dtype,
-                   Fp8Scaling scaling) {
-  if (left.numel() == 0 || right.numel() == 0) return at::zeros({left.size(0), right.size(0)}, left.options().dtype(out_dtype));
-  const Fp8Matrix a = to_fp8(left, left_dtype, scaling), b = to_fp8(right, right_dtype, scaling);
-  // On a CPU oneDNN has a fast product for scales by row alone, so there one scale is repeated; a dry run holds the CPU's memory.
-  const bool by_row = scaling == Fp8Scaling::Row || !left.is_cuda();
-  const auto scale_of = [&](const Fp8Matrix& matrix) {
-    return by_row ? at::empty({matrix.values.size(0), 1}, matrix.scale.options()).copy_(matrix.scale) : matrix.scale;
-  };
-  const at::Tensor b_scale = scale_of(b);
-  return at::_scaled_mm(a.values, b.values.t(), scale_of(a), by_row ? b_scale.t() : b_scale, /*bias=*/{}, /*scale_result=*/{}, out_dtype,
-                        /*use_fast_accum=*/false);
-}
-
 /// [..., F] as [tokens, F].
 at::Tensor as_rows(const at::Tensor& x) {
   const int64_t features = x.size(-1);
@@ -50,7 +35,7 @@ struct Fp8LinearFunction : torch::autograd::Function<Fp8LinearFunction> {
     context->save_for_backward({x, weight});
     context->saved_data["out_dtype"] = static_cast<int64_t>(out_dtype);
     context->saved_data["scaling"] = scaling;
-    return product(x, at::kFloat8_e4m3fn, weight, at::kFloat8_e4m3fn, out_dtype, static_cast<Fp8Scaling>(scaling));
+    return fp8_product(x, at::kFloat8_e4m3fn, weight, at::kFloat8_e4m3fn, out_dtype, static_cast<Fp8Scaling>(scaling));
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
@@ -67,6 +52,21 @@ struct Fp8LinearFunction : torch::autograd::Function<Fp8LinearFunction> {
 
 }  // namespace
 
+at::Tensor fp8_product(const at::Tensor& left, at::ScalarType left_dtype, const at::Tensor& right, at::ScalarType right_dtype, at::ScalarType out_dtype,
+                       Fp8Scaling scaling) {
+  if (left.numel() == 0 || right.numel() == 0) return at::zeros({left.size(0), right.size(0)}, left.options().dtype(out_dtype));
+  // What is contracted lies side by side in both, as tensor cores want it.
+  const Fp8Matrix a = to_fp8(left, left_dtype, scaling), b = to_fp8(right, right_dtype, scaling);
+  // On a CPU oneDNN has a fast product for scales by row alone, so there one scale is repeated; a dry run holds the CPU's memory.
+  const bool by_row = scaling == Fp8Scaling::Row || !left.is_cuda();
+  const auto scale_of = [&](const Fp8Matrix& matrix) {
+    return by_row ? at::empty({matrix.values.size(0), 1}, matrix.scale.options()).copy_(matrix.scale) : matrix.scale;
+  };
+  const at::Tensor b_scale = scale_of(b);
+  return at::_scaled_mm(a.values, b.values.t(), scale_of(a), by_row ? b_scale.t() : b_scale, /*bias=*/{}, /*scale_result=*/{}, out_dtype,
+                        /*use_fast_accum=*/false);
+}
+
 Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling) {
   require(x.dim() == 2, "to_fp8: x ", x.sizes(), " must be a matrix");
   const at::Tensor wide = x.to(at::kFloat);
@@ -77,11 +77,11 @@ Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling) 
 }
 
 at::Tensor fp8_linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& x, at::ScalarType out_dtype, Fp8Scaling scaling) {
-  return product(as_rows(dy), at::kFloat8_e5m2, weight.t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(x.scalar_type()).view(x.sizes());
+  return fp8_product(as_rows(dy), at::kFloat8_e5m2, weight.t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(x.scalar_type()).view(x.sizes());
 }
 
 at::Tensor fp8_linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::ScalarType dtype, at::ScalarType out_dtype, Fp8Scaling scaling) {
-  return product(as_rows(dy).t(), at::kFloat8_e5m2, as_rows(x).t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(dtype);
+  return fp8_product(as_rows(dy).t(), at::kFloat8_e5m2, as_rows(x).t(), at::kFloat8_e4m3fn, out_dtype, scaling).to(dtype);
 }
 
 at::Tensor fp8_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::ScalarType out_dtype, Fp8Scaling scaling) {

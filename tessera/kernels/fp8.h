@@ -18,9 +18,19 @@ struct Fp8Matrix {
   at::Tensor scale;   ///< fp32 [] (Tensor) or [M, 1] (Row)
 };
 
+/// How layers multiply in fp8.
+struct Fp8Products {
+  at::ScalarType out_dtype;  ///< of results: bf16 or fp32
+  Fp8Scaling scaling = Fp8Scaling::Tensor;
+};
+
 /// Rounds `x` [M, K] to `dtype` (kFloat8_e4m3fn, kFloat8_e5m2) after dividing by a scale that is found now, from the values at hand (dynamic scaling): the
 /// largest magnitude becomes the format's largest number. Zeros keep the scale 1; what is not finite stays so. Traffic: two passes over x.
 Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling);
+
+/// left [M, K] right^T, for right [N, K], in `out_dtype`: each is rounded to its format with scales found now. Nothing to multiply gives zeros.
+at::Tensor fp8_product(const at::Tensor& left, at::ScalarType left_dtype, const at::Tensor& right, at::ScalarType right_dtype, at::ScalarType out_dtype,
+                       Fp8Scaling scaling);
 
 /// y = x weight^T + bias with all three matrix products of forward and backward in fp8 (FP8 Formats for Deep Learning, arXiv:2209.05433): operands of the
 /// forward pass in e4m3 (3 bits of precision), gradients in e5m2 (2 bits, but the range of fp16), sums in fp32, results in `out_dtype`.

@@ -3,6 +3,7 @@
 #include <functional>
 #include <numeric>
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -39,32 +40,53 @@ void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
+/// A group's rows as a device's fp8 products take them: 16 at a time. Zeros add nothing, and change no scale.
+at::Tensor in_tiles(const at::Tensor& rows) {
+  constexpr int64_t tile = 16;
+  const int64_t more = rows.is_cuda() ? (tile - rows.size(0) % tile) % tile : 0;
+  return more > 0 ? at::constant_pad_nd(rows, {0, 0, 0, more}) : rows;
+}
+
+/// out <- rows weight^T, in fp8
+void multiply(const at::Tensor& out, const at::Tensor& rows, at::ScalarType format, const at::Tensor& weight, const Fp8Products& fp8) {
+  out.copy_(fp8_product(in_tiles(rows), format, weight, at::kFloat8_e4m3fn, fp8.out_dtype, fp8.scaling).narrow(0, 0, rows.size(0)));
+}
+
 at::Tensor zero_behind(const at::Tensor& rows, int64_t used) {
   if (used < rows.size(0)) rows.narrow(0, used, rows.size(0) - used).zero_();
   return rows;
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes) {
-  const at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
-  const int64_t used = for_groups(
-      sizes, [&](int64_t group, int64_t first, int64_t rows) { multiply(out.narrow(0, first, rows), x.narrow(0, first, rows), weight.select(0, group).t()); });
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8) {
+  const at::Tensor out = at::empty({x.size(0), weight.size(1)}, fp8 ? x.options().dtype(fp8->out_dtype) : x.options());
+  const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
+    const at::Tensor to = out.narrow(0, first, rows), from = x.narrow(0, first, rows), by = weight.select(0, group);
+    fp8 ? multiply(to, from, at::kFloat8_e4m3fn, by, *fp8) : multiply(to, from, by.t());
+  });
   return zero_behind(out, used);
 }
 
 struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes,
+                            const std::optional<Fp8Products>& fp8) {
     context->save_for_backward({x, weight});
     context->saved_data["sizes"] = sizes;
-    return product(x, weight, sizes);
+    if (fp8) context->saved_data["fp8"] = std::vector<int64_t>{static_cast<int64_t>(fp8->out_dtype), static_cast<int64_t>(fp8->scaling)};
+    return product(x, weight, sizes, fp8);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const auto sizes = context->saved_data["sizes"].toIntVector();
+    std::optional<Fp8Products> fp8;
+    if (const auto found = context->saved_data.find("fp8"); found != context->saved_data.end()) {
+      const auto format = found->second.toIntVector();
+      fp8 = {.out_dtype = static_cast<at::ScalarType>(format[0]), .scaling = static_cast<Fp8Scaling>(format[1])};
+    }
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor dx, d_weight;
-    if (context->needs_input_grad(0)) dx = grouped_input_gradient(dy, saved[1], sizes);
-    if (context->needs_input_grad(1)) d_weight = grouped_weight_gradient(dy, saved[0], sizes);
-    return once_differentiable("grouped_linear", "multiply each group by itself, with nn::project", grads, {dx, d_weight, at::Tensor()});
+    if (context->needs_input_grad(0)) dx = grouped_input_gradient(dy, saved[1], sizes, fp8, saved[0].scalar_type());
+    if (context->needs_input_grad(1)) d_weight = grouped_weight_gradient(dy, saved[0], sizes, fp8, saved[1].scalar_type());
+    return once_differentiable("grouped_linear", "multiply each group by itself, with nn::project", grads, {dx, d_weight, at::Tensor(), at::Tensor()});
   }
 };
 
@@ -82,29 +104,36 @@ std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows) {
   return sizes;
 }
 
-at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes) {
-  require(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2) && x.scalar_type() == weight.scalar_type(), "grouped_linear: x ", x.scalar_type(),
-          " ", x.sizes(), " and weight ", weight.scalar_type(), " ", weight.sizes(), " must be [N, I] and [E, O, I] of one dtype");
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8) {
+  require(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2) && (fp8 || x.scalar_type() == weight.scalar_type()), "grouped_linear: x ",
+          x.scalar_type(), " ", x.sizes(), " and weight ", weight.scalar_type(), " ", weight.sizes(), " must be [N, I] and [E, O, I] of one dtype");
   const int64_t rows = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   require(static_cast<int64_t>(sizes.size()) == weight.size(0) && rows <= x.size(0), "grouped_linear: ", sizes.size(), " groups of ", rows, " rows for ",
           weight.size(0), " weights and ", x.size(0), " rows");
-  return GroupedLinear::apply(x, weight, sizes);
+  return GroupedLinear::apply(x, weight, sizes, fp8);
 }
 
-at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const std::vector<int64_t>& sizes) {
-  const at::Tensor dx = at::empty({dy.size(0), weight.size(2)}, dy.options());
-  const int64_t used = for_groups(
-      sizes, [&](int64_t group, int64_t first, int64_t rows) { multiply(dx.narrow(0, first, rows), dy.narrow(0, first, rows), weight.select(0, group)); });
+at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8,
+                                  at::ScalarType dtype) {
+  const at::Tensor dx = at::empty({dy.size(0), weight.size(2)}, fp8 ? dy.options().dtype(dtype) : dy.options());
+  const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
+    const at::Tensor to = dx.narrow(0, first, rows), from = dy.narrow(0, first, rows), by = weight.select(0, group);
+    fp8 ? multiply(to, from, at::kFloat8_e5m2, by.t(), *fp8) : multiply(to, from, by);
+  });
   return zero_behind(dx, used);
 }
 
-at::Tensor grouped_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const std::vector<int64_t>& sizes) {
-  const at::Tensor d_weight = at::empty({static_cast<int64_t>(sizes.size()), dy.size(1), x.size(1)}, dy.options());
+at::Tensor grouped_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8,
+                                   at::ScalarType dtype) {
+  const at::Tensor d_weight = at::empty({static_cast<int64_t>(sizes.size()), dy.size(1), x.size(1)}, fp8 ? dy.options().dtype(dtype) : dy.options());
   for (size_t group = 0; group < sizes.size(); ++group) {
     if (sizes[group] == 0) d_weight.select(0, static_cast<int64_t>(group)).zero_();
   }
-  for_groups(sizes,
-             [&](int64_t group, int64_t first, int64_t rows) { multiply(d_weight.select(0, group), dy.narrow(0, first, rows).t(), x.narrow(0, first, rows)); });
+  for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
+    const at::Tensor to = d_weight.select(0, group), left = dy.narrow(0, first, rows), right = x.narrow(0, first, rows);
+    if (!fp8) return multiply(to, left.t(), right);
+    to.copy_(fp8_product(in_tiles(left).t(), at::kFloat8_e5m2, in_tiles(right).t(), at::kFloat8_e4m3fn, fp8->out_dtype, fp8->scaling));
+  });
   return d_weight;
 }
 

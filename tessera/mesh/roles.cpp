@@ -10,6 +10,7 @@ MeshRoles mesh_roles(const Config& config) {
   return {.batch = batch,
           .columns = "cp",
           .tokens = tokens,
+          .routes = config.tensor.sequence_parallel ? Axes{"cp", "tp"} : Axes("cp"),
           .gradients = config.run.deterministic ? batch : tokens,
           .replicate = "dp_replicate",
           .shard = {"dp_shard", "cp"},
@@ -21,9 +22,14 @@ MeshRoles mesh_roles(const Config& config) {
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 
+bool deals_experts(const Config& config, const MeshShape& shape) {
+  return config.model.experts > 0 && (config.mesh.ep > 1 || config.mesh.expert_tp > 1 || size_along(shape, "tp") > 1);
+}
+
 ExpertGrid expert_grid(const Config& config, const MeshShape& shape) {
-  const Axes over = {"dp_shard", "cp", "tp"};
-  return {.over = over, .into = {{"edp", size_along(shape, over) / config.mesh.ep}, {"ep", config.mesh.ep}}};
+  const Axes over = config.zero.stage > 0 ? Axes{"dp_shard", "cp", "tp"} : Axes("tp");
+  const int apart = config.mesh.ep * config.mesh.expert_tp;
+  return {.over = over, .into = {{"edp", size_along(shape, over) / apart}, {"ep", config.mesh.ep}, {"expert_tp", config.mesh.expert_tp}}};
 }
 
 Mesh expert_mesh(const Config& config, const Mesh& mesh) {

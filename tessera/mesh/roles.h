@@ -12,6 +12,7 @@ struct MeshRoles {
   Axes batch;      ///< ranks that are dealt other samples
   Axes columns;    ///< ranks that are dealt the same samples, and of each other columns
   Axes tokens;     ///< both: ranks that compute other tokens with the same layers, whose losses and gradients are terms of one sum
+  Axes routes;     ///< ranks that route other tokens of the same samples: a router's terms are of all their tokens
   Axes gradients;  ///< of those, ranks whose gradients data parallelism sums; what is left is summed over `columns` when it has (run.deterministic)
   Axes replicate;  ///< of `tokens`, ranks that hold the same part of what is sharded
   Axes shard;      ///< of `tokens`, ranks that hold other parts
@@ -25,8 +26,12 @@ struct MeshRoles {
 
 MeshRoles mesh_roles(const Config& config);
 
-/// The ranks of `over` numbered anew for experts (mesh.ep), "edp" x "ep", neighbours along "ep": ranks along "ep" hold different experts, those along "edp" the
-/// same, which they shard; the other axes stay.
+/// Whether experts are dealt over other ranks than the rest of the model.
+bool deals_experts(const Config& config, const MeshShape& shape);
+
+/// The ranks of `over` numbered anew for experts (mesh.ep, mesh.expert_tp), "edp" x "ep" x "expert_tp", neighbours along the last: ranks along "ep" hold
+/// different experts, those along "expert_tp" different rows of the same, those along "edp" the same rows, which they shard; the other axes stay. `over` is
+/// dp_shard x cp x tp; where nothing is sharded (zero.stage = 0) tp alone, for then the other ranks are replicas of a parameter whatever it is.
 struct ExpertGrid {
   Axes over;
   MeshShape into;

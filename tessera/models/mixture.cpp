@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/dispatch.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/meanwhile.h"
 #include "tessera/nn/parameter.h"
 
 namespace tessera {
@@ -58,12 +59,15 @@ at::Tensor MixtureFeedForwardImpl::forward(const at::Tensor& x) {
   }
   const kernels::Dispatch where = kernels::dispatch(chosen, options.experts, limits);
   if (limits.capacity) router_->count_dropped(chosen, where.counts);
-  at::Tensor out = kernels::combine_rows(experts_(kernels::gather_rows(tokens, where), where.counts), weights, where);
-  if (shared_) {
-    const at::Tensor shared = shared_(tokens);
-    out = out + (shared_gate_ ? shared * at::sigmoid(shared_gate_(tokens)) : shared);
-  }
-  return out.view(x.sizes());
+  const at::Tensor rows = kernels::gather_rows(tokens, where);
+  if (!shared_) return kernels::combine_rows(experts_(rows, where.counts), weights, where).view(x.sizes());
+  // Every token's expert has what it needs while rows are on their way to theirs.
+  nn::Meanwhile shared([&] {
+    const at::Tensor all = shared_(x);
+    return shared_gate_ ? all * at::sigmoid(shared_gate_(x)) : all;
+  });
+  const at::Tensor routed = kernels::combine_rows(experts_(rows, where.counts), weights, where).view(x.sizes());
+  return routed + shared.value();
 }
 
 std::vector<MixtureFeedForwardImpl*> mixtures_of(torch::nn::Module& root) {

@@ -45,6 +45,14 @@ class Planner {
     add(path + ".w2", RowParallel{.output = stream_});
   }
 
+  /// Experts are dealt by who deals experts; router and shared experts go with the stream.
+  void mixture(const std::string& path) {
+    if (stream_ == TensorLayout::Sequence) add(path, Gives{.layout = stream_, .by_position = true});
+    on_stream(path + ".router");
+    if (config_.shared_ffn_dim > 0) feed_forward(path + ".shared", /*gated=*/true);
+    if (config_.shared_gate) on_stream(path + ".shared_gate");
+  }
+
   /// Modules made of others, whose result is the residual stream's.
   void gives_stream(const std::string& pattern) {
     if (stream_ == TensorLayout::Sequence) add(pattern, Gives{.layout = stream_});
@@ -64,14 +72,15 @@ class Planner {
   ParallelPlan plan_;
 };
 
-void llama(Planner& plan) {
+/// LLaMA, or with experts Mixtral.
+void llama(Planner& plan, bool experts) {
   plan.embedding();
   plan.on_stream("dropout");
   plan.on_stream("layers.*.attention_norm");
   plan.attention("layers.*.attention");
   plan.on_stream("layers.*.attention_dropout");
   plan.on_stream("layers.*.ffn_norm");
-  plan.feed_forward("layers.*.feed_forward", /*gated=*/true);
+  experts ? plan.mixture("layers.*.feed_forward") : plan.feed_forward("layers.*.feed_forward", /*gated=*/true);
   plan.on_stream("layers.*.ffn_dropout");
   plan.gives_stream("layers.*");
   plan.on_stream("norm");
@@ -108,8 +117,8 @@ void mlp(Planner& plan) {
 ParallelPlan parallel_plan(const LanguageModel& model, bool sequence_parallel, bool keep_gathered) {
   Planner plan(model.config(), sequence_parallel, keep_gathered);
   const std::string& family = model.config().family;
-  if (family == "llama") {
-    llama(plan);
+  if (family == "llama" || family == "mixtral") {
+    llama(plan, family == "mixtral");
   } else if (family == "gpt2") {
     gpt2(plan);
   } else {

@@ -9,12 +9,16 @@
 namespace tessera::nn {
 
 void cut_parameter(const at::Tensor& parameter, int64_t dim, int64_t begin, int64_t size) {
+  const Slice& held = slice_of(parameter);
+  cut_parameter(parameter, Slice::along(held.name, held.shape, dim, begin, size));
+}
+
+void cut_parameter(const at::Tensor& parameter, Slice part) {
   const at::NoGradGuard no_grad;
   const Slice& held = slice_of(parameter);
-  Slice part = Slice::along(held.name, held.shape, dim, begin, size);
   if (held == part) return;
   invariant(held.is_whole(), "'", held.name, "' is cut already, and in another way");
-  const at::Tensor values = parameter.is_meta() ? at::Tensor() : parameter.detach().narrow(dim, begin, size).clone();
+  const at::Tensor values = parameter.is_meta() ? at::Tensor() : take(parameter.detach(), part).clone();
   set_slice(parameter, std::move(part));
   materialize_storage(parameter, parameter.device());
   if (values.defined()) parameter.copy_(values);

@@ -35,9 +35,10 @@ at::Tensor GroupedExpertsImpl::forward(const at::Tensor& x, const at::Tensor& co
   const auto dtype = compute_dtype().value_or(w1.scalar_type());
   const auto sizes = kernels::group_sizes(counts, x.size(0));
   const at::Tensor tokens = cast(x, dtype);
+  const auto fp8 = fp8_ ? std::optional(Fp8Products{.out_dtype = dtype, .scaling = *fp8_}) : std::nullopt;
   const auto multiply = [&](const at::Tensor& rows, const at::Tensor& weight) {
-    const at::Tensor used = cast(in_use(weight), dtype);
-    return grouped_with_weights_later(rows, used.view({counts.size(0), -1, used.size(1)}), weight, sizes);
+    const at::Tensor used = fp8 ? in_use(weight) : cast(in_use(weight), dtype);
+    return grouped_with_weights_later(rows, used.view({counts.size(0), -1, used.size(1)}), weight, sizes, fp8);
   };
   return multiply(kernels::swiglu(multiply(tokens, w1), multiply(tokens, w3)), w2);
 }

@@ -75,6 +75,9 @@ struct Gives {
   TensorLayout layout;
   FeatureCut cut = {};  ///< Features: by which heads; [B, S, H, D] is cut in dimension 2, [B, S, H * D] in its last
   int dim = -1;         ///< Features: the dimension that is cut
+  /// Sequence: the module takes its argument 0 that way, too, and treats every position by itself by operators that need not be followed (a mixture sorts
+  /// tokens by expert). Modules inside with a PrepareInput are followed again.
+  bool by_position = false;
   bool operator==(const Gives&) const = default;
 };
 

@@ -90,7 +90,7 @@ at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& 
   const at::Tensor places = at::remainder(chosen.reshape({-1}), experts + 1);
   const at::Tensor load = at::zeros({experts + 1}, plain).scatter_add_(0, places, at::ones({places.size(0)}, plain)).narrow(0, 0, experts);
   const at::Tensor here = at::full({1}, static_cast<double>(tokens), plain),
-                   valid = at::full({1}, static_cast<double>(context.valid_tokens.value_or(tokens)), plain);
+                   valid = at::full({1}, states_valid_ ? static_cast<double>(context.valid_tokens.value_or(tokens)) : 0, plain);
   const at::Tensor all = at::cat({load, here, valid});
   if (peers_.size() > 1) {
     const comm::CallSite site(path() + ".load");

@@ -68,8 +68,12 @@ class RouterImpl : public Module {
   const RouterOptions& options() const noexcept { return options_; }
   void set_losses(const RouterLosses& losses) noexcept { losses_ = losses; }
   /// Ranks that route other tokens of the same micro-batches (other columns of their sequences): what the terms are of is then summed over them, an all-reduce
-  /// of E + 2 numbers a call in training.
-  void set_peers(comm::Group peers) { peers_ = std::move(peers); }
+  /// of E + 2 numbers a call in training. `states_valid`: whether this rank's SampleContext::valid_tokens are to be added; of those that state the same
+  /// columns', one does.
+  void set_peers(comm::Group peers, bool states_valid = true) {
+    peers_ = std::move(peers);
+    states_valid_ = states_valid;
+  }
 
   /// Sums over the training forwards since it was last taken, fp64 [E + 4] on the weight's device: choices per expert, before any were dropped; tokens; the
   /// balance and the z term times tokens; choices that were dropped. What is computed again, and micro-batches that are padding, are not counted. Undefined
@@ -92,6 +96,7 @@ class RouterImpl : public Module {
   RouterOptions options_;
   RouterLosses losses_;
   comm::Group peers_ = comm::Group::self();
+  bool states_valid_ = true;
   at::Tensor statistics_;
   RouterChoice choice_;
 };

@@ -111,6 +111,8 @@ std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) { return pack(tensor
 
 bool is_saved_by_autograd() noexcept { return *is_autograd_saving; }
 
+const void* innermost_saved_tensor_scope() { return scopes->empty() ? nullptr : scopes->back().get(); }
+
 bool saved_tensors_are_computed_again() {
   return std::ranges::any_of(*scopes, [](const auto& hooks) { return hooks->computes_again(); });
 }

@@ -52,6 +52,9 @@ std::unique_ptr<SavedTensor> save(const at::Tensor& tensor);
 /// For SavedTensorHooks::pack: whether autograd saves the tensor, and not a technique by save().
 bool is_saved_by_autograd() noexcept;
 
+/// Which scope serves this thread now; null outside of any. A name to compare, and nothing to call.
+const void* innermost_saved_tensor_scope();
+
 /// Whether a scope that is alive computes again what operators save now: whoever would save memory in another way has nothing to win, and would do it twice.
 bool saved_tensors_are_computed_again();
 

@@ -88,6 +88,7 @@ struct GroupedDestination : torch::CustomClassHolder {
   std::shared_ptr<WeightGradients> later;
   at::Tensor weight;
   std::vector<int64_t> sizes;
+  std::optional<Fp8Products> fp8;
 };
 
 struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLater> {
@@ -95,7 +96,7 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
                             const c10::intrusive_ptr<GroupedDestination>& destination) {
     context->save_for_backward({x, weight});
     context->saved_data["destination"] = c10::IValue::make_capsule(destination);
-    return kernels::grouped_linear(x, weight, destination->sizes);
+    return kernels::grouped_linear(x, weight, destination->sizes, destination->fp8);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
@@ -103,10 +104,13 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
     const at::Tensor x = saved[0].detach(), dy = grads[0].detach().contiguous();
     const auto destination = c10::static_intrusive_pointer_cast<GroupedDestination>(context->saved_data["destination"].toCapsule());
     if (const at::Tensor& parameter = destination->weight; accumulates_into(parameter)) {
-      destination->later->leave(parameter, [x, dy, sizes = destination->sizes] { return kernels::grouped_weight_gradient(dy, x, sizes).flatten(0, 1); });
+      destination->later->leave(parameter, [x, dy, destination, dtype = saved[1].scalar_type()] {
+        return kernels::grouped_weight_gradient(dy, x, destination->sizes, destination->fp8, dtype).flatten(0, 1);
+      });
     }
-    return once_differentiable("grouped_linear", "multiply each group by itself, with nn::project", grads,
-                               {kernels::grouped_input_gradient(dy, saved[1], destination->sizes), at::Tensor(), at::Tensor()});
+    return once_differentiable(
+        "grouped_linear", "multiply each group by itself, with nn::project", grads,
+        {kernels::grouped_input_gradient(dy, saved[1], destination->sizes, destination->fp8, x.scalar_type()), at::Tensor(), at::Tensor()});
   }
 };
 
@@ -187,12 +191,14 @@ at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weig
   return LinearWithWeightsLater::apply(x, weight.detach(), bias.defined() ? std::optional(bias.detach()) : std::nullopt, destination);
 }
 
-at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes) {
-  if (!leaves_weight_gradients(x, {of_weight})) return kernels::grouped_linear(x, weight, sizes);
+at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes,
+                                      const std::optional<Fp8Products>& fp8) {
+  if (!leaves_weight_gradients(x, {of_weight})) return kernels::grouped_linear(x, weight, sizes, fp8);
   const auto destination = c10::make_intrusive<GroupedDestination>();
   destination->later = *leaving;
   destination->weight = of_weight;
   destination->sizes = sizes;
+  destination->fp8 = fp8;
   return GroupedWithWeightsLater::apply(x, weight.detach(), destination);
 }
 

@@ -62,20 +62,17 @@ class LeaveWeightGradients {
   std::shared_ptr<WeightGradients> outer_;
 };
 
-/// How kernels::fp8_linear multiplies.
-struct Fp8Products {
-  at::ScalarType out_dtype;
-  kernels::Fp8Scaling scaling;
-};
+using kernels::Fp8Products;
 
 /// kernels::linear(x, weight, bias), or with `fp8` kernels::fp8_linear, where `weight` is what is multiplied of the parameter `of_weight`, itself or cast, and
 /// so `bias` (may be undefined) of `of_bias`. Leaves the gradients of both to LeaveWeightGradients::current(), where there is one and both are leaves.
 at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
                                      const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8 = {});
 
-/// kernels::grouped_linear(x, weight, sizes), where `weight` [E, O, I] is what is multiplied of the stacked parameter `of_weight` [E * O, I], itself or cast.
-/// Leaves its gradient as linear_with_weights_later does.
-at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes);
+/// kernels::grouped_linear(x, weight, sizes, fp8), where `weight` [E, O, I] is what is multiplied of the stacked parameter `of_weight` [E * O, I], itself or
+/// cast. Leaves its gradient as linear_with_weights_later does.
+at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const std::vector<int64_t>& sizes,
+                                      const std::optional<Fp8Products>& fp8 = {});
 
 /// Whether a layer leaves the gradients of `parameters` (some may be undefined) to LeaveWeightGradients::current(): there is one, gradients are recorded, x
 /// waits for one of its own, and all of them are leaves that want one.

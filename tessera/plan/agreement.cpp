@@ -21,14 +21,24 @@ constexpr int kNobody = -1;
 
 bool is_message(const comm::Record& record) { return record.op == "send" || record.op == "recv"; }
 
-/// "dp_shard+tp" -> its axes; all of them for a name that is no list of axes: the world's own group.
-std::vector<std::string> axes_of(const std::string& group, const MeshShape& shape) {
-  std::vector<std::string> axes, all;
-  for (const auto& [axis, size] : shape) all.push_back(axis);
+/// "dp_shard+tp" -> its axes.
+std::vector<std::string> names_in(const std::string& group) {
+  std::vector<std::string> axes;
   std::istringstream names(group);
   for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
-  const bool known = std::ranges::all_of(axes, [&](const auto& axis) { return std::ranges::find(all, axis) != all.end(); });
-  return known ? axes : all;
+  return axes;
+}
+
+bool are_axes(const std::vector<std::string>& names, const MeshShape& shape) {
+  return std::ranges::all_of(names, [&](const auto& name) { return std::ranges::find(shape, name, &MeshShape::value_type::first) != shape.end(); });
+}
+
+/// All axes for a name that is no list of axes: the world's own group.
+std::vector<std::string> axes_of(const std::string& group, const MeshShape& shape) {
+  if (auto axes = names_in(group); are_axes(axes, shape)) return axes;
+  std::vector<std::string> all;
+  for (const auto& [axis, size] : shape) all.push_back(axis);
+  return all;
 }
 
 std::vector<std::string> others_of(const std::vector<std::string>& axes, const MeshShape& shape) {
@@ -116,20 +126,18 @@ void Agreement::regroup(std::vector<std::string> over, MeshShape into) {
 }
 
 std::pair<std::vector<int>, std::vector<int>> Agreement::places_and_rows(const std::string& group) const {
-  int product = 1, below = 1, size = 0;  // of all axes of the other grid, of those behind this one, of this one
-  for (const auto& [axis, length] : into_) {
-    product *= length;
-    if (size > 0) below *= length;
-    if (axis == group) size = length;
-  }
-  if (size == 0) {
+  const std::vector<std::string> names = names_in(group);
+  if (!are_axes(names, into_)) {
     const auto axes = axes_of(group, shape_);
     return {ranks_along(shape_, axes), ranks_along(shape_, others_of(axes, shape_))};
   }
+  // Its ranks are those of `over_`, whose number there tells the place on the other grid.
+  const std::vector<int> within = ranks_along(into_, names), beside = ranks_along(into_, others_of(names, into_));
   std::vector<int> place = ranks_along(shape_, over_), row = ranks_along(shape_, others_of(over_, shape_));
   for (size_t rank = 0; rank < place.size(); ++rank) {
-    const int number = std::exchange(place[rank], place[rank] / below % size);
-    row[rank] = row[rank] * product + number - place[rank] * below;
+    const auto number = static_cast<size_t>(place[rank]);
+    place[rank] = within[number];
+    row[rank] = row[rank] * static_cast<int>(beside.size()) + beside[number];
   }
   return {std::move(place), std::move(row)};
 }

@@ -21,7 +21,7 @@ class Agreement {
  public:
   explicit Agreement(MeshShape shape);
 
-  /// Groups that are named by an axis of `into` are of Mesh::regrouped(over, into).
+  /// Groups that are named by axes of `into` are of Mesh::regrouped(over, into).
   void regroup(std::vector<std::string> over, MeshShape into);
 
   /// A class: its ranks, all of which call what `records` says.

@@ -185,7 +185,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   auto classes = rank_classes(config, world);
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   Agreement agreement(shape);
-  if (config.mesh.ep > 1) {
+  if (deals_experts(config, shape)) {
     const ExpertGrid experts = expert_grid(config, shape);
     agreement.regroup(experts.over.names, experts.into);
   }

@@ -49,7 +49,7 @@ struct Held {
   std::vector<int64_t> total;     ///< by rank, of the first ranks
 };
 
-/// As rank `rank` of the world knows it: of its stage.
+/// As rank `rank` of the world knows it: of its stage, and its part of the layers.
 Held held_elements(const Config& config, int world_size, int rank, bool apart) {
   if (config.zero.stage == 0) return {};
   const auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
@@ -75,12 +75,15 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const MeshRoles axes = mesh_roles(config);
   const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names),
              stages = ranks_along(shape, axes.stages.names), columns = ranks_along(shape, axes.columns.names);
-  std::vector<Held> held_of_stage;
-  for (int stage = 0; stage < mesh.size(axes.stages); ++stage) {
-    const auto first = std::ranges::find(stages, stage) - stages.begin();
-    held_of_stage.push_back(held_elements(config, world_size, static_cast<int>(first), apart));
+  std::map<std::pair<int, int>, Held> held;  // ranks of tp hold as much of what they cut, but of experts, which are dealt over them and others at once
+  const auto place_of = [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    return std::pair(stages[r], deals_experts(config, shape) ? tp[r] : 0);
+  };
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (!held.contains(place_of(rank))) held.emplace(place_of(rank), held_elements(config, world_size, rank, apart));
   }
-  const auto held_by = [&](int rank) -> const Held& { return held_of_stage[static_cast<size_t>(stages[static_cast<size_t>(rank)])]; };
+  const auto held_by = [&](int rank) -> const Held& { return held.at(place_of(rank)); };
 
   const int data_ranks = mesh.size(axes.batch);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;

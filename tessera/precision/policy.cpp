@@ -83,6 +83,7 @@ void apply(torch::nn::Module& root, const Policy& policy) {
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) ours->set_compute_dtype(policy.compute);
     if (auto* linear = dynamic_cast<nn::LinearImpl*>(&module)) linear->set_fp8(policy.fp8);
+    if (auto* experts = dynamic_cast<nn::GroupedExpertsImpl*>(&module)) experts->set_fp8(policy.fp8);
   });
   for (const auto& parameter : nn::unique_parameters(root)) convert(parameter.tensor, policy.params);
 }

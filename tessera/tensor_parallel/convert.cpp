@@ -44,6 +44,23 @@ bool convertible(TensorLayout from, TensorLayout to) {
   }
 }
 
+namespace {
+
+/// Of a part of the sequence in dimension `dim`. Rows of tokens are those of several samples one after the other, each of which has such a part.
+std::vector<Box> sequence_boxes(const Context& context, const Box& local, size_t dim) {
+  const auto [begin, own] = chunk(context.sequence, context.group.size(), context.group.rank());
+  const int64_t samples = own > 0 && dim == 0 ? local.size[0] / own : 1;
+  std::vector<Box> boxes;
+  for (int64_t sample = 0; sample < samples; ++sample) {
+    Box& part = boxes.emplace_back(local);
+    part.offset[dim] = sample * context.sequence + begin;
+    if (samples > 1) part.size[dim] = own;
+  }
+  return boxes;
+}
+
+}  // namespace
+
 nn::OutputLayout output_layout(const Context& context, const at::Tensor& output, TensorLayout layout, const FeatureShare& share, int64_t dim) {
   const std::vector<std::string> group{context.group.name()};
   Box box = Box::whole(output.sizes().vec());
@@ -59,8 +76,7 @@ nn::OutputLayout output_layout(const Context& context, const at::Tensor& output,
       if (share.holders > 1) return {.boxes = {box}, .partial_over = {}, .gradient_partial_over = group};
       break;
     case Sequence:
-      box.offset[static_cast<size_t>(sequence_dim(output))] = chunk(context.sequence, context.group.size(), context.group.rank()).first;
-      break;
+      return {.boxes = sequence_boxes(context, box, static_cast<size_t>(sequence_dim(output))), .partial_over = {}};
   }
   return {.boxes = {box}, .partial_over = {}};
 }

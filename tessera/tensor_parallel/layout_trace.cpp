@@ -55,6 +55,13 @@ LayoutTrace::Trusted::~Trusted() {
   if (trace_) --trace_->trusted_;
 }
 
+LayoutTrace::Judged::Judged(std::shared_ptr<LayoutTrace> trace) : trace_(std::move(trace)) {
+  if (trace_) trusted_ = std::exchange(trace_->trusted_, 0);
+}
+LayoutTrace::Judged::~Judged() {
+  if (trace_) trace_->trusted_ = trusted_;
+}
+
 LayoutTrace::LayoutTrace(const torch::nn::Module& module) {
   for (const at::Tensor& parameter : module.parameters()) {
     const Slice& slice = nn::slice_of(parameter);

@@ -50,6 +50,19 @@ class LayoutTrace final : public nn::OperatorHooks {
     std::shared_ptr<LayoutTrace> trace_;
   };
 
+  /// While alive, within Trusted, operators are judged again: a style inside takes what is known. Null: nothing.
+  class Judged {
+   public:
+    explicit Judged(std::shared_ptr<LayoutTrace> trace);
+    ~Judged();
+    Judged(const Judged&) = delete;
+    Judged& operator=(const Judged&) = delete;
+
+   private:
+    std::shared_ptr<LayoutTrace> trace_;
+    int trusted_ = 0;
+  };
+
  private:
   /// What is known of a tensor. Replicated is what takes a gradient to parameters and needs the whole of it, beginning with the parameters themselves; those
   /// whose gradients are summed once a step are Copied. Of what takes no gradient to any nothing is known: it is the same on every rank.

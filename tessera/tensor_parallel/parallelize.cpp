@@ -58,10 +58,13 @@ class Builder {
     }
   }
 
-  /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient.
+  /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient, unless somebody
+  /// else who deals parameters over these ranks has said it (experts).
   std::unique_ptr<TensorParallel> finish(const torch::nn::Module& module) {
+    const auto is_ours = [this](const nn::Sharing& sharing) { return sharing.axis == context_->group.name(); };
     for (const auto& parameter : nn::unique_parameters(module)) {
       if (size() == 1) break;
+      if (std::ranges::any_of(nn::sharings_of(parameter.tensor), is_ours)) continue;
       const auto found = sharings_.find(parameter.tensor.unsafeGetTensorImpl());
       nn::Sharing sharing = found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
       sharing.even = even_;

@@ -56,6 +56,7 @@ class Input : public nn::Interceptor {
     const at::Tensor given = inputs[argument].toTensor();
     const at::Tensor prepared = convert(*context_, module.path(), given, style_.from, style_.to);
     inputs[argument] = prepared;
+    const LayoutTrace::Judged judged(context_->trace);
     if (prepared.is_same(given) || !gathers_again()) return next(std::move(inputs));
     const nn::SavedTensorScope scope(regather(context_, given, prepared));
     return next(std::move(inputs));
@@ -97,6 +98,10 @@ class Stated : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     if (!context_->trace) return next(std::move(inputs));
+    if (style_.by_position) {
+      context_->trace->takes(module.path(), inputs[0].toTensor(), style_.layout, cut_of(*context_, inputs[0].toTensor(), style_.layout));
+      return own(*context_, module.path(), style_.layout, [&] { return next(std::move(inputs)); });
+    }
     nn::Values outputs = dynamic_cast<nn::AttentionCoreImpl*>(&module) ? attended(module, std::move(inputs), next) : next(std::move(inputs));
     const at::Tensor& output = outputs[0].toTensor();
     context_->trace->agrees(module.path(), output, style_.layout, style_.layout == TensorLayout::Sequence ? sequence_dim(output) : style_.dim);

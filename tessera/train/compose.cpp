@@ -13,7 +13,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/data_parallel/batch_coupling.h"
-#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
@@ -27,16 +26,17 @@
 #include "tessera/nn/sharing.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/expert_ranks.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/train/synchronize.h"
 
 // A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
-// since it sets the types that are cut and drawn. Layers are cut before parameters are sharded, which makes slices of slices, and both on meta, so that no rank
-// ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by the time it is computed again, and outside of tensor and context
-// parallelism, whose collectives it repeats. The optimizer comes when weights have their values, for masters begin as these; replicas are compared last, when
-// whatever was loaded is there.
+// since it sets the types that are cut and drawn. Experts are dealt before other layers are cut, which then leave them alone, and both before parameters are
+// sharded, which makes slices of slices; all on meta, so that no rank ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by
+// the time it is computed again, and outside of tensor and context parallelism, whose collectives it repeats. The optimizer comes when weights have their
+// values, for masters begin as these; replicas are compared last, when whatever was loaded is there.
 
 namespace tessera {
 
@@ -162,6 +162,14 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
 void allow_tf32(const precision::Policy& policy, at::Device device, bool first) {
   const bool used = precision::use_tf32(policy.tf32, device);
   if (policy.tf32 && !used && first && device.is_cpu()) log().warn("precision.compute = tf32: a CPU has no such products, and computes in fp32");
+}
+
+/// Terms of a router's loss are of all tokens of a micro-batch, wherever they are.
+void let_routers_meet(const Config& config, const Mesh& mesh, LanguageModel& model) {
+  const MeshRoles roles = mesh_roles(config);
+  const bool states_valid = roles.routes.names == roles.columns.names || mesh.rank(roles.layers) == 0;
+  if (mesh.size(roles.routes) == 1) return;
+  for (MixtureFeedForwardImpl* mixture : mixtures_of(model)) mixture->router().set_peers(mesh[roles.routes], states_valid);
 }
 
 /// The head's copy of a weight that is tied takes its values from the embedding's, where both are on this rank.
@@ -294,10 +302,8 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
-  if (run.columns.cut()) {
-    for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->router().set_peers(run.columns.group);
-  }
-  if (config.mesh.ep > 1) run.experts = expert_parallel(*run.model, expert_mesh(config, mesh)["ep"]);
+  let_routers_meet(config, mesh, *run.model);
+  run.experts = deal_experts(*run.model, expert_ranks(config, mesh));
   cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);

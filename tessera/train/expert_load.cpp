@@ -32,7 +32,7 @@ double ExpertLoad::busiest() const { return share.empty() ? 0 : *std::max_elemen
 
 ExpertLoads::ExpertLoads(const Config& config, const Mesh& mesh, CutModel& run)
     : all_(mesh[mesh_roles(config).world]),
-      counts_(mesh.rank(mesh_roles(config).layers) == 0),
+      counts_(config.tensor.sequence_parallel || mesh.rank(mesh_roles(config).layers) == 0),
       rate_(config.moe.bias_rate),
       layers_(config.model.experts > 0 ? config.model.layers : 0),
       experts_(config.model.experts),

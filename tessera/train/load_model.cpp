@@ -4,6 +4,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/config/expert_rules.h"
 #include "tessera/config/missing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -43,6 +44,7 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   Config settled = config;
   precision::settle_compute(settled, device, groups.layers);  // of a caller who has not
   precision::apply(*built.model, precision::policy_from(settled.precision));
+  built.experts = deal_experts(*built.model, groups.experts);
   cut_model(config, layout, built);
   materialize(*built.model, 0, device);
   built.model->eval();
@@ -89,8 +91,6 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
 ReadingLayout reading_layout(const Config& config, int world_size) {
   require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
-  require(config.mesh.ep == 1, "mesh.ep = ", config.mesh.ep,
-          ": deals what training keeps of experts, and a model that is only read keeps none of it; leave it out");
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
   refuse_missing_techniques(config);
   const MeshRoles roles = mesh_roles(config);
@@ -105,13 +105,14 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   validate_context(config, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1), "model.max_seq_len", layout.column_ranks, layout.tensor_ranks);
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
+  validate_experts_over_ranks(config, layout.tensor_ranks);
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
   return layout;
 }
 
 ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
   const MeshRoles roles = mesh_roles(config);
-  return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns]};
+  return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns], .experts = expert_ranks(config, mesh)};
 }
 
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {

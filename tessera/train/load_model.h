@@ -11,6 +11,7 @@
 #include "tessera/config/config.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/train/cut_model.h"
+#include "tessera/train/expert_ranks.h"
 
 namespace tessera {
 
@@ -57,6 +58,7 @@ struct ReadingGroups {
   comm::Group layers{};         ///< each has a part of every layer
   pipeline::Channels stages{};  ///< each has some layers
   comm::Group columns{};        ///< each reads some columns of a sequence
+  ExpertRanks experts{};        ///< each has some of the experts, or of each some
 };
 ReadingGroups reading_groups(const Config& config, const Mesh& mesh);
 

@@ -16,7 +16,7 @@ class PartSynchronizers final : public GradientSynchronizer {
   struct Share {
     int part = 0;  ///< whose actions it is told
     std::unique_ptr<GradientSynchronizer> synchronizer;
-    int holders = 1;  ///< how many neighbours of the group that parameters are sharded over have one place among those that shard these
+    std::vector<int> places{};  ///< by rank of the group that parameters are sharded over: its place among those that shard these; empty: the same
   };
 
   explicit PartSynchronizers(std::vector<Share> shares) : shares_(std::move(shares)) {}
@@ -67,7 +67,8 @@ class PartSynchronizers final : public GradientSynchronizer {
   std::vector<int64_t> held_elements(int rank) const override {
     std::vector<int64_t> all;
     for (const Share& share : shares_) {
-      for (const int64_t elements : share.synchronizer->held_elements(rank / share.holders)) all.push_back(elements);
+      const int place = share.places.empty() ? rank : share.places[static_cast<size_t>(rank)];
+      for (const int64_t elements : share.synchronizer->held_elements(place)) all.push_back(elements);
     }
     return all;
   }

@@ -108,7 +108,8 @@ nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, co
     context["ulysses"] = config.context.ulysses;
     context["balance"] = config.context.balance;
   }
-  if (config.mesh.ep > 1) sums["experts"] = config.mesh.ep;  // rows of several ranks in one product
+  if (config.mesh.ep > 1) sums["experts"] = config.mesh.ep;                  // rows of several ranks in one product
+  if (config.mesh.expert_tp > 1) sums["expert_tp"] = config.mesh.expert_tp;  // and products that are terms of a sum
   return sums;
 }
 

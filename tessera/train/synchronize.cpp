@@ -60,17 +60,18 @@ std::unique_ptr<GradientSynchronizer> as_one(std::vector<PartSynchronizers::Shar
 struct Dealt {
   nn::ParameterFilter only{};
   comm::Group shard, replicate;
-  int holders = 1;  ///< ranks of dp_shard that are one place of `shard`
+  std::vector<int> places{};  ///< by rank of the mesh's role `shard`: its place in this `shard`, where that is another
 };
 
 /// Of a module of the model: all that it has, or what is outside of experts and then these, which fewer ranks hold.
 std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torch::nn::Module& root) {
   const MeshRoles roles = mesh_roles(config);
   const Dealt all{.shard = mesh[roles.shard], .replicate = mesh[roles.replicate]};
-  if (config.mesh.ep == 1) return {all};
+  if (!deals_experts(config, mesh.shape())) return {all};
   const Mesh experts = expert_mesh(config, mesh);
-  Dealt dense = all, sparse{.only = experts_of(root, true), .shard = experts["edp"], .replicate = experts[roles.replicate], .holders = config.mesh.ep};
+  Dealt dense = all, sparse{.only = experts_of(root, true), .shard = experts["edp"], .replicate = experts[roles.replicate]};
   dense.only = experts_of(root, false);
+  for (const int rank : mesh.members(roles.shard)) sparse.places.push_back(experts.rank(rank, "edp"));
   std::vector<Dealt> dealt;
   for (Dealt* one : {&dense, &sparse}) {
     if (!nn::unique_parameters(root, one->only).empty()) dealt.push_back(std::move(*one));
@@ -85,7 +86,7 @@ std::unique_ptr<GradientSynchronizer> synchronize(const Config& config, const Me
   const std::vector<torch::nn::Module*> roots = roots_of(run);
   for (size_t part = 0; part < roots.size(); ++part) {
     for (const Dealt& dealt : dealt_parameters(config, mesh, *roots[part])) {
-      shares.push_back({.part = static_cast<int>(part), .synchronizer = make(*roots[part], dealt), .holders = dealt.holders});
+      shares.push_back({.part = static_cast<int>(part), .synchronizer = make(*roots[part], dealt), .places = dealt.places});
       if (dealt.shard.size() > 1 || dealt.replicate.size() > 1) continue;
       for (auto& parameter : nn::unique_parameters(*roots[part], dealt.only)) run.alone.push_back(std::move(parameter));
     }

@@ -205,6 +205,7 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
       loader_(inputs_.corpus, loader_options(config_, mesh_)),
       stragglers_(config_.log.straggler_ratio),
+      hot_experts_(config_.model.experts_per_token, config_.log.straggler_ratio > 0),
       replay_(config_, mesh_, inputs_.corpus, world.options()) {
   if (!config_.checkpoint.dir.empty())
     saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint, identity_, inputs_.resume), saver_group(config_, world_));
@@ -292,7 +293,10 @@ StepResult Trainer::step() {
   const auto history = reporting ? end_watch() : nullptr;
   if (dumping) dump_weights();
   stop_ = outcome.stop;
-  if (world_.rank() == 0) name_stragglers(outcome.ranks);
+  if (world_.rank() == 0) {
+    name_stragglers(outcome.ranks);
+    name_hot_experts(outcome.experts);
+  }
   const double step_s = seconds_since(start);
   const auto timelines = timing ? gather_timelines(world_.group(), stepper_.run().pipeline, times, batch.step) : nullptr;
   report_saves();
@@ -343,6 +347,11 @@ void Trainer::name_stragglers(const std::vector<RankTimes>& ranks) {
                100 * (straggler.ratio() - 1), ranks.size(), StragglerWatch::kWindow, format_duration(straggler.compute_s), format_duration(straggler.median_s),
                hosts_[static_cast<size_t>(straggler.rank)]);
   }
+}
+
+void Trainer::name_hot_experts(const std::vector<ExpertLoad>& loads) {
+  const auto named = hot_experts_.after_step(loads);
+  if (!named.empty()) log().warn("{}", line_of(named, config_));
 }
 
 void Trainer::validate_model(int64_t step) {

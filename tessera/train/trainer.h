@@ -14,6 +14,7 @@
 #include "tessera/config/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/train/hot_experts.h"
 #include "tessera/train/inputs.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/observer.h"
@@ -60,6 +61,7 @@ class Trainer {
   void watch_memory(bool reporting);
   std::shared_ptr<const MemoryHistory> end_watch();
   void name_stragglers(const std::vector<RankTimes>& ranks);
+  void name_hot_experts(const std::vector<ExpertLoad>& loads);
   void validate_model(int64_t step);
   /// Compares what a checkpoint recorded with what it gives now that it is loaded.
   void replay(const ResumePoint& resume);
@@ -85,6 +87,7 @@ class Trainer {
   Stepper stepper_;
   data::Loader loader_;
   StragglerWatch stragglers_;
+  HotExpertWatch hot_experts_;
   Replay replay_;
   int64_t reported_step_ = 0;                 ///< whose memory observers hear of; 0: none
   std::unique_ptr<checkpoint::Saver> saver_;  ///< null without checkpoint.dir

@@ -48,8 +48,9 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   const auto& wire = layout.comm.compression == "none" ? precision.reduce : layout.comm.compression;
   const int terms = data_ranks * column_ranks;  // of each gradient's sum
   const double crossing = terms > 1 ? roundoff(wire) : fp32;
-  const double split = world > data_ranks ? compute : fp32;   // products are split inside a micro-batch
-  const double joined = layout.mesh.ep > 1 ? compute : fp32;  // an expert's gradient is one product of several ranks' rows, rounded once
+  const bool experts = layout.mesh.ep > 1 || layout.mesh.expert_tp > 1;
+  const double split = world > data_ranks || layout.mesh.expert_tp > 1 ? compute : fp32;  // products are split inside a micro-batch
+  const double joined = experts ? compute : fp32;                                         // an expert's gradient is one product of several ranks' rows
   const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
 
   VerifyBounds bounds;

@@ -12,6 +12,7 @@
 #include "tessera/mesh/positions.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/router.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/verify/difference.h"
 
@@ -58,7 +59,8 @@ std::vector<Box> in_sequence(const std::vector<Box>& boxes, const std::vector<Co
 
 class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
  public:
-  Tap(SampleRange samples, OutputSink& sink, std::string column_axis) : samples_(samples), sink_(sink), column_axis_(std::move(column_axis)) {}
+  Tap(SampleRange samples, OutputSink& sink, std::string column_axis, bool routes_parts)
+      : samples_(samples), sink_(sink), column_axis_(std::move(column_axis)), routes_parts_(routes_parts) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     nn::Values outputs = next(std::move(inputs));
@@ -66,7 +68,8 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
     // A call inside a backward pass computes again what was heard before.
     const bool heard = sample >= samples_.begin && sample < samples_.end && torch::autograd::get_current_node() == nullptr;
     // Rows in the order of experts: which of the whole's these are only the choices of all ranks tell. What is made of them for each token is heard.
-    const bool placed = column_axis_.empty() || dynamic_cast<const nn::GroupedExpertsImpl*>(&module) == nullptr;
+    const bool placed =
+        !routes_parts_ || (dynamic_cast<const nn::GroupedExpertsImpl*>(&module) == nullptr && dynamic_cast<const nn::RouterChoiceImpl*>(&module) == nullptr);
     if (heard && placed && !outputs.empty() && outputs[0].isTensor() && outputs[0].toTensor().defined()) hear(module, sample, outputs[0].toTensor());
     return outputs;
   }
@@ -99,7 +102,9 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
       layout.boxes = in_sequence(layout.boxes, runs, 1);
       return layout;
     }
-    const int64_t rows = positions.numel() > 0 ? output.size(0) / positions.numel() : 1;  // one after the other, where each token is a row
+    int64_t end = 0;
+    for (const Box& box : layout.boxes) end = std::max(end, box.offset[0] + box.size[0]);
+    const int64_t rows = positions.numel() > 0 ? (end + positions.numel() - 1) / positions.numel() : 1;  // one after the other, where each token is a row
     const size_t of_one = runs.size();
     for (int64_t row = 1; row < rows; ++row) {
       for (size_t i = 0; i < of_one; ++i) runs.push_back({row * nn::SampleScope::current().seq_len + runs[i].begin, runs[i].size});
@@ -111,6 +116,7 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
   SampleRange samples_;
   OutputSink& sink_;
   std::string column_axis_;
+  bool routes_parts_;
   std::map<std::pair<std::string, int64_t>, int64_t> calls_;
 };
 
@@ -147,8 +153,8 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 
 }  // namespace
 
-Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis) {
-  const auto tap = std::make_shared<Tap>(samples, sink, column_axis);
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis, bool routes_parts) {
+  const auto tap = std::make_shared<Tap>(samples, sink, column_axis, routes_parts);
   Attachment attached;
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));

@@ -9,7 +9,7 @@ namespace tessera {
 
 namespace {
 
-const std::vector<std::string> kAxes{"dp_replicate", "dp_shard", "pp", "cp", "tp", "ep"};
+const std::vector<std::string> kAxes{"dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "expert_tp"};
 
 int size_of(const std::string& axis, const std::string& text) {
   int size = 0;
@@ -26,6 +26,7 @@ void set_axis(MeshConfig& mesh, const std::string& axis, int size) {
   if (axis == "cp") mesh.cp = size;
   if (axis == "tp") mesh.tp = size;
   if (axis == "ep") mesh.ep = size;
+  if (axis == "expert_tp") mesh.expert_tp = size;
 }
 
 }  // namespace

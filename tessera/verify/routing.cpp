@@ -32,19 +32,29 @@ class ChoiceCalls {
   std::map<std::pair<std::string, int64_t>, int64_t> calls_;
 };
 
+/// Where the columns that `tokens` rows of tokens have of `samples` samples lie in these; undefined: they are all.
+at::Tensor positions_of(int64_t tokens, int64_t samples) {
+  const nn::SampleContext& context = nn::SampleScope::current();
+  const int64_t columns = tokens / samples, first = context.first_column;
+  if (context.positions.defined()) return context.positions.narrow(0, first, columns);
+  return columns == context.seq_len ? at::Tensor() : nn::consecutive(first, columns, at::kCPU);
+}
+
 class ChoiceRecorder : public nn::Interceptor {
  public:
-  ChoiceRecorder(SampleRange samples, RecordedChoices& choices) : calls_(samples), choices_(choices) {}
+  ChoiceRecorder(SampleRange samples, int64_t micro_size, RecordedChoices& choices) : calls_(samples), micro_size_(micro_size), choices_(choices) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto key = calls_.next(module);
     nn::Values outputs = next(std::move(inputs));
-    if (key) choices_[*key] = {outputs.at(0).toTensor(), nn::SampleScope::current().positions};
+    const at::Tensor& chosen = outputs.at(0).toTensor();
+    if (key) choices_[*key] = {chosen, positions_of(chosen.size(0), micro_size_)};
     return outputs;
   }
 
  private:
   ChoiceCalls calls_;
+  int64_t micro_size_;
   RecordedChoices& choices_;
 };
 
@@ -114,8 +124,8 @@ Attachment attach_to_choices(torch::nn::Module& root, const Make& make) {
 
 }  // namespace
 
-Attachment record_choices(torch::nn::Module& root, SampleRange samples, RecordedChoices& choices) {
-  return attach_to_choices(root, [&] { return std::make_shared<ChoiceRecorder>(samples, choices); });
+Attachment record_choices(torch::nn::Module& root, SampleRange samples, int64_t micro_size, RecordedChoices& choices) {
+  return attach_to_choices(root, [&] { return std::make_shared<ChoiceRecorder>(samples, micro_size, choices); });
 }
 
 Attachment replay_choices(torch::nn::Module& root, SampleRange samples, std::vector<RecordedChoices*> ranks, RoutingComparison& compared) {

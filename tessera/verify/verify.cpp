@@ -109,6 +109,7 @@ class Verification {
   const SampleRange samples_;  ///< of the steps that are compared
   const VerifyBounds bounds_;
   std::string column_axis_;  ///< that sequences are cut over; empty where they are whole
+  bool routes_parts_;        ///< whether each rank routes some tokens of a sequence
   Meeting meeting_;
   std::vector<Shown> shown_;
   std::vector<RecordedOutputs> recorded_;
@@ -168,6 +169,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
       samples_{(first_step_ - 1) * layout_.batch.global_size, (first_step_ - 1 + options.steps) * layout_.batch.global_size},
       bounds_(bounds_of(layout_, world_, size_along(axes_, mesh_roles(layout_).batch), size_along(axes_, mesh_roles(layout_).columns))),
       column_axis_(size_along(axes_, mesh_roles(layout_).columns) > 1 ? mesh_roles(layout_).columns.names.front() : std::string()),
+      routes_parts_(size_along(axes_, mesh_roles(layout_).routes) > 1),
       meeting_(world_),
       shown_(static_cast<size_t>(world_)),
       recorded_(static_cast<size_t>(world_), RecordedOutputs(options.output_bytes / world_)),
@@ -195,8 +197,8 @@ void Verification::run_rank(comm::World& world) {
   Composition& run = side.stepper.run();
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
   RecordedChoices& choices = choices_[static_cast<size_t>(world.rank())];
-  const Attachment routers = record_choices(side.model(), samples_, choices);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), column_axis_);
+  const Attachment routers = record_choices(side.model(), samples_, layout_.batch.micro_size, choices);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), column_axis_, routes_parts_);
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
     meeting_.show();
@@ -237,7 +239,7 @@ void Verification::run_reference() {
   std::vector<RecordedChoices*> choices;
   for (auto& rank : choices_) choices.push_back(&rank);
   const Attachment routers = replay_choices(side.model(), samples_, choices, routing_);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, nullptr, column_axis_);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, nullptr, column_axis_, routes_parts_);
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
     const auto batch = next_batch(side);
@@ -320,6 +322,7 @@ VerifyReport Verification::run() {
 
   MeshShape mesh = axes_;
   if (layout_.mesh.ep > 1) mesh.emplace_back("ep", layout_.mesh.ep);
+  if (layout_.mesh.expert_tp > 1) mesh.emplace_back("expert_tp", layout_.mesh.expert_tp);
   return {.mesh = std::move(mesh),
           .ranks = world_,
           .first_step = first_step_,

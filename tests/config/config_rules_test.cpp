@@ -161,7 +161,38 @@ TEST(Validate, Mesh) {
   EXPECT_THAT(refusal([](Config& c) { c.mesh.order = {"dp_replicate", "dp_shard", "pp", "cp"}; }), HasSubstr("lacks tp"));
   EXPECT_THAT(refusal([](Config& c) { c.mesh.order.push_back("tp"); }), HasSubstr("tp twice"));
   EXPECT_THAT(refusal([](Config& c) { c.mesh.order.back() = "tpx"; }), AllOf(HasSubstr("tpx"), HasSubstr("did you mean tp?")));
-  EXPECT_THAT(refusal([](Config& c) { c.mesh.ep = 2; }), StartsWith("mesh.ep = 2"));
+  EXPECT_THAT(refusal([](Config& c) { c.mesh.ep = 2; }), AllOf(StartsWith("mesh.ep = 2"), HasSubstr("has no experts")));
+}
+
+TEST(Validate, ExpertsOverRanks) {
+  const auto refused = [](const std::function<void(Config&)>& set, int ranks) {
+    return refusal(
+        [&](Config& c) {
+          c.model.family = "mixtral";
+          c.model.experts = 6;
+          c.model.experts_per_token = 2;
+          c.model.ffn_dim = 10;
+          set(c);
+        },
+        ranks);
+  };
+  EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 2; }, 2),
+              AllOf(StartsWith("mesh.ep = 2"), HasSubstr("mesh.tp = 1 (with zero.stage = 0"), HasSubstr("zero.stage = 1")));
+  EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 3, c.zero.stage = 1; }, 4), AllOf(StartsWith("mesh.ep = 3"), HasSubstr("dp_shard x cp x tp = 4")));
+  EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 4, c.zero.stage = 1; }, 4), HasSubstr("cannot deal model.experts = 6"));
+  EXPECT_THAT(refused([](Config& c) { c.mesh.expert_tp = 3, c.zero.stage = 1; }, 3),
+              AllOf(StartsWith("mesh.expert_tp = 3"), HasSubstr("model.ffn_dim = 10"), HasSubstr("divisor")));
+  EXPECT_THAT(refused([](Config& c) { c.mesh.ep = c.mesh.expert_tp = 2, c.zero.stage = 1; }, 2),
+              StartsWith("mesh.ep = 2, mesh.expert_tp = 2: deals experts over 4"));
+  EXPECT_THAT(refused([](Config& c) { c.mesh.expert_tp = 0; }, 1), StartsWith("mesh.expert_tp = 0"));
+  EXPECT_EQ(refused([](Config& c) { c.mesh.ep = c.mesh.expert_tp = 2, c.zero.stage = 1; }, 4), "(accepted)");
+  EXPECT_EQ(refused([](Config& c) { c.mesh.ep = c.mesh.tp = 2; }, 2), "(accepted)");
+  const auto in_parts = [](Config& c) {
+    c.mesh.tp = 2;
+    c.tensor.sequence_parallel = true;
+  };
+  EXPECT_THAT(refused([&](Config& c) { in_parts(c), c.moe.capacity_factor = 2; }, 2), HasSubstr("tensor.sequence_parallel gives a rank a part"));
+  EXPECT_THAT(refused([&](Config& c) { in_parts(c), c.model.router = "expert_choice"; }, 2), HasSubstr("tensor.sequence_parallel = false"));
 }
 
 TEST(ResolveMesh, UnsetAndMinusOneTakeWhatIsLeft) {
@@ -435,7 +466,7 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
               AllOf(StartsWith("tensor.overlap = true"), HasSubstr("precision.compute = bf16")));
   EXPECT_THAT(refusal([](Config& c) { c.tensor.sequence_parallel = true; }, 2), StartsWith("tensor.sequence_parallel = true"));
   EXPECT_THAT(refusal([](Config& c) { c.mesh.tp = 2, c.tensor.keep_gathered = true; }, 2), StartsWith("tensor.keep_gathered = true"));
-  EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "(accepted)");
+  EXPECT_EQ(mixture([](Config& c) { c.mesh.tp = 2; }, 2), "(accepted)");
   EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
             "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
   EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));

@@ -76,5 +76,28 @@ TEST(Exchange, TakesEmptyRanksAndOneExpertForAll) {
   expect_rows_by_expert_and_rank({{0, 0, 9}, {0, 0, 1}, {0, 0, 2}});
 }
 
+/// Two blocks of experts, each shared by two ranks: of three rows, two are of the first block.
+TEST(Exchange, SendsARowToAllWhoShareItsExpert) {
+  EXPECT_EQ(for_each_sharer({1, 2, 3, 4}, 4, 2), (std::vector<int64_t>{1, 2, 1, 2, 3, 4, 3, 4}));
+  EXPECT_EQ(for_each_sharer({1, 2, 3, 4}, 2, 1), (std::vector<int64_t>{1, 2, 3, 4}));
+  EXPECT_EQ(for_each_sharer({1, 2}, 3, 3), (std::vector<int64_t>{1, 2, 1, 2, 1, 2}));
+  const Copies copies = make_copies({2, 2, 1, 1}, 2);
+  EXPECT_EQ(copies.order, (std::vector<int64_t>{0, 2, 1, 3, 4, 5}));
+  EXPECT_EQ(copies.slots, (std::vector<int64_t>{0, 2, 1, 3, 4, 5}));
+  std::mt19937 random(5);
+  for (const int sharers : {1, 2, 3}) {
+    std::vector<int64_t> to;
+    for (int block = 0; block < 4; ++block) to.insert(to.end(), static_cast<size_t>(sharers), static_cast<int64_t>(random() % 5));
+    const auto [slots, order] = make_copies(to, sharers);
+    ASSERT_EQ(slots.size(), order.size());
+    for (size_t place = 0; place < order.size(); ++place) EXPECT_EQ(slots[static_cast<size_t>(order[place])], static_cast<int64_t>(place));
+    int64_t place = 0, row = 0;
+    for (size_t rank = 0; rank < to.size(); ++rank) {  // the rows of a block, in their order, once for each sharer
+      for (int64_t i = 0; i < to[rank]; ++i) EXPECT_EQ(order[static_cast<size_t>(place++)] / sharers, row + i);
+      if (static_cast<int>(rank) % sharers == sharers - 1) row += to[rank];
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::experts

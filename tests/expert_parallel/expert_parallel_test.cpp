@@ -1,7 +1,10 @@
 #include "tessera/expert_parallel/expert_parallel.h"
 
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <numeric>
+#include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +16,7 @@
 #include "tessera/models/mixture.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/saved_tensors.h"
 #include "tests/refusal.h"
 
 namespace tessera {
@@ -63,7 +67,7 @@ void expect_near(const at::Tensor& actual, const at::Tensor& expected, const std
 }
 
 /// `tokens` of each rank; the oracle computes each rank's tokens with whole experts, and sums their gradients.
-void expect_as_whole(const ModelConfig& config, const std::vector<int64_t>& tokens) {
+void expect_as_whole(const ModelConfig& config, const std::vector<int64_t>& tokens, int sharers = 1) {
   const int ranks = static_cast<int>(tokens.size());
   Tensors sums;
   std::vector<Tensors> expected;
@@ -77,17 +81,18 @@ void expect_as_whole(const ModelConfig& config, const std::vector<int64_t>& toke
   }
   run_ranks(ranks, [&](World& world) {
     MixtureFeedForward mixture = on_meta_mixture(config);
-    const auto parallel = expert_parallel(*mixture, world.group());
+    const auto parallel = expert_parallel(*mixture, world.group(), {.sharers = sharers});
     draw(mixture);
     const auto own = static_cast<size_t>(world.rank());
     const std::string where = " of rank " + std::to_string(own) + " of " + std::to_string(ranks);
+    const auto parameters = mixture->named_parameters();
     for (const auto& [name, found] : passes(mixture, numbers(tokens[own], world.rank()))) {
       if (!sums.contains(name)) {
         expect_near(found, expected[own].at(name), name + where);
         continue;
       }
-      const auto [begin, size] = chunk(sums.at(name).size(0), ranks, world.rank());
-      expect_near(found, sums.at(name).narrow(0, begin, size), name + where);
+      EXPECT_EQ(found.numel() * ranks, sums.at(name).numel()) << name << where;
+      expect_near(found, take(sums.at(name), nn::slice_of(parameters[name])), name + where);
     }
   });
 }
@@ -103,6 +108,19 @@ TEST(ExpertParallel, TakesRanksWithoutTokensAndOneExpertForAll) {
   expect_as_whole(sizes(4), {0, 5});
   expect_as_whole(sizes(4), {0, 0, 3, 0});
   expect_as_whole(sizes(2, 1), {1, 1});
+}
+
+/// Each expert's width lies on several ranks, and so may the experts.
+TEST(ExpertParallel, CutsExpertsByTheirWidth) {
+  ModelConfig config = sizes(6);
+  config.ffn_dim = 6;
+  expect_as_whole(config, {5, 7}, 2);
+  expect_as_whole(config, {5, 0, 4}, 3);
+  expect_as_whole(config, {5, 1, 4, 3}, 2);
+  expect_as_whole(config, {2, 3, 0, 4, 5, 1}, 3);
+  expect_as_whole(config, {2, 3, 0, 4, 5, 1}, 2);
+  config.shared_ffn_dim = 5;
+  expect_as_whole(config, {0, 0, 7, 2}, 2);
 }
 
 TEST(ExpertParallel, KeepsCapacityAndSharedExpertsAsTheyAre) {
@@ -139,48 +157,61 @@ TEST(ExpertParallel, GivesAsManyRowsAsItTook) {
   });
 }
 
-/// Ranks 0 and 1 route the same tokens, and so do ranks 2 and 3; experts lie on all four.
+/// Ranks 0 and 1 route the same tokens, and so do ranks 2 and 3; experts lie on all four, or each of four blocks on two.
 TEST(ExpertParallel, ComputesRowsOnceWhereRanksRouteTheSameTokens) {
-  for (const int64_t tokens : {1, 5, 6}) {
+  ModelConfig config = sizes(8);
+  config.ffn_dim = 12;
+  for (const auto& [tokens, sharers] : {std::pair{1, 1}, {5, 1}, {6, 1}, {5, 2}, {1, 2}, {3, 4}}) {
     Tensors sums;
     std::vector<Tensors> expected;
     for (int pair = 0; pair < 2; ++pair) {
-      MixtureFeedForward whole = on_meta_mixture(sizes(8));
+      MixtureFeedForward whole = on_meta_mixture(config);
       draw(whole);
       expected.push_back(passes(whole, numbers(tokens, pair + 0.4)));
       for (const auto& [name, gradient] : expected.back()) sums[name] = pair == 0 ? gradient : sums[name] + gradient;
     }
     run_ranks(4, [&](World& world) {
       const comm::Group same = world.subgroup({world.rank() / 2 * 2, world.rank() / 2 * 2 + 1}, "tp");
-      MixtureFeedForward mixture = on_meta_mixture(sizes(8));
-      const auto parallel = expert_parallel(*mixture, world.group(), {.same_tokens = same});
+      MixtureFeedForward mixture = on_meta_mixture(config);
+      const auto parallel = expert_parallel(*mixture, world.group(), {.sharers = sharers, .same_tokens = same});
       draw(mixture);
       const Tensors found = passes(mixture, numbers(tokens, world.rank() / 2 + 0.4));
       const Tensors& own = expected[static_cast<size_t>(world.rank() / 2)];
       for (const char* name : {"out", "x", "router.weight"}) expect_near(found.at(name), own.at(name), name);
       for (const char* name : {"experts.w1", "experts.w2", "experts.w3"}) {
-        const int64_t rows = sums.at(name).size(0) / 4;
-        expect_near(found.at(name), sums.at(name).narrow(0, rows * world.rank(), rows), name);
+        expect_near(found.at(name), take(sums.at(name), nn::slice_of(mixture->named_parameters()[name])), name);
       }
     });
   }
 }
 
 TEST(ExpertParallel, DrawsTheSameExpertsAndKeepsThoseWithValues) {
-  MixtureFeedForward whole = on_meta_mixture(sizes(6));
+  ModelConfig like = sizes(6);
+  like.ffn_dim = 3;
+  MixtureFeedForward whole = on_meta_mixture(like);
   materialize(*whole, 5);
   run_ranks(3, [&](World& world) {
-    MixtureFeedForward drawn = on_meta_mixture(sizes(6)), cut = on_meta_mixture(sizes(6));
+    ModelConfig config = sizes(6);
+    config.ffn_dim = 3;
+    MixtureFeedForward drawn = on_meta_mixture(config), cut = on_meta_mixture(config), wide = on_meta_mixture(config);
     materialize(*cut, 5);
     const auto first = expert_parallel(*drawn, world.group()), second = expert_parallel(*cut, world.group());
+    const auto third = expert_parallel(*wide, world.group(), {.sharers = 3});
     materialize(*drawn, 5);
-    for (MixtureFeedForward* one : {&drawn, &cut}) {
+    materialize(*wide, 5);
+    for (MixtureFeedForward* one : {&drawn, &cut, &wide}) {
       for (const auto& parameter : (*one)->named_parameters()) {
         const at::Tensor part = take(whole->named_parameters()[parameter.key()].detach(), nn::slice_of(parameter.value()));
         EXPECT_TRUE(at::equal(parameter.value(), part)) << parameter.key();
       }
     }
   });
+}
+
+/// A group of its own whose calls are noted.
+comm::Group noted_group(const World& world, const std::shared_ptr<comm::Recorder>& records) {
+  const comm::GroupInfo info{.name = "ep", .rank = world.rank(), .size = world.size(), .timeout = std::chrono::seconds(60)};
+  return {info, comm::make_record_engine(records, info, world.group().engine())};
 }
 
 TEST(ExpertParallel, SendsTheChosenRowsOnce) {
@@ -190,10 +221,8 @@ TEST(ExpertParallel, SendsTheChosenRowsOnce) {
   std::map<std::string, int64_t> rows;
   run_ranks(ranks, [&](World& world) {
     const auto records = std::make_shared<comm::Recorder>();
-    const comm::Group group({.name = "ep", .rank = world.rank(), .size = ranks, .timeout = std::chrono::seconds(60)},
-                            comm::make_record_engine(records, {.name = "ep", .rank = world.rank(), .size = ranks}, world.group().engine()));
     MixtureFeedForward mixture = on_meta_mixture(sizes(experts));
-    const auto parallel = expert_parallel(*mixture, group);
+    const auto parallel = expert_parallel(*mixture, noted_group(world, records));
     draw(mixture);
     std::vector<int64_t> to(ranks);
     passes(mixture, numbers(tokens, world.rank()));
@@ -212,10 +241,91 @@ TEST(ExpertParallel, SendsTheChosenRowsOnce) {
   EXPECT_GE(rows["sent"], 4 * ranks * tokens * per_token * kDim * 4 / 2);
 }
 
+/// Rows set out, the shared expert is computed, and then what has come; going back, gradients of rows set out before the shared expert's backward.
+TEST(ExpertParallel, ComputesSharedExpertsWhileRowsAreOnTheirWay) {
+  ModelConfig config = sizes(6);
+  config.shared_ffn_dim = 5;
+  run_ranks(3, [&](World& world) {
+    struct Noting : nn::Interceptor {
+      std::function<void()> note;
+      nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+        note();
+        return next(std::move(inputs));
+      }
+    };
+    const auto records = std::make_shared<comm::Recorder>();
+    MixtureFeedForward mixture = on_meta_mixture(config);
+    const auto parallel = expert_parallel(*mixture, noted_group(world, records));
+    draw(mixture);
+    std::vector<size_t> calls;  // before the shared expert, before its backward
+    const auto note = [&] { calls.push_back(records->records().size()); };
+    const auto noting = std::make_shared<Noting>();
+    noting->note = note;
+    const auto attached = nn::attach(*mixture, "shared", noting);
+    mixture->named_parameters()["shared.w2.weight"].register_hook([&](const at::Tensor&) { note(); });
+    passes(mixture, numbers(5, world.rank()));
+    EXPECT_THAT(calls, ::testing::ElementsAre(2, 5));  // counts and rows; results, and both ways back
+  });
+}
+
+/// Whoever keeps books of what the experts' call saves has the shared expert computed behind it: the same bits.
+TEST(ExpertParallel, GivesTheBitsOfOneAfterTheOther) {
+  struct Hooks : nn::SavedTensorHooks {
+    std::unique_ptr<nn::SavedTensor> pack(const at::Tensor&) override { return nullptr; }
+  };
+  struct Books : nn::Interceptor {
+    nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+      const nn::SavedTensorScope books(std::make_shared<Hooks>());
+      return next(std::move(inputs));
+    }
+  };
+  ModelConfig config = sizes(6);
+  config.shared_ffn_dim = 5;
+  config.shared_gate = true;
+  run_ranks(2, [&](World& world) {
+    Tensors found[2];
+    for (const bool apart : {false, true}) {
+      MixtureFeedForward mixture = on_meta_mixture(config);
+      const auto parallel = expert_parallel(*mixture, world.group());
+      draw(mixture);
+      const Attachment attached = apart ? nn::attach(*mixture, "experts", std::make_shared<Books>()) : Attachment();
+      found[apart ? 1 : 0] = passes(mixture, numbers(9, world.rank()));
+    }
+    for (const auto& [name, tensor] : found[0]) EXPECT_TRUE(at::equal(tensor, found[1].at(name))) << name;
+  });
+}
+
+/// Whoever comes late: what is added up is added in one order.
+TEST(ExpertParallel, GivesTheSameBitsHoweverRanksArrive) {
+  ModelConfig config = sizes(6, 3);
+  config.ffn_dim = 6;
+  for (const int sharers : {1, 2}) {
+    std::vector<Tensors> first(4);
+    for (int run = 0; run < 4; ++run) {
+      run_ranks(4, [&](World& world) {
+        MixtureFeedForward mixture = on_meta_mixture(config);
+        const int blocks = sharers == 1 ? 2 : 4;  // six experts over two ranks, or over two pairs
+        const int base = world.rank() / blocks * blocks;
+        std::vector<int> members(static_cast<size_t>(blocks));
+        std::iota(members.begin(), members.end(), base);
+        const auto parallel = expert_parallel(*mixture, world.subgroup(members, "ep"), {.sharers = sharers});
+        draw(mixture);
+        std::this_thread::sleep_for(std::chrono::milliseconds(3 * ((world.rank() * 5 + run * 3) % 4)));
+        const Tensors found = passes(mixture, numbers(9, world.rank()));
+        Tensors& expected = first[static_cast<size_t>(world.rank())];
+        if (run == 0) expected = found;
+        for (const auto& [name, tensor] : found) EXPECT_TRUE(at::equal(tensor, expected.at(name))) << name << " of rank " << world.rank();
+      });
+    }
+  }
+}
+
 TEST(ExpertParallel, RefusesWhatCannotBeDealt) {
   run_ranks(2, [](World& world) {
     MixtureFeedForward odd = on_meta_mixture(sizes(5)), even = on_meta_mixture(sizes(4));
     EXPECT_THAT(refusal([&] { expert_parallel(*odd, world.group()); }), HasSubstr("'experts' has 5 experts, which 2 ranks do not divide"));
+    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.sharers = 2}); }), HasSubstr("experts of width 7, which 2 sharers do not divide"));
+    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.sharers = 3}); }), HasSubstr("sharers = 3 of 2 ranks"));
     EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.experts = "expert"}); }), HasSubstr("experts"));
     EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.experts = "router"}); }), HasSubstr("is no GroupedExperts"));
   });

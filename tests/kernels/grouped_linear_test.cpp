@@ -52,6 +52,29 @@ TEST(GroupedLinear, WidenedProductsAreRoundedOnce) {
   EXPECT_TRUE(at::equal(grouped_linear(x, weight, {4, 5}), exact.to(at::kBFloat16)));
 }
 
+/// Each group as a linear layer of its own: the same bits, its scales included.
+TEST(GroupedLinear, InFp8IsFp8LinearOfEachGroup) {
+  for (const Fp8Scaling scaling : {Fp8Scaling::Tensor, Fp8Scaling::Row}) {
+    const std::vector<int64_t> sizes{3, 0, 4};
+    const at::Tensor x = random({9, 16}, at::kBFloat16, 1).requires_grad_(true), weight = random({3, 8, 16}, at::kFloat, 2).requires_grad_(true);
+    const at::Tensor y = grouped_linear(x, weight, sizes, Fp8Products{.out_dtype = at::kBFloat16, .scaling = scaling}), dy = random({9, 8}, at::kBFloat16, 3);
+    y.backward(dy);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(y.narrow(0, 7, 2).abs().max().item<float>(), 0);
+    EXPECT_EQ(x.grad().narrow(0, 7, 2).abs().max().item<float>(), 0);
+    int64_t first = 0;
+    for (size_t group = 0; group < sizes.size(); first += sizes[group++]) {
+      const at::Tensor rows = x.detach().narrow(0, first, sizes[group]).clone().requires_grad_(true);
+      const at::Tensor one = weight.detach().select(0, static_cast<int64_t>(group)).clone().requires_grad_(true);
+      const at::Tensor alone = fp8_linear(rows, one, std::nullopt, at::kBFloat16, scaling);
+      alone.backward(dy.narrow(0, first, sizes[group]));
+      EXPECT_TRUE(at::equal(y.narrow(0, first, sizes[group]), alone));
+      EXPECT_TRUE(at::equal(x.grad().narrow(0, first, sizes[group]), rows.grad()));
+      EXPECT_TRUE(at::equal(weight.grad().select(0, static_cast<int64_t>(group)), one.grad()));
+    }
+  }
+}
+
 TEST(GroupSizes, AreEvenInADryRunAndReadElsewhere) {
   EXPECT_EQ(group_sizes(at::tensor(std::vector<int64_t>{3, 0, 5}, at::kLong), 8), (std::vector<int64_t>{3, 0, 5}));
   EXPECT_EQ(group_sizes(at::empty({3}, at::TensorOptions(at::kLong).device(at::kMeta)), 8), (std::vector<int64_t>{3, 3, 2}));

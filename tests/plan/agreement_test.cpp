@@ -86,7 +86,16 @@ TEST_F(DryRunAgreement, OfEveryKindOfRank) {
 TEST_F(DryRunAgreement, OfExpertsThatOtherRanksShare) {
   const std::vector<std::string> mixture{"model.experts=4", "model.experts_per_token=2", "model.ffn_dim=24", "zero.stage=3"};
   for (const std::vector<std::string>& sets :
-       std::vector<std::vector<std::string>>{{"mesh.ep=4"}, {"mesh.ep=2"}, {"mesh.ep=2", "mesh.dp_replicate=2"}, {"mesh.ep=2", "mesh.pp=2", "mesh.cp=2"}}) {
+       std::vector<std::vector<std::string>>{{"mesh.ep=4"},
+                                             {"mesh.ep=2"},
+                                             {"mesh.ep=2", "mesh.dp_replicate=2"},
+                                             {"mesh.ep=2", "mesh.pp=2", "mesh.cp=2"},
+                                             {"mesh.tp=2"},
+                                             {"mesh.tp=2", "mesh.ep=4", "mesh.expert_tp=2", "tensor.sequence_parallel=true"},
+                                             {"mesh.tp=2", "mesh.ep=2", "model.shared_ffn_dim=20"},
+                                             {"mesh.expert_tp=2", "mesh.ep=2", "mesh.pp=2"},
+                                             {"mesh.tp=4", "mesh.ep=2", "zero.stage=0"},
+                                             {"mesh.tp=8", "mesh.expert_tp=2", "zero.stage=0"}}) {
     auto all = mixture;
     all.insert(all.end(), sets.begin(), sets.end());
     EXPECT_NO_THROW(dry_run(config("mixtral", all), 8)) << ::testing::PrintToString(sets);
@@ -98,10 +107,11 @@ TEST(Agreement, KnowsTheGridOfExperts) {
   const auto call = [](const std::string& group, int64_t elements) {
     return comm::Record{.op = "all_reduce", .group = group, .dtype = at::kFloat, .shape = {elements}, .elements = elements};
   };
-  for (const auto& [group, met] : {std::pair{"ep", 1}, {"edp", 4}}) {
+  for (const auto& [group, met] : {std::pair{"ep", 1}, {"edp", 4}, {"edp+ep", 5}, {"pp", 2}}) {
     for (int other = 1; other < 8; ++other) {
+      if (std::string(group) == "edp+ep" && (other == 1 || other == 4)) continue;  // they meet, too
       Agreement agreement({{"dp_shard", 2}, {"pp", 2}, {"cp", 2}});
-      agreement.regroup({"dp_shard", "cp"}, {{"edp", 2}, {"ep", 2}});
+      agreement.regroup({"dp_shard", "cp"}, {{"edp", 2}, {"ep", 2}, {"expert_tp", 1}});
       agreement.add({0}, {call(group, 3)});
       agreement.add({other}, {call(group, 5)});
       EXPECT_EQ(agreement.first_disagreement().empty(), other != met) << group << " of ranks 0 and " << other;

@@ -100,6 +100,11 @@ TEST_F(Reading, LlamaThatWasCutTwoWays) {
       {{3, {"mesh.tp=3"}}, {4, {"mesh.tp=4"}}, {2, {"mesh.tp=2", kBySequence, "tensor.overlap=true"}}});  // with 3 and 4 ranks some share their keys
 }
 
+TEST_F(Reading, MixturesWhoseExpertsAreDealt) {
+  train_and_save("mixtral", 4, {"model.experts=4", "model.shared_ffn_dim=24", "mesh.tp=2", "mesh.dp_shard=2", "mesh.ep=2", "mesh.expert_tp=2", "zero.stage=3"});
+  expect_read_alike({{2, {"mesh.tp=2"}}, {2, {"mesh.tp=2", "mesh.ep=2", kBySequence}}, {4, {"mesh.tp=4", "mesh.ep=2", "mesh.expert_tp=2"}}});
+}
+
 TEST_F(Reading, Gpt2WithTiedEmbeddings) {
   train_and_save("gpt2", 3, {"model.tie_embeddings=true", "mesh.tp=3"});
   expect_read_alike({{2, {"mesh.tp=2"}}, {3, {"mesh.tp=3", kBySequence}}});

@@ -38,7 +38,7 @@ inline const std::vector<Layout>& layouts() {
 }
 
 inline bool cuts_layers(const Layout& layout) {
-  return std::ranges::any_of(layout.sets, [](const std::string& set) { return set.starts_with("mesh.tp") || set.starts_with("mesh.ep"); });
+  return std::ranges::any_of(layout.sets, [](const std::string& set) { return set.starts_with("mesh.tp") || set.starts_with("mesh.e"); });
 }
 
 class Listener : public Observer {

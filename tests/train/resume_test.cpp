@@ -51,6 +51,16 @@ TEST_F(Resume, ExpertsGoOnOverOtherRanksOrWhole) {
   expect_each_goes_on(dealt, {0, 1, 3}, mixture);
 }
 
+TEST_F(Resume, ExpertsGoOnCutByTheirWidthAndOverTheRanksOfLayers) {
+  const Sets mixture{"model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.shared_ffn_dim=24"};
+  const std::vector<Layout> dealt{{"tp2 ep2", 2, {"mesh.tp=2", "mesh.ep=2"}},
+                                  {"tp2 ep2 wide of stage 3", 4, {"mesh.tp=2", "mesh.ep=2", "mesh.expert_tp=2", "zero.stage=3"}},
+                                  {"one for itself", 1, {}},
+                                  {"ep1 wide of stage 1", 2, {"mesh.expert_tp=2", "zero.stage=1"}},
+                                  {"tp4", 4, {"mesh.tp=4", "tensor.sequence_parallel=true", "mesh.ep=2"}}};
+  expect_each_goes_on(dealt, {0, 1, 3}, mixture);
+}
+
 TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
   const std::vector<Layout> cut{
       {"pp2", 2, {"mesh.pp=2"}},

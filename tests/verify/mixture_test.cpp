@@ -51,10 +51,39 @@ TEST_F(VerifyMixture, TermsThatAreConstantAreNoRounding) {
   }
 }
 
+/// Layers cut over mesh.tp, and experts dealt over these and other ranks, whole and by their width.
+TEST_F(VerifyMixture, CutLayersAreOneDevice) {
+  const char* const by_sequence = "tensor.sequence_parallel=true";
+  for (const auto& [mesh, sets] : {std::pair{"tp=2", std::vector<std::string>{"model.shared_ffn_dim=20", "model.shared_gate=true", "recompute.mode=full"}},
+                                   {"tp=3", {by_sequence, "data.seq_len=15", "recompute.mode=selective"}},
+                                   {"tp=2,ep=2,dp_shard=2", {"zero.stage=1", by_sequence, "model.shared_ffn_dim=20", "model.shared_gate=true"}},
+                                   {"tp=2,expert_tp=2", {"precision.compute=bf16"}},
+                                   {"tp=2,ep=2,expert_tp=2,dp_shard=2", {"zero.stage=3", "recompute.mode=full", "model.router=sigmoid"}},
+                                   {"dp_shard=2,expert_tp=2", {"zero.stage=2", "precision.params=bf16", "precision.compute=bf16"}},
+                                   {"tp=2,cp=2,ep=4", {"zero.stage=2", by_sequence, "data.seq_len=15"}},
+                                   {"tp=2,pp=2,dp_shard=2,ep=2", {"zero.stage=3", by_sequence, "precision.compute=bf16"}}}) {
+    auto all = sets;
+    all.push_back("model.experts=4");
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
 TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
     auto all = sets;
     all.push_back("precision.compute=bf16");
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
+/// Experts' products, too, each by scales of its own.
+TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInFp8) {
+  for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{"precision.fp8_scales=row"}},
+                                   {"dp_shard=2,ep=2", {"zero.stage=1"}},
+                                   {"tp=2,expert_tp=2", {"recompute.mode=full"}},
+                                   {"pp=2", {"pipeline.schedule=zb_h1"}}}) {
+    auto all = sets;
+    all.insert(all.end(), {"precision.compute=fp8", "model.experts=4"});
     expect_passes(mesh, "mixtral", all);
   }
 }
