@@ -29,7 +29,6 @@ void refuse_missing_techniques(const Config& config) {
       {"run.device", config.run.device, {"auto", "cpu"}, "training on an accelerator"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
       {"mesh.expert_tp", std::to_string(config.mesh.expert_tp), {"1"}, "the experts' own tensor parallelism"},
-      {"data.documents", config.data.documents, {"none"}, "packing documents"},
       {"optim.name", config.optim.name, {"adamw", "sgd"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {

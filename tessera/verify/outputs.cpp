@@ -147,11 +147,13 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 
 }  // namespace
 
-Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis) {
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis,
+                       const std::string& unheard) {
   const auto tap = std::make_shared<Tap>(samples, sink, column_axis);
   Attachment attached;
   root.apply([&](torch::nn::Module& module) {
-    if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));
+    auto* ours = dynamic_cast<nn::Module*>(&module);
+    if (ours != nullptr && (unheard.empty() || !nn::matches(unheard, ours->path()))) attached.add(nn::attach(*ours, tap));
   });
   if (instead != nullptr) attached.add(nn::attach(*instead, tap));
   return attached;

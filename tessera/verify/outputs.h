@@ -53,13 +53,15 @@ struct BatchShape {
 /// twice. Plain torch::nn modules cannot be intercepted and are passed over.
 ///
 /// Where the micro-batch holds some columns of its samples (SampleContext::positions), what interceptors state of an output is meant of these, and is handed on
-/// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has a row for each token, or no rows; a number is a term of the sum over `column_axis`, which both
-/// sides name where sequences are cut, and leave out where none is: what is sorted by expert is then not heard.
+/// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has a row for each token, or no rows; a number is a term of the sum over
+/// `column_axis`, which both sides name where sequences are cut, and leave out where none is: what is sorted by expert is then not heard.
+///
+/// `unheard`: a pattern of modules that are passed over, which one side calls in another way than the other (for a tile of its tokens at a time).
 ///
 /// `instead`: a module beside the tree that is called in place of the root (the last part of one that is cut into stages). `sink` must live until the last
 /// backward is done.
 [[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead = nullptr,
-                                     const std::string& column_axis = {});
+                                     const std::string& column_axis = {}, const std::string& unheard = {});
 
 /// What a rank gave out in a step, kept until it is compared: the values up to a budget of bytes, beyond it their hash.
 class RecordedOutputs : public OutputSink {
