@@ -75,9 +75,11 @@ int eval(const EvalFlags& flags) {
                         {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
+  require(dump.empty() || config.data.documents == "none", "--dump-logits: of packed documents windows are no sequences; leave it out, or --set ",
+          "data.documents=none");
   const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
   const auto remarks = reading_remarks(source, flags.sets);
-  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file");
+  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents));
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);

@@ -87,6 +87,7 @@ json corpus_json(const std::filesystem::path& path) {
   return {{"kind", "corpus"},
           {"tokens", corpus->tokens()},
           {"text_bytes", corpus->text_bytes()},
+          {"documents", std::string(data::to_string(corpus->documents()))},
           {"vocab_size", corpus->vocab_size()},
           {"tokenizer", corpus->tokenizer()},
           {"content", corpus->content()}};

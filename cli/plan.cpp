@@ -17,8 +17,10 @@
 #include "cli/commands.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/format.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/longest.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
 #include "tessera/precision/compute_format.h"
@@ -32,7 +34,7 @@ struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
-  bool json = false;
+  bool json = false, longest = false;
 };
 
 Config planned(const PlanFlags& flags) {
@@ -90,6 +92,16 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
   return json;
 }
 
+void say_longest(const plan::LongestSequence& found, const Config& config, bool json) {
+  if (json) {
+    std::printf("%s\n", nlohmann::json{{"longest", found.seq_len}, {"peak_bytes", found.peak}, {"limit", config.run.memory_limit_bytes}}.dump().c_str());
+  } else {
+    std::printf("data.seq_len = %lld: %s of %s a rank at the peak\n", static_cast<long long>(found.seq_len), format_bytes(found.peak).c_str(),
+                format_bytes(config.run.memory_limit_bytes).c_str());
+  }
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 void add_plan(CLI::App& app, int& exit_code) {
@@ -99,6 +111,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--world", flags->world, "Ranks")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_flag("--json", flags->json, "Print JSON");
+  command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
@@ -108,6 +121,11 @@ void add_plan(CLI::App& app, int& exit_code) {
     std::optional<kernels::Bf16ProductsGuard> accelerator;
     if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
+    if (flags->longest) {
+      say_longest(plan::longest_sequence(config, flags->world), config, flags->json);
+      exit_code = 0;
+      return;
+    }
     const auto run = [&] {
       ProgressLine line;
       return plan::dry_run(config, flags->world, {.progress = std::ref(line)});

@@ -6,7 +6,7 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
-#include "cli/bench/bench.h"
+#include "cli/bench/frame.h"
 #include "cli/bench/measure.h"
 #include "cli/bench/plot.h"
 #include "cli/bench/rows.h"
@@ -116,15 +116,20 @@ Plan read_plan(const BenchCommFlags& flags) {
   if (comm::read_environment().launched) {
     require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
             ": ranks that a launcher started measure one of each; name one, or run without the launcher");
-  } else {
-    check_launchers(plan.backends);
   }
   return plan;
 }
 
-void write_lines(std::FILE* file, const std::vector<Row>& rows) {
-  for (const Row& row : rows) std::fprintf(file, "%s\n", nlohmann::json(row).dump().c_str());
-  std::fflush(file);
+std::string lines_of(const std::vector<Row>& rows) {
+  std::string lines;
+  for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
+  return lines;
+}
+
+std::vector<Row> rows_of(const std::vector<std::string>& lines) {
+  std::vector<Row> rows;
+  for (const auto& line : lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
+  return rows;
 }
 
 void write_table(const std::string& file, const std::vector<Row>& rows) {
@@ -146,13 +151,8 @@ void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> row
   }
   const auto place = [&](const Row& row) { return std::pair(std::ranges::find(plan.ops, row.op) - plan.ops.begin(), row.bytes); };
   std::ranges::stable_sort(rows, {}, place);
-  if (flags.json) {
-    write_lines(stdout, rows);
-  } else {
-    std::fputs(format_table(rows).c_str(), stdout);
-  }
+  show_rows(flags, flags.json ? lines_of(rows) : format_table(rows), [&] { return plot(rows); });
   if (!flags.table.empty()) write_table(flags.table, rows);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, plot(rows));
 }
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
@@ -185,50 +185,28 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
   return rows;
 }
 
-/// The same in copies of this command on this host, behind those in `rows`. Returns the exit code.
-int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm, std::vector<Row>& rows) {
-  std::vector<std::string> command{"bench", "comm"};
-  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
-  add("--op", fmt::format("{}", fmt::join(flags.ops, ",")));
-  add("--backend", backend);
-  add("--algorithm", algorithm);
-  add("--bytes", fmt::format("{}", fmt::join(flags.bytes, ",")));
-  add("--dtype", flags.dtype);
-  add("--buffer", flags.buffers);
-  add("--seconds", format_float(flags.seconds));
-  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
-  if (!flags.interface.empty()) add("--interface", flags.interface);
-  std::vector<std::string> lines;
-  if (const int exit_code = rows_of_copies(plan.nproc, backend, std::move(command), lines); exit_code != 0) return exit_code;
-  for (const auto& line : lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
-  return 0;
+BenchJob job_of(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+  return {.backend = backend,
+          .said = fmt::format("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm),
+          .arguments = {"--op", fmt::format("{}", fmt::join(flags.ops, ",")), "--algorithm", algorithm, "--bytes",
+                        fmt::format("{}", fmt::join(flags.bytes, ",")), "--dtype", flags.dtype, "--buffer", flags.buffers}};
 }
 
 }  // namespace
 
 int bench_comm(const BenchCommFlags& flags) {
   const Plan plan = read_plan(flags);
-  if (comm::read_environment().launched) {
-    const auto rows = measure_here(flags, plan, plan.backends.front(), plan.algorithms.front());
-    if (comm::read_environment().rank != 0) return 0;
-    if (flags.rows.empty()) {
-      present(flags, plan, rows);
-    } else {
-      std::string lines;
-      for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
-      write_file("--rows", flags.rows, lines);
-    }
-    return 0;
-  }
-  std::vector<Row> rows;
+  std::vector<BenchJob> jobs;
   for (const auto& backend : plan.backends) {
-    for (const auto& algorithm : plan.algorithms) {
-      log().info("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm);
-      if (const int exit_code = measure_in_copies(flags, plan, backend, algorithm, rows); exit_code != 0) return exit_code;
-    }
+    for (const auto& algorithm : plan.algorithms) jobs.push_back(job_of(flags, plan, backend, algorithm));
   }
-  present(flags, plan, std::move(rows));
-  return 0;
+  return run_bench<Row>(flags, plan.nproc,
+                        {.name = "comm",
+                         .jobs = std::move(jobs),
+                         .measure = [&] { return measure_here(flags, plan, plan.backends.front(), plan.algorithms.front()); },
+                         .lines = lines_of,
+                         .read = rows_of,
+                         .present = [&](const auto& rows) { present(flags, plan, rows); }});
 }
 
 }  // namespace tessera::cli

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
@@ -9,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "cli/bench/bench.h"
+#include "cli/bench/frame.h"
 #include "cli/common.h"
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
@@ -97,6 +98,12 @@ int rows_of_copies(int nproc, const std::string& backend, std::vector<std::strin
   std::istringstream lines(file.contents());
   for (std::string line; std::getline(lines, line);) rows.push_back(line);
   return 0;
+}
+
+void show_rows(const BenchFlags& flags, const std::string& text, const std::function<std::string()>& picture) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+  if (!flags.svg.empty()) write_file("--svg", flags.svg, picture());
 }
 
 void write_file(const char* knob, const std::string& name, const std::string& text) { write_text_file(detail::concat(knob, " = ", name), name, text); }

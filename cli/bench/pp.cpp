@@ -1,20 +1,17 @@
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "cli/bench/bench.h"
+#include "cli/bench/frame.h"
 #include "cli/bench/pipeline.h"
 #include "cli/common.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
-#include "tessera/core/format.h"
-#include "tessera/core/log.h"
 #include "tessera/pipeline/schedules/registry.h"
 #include "tessera/train/pipeline_layout.h"
 
@@ -121,31 +118,14 @@ std::vector<PipelineRow> measure_pipelines(const BenchPpFlags& flags, const Pipe
   return rows;
 }
 
-/// Returns the exit code.
-int measure_pipelines_in_copies(const BenchPpFlags& flags, int nproc, std::vector<PipelineRow>& rows) {
-  std::vector<std::string> command{"bench", "pp"};
-  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
-  add("--dim", std::to_string(flags.dim));
-  add("--layers", std::to_string(flags.layers));
-  add("--tokens", std::to_string(flags.tokens));
-  add("--global-size", std::to_string(flags.global_size));
-  add("--schedule", fmt::format("{}", fmt::join(flags.schedules, ",")));
-  add("--micro-batches", fmt::format("{}", fmt::join(flags.micro_batches, ",")));
-  add("--hidden", fmt::format("{}", fmt::join(flags.hidden, ",")));
-  add("--backend", flags.backend);
-  add("--seconds", format_float(flags.seconds));
-  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
-  if (!flags.interface.empty()) add("--interface", flags.interface);
-  std::vector<std::string> lines;
-  if (const int exit_code = rows_of_copies(nproc, flags.backend, std::move(command), lines); exit_code != 0) return exit_code;
-  rows = bench::read_pipeline_rows(lines);
-  return 0;
-}
-
-void present_pipelines(const BenchPpFlags& flags, const std::vector<PipelineRow>& rows) {
-  std::fputs((flags.json ? bench::json_lines(rows) : bench::format_table(rows)).c_str(), stdout);
-  std::fflush(stdout);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, bench::plot(rows));
+std::vector<std::string> arguments_of(const BenchPpFlags& flags) {
+  return {"--dim",           std::to_string(flags.dim),
+          "--layers",        std::to_string(flags.layers),
+          "--tokens",        std::to_string(flags.tokens),
+          "--global-size",   std::to_string(flags.global_size),
+          "--schedule",      fmt::format("{}", fmt::join(flags.schedules, ",")),
+          "--micro-batches", fmt::format("{}", fmt::join(flags.micro_batches, ",")),
+          "--hidden",        fmt::format("{}", fmt::join(flags.hidden, ","))};
 }
 
 }  // namespace
@@ -156,23 +136,15 @@ int bench_pp(const BenchPpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto plan = plan_of(flags, nproc);
-  const auto environment = comm::read_environment();
-  if (!environment.launched) {
-    check_launchers({flags.backend});
-    log().info("pipelines over {} ranks", nproc);
-    std::vector<PipelineRow> rows;
-    if (const int exit_code = measure_pipelines_in_copies(flags, nproc, rows); exit_code != 0) return exit_code;
-    present_pipelines(flags, rows);
-    return 0;
-  }
-  const auto rows = measure_pipelines(flags, plan);
-  if (environment.rank != 0) return 0;
-  if (flags.rows.empty()) {
-    present_pipelines(flags, rows);
-  } else {
-    write_file("--rows", flags.rows, bench::json_lines(rows));
-  }
-  return 0;
+  return run_bench<PipelineRow>(
+      flags, nproc,
+      {.name = "pp",
+       .jobs = {{flags.backend, fmt::format("pipelines over {} ranks", nproc), arguments_of(flags)}},
+       .measure = [&] { return measure_pipelines(flags, plan); },
+       .lines = [](const auto& rows) { return bench::json_lines(rows); },
+       .read = [](const auto& lines) { return bench::read_pipeline_rows(lines); },
+       .present =
+           [&](const auto& rows) { show_rows(flags, flags.json ? bench::json_lines(rows) : bench::format_table(rows), [&] { return bench::plot(rows); }); }});
 }
 
 }  // namespace tessera::cli

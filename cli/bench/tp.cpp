@@ -1,17 +1,14 @@
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include <fmt/ranges.h>
 
-#include "cli/bench/bench.h"
+#include "cli/bench/frame.h"
 #include "cli/bench/layer.h"
 #include "cli/common.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
-#include "tessera/core/format.h"
-#include "tessera/core/log.h"
 
 namespace tessera::cli {
 namespace {
@@ -57,30 +54,14 @@ std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<
   return rows;
 }
 
-/// Returns the exit code.
-int measure_in_copies(const BenchTpFlags& flags, int nproc, std::vector<LayerRow>& rows) {
-  std::vector<std::string> command{"bench", "tp"};
-  const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
-  add("--hidden", fmt::format("{}", fmt::join(flags.hidden, ",")));
-  add("--tokens", std::to_string(flags.tokens));
-  add("--head-dim", std::to_string(flags.head_dim));
-  add("--dtype", flags.dtype);
-  add("--backend", flags.backend);
-  add("--seconds", format_float(flags.seconds));
-  if (flags.sequence_parallel) command.emplace_back("--sequence-parallel");
-  if (flags.overlap) command.emplace_back("--overlap");
-  if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
-  if (!flags.interface.empty()) add("--interface", flags.interface);
-  std::vector<std::string> lines;
-  if (const int exit_code = rows_of_copies(nproc, flags.backend, std::move(command), lines); exit_code != 0) return exit_code;
-  rows = bench::read_json_lines(lines);
-  return 0;
-}
-
-void present(const BenchTpFlags& flags, const std::vector<LayerRow>& rows) {
-  std::fputs((flags.json ? bench::json_lines(rows) : bench::format_table(rows)).c_str(), stdout);
-  std::fflush(stdout);
-  if (!flags.svg.empty()) write_file("--svg", flags.svg, bench::plot(rows));
+std::vector<std::string> arguments_of(const BenchTpFlags& flags) {
+  std::vector<std::string> arguments{"--hidden",   fmt::format("{}", fmt::join(flags.hidden, ",")),
+                                     "--tokens",   std::to_string(flags.tokens),
+                                     "--head-dim", std::to_string(flags.head_dim),
+                                     "--dtype",    flags.dtype};
+  if (flags.sequence_parallel) arguments.emplace_back("--sequence-parallel");
+  if (flags.overlap) arguments.emplace_back("--overlap");
+  return arguments;
 }
 
 }  // namespace
@@ -91,23 +72,15 @@ int bench_tp(const BenchTpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = read_cases(flags, nproc);
-  const auto environment = comm::read_environment();
-  if (!environment.launched) {
-    check_launchers({flags.backend});
-    log().info("a layer over {} ranks", nproc);
-    std::vector<LayerRow> rows;
-    if (const int exit_code = measure_in_copies(flags, nproc, rows); exit_code != 0) return exit_code;
-    present(flags, rows);
-    return 0;
-  }
-  const auto rows = measure_here(flags, cases);
-  if (environment.rank != 0) return 0;
-  if (flags.rows.empty()) {
-    present(flags, rows);
-  } else {
-    write_file("--rows", flags.rows, bench::json_lines(rows));
-  }
-  return 0;
+  return run_bench<LayerRow>(
+      flags, nproc,
+      {.name = "tp",
+       .jobs = {{flags.backend, fmt::format("a layer over {} ranks", nproc), arguments_of(flags)}},
+       .measure = [&] { return measure_here(flags, cases); },
+       .lines = [](const auto& rows) { return bench::json_lines(rows); },
+       .read = [](const auto& lines) { return bench::read_json_lines(lines); },
+       .present =
+           [&](const auto& rows) { show_rows(flags, flags.json ? bench::json_lines(rows) : bench::format_table(rows), [&] { return bench::plot(rows); }); }});
 }
 
 }  // namespace tessera::cli

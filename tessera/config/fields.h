@@ -41,7 +41,7 @@
   X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                       \
   X(std::string, tokenizer, "byte", path_or("byte"), "`byte`, or a SentencePiece `.model` file.")                                                   \
   X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                          \
-  X(std::string, documents, "none", one_of("none", "files, paragraphs, lines"),                                                                     \
+  X(std::string, documents, "none", one_of("none, files, paragraphs, lines"),                                                                       \
     "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.") \
   X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                \
   X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                 \
@@ -139,13 +139,15 @@
     "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")                  \
   X(bool, post_validate, false, any(), "Update while the norm over all stages is on its way, and take it back where it clips or is not finite: the same bits.")
 
-#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                              \
-  X(std::string, mode, "none", one_of("none, full, selective"),                                                                  \
-    "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.") \
-  X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                   \
-  X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                         \
-  X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                          \
-  X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.")
+#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                                                      \
+  X(std::string, mode, "none", one_of("none, full, selective"),                                                                                          \
+    "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.")                         \
+  X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                                           \
+  X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                                                 \
+  X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                                                  \
+  X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.") \
+  X(int64_t, ffn_tile, 0, any(),                                                                                                                         \
+    "Tokens of a tile: feed-forward layers go through their tokens tile by tile, and compute each again in backward; 0: all at once.")
 
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                                                              \
   X(std::string, params, "device", one_of("device, host", "disk"),                                                                             \

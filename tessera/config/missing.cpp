@@ -28,7 +28,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.activations", offload.activations, {"device"}, "offloading activations"},
       {"run.device", config.run.device, {"auto", "cpu"}, "training on an accelerator"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
-      {"data.documents", config.data.documents, {"none"}, "packing documents"},
       {"optim.name", config.optim.name, {"adamw", "sgd", "lion", "adafactor", "adam8bit"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {

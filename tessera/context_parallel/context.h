@@ -14,19 +14,34 @@
 
 namespace tessera::context {
 
+/// The documents that a whole sequence's columns belong to, as all ranks told each other: rows one after the other.
+struct GatheredDocuments {
+  int64_t rows = 0;
+  std::vector<int64_t> ids;  ///< [rows, length]
+};
+
 /// What the interceptors of one attachment share.
 struct Context {
   comm::Group group;
   ContextParallelOptions options;
   std::optional<SequenceCut> cut{};  ///< of the calls that follow
+
+  /// Of this rank's `document_ids` [B, S_r]: gathered when they are first seen. Cores one after the other are given the same tensor, so that is once a pass.
+  const GatheredDocuments& documents_of(const at::Tensor& document_ids);
+
+ private:
+  at::Tensor ids_;  ///< of the last call, held so that no other tensor takes its memory
+  uint32_t version_ = 0;
+  std::optional<SequenceCut> cut_of_ids_;
+  GatheredDocuments documents_;
 };
 
 /// The sequence that one call of a core attends to: what every rank holds of it.
 class Sequence {
  public:
   Sequence(SequenceCut cut, bool causal) : cut_(std::move(cut)), causal_(causal) {}
-  /// Packed documents: gathers the ranks' `document_ids` [B, S_r].
-  Sequence(const comm::Group& group, SequenceCut cut, bool causal, const at::Tensor& document_ids);
+  /// Packed documents.
+  Sequence(SequenceCut cut, bool causal, const GatheredDocuments& documents) : cut_(std::move(cut)), causal_(causal), documents_(&documents) {}
 
   const SequenceCut& cut() const { return cut_; }
   bool causal() const { return causal_; }
@@ -36,8 +51,7 @@ class Sequence {
  private:
   SequenceCut cut_;
   bool causal_;
-  int64_t rows_ = 0;
-  std::vector<int64_t> documents_;  ///< [rows, length]; empty: one document
+  const GatheredDocuments* documents_ = nullptr;  ///< null: one document
 };
 
 /// One rank's attention with the help of the others, outside of autograd; made for one call. Tensors: q [B, S_r, H, D]; k, v [B, S_r, K, D].

@@ -30,14 +30,15 @@ class Core : public nn::Interceptor {
     check(module, q, k);
     const bool causal = dynamic_cast<const nn::AttentionCoreImpl&>(module).causal();
     const bool packed = inputs.size() > 4 && inputs[4].isTensor();
-    const Sequence sequence = packed ? Sequence(context_->group, *context_->cut, causal, inputs[4].toTensor()) : Sequence(*context_->cut, causal);
+    const Sequence sequence = packed ? Sequence(*context_->cut, causal, context_->documents_of(inputs[4].toTensor())) : Sequence(*context_->cut, causal);
     if (q.requires_grad() && at::GradMode::is_enabled()) context_->group.in_backward().by_graphs = true;
     return {run(sequence, q, k, v)};
   }
 
  private:
   at::Tensor run(const Sequence& sequence, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
-    const auto& [group, options, cut] = *context_;
+    const comm::Group& group = context_->group;
+    const ContextParallelOptions& options = context_->options;
     switch (options.method) {
       case ContextMethod::AllGather:
         return attend(all_gather_method(group, sequence), q, k, v);
@@ -133,7 +134,9 @@ std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm
           "; set ulysses_ring, or leave it out");
   nn::assign_paths(model);
   nn::check_no_bypass(model);
-  const auto context = std::make_shared<context::Context>(context::Context{.group = group, .options = options});
+  const auto context = std::make_shared<context::Context>();
+  context->group = group;
+  context->options = options;
   Attachment attached;
   for (const auto& [path, module] : nn::interceptable_modules(model, pattern)) {
     require(dynamic_cast<nn::AttentionCoreImpl*>(module.get()) != nullptr, "context_parallel: '", path, "' is no nn::AttentionCore but ", module->name(),

@@ -42,7 +42,8 @@ class ContextParallel {
   const comm::Group& group() const { return group_; }
 
   /// Says which columns the ranks hold in the calls that follow: q, k and v of this rank have cut.columns(rank) of them. The same on every rank. Throws
-  /// ConfigError for a cut over another number of ranks, and where a rank would hold no column.
+  /// ConfigError for a cut over another number of ranks, and where a rank would hold no column. Cores that are recomputed are called in backward, too: where
+  /// micro-batches are cut differently, it is said again before their backward.
   void set_cut(const SequenceCut& cut);
 
  private:
@@ -53,7 +54,8 @@ class ContextParallel {
 
 /// Attaches to the attention cores (nn::AttentionCore) of `model` whose path matches `pattern`: what they are given from then on are this rank's columns of
 /// q [B, S_r, H, D] and k, v [B, S_r, K, D], and what they give are the same columns of the whole sequence's attention. Positions are those of set_cut; what
-/// is passed as `positions` is not looked at. `document_ids` [B, S_r] are those of this rank's columns; the ranks' are gathered, 8 bytes a column.
+/// is passed as `positions` is not looked at. `document_ids` [B, S_r] are those of this rank's columns; the ranks' are gathered, 8 bytes a
+/// column, once for all cores that are given the same tensor one after the other.
 /// Every rank must make the same calls in the same order, in backward too. Nothing S x S is held but by RingFull; scores are merged by their log-sum-exp, and
 /// gradients of keys and values summed, in fp32.
 ///

@@ -9,27 +9,45 @@
 
 namespace tessera::context {
 
-Sequence::Sequence(const comm::Group& group, SequenceCut cut, bool causal, const at::Tensor& document_ids)
-    : cut_(std::move(cut)), causal_(causal), rows_(document_ids.size(0)) {
+namespace {
+
+GatheredDocuments gather(const comm::Group& group, const SequenceCut& cut, const at::Tensor& document_ids) {
+  GatheredDocuments gathered{.rows = document_ids.size(0), .ids = {}};
   std::vector<at::Tensor> parts;
-  for (int rank = 0; rank < group.size(); ++rank) parts.push_back(at::empty({rows_, cut_.columns(rank)}, document_ids.options()));
+  for (int rank = 0; rank < group.size(); ++rank) parts.push_back(at::empty({gathered.rows, cut.columns(rank)}, document_ids.options()));
   comm::all_gather_uneven(group, parts, document_ids);
-  documents_.resize(static_cast<size_t>(rows_ * cut_.length));
+  gathered.ids.resize(static_cast<size_t>(gathered.rows * cut.length));
   for (int rank = 0; rank < group.size(); ++rank) {
     const std::vector<double> ids = host_read_all(parts[static_cast<size_t>(rank)], /*dry_answer=*/0);
-    const int64_t columns = cut_.columns(rank);
-    for (int64_t row = 0; row < rows_; ++row) {
+    const int64_t columns = cut.columns(rank);
+    for (int64_t row = 0; row < gathered.rows; ++row) {
       int64_t column = row * columns;
-      for (const auto& [begin, size] : cut_.runs[static_cast<size_t>(rank)]) {
+      for (const auto& [begin, size] : cut.runs[static_cast<size_t>(rank)]) {
         for (int64_t i = 0; i < size; ++i)
-          documents_[static_cast<size_t>(row * cut_.length + begin + i)] = static_cast<int64_t>(ids[static_cast<size_t>(column++)]);
+          gathered.ids[static_cast<size_t>(row * cut.length + begin + i)] = static_cast<int64_t>(ids[static_cast<size_t>(column++)]);
       }
     }
   }
+  return gathered;
+}
+
+}  // namespace
+
+const GatheredDocuments& Context::documents_of(const at::Tensor& document_ids) {
+  const uint32_t version = document_ids.is_inference() ? 0 : static_cast<uint32_t>(document_ids._version());
+  const bool known = ids_.defined() && ids_.is_alias_of(document_ids) && ids_.storage_offset() == document_ids.storage_offset() &&
+                     ids_.sizes() == document_ids.sizes() && version_ == version && cut_of_ids_ == cut;
+  if (!known) {
+    documents_ = gather(group, *cut, document_ids);
+    ids_ = document_ids;
+    version_ = version;
+    cut_of_ids_ = cut;
+  }
+  return documents_;
 }
 
 nn::AttentionColumns Sequence::columns(const std::vector<ColumnRun>& runs) const {
-  if (documents_.empty()) {
+  if (documents_ == nullptr) {
     nn::AttentionColumns made{.rows = {{}}};
     int64_t column = 0;
     for (const auto& [begin, size] : runs) {
@@ -43,8 +61,8 @@ nn::AttentionColumns Sequence::columns(const std::vector<ColumnRun>& runs) const
     positions.resize(positions.size() + static_cast<size_t>(size));
     std::iota(positions.end() - size, positions.end(), begin);
   }
-  for (int64_t row = 0; row < rows_; ++row) {
-    for (const int64_t position : positions) documents.push_back(documents_[static_cast<size_t>(row * cut_.length + position)]);
+  for (int64_t row = 0; row < documents_->rows; ++row) {
+    for (const int64_t position : positions) documents.push_back(documents_->ids[static_cast<size_t>(row * cut_.length + position)]);
   }
   return nn::AttentionColumns::of(positions, documents);
 }

@@ -26,8 +26,11 @@ using Files = std::vector<std::filesystem::path>;
 constexpr const char* kCacheKnob = "data.cache_dir";
 constexpr const char* kOutputKnob = "output";
 
+/// Of what gives other ids, or windows, for the same files.
+constexpr int kContentVersion = 1;
+
 /// Hash of what the files hold (as stored, compressed or not), in order, and of what turns it into ids.
-std::string content_hash(const Files& files, const Tokenizer& tokenizer, const std::string& knob) {
+std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documents documents, const std::string& knob) {
   Hasher hasher;
   for (const auto& file : files) {
     std::error_code error;
@@ -38,7 +41,8 @@ std::string content_hash(const Files& files, const Tokenizer& tokenizer, const s
     require(size > 0, knob, ": ", file.string(), ": is empty and gives 0 windows; name a text");
     hasher.update(&size, sizeof size).update(mapped.bytes().data(), size);
   }
-  const std::string rest = tokenizer.fingerprint() + " v" + std::to_string(corpus_version);
+  std::string rest = tokenizer.fingerprint() + " v" + std::to_string(kContentVersion);
+  if (documents != Documents::None) rest += detail::concat(" ", to_string(documents));
   return hasher.update(rest.data(), rest.size()).hex();
 }
 
@@ -52,36 +56,90 @@ size_t last_boundary(const Tokenizer& tokenizer, std::string_view text) {
   }
 }
 
-/// Encodes one file block by block into `writer`; returns its bytes of text.
-int64_t pack_file(const std::filesystem::path& file, const Tokenizer& tokenizer, ParallelEncoder& encoder, CorpusWriter& writer, const std::string& knob) {
-  constexpr size_t block_bytes = 16 << 20;
-  TextReader reader(file);
-  std::string text;
-  std::vector<int32_t> ids;
-  int64_t done = 0;
-  for (bool more = true; more;) {
-    more = reader.read(text, block_bytes) > 0;
-    const size_t end = more ? last_boundary(tokenizer, text) : text.size();
-    ids.clear();
-    try {
-      encoder.append(std::string_view(text).substr(0, end), done == 0, ids, done);
-    } catch (const ConfigError& error) {
-      throw ConfigError(knob + ": " + file.string() + ": " + error.what());
-    }
-    writer.add(ids);
-    text.erase(0, end);
-    done += static_cast<int64_t>(end);
-  }
-  require(done > 0, knob, ": ", file.string(), ": holds no text and gives 0 windows; name a text");
-  return done;
-}
+/// Encodes texts into a writer, and tells it where documents end.
+class Packer {
+ public:
+  Packer(const Tokenizer& tokenizer, Documents documents, CorpusWriter& writer, int threads, const std::string& knob)
+      : tokenizer_(tokenizer), documents_(documents), writer_(writer), knob_(knob), encoder_(tokenizer, threads) {}
 
-void pack(const Files& files, const Tokenizer& tokenizer, CorpusWriter writer, int threads, const std::string& knob) {
-  ParallelEncoder encoder(tokenizer, threads);
-  for (size_t i = 0; i < files.size(); ++i) {
-    if (i > 0 && tokenizer.eos()) writer.add(std::array{*tokenizer.eos()});
-    writer.add_text_bytes(pack_file(files[i], tokenizer, encoder, writer, knob));
+  void add(const Files& files) {
+    for (size_t i = 0; i < files.size(); ++i) {
+      if (i > 0 && tokenizer_.eos() && documents_ == Documents::None) writer_.add(std::array{*tokenizer_.eos()});
+      const bool in_parts = documents_ == Documents::Lines || documents_ == Documents::Paragraphs;
+      const int64_t bytes = in_parts ? add_parts(files[i]) : add_whole(files[i]);
+      require(bytes > 0, knob_, ": ", files[i].string(), ": holds no text and gives 0 windows; name a text");
+      writer_.add_text_bytes(bytes);
+    }
   }
+
+ private:
+  static constexpr size_t kBlockBytes = 16 << 20;
+
+  /// Block by block; returns its bytes of text.
+  int64_t add_whole(const std::filesystem::path& file) {
+    TextReader reader(file);
+    std::string text;
+    int64_t done = 0;
+    for (bool more = true; more;) {
+      more = reader.read(text, kBlockBytes) > 0;
+      const size_t end = more ? last_boundary(tokenizer_, text) : text.size();
+      encode(file, std::string_view(text).substr(0, end), done == 0, done);
+      writer_.add(ids_);
+      text.erase(0, end);
+      done += static_cast<int64_t>(end);
+    }
+    if (documents_ == Documents::Files) end_document();
+    return done;
+  }
+
+  /// Each document by itself, so that its ids do not depend on what lies beside it; returns their bytes of text.
+  int64_t add_parts(const std::filesystem::path& file) {
+    TextReader reader(file);
+    std::string text;
+    int64_t done = 0, offset = 0;
+    for (bool more = true; more;) {
+      more = reader.read(text, kBlockBytes) > 0;
+      size_t next = 0;
+      for (;;) {
+        const std::string_view rest = std::string_view(text).substr(next);
+        const auto [begin, end] = find_document(rest, documents_, /*whole=*/!more);
+        if (end == 0) break;
+        encode(file, rest.substr(begin, end - begin), true, offset + static_cast<int64_t>(next + begin));
+        writer_.add(ids_);
+        end_document();
+        done += static_cast<int64_t>(end - begin);
+        next += end;
+      }
+      text.erase(0, next);
+      offset += static_cast<int64_t>(next);
+    }
+    return done;
+  }
+
+  void encode(const std::filesystem::path& file, std::string_view text, bool first, int64_t offset) {
+    ids_.clear();
+    try {
+      encoder_.append(text, first, ids_, offset);
+    } catch (const ConfigError& error) {
+      throw ConfigError(knob_ + ": " + file.string() + ": " + error.what());
+    }
+  }
+
+  void end_document() {
+    if (tokenizer_.eos()) writer_.add(std::array{*tokenizer_.eos()});
+    writer_.end_document();
+  }
+
+  const Tokenizer& tokenizer_;
+  Documents documents_;
+  CorpusWriter& writer_;
+  const std::string& knob_;
+  ParallelEncoder encoder_;
+  std::vector<int32_t> ids_;
+};
+
+void pack(const Files& files, const Tokenizer& tokenizer, Documents documents, CorpusWriter writer, int threads, const std::string& knob) {
+  Packer(tokenizer, documents, writer, threads, knob).add(files);
   writer.finish();
 }
 
@@ -129,19 +187,22 @@ bool is_packed(const std::filesystem::path& file) { return file.extension() == "
 }  // namespace
 
 std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& cache_dir, int threads,
-                                                    const std::string& knob) {
+                                                    const std::string& knob, Documents documents) {
   require(!files.empty(), knob, " = []: there is nothing to train on; name at least one text");
   if (files.size() == 1 && is_packed(files[0])) {
     auto corpus = open(files[0]);
     require(corpus->tokenizer() == tokenizer.fingerprint(), knob, ": ", files[0].string(), ": was made with the tokenizer ", corpus->tokenizer(),
             ", and data.tokenizer is ", tokenizer.fingerprint(), "; set data.tokenizer to that one, or make the file again with tessera tokenize");
+    require(corpus->documents() == documents, "data.documents = ", to_string(documents), ": ", files[0].string(),
+            " was packed with documents = ", to_string(corpus->documents()),
+            "; set data.documents to that, or make the file again with tessera tokenize --documents ", to_string(documents));
     return corpus;
   }
   for (const auto& file : files) {
     require(!is_packed(file), knob, ": ", file.string(), ": a packed corpus stands alone, and here are ", files.size(),
             " files; name it alone, or name the texts it was made from");
   }
-  const std::string content = content_hash(files, tokenizer, knob);
+  const std::string content = content_hash(files, tokenizer, documents, knob);
   const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
   for (;;) {
     std::string damage;
@@ -152,22 +213,22 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     damage.clear();
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     if (!damage.empty()) log().warn("the cached corpus is rebuilt: {}", damage);
-    pack(files, tokenizer, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob), threads, knob);
+    pack(files, tokenizer, documents, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob, documents), threads, knob);
     file.commit();
     return open(path);
   }
 }
 
 std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& out, int threads,
-                                            const std::string& knob) {
+                                            const std::string& knob, Documents documents) {
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
   const auto place = output_place(out, kOutputKnob);
-  const std::string content = content_hash(files, tokenizer, knob);
+  const std::string content = content_hash(files, tokenizer, documents, knob);
   for (;;) {
     check_leftover(place.string() + ".partial");
     PartialFile file(place, kOutputKnob);
     if (!file.held()) continue;
-    pack(files, tokenizer, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob), threads, knob);
+    pack(files, tokenizer, documents, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob, documents), threads, knob);
     file.commit();
     return open(out);
   }
@@ -189,9 +250,28 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
   const std::byte* payload = file_->bytes().data() + sizeof header;
   token_bytes_ = reinterpret_cast<const uint32_t*>(payload);
   ids_ = payload + header.vocab_size * sizeof(uint32_t);
+  documents_ = static_cast<Documents>(header.documents_as);
+  for (uint64_t i = 0; i < header.documents; ++i) document_ends_.push_back(static_cast<int64_t>(document_end(file_->bytes(), header, i)));
 }
 
 Corpus::~Corpus() = default;
+
+int64_t Corpus::windows(int64_t seq_len) const {
+  if (documents_ != Documents::None) return packed(seq_len)->count();
+  return tokens_ > 0 ? (tokens_ - 1) / seq_len : 0;
+}
+
+std::shared_ptr<const PackedWindows> Corpus::packed(int64_t seq_len) const {
+  const std::lock_guard lock(packing_);
+  auto& windows = packed_[seq_len];
+  if (!windows) windows = std::make_shared<PackedWindows>(document_ends_, seq_len);
+  return windows;
+}
+
+std::vector<Piece> Corpus::window(int64_t window, int64_t seq_len) const {
+  if (documents_ != Documents::None) return packed(seq_len)->window(window);
+  return {{.column = 0, .size = seq_len, .first = window * seq_len}};
+}
 
 void Corpus::read(int64_t first, int64_t count, int64_t* out) const {
   invariant(first >= 0 && count >= 0 && first + count <= tokens_, "ids ", first, " to ", first + count, " of a corpus of ", tokens_);

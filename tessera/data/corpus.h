@@ -2,10 +2,13 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "tessera/data/documents.h"
 #include "tessera/data/tokenizer.h"
 
 namespace tessera::data {
@@ -17,7 +20,7 @@ class MappedFile;
 /// Memory: the pages that are read, shared by all processes of the machine.
 class Corpus {
  public:
-  /// The corpus of `files`, concatenated in order with the tokenizer's eos id between them if it has one.
+  /// The corpus of `files`, concatenated in order with the tokenizer's eos id between them if it has one, or cut into `documents`, which end with it.
   ///
   /// One entry ending in `.bin` is opened as it is, and refused when damaged or made with another tokenizer. Texts are packed into
   /// `cache_dir`/<name of the first file>-<hash of contents and tokenizer>.bin: built on first use (streaming: memory of one block of text, not of the
@@ -25,11 +28,12 @@ class Corpus {
   /// builds, the others wait. Throws ConfigError where a file is missing, damaged or cannot be encoded, where all are empty, or where the cache cannot be
   /// written; it names `knob`, which gave the files.
   static std::shared_ptr<const Corpus> open_or_build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer,
-                                                     const std::filesystem::path& cache_dir, int threads = 0, const std::string& knob = "data.files");
+                                                     const std::filesystem::path& cache_dir, int threads = 0, const std::string& knob = "data.files",
+                                                     Documents documents = Documents::None);
 
   /// Packs `files` into `out` (through a temporary file and a rename) and opens it. Throws as open_or_build does.
   static std::shared_ptr<const Corpus> build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer, const std::filesystem::path& out,
-                                             int threads = 0, const std::string& knob = "data.files");
+                                             int threads = 0, const std::string& knob = "data.files", Documents documents = Documents::None);
 
   /// Opens a packed file. Every byte is checked against the hashes in it (one pass at memory or disk speed).
   /// Throws ConfigError with the file and the offset of the damage.
@@ -44,8 +48,14 @@ class Corpus {
   const std::string& tokenizer() const { return tokenizer_; }  ///< its Tokenizer::fingerprint()
   const std::string& content() const { return content_; }      ///< hash of the sources and the tokenizer: equal for equal data, whatever its path
 
-  /// Windows of `seq_len` inputs and targets: (tokens - 1) / seq_len, rounded down.
-  int64_t windows(int64_t seq_len) const { return tokens_ > 0 ? (tokens_ - 1) / seq_len : 0; }
+  Documents documents() const { return documents_; }  ///< what it was cut into
+
+  /// Windows of `seq_len` inputs and targets: (tokens - 1) / seq_len, rounded down; of documents, as PackedWindows packs them, who throws where one is longer.
+  int64_t windows(int64_t seq_len) const;
+  /// What lies in one: of a stream, all columns in one piece.
+  std::vector<Piece> window(int64_t window, int64_t seq_len) const;
+  /// The windows of a corpus of documents, made once for each length.
+  std::shared_ptr<const PackedWindows> packed(int64_t seq_len) const;
 
   /// Ids first .. first + count - 1, widened to 64 bits, into `out`.
   void read(int64_t first, int64_t count, int64_t* out) const;
@@ -67,6 +77,10 @@ class Corpus {
   int64_t id_bytes_ = 2;
   const uint32_t* token_bytes_ = nullptr;
   const std::byte* ids_ = nullptr;
+  Documents documents_ = Documents::None;
+  std::vector<int64_t> document_ends_;
+  mutable std::mutex packing_;
+  mutable std::map<int64_t, std::shared_ptr<const PackedWindows>> packed_;  ///< by seq_len
 };
 
 /// loss in nats, summed over targets that stand for `bytes` bytes of text, as bits per byte: the number compressors are compared by.

@@ -41,9 +41,11 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
   // A right hash proves that nothing was damaged, not that it was ever right: without these bounds the products below could leave 64 bits.
   constexpr uint64_t most = std::numeric_limits<int64_t>::max();
   const bool ends = header.tokenizer[sizeof header.tokenizer - 1] == 0 && header.content[sizeof header.content - 1] == 0;
-  require(ends && header.text_bytes <= most && header.piece_bytes <= most, name, ": impossible header at offset 0", way_out);
-  require(header.vocab_size <= data.size() / sizeof(uint32_t) && header.tokens <= data.size() / header.id_bytes, name, ": truncated at offset ", data.size(),
-          ": its header says ", header.tokens, " ids of a vocabulary of ", header.vocab_size, way_out);
+  require(ends && header.text_bytes <= most && header.piece_bytes <= most && header.documents_as <= static_cast<uint64_t>(Documents::Lines), name,
+          ": impossible header at offset 0", way_out);
+  const uint64_t all = data.size();
+  require(header.vocab_size <= all / sizeof(uint32_t) && header.tokens <= all / header.id_bytes && header.documents <= all / sizeof(uint64_t), name,
+          ": truncated at offset ", data.size(), ": its header says ", header.tokens, " ids of a vocabulary of ", header.vocab_size, way_out);
   require(data.size() == header.file_bytes(), name, data.size() < header.file_bytes() ? ": truncated at offset " : ": holds more than it should from offset ",
           std::min<uint64_t>(data.size(), header.file_bytes()), ": its header says ", header.file_bytes(), " bytes", way_out);
 
@@ -58,12 +60,18 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
     require(hash_bytes(payload + begin, size) == expected, name, ": damaged between offsets ", sizeof header + begin, " and ", sizeof header + begin + size,
             way_out);
     // While the block is in the cache. Ids are looked up in tables of vocab_size rows.
-    const uint64_t first_id = std::max(begin, header.vocab_size * sizeof(uint32_t)), end = std::max(begin + size, first_id);
+    const uint64_t first_id = std::max(begin, header.vocab_size * sizeof(uint32_t)), end = std::max(std::min(begin + size, header.ids_end()), first_id);
     const uint64_t outside = header.id_bytes == 2 ? find_outside<uint16_t>(payload, first_id, end, header.vocab_size)
                                                   : find_outside<uint32_t>(payload, first_id, end, header.vocab_size);
     require(outside == end, name, ": the id at offset ", sizeof header + outside, " is outside of the vocabulary of ", header.vocab_size, way_out);
   }
   return header;
+}
+
+uint64_t document_end(std::span<const std::byte> data, const CorpusHeader& header, uint64_t document) {
+  uint64_t end;  // ids of two bytes leave the list where it falls
+  std::memcpy(&end, data.data() + sizeof header + header.ids_end() + document * sizeof end, sizeof end);
+  return end;
 }
 
 bool begins_corpus(std::string_view begin) {
@@ -73,12 +81,14 @@ bool begins_corpus(std::string_view begin) {
   return mark.starts_with(begin) || begin.find_first_not_of('\0') == std::string_view::npos;
 }
 
-CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob)
+CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
+                           Documents documents)
     : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
   require(out_.good(), path.string(), ": cannot be written; choose another ", knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
   header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
+  header_.documents_as = static_cast<uint64_t>(documents);
   std::ranges::copy(tokenizer.fingerprint(), header_.tokenizer);
   std::ranges::copy(content, header_.content);
   const std::vector<char> room(sizeof(CorpusHeader));
@@ -114,6 +124,8 @@ void CorpusWriter::write(const void* data, size_t bytes) {
 }
 
 void CorpusWriter::finish() {
+  header_.documents = document_ends_.size();
+  write(document_ends_.data(), document_ends_.size() * sizeof(uint64_t));
   if (block_fill_ > 0) block_hashes_.push_back(block_.value());
   const size_t bytes = block_hashes_.size() * sizeof(uint64_t);
   out_.write(reinterpret_cast<const char*>(block_hashes_.data()), static_cast<std::streamsize>(bytes));

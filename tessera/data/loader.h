@@ -24,19 +24,27 @@ struct Reads {
 };
 
 /// What one forward takes. A padding micro-batch (weight 0) is there so that all ranks run the same number: tokens 0, labels all ignored, index -1.
+///
+/// A row is a sample. Where documents are packed, one row holds all samples of the micro-batch, one behind the other: attention ends with the document, so rows
+/// would be only one boundary more, and one cut of the row over ranks deals each of its documents.
 struct MicroBatch {
-  at::Tensor tokens;              ///< [rows, columns] int64; undefined where they are not read
-  at::Tensor labels;              ///< [rows, columns] int64: the next token of the sample, or ignored_label; undefined where they are not read
-  at::Tensor positions{};         ///< [columns] int64: where the columns lie in the sample; undefined: they are all here, in order
-  int64_t rows = 0, seq_len = 0;  ///< of whole samples; on every rank
-  double weight = 1;              ///< 0 = padding micro-batch
-  int64_t index = -1;             ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
-  int64_t first_sample = 0;       ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
-  int64_t valid_tokens = 0;       ///< labels that count, of these columns
+  at::Tensor tokens;                         ///< [rows, columns] int64; undefined where they are not read
+  at::Tensor labels;                         ///< [rows, columns] int64: the next token of the sample, or ignored_label; undefined where they are not read
+  at::Tensor positions{};                    ///< [columns] int64: where the columns lie in the row; undefined: they are all here, in order
+  at::Tensor document_ids{};                 ///< [1, columns] int64: in which column of the row each column's document begins; undefined: a row is one document
+  at::Tensor places{};                       ///< [columns] int64: where the columns lie in their documents; undefined as document_ids
+  int64_t rows = 0, seq_len = 0;             ///< of whole rows; on every rank
+  int64_t row_samples = 1;                   ///< samples in a row, of seq_len / row_samples columns each
+  std::shared_ptr<const SequenceCut> cut{};  ///< of a row, over the ranks that share it; null: it is whole
+  double weight = 1;                         ///< 0 = padding micro-batch
+  int64_t index = -1;                        ///< of the micro-batch in the step's global batch, 0 .. global_size / micro_size - 1; -1 for padding
+  int64_t first_sample = 0;  ///< of row 0, counted over the whole run from 0: sample s is row s % global_size of step s / global_size + 1, in every layout
+  int64_t valid_tokens = 0;  ///< labels that count, of these columns
   /// Those of all ranks' micro-batches at this place in their runs, known without communication: what a gradient of these alone is normalised by.
   int64_t global_valid_tokens = 0;
 
   int64_t columns() const { return positions.defined() ? positions.size(0) : seq_len; }
+  int64_t sample_columns() const { return seq_len / row_samples; }
 };
 
 /// A rank's share of one optimizer step.
@@ -54,8 +62,8 @@ struct LoaderOptions {
   uint64_t seed = 0;        ///< of the order
   int rank = 0, ranks = 1;  ///< of the data axes
   Reads reads{};            ///< of this rank
-  /// Of each sample, what this rank reads, where others of the same data rank read the rest (context parallelism); empty: all of it.
-  std::vector<ColumnRun> columns{};
+  ColumnShare columns{};    ///< of each row, where others of the same data rank read the rest (context parallelism)
+  bool packed = false;      ///< windows hold documents; for dry_batch, which has no corpus to tell
 };
 
 /// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; carried() compares them.
@@ -78,8 +86,11 @@ struct Cursor {
 ///
 /// Labels are those of the whole sample: the last column that a rank reads has the token behind it, wherever that is.
 ///
-/// Memory: micro_batches * micro_size * columns * 8 bytes a step for tokens, where they are read, and as much for labels; no buffer of its own (the kernel
-/// reads the next step's pages ahead). One object, one thread.
+/// Of a corpus of documents a window is some of them (PackedWindows), and what is left of it padding: tokens 0 without a label, a document of its own. Every
+/// rank knows which documents lie where, of micro-batches that it reads nothing of, too.
+///
+/// Memory: micro_batches * micro_size * columns * 8 bytes a step for tokens, where they are read, and as much for labels, for ids and places of documents; no
+/// buffer of its own (the kernel reads the next step's pages ahead). One object, one thread.
 class Loader {
  public:
   /// Throws ConfigError where global_size is no multiple of micro_size, has fewer micro-batches than ranks, or exceeds the windows of the corpus.
@@ -101,10 +112,12 @@ class Loader {
   int64_t window_of(int64_t sample) const;
 
  private:
-  void fill(MicroBatch& batch) const;
+  std::vector<int64_t> windows_of(const MicroBatch& micro, int64_t first_sample) const;
+  void read_ahead(const StepBatch& batch) const;
 
   std::shared_ptr<const Corpus> corpus_;
   LoaderOptions options_;
+  std::shared_ptr<const PackedWindows> packed_;  ///< null: windows of a stream
   int64_t windows_;
   int64_t step_ = 0;
   int64_t offset_ = 0;  ///< Cursor::offset
@@ -116,17 +129,15 @@ class Loader {
 Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& options);
 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
-/// and no corpus. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
+/// and no corpus; packed windows as if each were one document, all of it read. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get
+/// a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
 
-/// Reads one sample, whose first token is number `first` of the corpus, into `into`: of its `seq_len` tokens those of `columns`, run after run; empty: all.
-void read_sample(const Corpus& corpus, int64_t first, int64_t seq_len, const std::vector<ColumnRun>& columns, int64_t* into);
+/// Fills a micro-batch with windows of `seq_len` tokens; -1 stands for one of padding. Sets all but its place in the batch.
+void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_t seq_len, Reads reads, const ColumnShare& columns, MicroBatch& micro);
 
-/// How many columns of a sample of `seq_len` tokens these are.
-int64_t count_columns(const std::vector<ColumnRun>& columns, int64_t seq_len);
-
-/// Writes them to `positions`, [count_columns()] int64 on the host.
-void fill_positions(const std::vector<ColumnRun>& columns, const at::Tensor& positions);
+/// Labels that count in these windows, of all ranks that share them.
+int64_t targets_in(const Corpus& corpus, const std::vector<int64_t>& windows, int64_t seq_len);
 
 /// Throws ConfigError unless the corpus gives `needed` windows of seq_len tokens; says how many it gives. `knob` names the setting that needs them,
 /// `seq_len_knob` what gave seq_len.

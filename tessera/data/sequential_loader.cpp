@@ -1,11 +1,8 @@
 #include "tessera/data/sequential_loader.h"
 
 #include <algorithm>
+#include <numeric>
 #include <tuple>
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
@@ -13,45 +10,45 @@
 namespace tessera::data {
 
 SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks, Reads reads,
-                                   std::vector<ColumnRun> columns)
-    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)), reads_(reads), columns_(std::move(columns)) {
+                                   ColumnShare columns)
+    : corpus_(std::move(corpus)), seq_len_(seq_len), micro_size_(micro_size), windows_(corpus_->windows(seq_len)), reads_(reads), columns_(columns) {
   invariant(seq_len > 0 && micro_size > 0, "sequential loader of seq_len ", seq_len, ", micro_size ", micro_size);
   check_windows(*corpus_, seq_len, 1, "evaluation");
   const int64_t micro_batches = (windows_ + micro_size - 1) / micro_size;
   std::tie(begin_, size_) = chunk(micro_batches, ranks, rank);
   count_ = chunk(micro_batches, ranks, 0).second;
+  std::vector<int64_t> all(static_cast<size_t>(windows_));
+  std::iota(all.begin(), all.end(), 0);
+  targets_ = targets_in(*corpus_, all, seq_len);
 }
 
 std::optional<MicroBatch> SequentialLoader::next() {
   if (position_ == count_) return std::nullopt;
   MicroBatch micro;
-  micro.rows = micro_size_;
-  micro.seq_len = seq_len_;
-  const int64_t columns = count_columns(columns_, seq_len_);
-  if (!columns_.empty()) fill_positions(columns_, micro.positions = at::empty({columns}, at::kLong));
-  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, columns}, at::kLong);
-  if (reads_.labels) micro.labels = at::full({micro_size_, columns}, ignored_label, at::kLong);
+  std::vector<int64_t> windows(static_cast<size_t>(micro_size_), -1);
   if (position_ < size_) {
     micro.index = begin_ + position_;
     micro.first_sample = micro.index * micro_size_;
-    const int64_t rows = std::min(micro_size_, windows_ - micro.first_sample);
-    const int64_t first = micro.first_sample * seq_len_, count = rows * seq_len_;
-    const auto read = [&](int64_t from, const at::Tensor& into) {
-      for (int64_t row = 0; into.defined() && row < rows; ++row) {
-        read_sample(*corpus_, from + row * seq_len_, seq_len_, columns_, into.mutable_data_ptr<int64_t>() + row * columns);
-      }
-    };
-    read(first, micro.tokens);
-    read(first + 1, micro.labels);
-    micro.valid_tokens = rows * columns;
-    if (reads_.any()) corpus_->read_ahead(first + count, std::min(count, corpus_->tokens() - first - count));
+    for (int64_t row = 0; row < std::min(micro_size_, windows_ - micro.first_sample); ++row) windows[static_cast<size_t>(row)] = micro.first_sample + row;
   } else {
     micro.weight = 0;
+  }
+  fill_with(*corpus_, windows, seq_len_, reads_, columns_, micro);
+  for (const int64_t window : windows) {
+    if (window < 0 || !reads_.any() || window + micro_size_ >= windows_) continue;
+    for (const Piece& piece : corpus_->window(window + micro_size_, seq_len_)) corpus_->read_ahead(piece.first, piece.size + 1);
   }
   ++position_;
   return micro;
 }
 
-double SequentialLoader::global_bytes() const { return corpus_->bytes(1, windows_ * seq_len_); }
+double SequentialLoader::global_bytes() const {
+  if (corpus_->documents() == Documents::None) return corpus_->bytes(1, windows_ * seq_len_);
+  double bytes = 0;
+  for (int64_t window = 0; window < windows_; ++window) {
+    for (const Piece& piece : corpus_->window(window, seq_len_)) bytes += corpus_->bytes(piece.first + 1, piece.size);
+  }
+  return bytes;
+}
 
 }  // namespace tessera::data

@@ -13,21 +13,21 @@ class SequentialLoader {
  public:
   /// Throws ConfigError where the corpus gives no window. `columns`: see LoaderOptions.
   SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank = 0, int ranks = 1, Reads reads = {},
-                   std::vector<ColumnRun> columns = {});
+                   ColumnShare columns = {});
 
   /// The next micro-batch of this rank; nothing at the end. `first_sample` is the window of row 0.
   std::optional<MicroBatch> next();
   void rewind() { position_ = 0; }
 
-  int64_t micro_batches() const { return count_; }                     ///< calls of next() that give one: the same on every rank
-  int64_t global_valid_tokens() const { return windows_ * seq_len_; }  ///< targets over all ranks
-  double global_bytes() const;                                         ///< bytes of text those targets stand for, for bits_per_byte()
+  int64_t micro_batches() const { return count_; }          ///< calls of next() that give one: the same on every rank
+  int64_t global_valid_tokens() const { return targets_; }  ///< over all ranks
+  double global_bytes() const;                              ///< bytes of text those targets stand for, for bits_per_byte()
 
  private:
   std::shared_ptr<const Corpus> corpus_;
-  int64_t seq_len_, micro_size_, windows_;
+  int64_t seq_len_, micro_size_, windows_, targets_;
   Reads reads_;
-  std::vector<ColumnRun> columns_;
+  ColumnShare columns_;
   int64_t begin_ = 0, size_ = 0, count_ = 0, position_ = 0;  // this rank's run of micro-batches, calls of next(), calls made
 };
 

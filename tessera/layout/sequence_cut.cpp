@@ -60,18 +60,20 @@ SequenceCut SequenceCut::head_tail(int64_t length, int ranks) {
 }
 
 SequenceCut SequenceCut::head_tail(const std::vector<int64_t>& documents, int ranks) {
+  if (documents.size() == 1) return head_tail(documents.front(), ranks);
   struct Pair {
     int64_t work;
     std::pair<int64_t, int64_t> head, tail;
   };
   std::vector<Pair> pairs;
+  const int64_t longest = documents.empty() ? 0 : std::ranges::max(documents);
   int64_t begin = 0;
   for (const int64_t document : documents) {
     for (int part = 0; part < ranks; ++part) {
       auto head = chunk(document, 2 * ranks, part), tail = chunk(document, 2 * ranks, 2 * ranks - 1 - part);
       int64_t work = 0;
       for (auto* run : {&head, &tail}) {
-        work += run->second * run->first + run->second * (run->second + 1) / 2;
+        work += run->second * (run->first + longest) + run->second * (run->second + 1) / 2;
         run->first += begin;
       }
       pairs.push_back({work, head, tail});
@@ -93,6 +95,10 @@ SequenceCut SequenceCut::head_tail(const std::vector<int64_t>& documents, int ra
     for (const auto& part : own) append(cut.runs.back(), part);
   }
   return cut;
+}
+
+SequenceCut SequenceCut::contiguous(const std::vector<int64_t>& documents, int ranks) {
+  return contiguous(std::accumulate(documents.begin(), documents.end(), int64_t{0}), ranks);
 }
 
 }  // namespace tessera

@@ -30,9 +30,23 @@ struct SequenceCut {
   /// the same work, within a column (zig-zag; arXiv:2311.09431 deals single tokens to the same end). Ranks hold as many columns, give or take one.
   static SequenceCut head_tail(int64_t length, int ranks);
   /// The same of each document of a packed sequence, of these lengths: attention ends with the document, and the work of a plain cut is that of whoever holds
-  /// the long ones. The heaviest pairs of parts, of documents whose lengths leave some larger, go to who has least; ranks have the same work within a few
-  /// columns of the longest document. They need not hold as many columns: short documents have fewer than there are parts.
+  /// the long ones. A rank's work is counted in pairs of a query and a key, and a column as much as the longest document has of them at most, for layers
+  /// that see one column cost what columns there are: the heaviest pairs of parts go to who has least. So ranks have the same work within a few columns of
+  /// the longest document, and nearly as many columns. One document is cut as a sequence of its length.
   static SequenceCut head_tail(const std::vector<int64_t>& documents, int ranks);
+  /// One run each of the whole, whatever the documents.
+  static SequenceCut contiguous(const std::vector<int64_t>& documents, int ranks);
+};
+
+/// How the columns of a sequence of packed documents (one: a plain sequence), of these lengths, are dealt over so many ranks.
+using CutRule = SequenceCut (*)(const std::vector<int64_t>& documents, int ranks);
+
+/// Which columns of every sequence a rank has.
+struct ColumnShare {
+  CutRule rule = &SequenceCut::contiguous;
+  int rank = 0, ranks = 1;
+
+  bool cut() const { return ranks > 1; }
 };
 
 }  // namespace tessera

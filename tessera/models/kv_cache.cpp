@@ -1,22 +1,18 @@
 #include "tessera/models/kv_cache.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/exp.h>
-#include <ATen/ops/logsumexp.h>
-#include <ATen/ops/matmul.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
-#include "tessera/kernels/products.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/sample_scope.h"
+#include "tessera/nn/tiled_attention.h"
 
 // The attention core takes keys and values longer than its queries as a context that ends with them, so a cache is an interceptor in front of it and no model
 // needs to know. Memory is made when it is first known how many rows and heads are here, and of which dtype.
@@ -36,16 +32,17 @@ struct Partial {
 
 /// Queries before number `last_seen_from` do not see the last key.
 Partial attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t last_seen_from) {
-  if (kernels::is_widened(q)) return attend(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), last_seen_from);
-  constexpr float kNone = -std::numeric_limits<float>::infinity();
-  const int64_t groups = k.size(2);
-  const auto by_group = [&](const at::Tensor& x) { return x.transpose(1, 2).unflatten(1, {groups, x.size(2) / groups}); };
-  at::Tensor scores = at::matmul(by_group(q), by_group(k).transpose(-2, -1)).to(at::kFloat).mul_(1.0 / std::sqrt(static_cast<double>(q.size(3))));
-  if (last_seen_from > 0) scores.narrow(-2, 0, last_seen_from).select(-1, -1).fill_(kNone);
-  const auto by_column = [](const at::Tensor& x) { return x.flatten(1, 2).transpose(1, 2); };  // [B, K, H / K, S, ...] -> [B, S, H, ...]
-  const at::Tensor lse = at::logsumexp(scores, -1, /*keepdim=*/true);
-  const at::Tensor weights = at::exp(scores.sub_(lse.masked_fill(lse.eq(kNone), 0)));
-  return {by_column(at::matmul(weights.to(v.scalar_type()), by_group(v)).to(at::kFloat)), by_column(lse)};
+  const int64_t queries = q.size(1), keys = k.size(1);
+  std::vector<nn::AttentionTile> tiles;
+  const auto add = [&](int64_t first, int64_t count, int64_t seen) {
+    if (count > 0 && seen > 0) tiles.push_back({.queries = {first, count}, .keys = {0, seen}});
+  };
+  add(0, last_seen_from, keys - 1);
+  add(last_seen_from, queries - last_seen_from, keys);
+  nn::TiledAttention attention(q);
+  attention.add(k, v, tiles);
+  const auto [out, lse] = attention.finish();
+  return {.out = out.to(at::kFloat), .lse = lse.transpose(1, 2).unsqueeze(-1)};
 }
 
 /// What attention to the keys of all ranks gives; every rank has the same queries.

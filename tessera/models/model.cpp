@@ -62,8 +62,8 @@ ModelPartImpl::ModelPartImpl(std::shared_ptr<LanguageModel> model, ChainRange ra
 }
 
 at::Tensor ModelPartImpl::forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len, const std::optional<at::Tensor>& positions,
-                                  bool last_alone) {
-  const TokenPlaces places{positions, std::nullopt};
+                                  const std::optional<at::Tensor>& document_ids, bool last_alone) {
+  const TokenPlaces places{positions, document_ids};
   const int64_t first_block = std::max<int64_t>(range_.begin, 1) - 1, blocks_end = std::min(range_.end - 1, model_->num_blocks());
   at::Tensor stream = takes_tokens() ? model_->embed(input, places) : input;
   if (first_block < blocks_end) stream = model_->run_blocks(stream, first_block, blocks_end, seq_len, places);

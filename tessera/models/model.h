@@ -18,7 +18,7 @@ namespace tessera {
 
 /// Where tokens stand, when that is not columns 0..S-1 of one document each.
 struct TokenPlaces {
-  std::optional<at::Tensor> positions;     ///< [S] int64
+  std::optional<at::Tensor> positions;     ///< [S] int64; of packed documents, in each
   std::optional<at::Tensor> document_ids;  ///< [B, S]: attention stays inside a document
 };
 
@@ -101,7 +101,7 @@ class ModelPartImpl : public nn::Module {
   /// input: tokens [B, S] where the range begins with the embedding, else the residual stream, or this rank's part of it; `seq_len` is S.
   /// Gives the stream; behind the head what LanguageModel::forward gives: logits, or with labels [B, S] the fp32 sum of the loss.
   at::Tensor forward(const at::Tensor& input, const std::optional<at::Tensor>& labels, int64_t seq_len, const std::optional<at::Tensor>& positions = {},
-                     bool last_alone = false);
+                     const std::optional<at::Tensor>& document_ids = {}, bool last_alone = false);
 
   const ChainRange& range() const noexcept { return range_; }
   bool takes_tokens() const { return range_.begin == 0; }

@@ -1,5 +1,7 @@
 #include "tessera/nn/rotary.h"
 
+#include <tuple>
+
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/core/InferenceMode.h>
@@ -15,21 +17,26 @@ RotaryEmbeddingImpl::RotaryEmbeddingImpl(int64_t head_dim, int64_t max_seq_len, 
           " features of a head cannot be rotated in pairs; choose dim and heads so that dim / heads is even");
 }
 
+std::pair<at::Tensor, at::Tensor> RotaryEmbeddingImpl::angles(const at::Tensor& positions) const {
+  const at::Tensor turned = at::outer(positions.to(at::kFloat), frequencies_);
+  return {turned.cos(), turned.sin()};
+}
+
 std::pair<at::Tensor, at::Tensor> RotaryEmbeddingImpl::forward(int64_t columns, const std::optional<at::Tensor>& positions, at::Device device) {
-  require(columns <= max_seq_len_, "a sequence of ", columns, " tokens is longer than model.max_seq_len = ", max_seq_len_,
+  require(positions || columns <= max_seq_len_, "a sequence of ", columns, " tokens is longer than model.max_seq_len = ", max_seq_len_,
           "; raise it, or shorten the sequence");
-  if (!cos_.defined() || cos_.device() != device) {
+  const bool kept = frequencies_.defined() && frequencies_.device() == device;
+  if (!kept || (!positions && !cos_.defined())) {
     // Kept beyond this call, so neither recorded by autograd nor made an inference tensor, whoever calls first.
     const MemoryScope scope(MemoryCategory::Other);
     const c10::InferenceMode plain(false);
     const at::NoGradGuard no_grad;
     const at::Tensor even = consecutive(0, head_dim_ / 2, device).mul_(2).to(at::kFloat);
-    const at::Tensor frequencies = at::pow(theta_, even / static_cast<double>(head_dim_)).reciprocal();
-    const at::Tensor angles = at::outer(consecutive(0, max_seq_len_, device).to(at::kFloat), frequencies);
-    cos_ = angles.cos();
-    sin_ = angles.sin();
+    frequencies_ = at::pow(theta_, even / static_cast<double>(head_dim_)).reciprocal();
+    cos_ = sin_ = at::Tensor();
+    if (!positions) std::tie(cos_, sin_) = angles(consecutive(0, max_seq_len_, device));
   }
-  if (positions) return {cos_.index_select(0, *positions), sin_.index_select(0, *positions)};
+  if (positions) return angles(*positions);
   return {cos_.narrow(0, 0, columns), sin_.narrow(0, 0, columns)};
 }
 

@@ -13,11 +13,12 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/nn/attention_tiles.h"
 #include "tessera/train/compose.h"
 
 // A dry run of each rank of a large world would repeat the same step with other peers. What can differ between ranks is little and is known beforehand: the
-// share of micro-batches, the role in the tree, the rank in tensor and in context parallelism, the elements of the shards. The last would make nearly every
-// rank a class of its own for a few rows' difference; beyond 8 ranks the one that holds most stands for the others.
+// share of micro-batches, the role in the tree, the rank in tensor parallelism, the part of a sequence in context parallelism, the elements of the shards. The
+// last would make nearly every rank a class of its own for a few rows' difference; beyond 8 ranks the one that holds most stands for the others.
 
 namespace tessera::plan {
 
@@ -64,6 +65,41 @@ Held held_elements(const Config& config, int world_size, int rank, bool apart) {
   return held;
 }
 
+/// Of each rank that sequences are cut over, a number that those share whose tensors have the same shapes: as many columns, and the same tiles of attention.
+std::vector<int> column_kinds(const Config& config, int ranks) {
+  std::vector<int> kinds(static_cast<size_t>(ranks));
+  if (ranks == 1) return kinds;
+  const bool exchanges = config.context.method == "ulysses" || config.context.method == "ulysses_ring";
+  const int64_t keys = config.model.kv_heads.value_or(config.model.heads);
+  const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
+  const auto documents = static_cast<size_t>(config.data.documents == "none" ? 1 : config.batch.micro_size);
+  const SequenceCut cut = column_rule(config.context)(std::vector<int64_t>(documents, config.data.seq_len), ranks);
+  const auto columns_of = [&](int rank) {
+    nn::AttentionColumns columns{.rows = {{}}};
+    int64_t column = 0;
+    for (const auto& [begin, size] : cut.runs[static_cast<size_t>(rank)]) {
+      columns.rows[0].push_back({.column = column, .position = begin, .size = size});
+      column += size;
+    }
+    return columns;
+  };
+  using Shape = std::tuple<int64_t, int64_t, bool>;
+  std::map<std::tuple<int64_t, int, std::vector<Shape>>, int> known;
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::vector<Shape> tiles;
+    for (int other = 0; other < ranks; ++other) {
+      for (const nn::AttentionTile& tile : nn::attention_tiles(columns_of(rank), columns_of(other), /*causal=*/true)) {
+        tiles.emplace_back(tile.queries.size, tile.keys.size, tile.aligned);
+      }
+    }
+    std::ranges::sort(tiles);
+    if (exchanges) tiles.clear();  // of all columns, alike
+    const auto number = static_cast<int>(known.size());
+    kinds[static_cast<size_t>(rank)] = known.try_emplace({cut.columns(rank), heads_differ ? rank : 0, std::move(tiles)}, number).first->second;
+  }
+  return kinds;
+}
+
 }  // namespace
 
 std::vector<std::vector<int>> rank_classes(const Config& config, int world_size) {
@@ -88,15 +124,17 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const int data_ranks = mesh.size(axes.batch);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
+  const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns));
   const std::vector<int64_t> no_role;
   const Elements none;
-  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage, and each part of a sequence, which sees other keys.
+  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage. Parts of a sequence are one where their
+  // shapes are.
   using Key = std::tuple<int64_t, int, int, int, const std::vector<int64_t>&, const Elements&>;
   std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
     const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
     classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)], tp[static_cast<size_t>(rank)],
-                columns[static_cast<size_t>(rank)], roles.empty() ? no_role : roles[data_rank],
+                parts[static_cast<size_t>(columns[static_cast<size_t>(rank)])], roles.empty() ? no_role : roles[data_rank],
                 held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
         .push_back(rank);
   }

@@ -238,9 +238,9 @@ void shape_stream(const Config& config, CutModel& run) {
     run.stream.parts = run.layers.size();
   }
   if (!in_parts && !run.context) return;
-  run.stream.before_each = [tensor = in_parts ? run.tensor.get() : nullptr, context = run.context.get(), columns = run.columns](const Pass::Size& size) {
+  run.stream.before_each = [tensor = in_parts ? run.tensor.get() : nullptr, context = run.context.get()](const Pass::Size& size) {
     if (tensor != nullptr) tensor->set_sequence(size.columns);
-    if (context != nullptr && size.columns < size.seq_len) context->set_cut(columns.of(size.seq_len));
+    if (context != nullptr && size.cut) context->set_cut(*size.cut);
   };
 }
 

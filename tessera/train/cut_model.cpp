@@ -4,9 +4,9 @@
 
 namespace tessera {
 
-ColumnRule column_rule(const ContextConfig& config) {
-  const ColumnRule head_tail = &SequenceCut::head_tail;
-  return config.balance == "head_tail" ? head_tail : &SequenceCut::contiguous;
+CutRule column_rule(const ContextConfig& config) {
+  const CutRule head_tail = &SequenceCut::head_tail, contiguous = &SequenceCut::contiguous;
+  return config.balance == "head_tail" ? head_tail : contiguous;
 }
 
 int64_t ColumnRanks::most(int64_t length) const {
@@ -15,8 +15,6 @@ int64_t ColumnRanks::most(int64_t length) const {
   for (int rank = 0; rank < cut.ranks(); ++rank) most = std::max(most, cut.columns(rank));
   return most;
 }
-
-std::vector<ColumnRun> ColumnRanks::own(int64_t length) const { return cut() ? of(length).runs[static_cast<size_t>(group.rank())] : std::vector<ColumnRun>(); }
 
 pipeline::Channels pipeline_channels(const Mesh& mesh, const Axes& stages) {
   const comm::Group ranks = mesh[stages];

@@ -27,21 +27,21 @@ struct ModelShare {
   ModelPart module = nullptr;
 };
 
-/// How the columns of a sequence are dealt over so many ranks.
-using ColumnRule = SequenceCut (*)(int64_t length, int ranks);
-ColumnRule column_rule(const ContextConfig& config);
+/// How [context] deals the columns of a sequence.
+CutRule column_rule(const ContextConfig& config);
 
 /// Ranks that are dealt the same samples, and of each other columns.
 struct ColumnRanks {
   comm::Group group;  ///< of one: sequences are whole
-  ColumnRule rule = &SequenceCut::contiguous;
+  CutRule rule = &SequenceCut::contiguous;
 
   bool cut() const { return group.size() > 1; }
-  SequenceCut of(int64_t length) const { return rule(length, group.size()); }
+  /// Of a sequence that is one document.
+  SequenceCut of(int64_t length) const { return rule({length}, group.size()); }
   /// Columns of the rank that has the most; all, where sequences are whole.
   int64_t most(int64_t length) const;
-  /// This rank's columns of a sequence, as loaders take them: none where it is whole.
-  std::vector<ColumnRun> own(int64_t length) const;
+  /// As loaders take it.
+  ColumnShare share() const { return {.rule = rule, .rank = group.rank(), .ranks = group.size()}; }
 };
 
 /// What a rank holds of a model, and who holds the rest: what passes through a model need to know of it, in training and in reading. Members are destroyed from

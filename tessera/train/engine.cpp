@@ -109,9 +109,10 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
                                 .step = batch_->step,
                                 .first_sample = micro.first_sample,
                                 .positions = micro.positions,
-                                .seq_len = micro.seq_len,
+                                .seq_len = micro.sample_columns(),
                                 .expected_gradient = scales_[i],
                                 .valid_tokens = micro.valid_tokens});
+  if (run_.stream.before_each) run_.stream.before_each(pass_.size(action.micro_batch));  // a backward computes again what it had in forward
   mark_memory(memory_mark(kind));
   body();
 }

@@ -25,7 +25,7 @@ std::vector<data::MicroBatch> next_of(data::SequentialLoader& loader, size_t mos
 }  // namespace
 
 Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group) {
-  data::SequentialLoader loader(std::move(corpus), seq_len, micro_size, group.rank(), group.size(), engine.reads(), engine.columns().own(seq_len));
+  data::SequentialLoader loader(std::move(corpus), seq_len, micro_size, group.rank(), group.size(), engine.reads(), engine.columns().share());
   double sum = 0;  // of the micro-batches one by one, so that it does not depend on how many are on their way at once
   for (auto micro_batches = next_of(loader, engine.in_flight()); !micro_batches.empty(); micro_batches = next_of(loader, engine.in_flight())) {
     for (const double loss : host_read_all(engine.loss_sums(micro_batches), 0.0)) sum += loss;

@@ -20,11 +20,12 @@ namespace {
 class LogitsPass final : public Pass {
  public:
   /// `positions`: of the tokens in sequences of `seq_len`; undefined: they are whole.
-  LogitsPass(at::Tensor tokens, const at::Tensor& positions, int64_t seq_len) : tokens_(std::move(tokens)), seq_len_(seq_len) {
+  LogitsPass(at::Tensor tokens, const at::Tensor& positions, int64_t seq_len, std::shared_ptr<const SequenceCut> cut)
+      : tokens_(std::move(tokens)), seq_len_(seq_len), cut_(std::move(cut)) {
     if (positions.defined()) positions_ = positions;
   }
 
-  Size size(int /*micro_batch*/) const override { return {.rows = tokens_.size(0), .seq_len = seq_len_, .columns = tokens_.size(1)}; }
+  Size size(int /*micro_batch*/) const override { return {.rows = tokens_.size(0), .seq_len = seq_len_, .columns = tokens_.size(1), .cut = cut_}; }
   at::Tensor run(int /*micro_batch*/, const Compute& compute) override { return compute({.tokens = tokens_, .positions = positions_}); }
   at::Tensor finish(int /*micro_batch*/, const at::Tensor& given) override {
     logits = given.to(at::kFloat);
@@ -37,6 +38,7 @@ class LogitsPass final : public Pass {
   at::Tensor tokens_;
   std::optional<at::Tensor> positions_;
   int64_t seq_len_;
+  std::shared_ptr<const SequenceCut> cut_;
 };
 
 /// The whole of what each rank has some columns of: [B, columns, V] -> [B, S, V] on every rank.
@@ -95,9 +97,10 @@ at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& micro_b
 
 at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
   const int64_t length = tokens.size(1);
-  const at::Tensor positions = columns_.cut() ? columns_.of(length).positions(columns_.group.rank(), tokens.device()) : at::Tensor();
+  const auto cut = columns_.cut() ? std::make_shared<const SequenceCut>(columns_.of(length)) : nullptr;
+  const at::Tensor positions = cut ? cut->positions(columns_.group.rank(), tokens.device()) : at::Tensor();
   const at::Tensor read = positions.defined() ? tokens.index_select(1, positions) : tokens;
-  LogitsPass pass(read, positions, length);
+  LogitsPass pass(read, positions, length, cut);
   run(pass, 1);
   const at::Tensor logits = holds_end() ? pass.logits.contiguous()
                                         : at::empty({read.size(0), read.size(1), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));

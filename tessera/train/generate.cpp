@@ -84,7 +84,9 @@ class Generation final : public Pass {
   Size size(int micro_batch) const override {
     const Place& place = place_of(micro_batch);
     const ColumnRanks& columns = engine_.columns();
-    return {.rows = 1, .seq_len = place.reads, .columns = is_cut(place) ? columns.of(place.reads).columns(columns.group.rank()) : place.reads};
+    if (!is_cut(place)) return {.rows = 1, .seq_len = place.reads, .columns = place.reads};
+    const auto cut = std::make_shared<const SequenceCut>(columns.of(place.reads));
+    return {.rows = 1, .seq_len = place.reads, .columns = cut->columns(columns.group.rank()), .cut = cut};
   }
 
   at::Tensor run(int micro_batch, const Compute& compute) override {

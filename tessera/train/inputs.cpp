@@ -146,10 +146,12 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
   Inputs inputs;
   inputs.tokenizer = data::Tokenizer::load(config.data.tokenizer);
   data::check_vocabulary(*inputs.tokenizer, config.model.vocab_size);
-  inputs.corpus = data::Corpus::open_or_build(paths(config.data.files), *inputs.tokenizer, config.data.cache_dir);
+  const data::Documents documents = data::documents_named(config.data.documents);
+  inputs.corpus = data::Corpus::open_or_build(paths(config.data.files), *inputs.tokenizer, config.data.cache_dir, 0, "data.files", documents);
   data::check_windows(*inputs.corpus, config.data.seq_len, config.batch.global_size, "batch.global_size");
   if (!config.data.validation_files.empty()) {
-    inputs.validation = data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir, 0, "data.validation_files");
+    inputs.validation =
+        data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir, 0, "data.validation_files", documents);
     data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
   }
   inputs.resume = find_resume(config, options, inputs.remarks);

@@ -16,12 +16,16 @@ void LossPass::begin(const std::vector<data::MicroBatch>& micro_batches, std::ve
 
 Pass::Size LossPass::size(int micro_batch) const {
   const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
-  return {.rows = micro.rows, .seq_len = micro.seq_len, .columns = micro.columns()};
+  return {.rows = micro.rows, .seq_len = micro.seq_len, .columns = micro.columns(), .cut = micro.cut};
 }
 
 at::Tensor LossPass::run(int micro_batch, const Compute& compute) {
   const data::MicroBatch& micro = (*micro_batches_)[static_cast<size_t>(micro_batch)];
-  return compute({.tokens = micro.tokens, .labels = micro.labels, .positions = micro.positions.defined() ? std::optional(micro.positions) : std::nullopt});
+  const auto given = [](const at::Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; };
+  return compute({.tokens = micro.tokens,
+                  .labels = micro.labels,
+                  .positions = given(micro.places.defined() ? micro.places : micro.positions),
+                  .document_ids = given(micro.document_ids)});
 }
 
 at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
@@ -32,9 +36,9 @@ at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
 
 at::Tensor ModelStage::compute(const StageCall& call, const Pass::Size& size, const std::vector<at::Tensor>& inputs) {
   if (stream_.before_each) stream_.before_each(size);
-  if (whole_ != nullptr) return nn::call(*whole_, call.tokens, call.labels, call.positions, std::nullopt, call.last_alone);
+  if (whole_ != nullptr) return nn::call(*whole_, call.tokens, call.labels, call.positions, call.document_ids, call.last_alone);
   const auto labels = gives_loss() ? call.labels : std::nullopt;
-  return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, size.columns, call.positions, call.last_alone);
+  return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, size.columns, call.positions, call.document_ids, call.last_alone);
 }
 
 pipeline::TensorSpec ModelStage::stream_of(int micro_batch) const {

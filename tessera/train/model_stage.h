@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -17,7 +18,7 @@ namespace tessera {
 struct StageCall {
   at::Tensor tokens{};
   std::optional<at::Tensor> labels{};  ///< none: the model gives logits
-  std::optional<at::Tensor> positions{};
+  std::optional<at::Tensor> positions{}, document_ids{};
   bool last_alone = false;  ///< logits of the last position alone
 };
 
@@ -29,8 +30,9 @@ class Pass {
 
   struct Size {
     int64_t rows = 0;
-    int64_t seq_len = 0;  ///< of whole sequences
-    int64_t columns = 0;  ///< of them, those that this rank computes
+    int64_t seq_len = 0;                       ///< of whole sequences
+    int64_t columns = 0;                       ///< of them, those that this rank computes
+    std::shared_ptr<const SequenceCut> cut{};  ///< where others compute the rest; null: nobody does
   };
   /// Known on every rank, before anything of the micro-batch is there.
   virtual Size size(int micro_batch) const = 0;
@@ -49,7 +51,7 @@ struct StreamShape {
   int64_t dim = 0;
   at::ScalarType dtype = at::kFloat;
   int part = 0, parts = 1;                               ///< of the columns (sequence parallelism)
-  std::function<void(const Pass::Size&)> before_each{};  ///< told of each forward before it begins; may be empty
+  std::function<void(const Pass::Size&)> before_each{};  ///< told of each forward before it begins, and of each action in training; may be empty
 };
 
 /// The summed loss of each micro-batch, for its gradient or for itself.

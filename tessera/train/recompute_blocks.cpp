@@ -8,6 +8,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/precision/policy.h"
 #include "tessera/recompute/recompute.h"
+#include "tessera/recompute/tiles.h"
 
 namespace tessera {
 
@@ -32,7 +33,9 @@ void check_pattern(const char* key, LanguageModel& model, const std::string& pat
 
 Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns) {
   const auto& asked = config.recompute;
-  if (asked.mode == "none") return {};
+  Attachment tiled;
+  if (asked.ffn_tile > 0) tiled = tile_tokens(model, kFeedForward, asked.ffn_tile);
+  if (asked.mode == "none") return tiled;
   check_pattern("recompute.modules", model, asked.modules);
   RecomputeOptions options{.modules = asked.modules,
                            .every = asked.every,
@@ -40,10 +43,12 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
                            .keep = asked.keep,
                            .budget_bytes = asked.budget_bytes};
   std::shared_ptr<LanguageModel> measured;
+  Attachment measured_tiles;
   if (asked.budget_bytes > 0) {
     MemoryTracker aside;  // what the measurement takes on meta is no part of the run
     const TrackMemory not_counted(aside);
     measured = like_on_meta(config);
+    if (asked.ffn_tile > 0) measured_tiles = tile_tokens(*measured, kFeedForward, asked.ffn_tile);
     options.measured = measured.get();
     options.example = [&config, columns, model = measured.get()] {
       const at::Tensor tokens =
@@ -51,7 +56,8 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
       model->loss_sum(tokens, tokens);
     };
   }
-  return recompute(model, options);
+  tiled.add(recompute(model, options));
+  return tiled;
 }
 
 }  // namespace tessera

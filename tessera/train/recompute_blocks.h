@@ -6,6 +6,9 @@
 
 namespace tessera {
 
+/// The layers that recompute.ffn_tile goes through in tiles.
+inline constexpr const char* kFeedForward = "layers.*.feed_forward";
+
 /// Refuses a pattern of the configuration that matches no module of the model, naming its key.
 void check_pattern(const char* key, LanguageModel& model, const std::string& pattern);
 

@@ -170,7 +170,7 @@ std::vector<double> Replay::losses_of(ForwardEngine& engine, const data::Cursor&
                                 .rank = static_cast<int>(index),
                                 .ranks = static_cast<int>(cursor.global_size / micro_size),
                                 .reads = engine.reads(),
-                                .columns = engine.columns().own(cursor.seq_len)});
+                                .columns = engine.columns().share()});
   loader.seek(cursor);
   const data::StepBatch batch = loader.next();
   const at::Tensor own = engine.loss_sums(batch.micro_batches);

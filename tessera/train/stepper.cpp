@@ -91,10 +91,6 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
   const MeshRoles roles = mesh_roles(config);
   const PipelineLayout stages = pipeline_layout(config, mesh.size(roles.stages));
   const auto holder_of = [rank = mesh.rank(roles.stages)](int holder) { return holder == rank; };
-  std::vector<ColumnRun> columns;
-  if (const int ranks = mesh.size(roles.columns); ranks > 1) {
-    columns = column_rule(config.context)(config.data.seq_len, ranks).runs[static_cast<size_t>(mesh.rank(roles.columns))];
-  }
   return {.seq_len = config.data.seq_len,
           .global_size = config.batch.global_size,
           .micro_size = config.batch.micro_size,
@@ -103,7 +99,8 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .rank = mesh.rank(roles.batch),
           .ranks = mesh.size(roles.batch),
           .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())},
-          .columns = std::move(columns)};
+          .columns = {.rule = column_rule(config.context), .rank = mesh.rank(roles.columns), .ranks = mesh.size(roles.columns)},
+          .packed = config.data.documents != "none"};
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)

@@ -153,13 +153,14 @@ void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term)
 
 }  // namespace
 
-Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead, const std::string& column_axis, bool routes_parts) {
-  const auto tap = std::make_shared<Tap>(samples, sink, column_axis, routes_parts);
+Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, const TapOptions& options) {
+  const auto tap = std::make_shared<Tap>(samples, sink, options.column_axis, options.routes_parts);
   Attachment attached;
   root.apply([&](torch::nn::Module& module) {
-    if (auto* ours = dynamic_cast<nn::Module*>(&module)) attached.add(nn::attach(*ours, tap));
+    auto* ours = dynamic_cast<nn::Module*>(&module);
+    if (ours != nullptr && (options.unheard.empty() || !nn::matches(options.unheard, ours->path()))) attached.add(nn::attach(*ours, tap));
   });
-  if (instead != nullptr) attached.add(nn::attach(*instead, tap));
+  if (options.instead != nullptr) attached.add(nn::attach(*options.instead, tap));
   return attached;
 }
 

@@ -48,19 +48,26 @@ struct BatchShape {
   int64_t micro_batch_of(int64_t sample) const { return sample % global_size / micro_size; }
 };
 
+struct TapOptions {
+  /// A module beside the tree that is called in place of the root: the last part of one that is cut into stages.
+  nn::Module* instead = nullptr;
+  /// The axis over which sequences are cut, on both sides; empty where they are not.
+  std::string column_axis = {};
+  /// Each rank routes some tokens of a sequence, on one of the sides: what is chosen for them, and what is sorted by it, is not heard. Choices are compared by
+  /// themselves (routing.h).
+  bool routes_parts = false;
+  /// A pattern of modules that are passed over, which one side calls in another way than the other (for a tile of its tokens at a time).
+  std::string unheard = {};
+};
+
 /// Hands the first output of every nn::Module under `root` (itself included) to `sink`, and the gradient that arrives at it, until what is returned dies. It
 /// sits outside of everything that is attached already, so it hears what the caller gets. Modules computed again in backward (recomputation) are not heard
-/// twice. Plain torch::nn modules cannot be intercepted and are passed over.
+/// twice. Plain torch::nn modules cannot be intercepted and are passed over. `sink` must live until the last backward is done.
 ///
 /// Where the micro-batch holds some columns of its samples (SampleContext::positions), what interceptors state of an output is meant of these, and is handed on
 /// as a part of the whole sequence: along dimension 1 of [B, S, ...], and 0 of what has a row for each token, or no rows; a number is a term of the sum over
-/// `column_axis`, which both sides name where sequences are cut. Where each rank routes some tokens of a sequence (`routes_parts`, on both sides), what is
-/// chosen for them, and what is sorted by it, is not heard: choices are compared by themselves (routing.h).
-///
-/// `instead`: a module beside the tree that is called in place of the root (the last part of one that is cut into stages). `sink` must live until the last
-/// backward is done.
-[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, nn::Module* instead = nullptr,
-                                     const std::string& column_axis = {}, bool routes_parts = false);
+/// the axis of columns.
+[[nodiscard]] Attachment tap_outputs(torch::nn::Module& root, SampleRange samples, OutputSink& sink, const TapOptions& options = {});
 
 /// What a rank gave out in a step, kept until it is compared: the values up to a budget of bytes, beyond it their hash.
 class RecordedOutputs : public OutputSink {

@@ -14,6 +14,7 @@
 #include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/recompute_blocks.h"
 #include "tessera/train/stepper.h"
 #include "tessera/verify/bounds.h"
 #include "tessera/verify/difference.h"
@@ -96,6 +97,12 @@ class Verification {
   void run_rank(comm::World& world);
   void run_reference();
   data::StepBatch next_batch(Side& side) const;
+  TapOptions tapped(nn::Module* instead) const {
+    return {.instead = instead,
+            .column_axis = column_axis_,
+            .routes_parts = routes_parts_,
+            .unheard = layout_.recompute.ffn_tile > 0 ? detail::concat(kFeedForward, ".*") : ""};
+  }
   std::vector<std::vector<SlicedTensor>> shown_tensors() const;
   bool compare_gradients(int64_t step, const Composition& reference);
   void compare_numbers(int64_t step, const StepOutcome& want, bool skipped);
@@ -198,7 +205,7 @@ void Verification::run_rank(comm::World& world) {
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
   RecordedChoices& choices = choices_[static_cast<size_t>(world.rank())];
   const Attachment routers = record_choices(side.model(), samples_, layout_.batch.micro_size, choices);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, end_of(run), column_axis_, routes_parts_);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, tapped(end_of(run)));
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);
     meeting_.show();
@@ -239,7 +246,7 @@ void Verification::run_reference() {
   std::vector<RecordedChoices*> choices;
   for (auto& rank : choices_) choices.push_back(&rank);
   const Attachment routers = replay_choices(side.model(), samples_, choices, routing_);
-  const Attachment tap = tap_outputs(side.model(), samples_, outputs, nullptr, column_axis_, routes_parts_);
+  const Attachment tap = tap_outputs(side.model(), samples_, outputs, tapped(nullptr));
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
     const auto batch = next_batch(side);

@@ -4,7 +4,9 @@
 #include <fstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -75,6 +77,8 @@ std::string refusal(Body&& body) {
   ADD_FAILURE() << "no ConfigError";
   return "";
 }
+
+inline std::vector<int64_t> values(const at::Tensor& tensor) { return {tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()}; }
 
 /// English-like text: lines of words drawn from a small vocabulary of their own.
 inline std::string words(int lines, uint32_t seed = 1) {

@@ -28,8 +28,6 @@ class LoaderTest : public testing::Test {
   std::unique_ptr<Tokenizer> byte_ = Tokenizer::load("byte");
 };
 
-std::vector<int64_t> values(const at::Tensor& tensor) { return {tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()}; }
-
 /// Everything that a step trains on, in the order of global micro-batches.
 struct Global {
   std::vector<int64_t> index, first_sample, tokens, labels;
@@ -338,16 +336,15 @@ TEST_F(LoaderTest, ReadsWhatIsAskedForAndKnowsTheRest) {
 /// The label of a rank's last column is the token behind it in the sample, which another rank reads; an odd sequence keeps its last token.
 TEST_F(LoaderTest, RanksThatShareSamplesReadTheirColumns) {
   const auto data = corpus(120);
-  using Rule = SequenceCut (*)(int64_t length, int ranks);
-  for (const Rule rule : {Rule(&SequenceCut::contiguous), Rule(&SequenceCut::head_tail)}) {
+  for (const CutRule rule : {CutRule(&SequenceCut::contiguous), CutRule(&SequenceCut::head_tail)}) {
     for (int cp : {2, 3, 5}) {
       const LoaderOptions options{.seq_len = 7, .global_size = 6, .micro_size = 2, .seed = 5, .rank = 1, .ranks = 2};  // with padding
-      const SequenceCut cut = rule(options.seq_len, cp);
+      const SequenceCut cut = rule({options.seq_len}, cp);
       const StepBatch whole = Loader(data, options).next();
       int64_t valid = 0;
       for (int rank = 0; rank < cp; ++rank) {
         LoaderOptions part = options;
-        part.columns = cut.runs[static_cast<size_t>(rank)];
+        part.columns = {.rule = rule, .rank = rank, .ranks = cp};
         Loader loader(data, part);
         const StepBatch own = loader.next(), dry = dry_batch(part, 1, at::kMeta);
         EXPECT_EQ(own.global_valid_tokens, whole.global_valid_tokens);

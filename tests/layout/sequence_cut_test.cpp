@@ -84,6 +84,9 @@ TEST(PackedWork, IsEvenWhereEachDocumentIsDealt) {
       return static_cast<double>(std::ranges::max(work)) / static_cast<double>(std::ranges::min(work));
     };
     EXPECT_LE(ratio(even), 1.02) << ranks;
+    std::vector<int64_t> held;
+    for (int rank = 0; rank < ranks; ++rank) held.push_back(dealt.columns(rank));
+    EXPECT_LE(std::ranges::max(held) - std::ranges::min(held), 3) << "layers that see one column cost what there are";
     if (ranks > 1) {
       std::printf("%d ranks: most over least work %.3f, with head and tail of the whole %.3f\n", ranks, ratio(even), ratio(plain));
       EXPECT_GT(ratio(plain), 1.02) << "what it is for";

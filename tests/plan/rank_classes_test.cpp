@@ -54,5 +54,25 @@ TEST_F(RankClassesTest, OfManyRanksTheOneThatHoldsMostStandsForItsClass) {
   EXPECT_TRUE(other_than_first) << "then any rank would do";
 }
 
+/// Of ranks that a sequence is cut over, those that do the same stand for each other: to the byte, in a real run.
+TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
+  const auto classes = [&](int ranks, std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"mesh.cp=" + std::to_string(ranks), "batch.micro_size=1", "batch.global_size=1", "run.steps=2"});
+    const Config cut = config("llama", sets);
+    const auto found = plan::rank_classes(cut, ranks);
+    const auto peaks = train(cut, ranks).peak_of_rank;
+    for (const auto& members : found) {
+      for (const int rank : members) EXPECT_EQ(peaks[static_cast<size_t>(rank)], peaks[static_cast<size_t>(members.front())]) << rank;
+    }
+    return found.size();
+  };
+  // The last rank's two parts lie beside each other, and are one tile.
+  EXPECT_EQ(classes(4, {"data.seq_len=64"}), 2U);
+  EXPECT_EQ(classes(8, {"data.seq_len=64", "context.method=all_gather"}), 2U);
+  EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses"}), 1U);
+  EXPECT_EQ(classes(3, {"data.seq_len=36", "context.balance=contiguous"}), 3U) << "later ranks see more keys";
+  EXPECT_EQ(classes(3, {"data.seq_len=35", "context.method=ulysses"}), 3U) << "4 heads over 3 ranks";
+}
+
 }  // namespace
 }  // namespace tessera

@@ -56,6 +56,15 @@ class Layouts(SystemTest):
         self.assertLess(one[-1]["loss"], 0.9 * one[0]["loss"])
         self.assert_close_losses(two, one, LOSSES)
 
+    def test_the_recipe_that_packs_documents(self):
+        recipe = SOURCE / "recipes/llama_lines_cp2.toml"
+        sets = [f"data.cache_dir={self.folder / 'cache'}", "run.steps=8"]
+        two = metrics(self.train("two", nproc=2, sets=sets, recipe=recipe)[1])
+        one = metrics(self.train("one", sets=[*sets, "mesh.cp=1", "recompute.ffn_tile=0"], recipe=recipe)[1])
+        self.assertLess(one[-1]["loss"], 0.9 * one[0]["loss"])
+        self.assertEqual([m["tokens"] for m in two], [m["tokens"] for m in one])
+        self.assert_close_losses(two, one, LOSSES)
+
     def test_deterministic_runs_are_bit_identical(self):
         sets = ["run.deterministic=true", "batch.global_size=14"]
         losses, grads, weights = self.dumped("one", 1, sets)

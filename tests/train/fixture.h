@@ -38,6 +38,17 @@ class TrainFixture : public ::testing::Test {
       text << "abcdefgh"[state >> 29] << (i % 7 == 0 ? " " : "the ");
     }
   }
+  /// Lines of 1 to 27 letters, some of them followed by a blank one.
+  std::string write_lines() const {
+    std::ofstream text(folder_ / "lines.txt");
+    uint32_t state = 5;
+    const auto draw = [&](uint32_t n) { return (state = state * 1664525u + 1013904223u) / 65536 % n; };
+    for (int i = 0; i < 120; ++i) {
+      for (uint32_t n = 1 + draw(i % 9 == 0 ? 27 : 9); n > 0; --n) text << "abcdefgh"[draw(8)];
+      text << (i % 11 == 0 ? "\n\n" : "\n");
+    }
+    return "data.files=[\"" + (folder_ / "lines.txt").string() + "\"]";
+  }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   Config config(const std::string& family, const std::vector<std::string>& sets = {}) const {
@@ -54,7 +65,8 @@ class TrainFixture : public ::testing::Test {
 
   std::shared_ptr<const data::Corpus> corpus(const Config& config) const {
     const auto tokenizer = data::Tokenizer::load("byte");
-    return data::Corpus::open_or_build({config.data.files.at(0)}, *tokenizer, config.data.cache_dir);
+    return data::Corpus::open_or_build({config.data.files.at(0)}, *tokenizer, config.data.cache_dir, 0, "data.files",
+                                       data::documents_named(config.data.documents));
   }
 
   struct Trace {

@@ -75,6 +75,28 @@ TEST_P(ContextLayouts, WithStages) {
   expect("cp=2,pp=2,tp=2", "llama", {kShared, kTied, kBySequence, "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "model.layers=4", "zero.stage=1"});
 }
 
+/// Each micro-batch is cut by its own documents.
+TEST_P(ContextLayouts, WithPackedDocuments) {
+  const auto packed = [&](const std::string& mesh, const std::string& family, Sets more) {
+    more.insert(more.end(), {write_lines(), "data.documents=lines", "data.seq_len=29", "batch.global_size=6", "batch.micro_size=2"});
+    expect(mesh, family, more);
+  };
+  packed("cp=2", "llama", {kShared, kDropout, "recompute.mode=full"});
+  packed("cp=3", "gpt2", {kDropout, kTied});
+  packed("cp=2,tp=2", "llama", {kShared, kBySequence, kDropout});
+  packed("cp=2,pp=2", "llama", {kShared, "recompute.mode=selective"});
+  packed("cp=2,dp_shard=2", "mixtral", {"zero.stage=3", "model.kv_heads=2"});
+}
+
+/// Tiles of feed-forward layers are computed again in backward, by themselves or within blocks that are.
+TEST_P(ContextLayouts, WithFeedForwardLayersInTiles) {
+  const std::string tile = "recompute.ffn_tile=3";
+  expect("cp=2", "llama", {kShared, kDropout, tile});
+  expect("cp=1,tp=2", "gpt2", {kDropout, tile, "recompute.mode=full", "batch.micro_size=3"});
+  expect("cp=2,pp=2", "llama", {kShared, tile, "pipeline.schedule=zb_h1"});
+  expect("cp=2,dp_shard=2", "llama", {kShared, tile, "zero.stage=3", "zero.wrap=layers.*.*", "precision.compute=bf16"});
+}
+
 INSTANTIATE_TEST_SUITE_P(Methods, ContextLayouts, ::testing::Values("ring", "ulysses"), [](const auto& info) { return std::string(info.param); });
 
 using PlantedInContext = testing_support::VerifyFixture;
