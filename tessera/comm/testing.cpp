@@ -3,9 +3,11 @@
 #include <mutex>
 #include <thread>
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tanh.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "tessera/comm/failure.h"
@@ -59,6 +61,15 @@ class RevocableStore : public c10d::HashStore {
   }
 }
 
+// Of several devices each rank has its own: the current one of its thread. (Ranks that share one would share the thread that autograd keeps for it, and one
+// that waits there for another would wait for ever.)
+void use_device_of(int rank) {
+  const auto accelerator = at::getAccelerator();
+  if (!accelerator) return;
+  const c10::impl::VirtualGuardImpl guard(*accelerator);
+  if (const int devices = guard.deviceCount(); devices > 0) guard.setDevice({*accelerator, static_cast<c10::DeviceIndex>(rank % devices)});
+}
+
 }  // namespace
 
 void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions& options) {
@@ -78,6 +89,7 @@ void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions&
   };
   const auto run = [&](int rank) {
     at::set_num_threads(1);
+    use_device_of(rank);
     std::optional<World> world;  // outlives the exception: its connections must not close before the cause is known
     try {
       const Environment environment{.rank = rank, .size = n, .local_rank = rank, .local_size = n, .launched = true};

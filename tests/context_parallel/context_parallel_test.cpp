@@ -6,6 +6,7 @@
 #include "support.h"
 #include "tessera/nn/linear.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -62,7 +63,7 @@ TEST(ContextParallelTest, FollowsTheCutOfEachCall) {
       const SequenceCut cut = SequenceCut::head_tail(length, 2);
       const AttentionCase c{.length = length};
       const Passes whole = on_one_device(c);
-      const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
+      const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
       std::vector<at::Tensor> own;
       for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, columns));
       context->set_cut(cut);

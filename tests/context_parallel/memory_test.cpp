@@ -7,6 +7,7 @@
 #include "support.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/recompute/recompute.h"
+#include "tests/test_device.h"
 
 /// What a rank holds, and what happens when it is computed again.
 namespace tessera {
@@ -87,7 +88,7 @@ TEST(ContextRecompute, RepeatsItsMessagesAndGivesTheSameBits) {
     comm::run_ranks(3, [&](comm::World& world) {
       const SequenceCut cut = SequenceCut::head_tail(21, 3);
       std::vector<at::Tensor> own;
-      for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, cut.positions(world.rank(), at::kCPU)));
+      for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, cut.positions(world.rank(), testing_support::test_device())));
       Attending model;
       const auto context = context_parallel(model, world.group(), {.method = method}, "core");
       context->set_cut(cut);

@@ -5,6 +5,7 @@
 
 #include "support.h"
 #include "tests/late_sends.h"
+#include "tests/test_device.h"
 
 /// Output and all gradients of each method, against one device that holds the whole sequence and its scores.
 namespace tessera {
@@ -114,7 +115,7 @@ TEST(Methods, GiveTheBitsOfASecondRunAndOverlapChangesNone) {
   const Passes whole = on_one_device(c);
   comm::run_ranks(3, [&](comm::World& world) {
     std::vector<at::Tensor> own;
-    for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, cut.positions(world.rank(), at::kCPU)));
+    for (const at::Tensor& tensor : whole.in) own.push_back(tensor.index_select(1, cut.positions(world.rank(), testing_support::test_device())));
     std::vector<std::vector<at::Tensor>> results;
     for (const bool overlap : {true, true, false}) {
       Attending model;
@@ -154,7 +155,7 @@ TEST(Documents, ATokenOfOneChangesNothingOfAnother) {
         for (size_t i = 0; i < 3; ++i) in[i].select(1, 5).add_(3);
       }
       comm::run_ranks(4, [&](comm::World& world) {
-        const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
+        const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
         std::vector<at::Tensor> own;
         for (const at::Tensor& tensor : in) own.push_back(tensor.index_select(1, columns));
         Attending model;
@@ -164,7 +165,7 @@ TEST(Documents, ATokenOfOneChangesNothingOfAnother) {
       });
     }
     for (int rank = 0; rank < 4; ++rank) {
-      const at::Tensor columns = cut.positions(rank, at::kCPU), second = (columns >= 12).nonzero().squeeze(1), first = (columns < 12).nonzero().squeeze(1);
+      const at::Tensor columns = cut.positions(rank, testing_support::test_device()), second = (columns >= 12).nonzero().squeeze(1), first = (columns < 12).nonzero().squeeze(1);
       const auto r = static_cast<size_t>(rank);
       EXPECT_TRUE(at::equal(before[r].index_select(1, second), after[r].index_select(1, second))) << to_string(options.method);
       if (columns.ge(5).bitwise_and(columns.lt(12)).any().item<bool>()) {

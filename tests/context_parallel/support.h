@@ -15,6 +15,7 @@
 #include "tessera/context_parallel/context_parallel.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
+#include "tests/test_device.h"
 
 /// One attention core, what it is given, and how its parts on ranks compare to the whole.
 namespace tessera::testing_support {
@@ -110,7 +111,7 @@ inline std::vector<double> parities(const std::vector<Job>& jobs, const ContextP
       [&](comm::World& world) {
         for (size_t i = 0; i < jobs.size(); ++i) {
           const auto& [c, cut, dtype] = jobs[i];
-          const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
+          const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
           std::vector<at::Tensor> own;
           for (const at::Tensor& tensor : wholes[i].in) own.push_back(tensor.index_select(1, columns));
           Attending model(c.causal);

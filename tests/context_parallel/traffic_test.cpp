@@ -5,6 +5,7 @@
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
+#include "tests/test_device.h"
 
 /// What each method sends, counted by the recorder, against the formulas of docs/long-context.md.
 namespace tessera {
@@ -24,7 +25,7 @@ std::vector<Sent> sent(const AttentionCase& c, const SequenceCut& cut, const Con
     const auto records = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "cp", .rank = world.rank(), .size = cut.ranks(), .ranks = {}, .timeout = std::chrono::seconds(60)};
     const comm::Group group(info, comm::make_record_engine(records, info, world.group().engine()));
-    const at::Tensor columns = cut.positions(world.rank(), at::kCPU);
+    const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
     Attending model;
     nn::assign_paths(*model);
     const auto context = context_parallel(model, group, options, "core");

@@ -17,13 +17,13 @@ using ::testing::HasSubstr;
 using namespace testing_support;
 
 /// Micro-batch `index` of a global batch of `count`, of 2 samples.
-void backward_of(Net& net, int64_t index, int64_t count, at::Device device = at::kCPU) {
+void backward_of(Net& net, int64_t index, int64_t count, at::Device device = testing_support::test_device()) {
   const Batch batch = whole_batch(2, index);
   loss_of(net.forward(batch.x.to(device)), batch.y.to(device), 2 * count).backward();
 }
 
 /// One step as the engine takes it: this rank's run, or one padding micro-batch where the run is empty.
-void take_step(Net& net, GradientSynchronizer& synchronizer, int64_t count, const comm::Group& group, at::Device device = at::kCPU) {
+void take_step(Net& net, GradientSynchronizer& synchronizer, int64_t count, const comm::Group& group, at::Device device = testing_support::test_device()) {
   const auto [begin, size] = chunk(count, group.size(), group.rank());
   synchronizer.begin_step();
   const int64_t turns = chunk(count, group.size(), 0).second;  // ranks with fewer run padding

@@ -6,14 +6,13 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
+#include "tests/test_device.h"
 
 namespace tessera::kernels {
 namespace {
 
 at::Tensor normals(at::IntArrayRef sizes, const std::string& stream) {
-  const at::Tensor tensor = at::empty(sizes, at::kFloat);
-  CounterRng(2, stream).fill_normal(tensor.data_ptr<float>(), 0, tensor.numel(), 0, 1);
-  return tensor;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(2, stream).fill_normal(out, 0, n, 0, 1); });
 }
 
 /// Root mean square of the difference, relative to that of what is wanted.

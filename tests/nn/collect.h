@@ -23,7 +23,7 @@ class SliceCollector {
     auto& held = held_[name];
     held.slices.push_back(slice);
     held.slices.back().name = name;
-    held.tensors.push_back(local.detach().clone());
+    held.tensors.push_back(local.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
   }
 
   void add_values(const std::vector<nn::NamedParameter>& shards) {

@@ -9,14 +9,13 @@
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/layout/slice.h"
+#include "tests/test_device.h"
 
 namespace tessera::nn {
 namespace {
 
 at::Tensor features(at::IntArrayRef sizes, const std::string& stream) {
-  const at::Tensor tensor = at::empty(sizes, at::kFloat);
-  CounterRng(8, stream).fill_normal(tensor.data_ptr<float>(), 0, tensor.numel(), 0, 1);
-  return tensor;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(8, stream).fill_normal(out, 0, n, 0, 1); });
 }
 
 /// Both ways, written down from the definition.

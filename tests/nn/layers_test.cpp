@@ -11,6 +11,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/sample_scope.h"
+#include "tests/test_device.h"
 
 namespace tessera::nn {
 namespace {
@@ -210,7 +211,7 @@ TEST(Layers, AttentionWithMasksEqualsAttentionWithout) {
 
 TEST(Layers, RotaryTablesFollowPositions) {
   RotaryEmbedding rotary(8, 16, 10000.0);
-  const auto [cos, sin] = rotary(5, std::nullopt, at::kCPU);
+  const auto [cos, sin] = rotary(5, std::nullopt, testing_support::test_device());
   EXPECT_EQ(cos.sizes(), (std::vector<int64_t>{5, 4}));
   for (int64_t position = 0; position < 5; ++position) {
     for (int64_t i = 0; i < 4; ++i) {
@@ -219,10 +220,10 @@ TEST(Layers, RotaryTablesFollowPositions) {
       EXPECT_NEAR(sin[position][i].item<double>(), std::sin(angle), 1e-6);
     }
   }
-  const auto [late_cos, late_sin] = rotary(2, at::tensor({4, 1}), at::kCPU);
+  const auto [late_cos, late_sin] = rotary(2, at::tensor({4, 1}), testing_support::test_device());
   EXPECT_TRUE(at::equal(late_cos, cos.index_select(0, at::tensor({4, 1}))));
   EXPECT_TRUE(rotary->buffers().empty());
-  EXPECT_THROW(rotary(17, std::nullopt, at::kCPU), ConfigError);
+  EXPECT_THROW(rotary(17, std::nullopt, testing_support::test_device()), ConfigError);
   EXPECT_THROW(RotaryEmbedding(7, 16, 10000.0), ConfigError);
 }
 
@@ -230,10 +231,10 @@ TEST(Layers, RotaryTablesMadeInInferenceModeServeTraining) {
   RotaryEmbedding rotary(4, 4, 10000.0);
   {
     const c10::InferenceMode evaluate;
-    rotary(4, std::nullopt, at::kCPU);
+    rotary(4, std::nullopt, testing_support::test_device());
   }
   const at::Tensor x = at::ones({4, 2}).requires_grad_();
-  (x * rotary(4, std::nullopt, at::kCPU).first).sum().backward();
+  (x * rotary(4, std::nullopt, testing_support::test_device()).first).sum().backward();
   EXPECT_TRUE(x.grad().defined());
 }
 
@@ -322,9 +323,9 @@ TEST(SampleScopeTest, NestsAndEnds) {
   {
     const SampleScope inner({.step = 2, .first_sample = 3, .first_column = 1, .seq_len = 5});
     EXPECT_EQ(SampleScope::current().step, 2);
-    EXPECT_TRUE(at::equal(SampleScope::token_rows(2, 2, at::kCPU), at::tensor({16, 17, 21, 22})));
-    EXPECT_TRUE(SampleScope::token_rows(2, 2, at::kCPU).is_same(SampleScope::token_rows(2, 2, at::kCPU)));
-    EXPECT_TRUE(at::equal(SampleScope::token_rows(1, 4, at::kCPU), at::tensor({16, 17, 18, 19})));
+    EXPECT_TRUE(at::equal(SampleScope::token_rows(2, 2, testing_support::test_device()), at::tensor({16, 17, 21, 22})));
+    EXPECT_TRUE(SampleScope::token_rows(2, 2, testing_support::test_device()).is_same(SampleScope::token_rows(2, 2, testing_support::test_device())));
+    EXPECT_TRUE(at::equal(SampleScope::token_rows(1, 4, testing_support::test_device()), at::tensor({16, 17, 18, 19})));
   }
   EXPECT_EQ(SampleScope::current().step, 1);
 }

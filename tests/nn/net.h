@@ -15,6 +15,7 @@
 #include "tessera/layout/slice.h"
 #include "tessera/nn/bucket_plan.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 /// A small model of plain libtorch, its data, and comparisons: what every data-parallel technique is tested with.
 namespace tessera::testing_support {
@@ -24,9 +25,7 @@ inline void fill_parameters(torch::nn::Module& module, uint64_t seed = 1) {
   const at::NoGradGuard no_grad;
   for (auto& item : module.named_parameters()) {
     if (item.value().is_meta()) continue;
-    at::Tensor values = at::empty({item.value().numel()}, at::kFloat);
-    CounterRng(seed, item.key()).fill_uniform(values.data_ptr<float>(), 0, values.numel(), -0.5f, 0.5f);
-    item.value().copy_(values.view(item.value().sizes()));
+    item.value().copy_(floats_by(item.value().sizes(), [&](float* out, int64_t n) { CounterRng(seed, item.key()).fill_uniform(out, 0, n, -0.5f, 0.5f); }));
   }
 }
 
@@ -50,9 +49,7 @@ struct Batch {
 };
 
 inline at::Tensor random_tensor(at::IntArrayRef sizes, const std::string& name) {
-  at::Tensor values = at::empty(sizes, at::kFloat);
-  CounterRng(3, name).fill_uniform(values.data_ptr<float>(), 0, values.numel(), -1.0f, 1.0f);
-  return values;
+  return floats_by(sizes, [&](float* out, int64_t n) { CounterRng(3, name).fill_uniform(out, 0, n, -1.0f, 1.0f); });
 }
 
 inline Batch whole_batch(int64_t samples, int64_t step = 0) {
@@ -82,7 +79,7 @@ inline double largest_difference(const std::vector<at::Tensor>& actual, const st
     EXPECT_EQ(actual[i].defined(), expected[i].defined()) << "tensor " << i;
     if (!expected[i].defined() || expected[i].numel() == 0) continue;
     const double scale = std::max(expected[i].abs().max().item<double>(), 1e-30);
-    largest = std::max(largest, (actual[i].to(at::kDouble) - expected[i].to(at::kDouble)).abs().max().item<double>() / scale);
+    largest = std::max(largest, (actual[i].to(at::kCPU, at::kDouble) - expected[i].to(at::kCPU, at::kDouble)).abs().max().item<double>() / scale);
   }
   return largest;
 }
@@ -90,7 +87,7 @@ inline double largest_difference(const std::vector<at::Tensor>& actual, const st
 inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i) {
-    if (a[i].defined() != b[i].defined() || (a[i].defined() && !at::equal(a[i], b[i]))) return false;
+    if (a[i].defined() != b[i].defined() || (a[i].defined() && !at::equal(a[i].cpu(), b[i].cpu()))) return false;
   }
   return true;
 }

@@ -12,6 +12,7 @@
 #include "tessera/core/rng.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/meta.h"
+#include "tests/test_device.h"
 
 namespace tessera::nn {
 namespace {
@@ -20,9 +21,7 @@ constexpr int64_t kChannels = 3;
 constexpr double kBound = 1e-5;  // of each tensor's largest entry
 
 at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float mean = 0) {
-  const at::Tensor tensor = at::empty(sizes, at::kFloat);
-  CounterRng(6, stream).fill_normal(tensor.data_ptr<float>(), 0, tensor.numel(), mean, 1);
-  return tensor;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(6, stream).fill_normal(out, 0, n, mean, 1); });
 }
 
 double difference(const at::Tensor& got, const at::Tensor& want) {

@@ -7,11 +7,12 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/nn/parameter.h"
+#include "tests/test_device.h"
 
 namespace tessera::optim {
 
 /// Named parameters of these shapes with reproducible values (none on meta) and no gradients.
-inline std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::Device device = at::kCPU) {
+inline std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::Device device = testing_support::test_device()) {
   std::vector<nn::NamedParameter> parameters;
   at::manual_seed(7);
   for (size_t i = 0; i < shapes.size(); ++i) {

@@ -8,6 +8,7 @@
 #include "tessera/core/rng.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/stochastic_rounding.h"
+#include "tests/test_device.h"
 
 namespace tessera::precision {
 namespace {
@@ -26,12 +27,10 @@ OptimConfig config_of(const std::string& name) {
 Policy policy(at::ScalarType params, at::ScalarType master = at::kFloat) { return {.params = params, .compute = params, .master = master}; }
 
 at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
-  const at::Tensor tensor = at::empty(sizes, at::kFloat);
-  CounterRng(9, stream).fill_uniform(tensor.data_ptr<float>(), 0, tensor.numel(), -scale, scale);
-  return tensor;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(9, stream).fill_uniform(out, 0, n, -scale, scale); });
 }
 
-std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype, at::Device device = at::kCPU) {
+std::vector<nn::NamedParameter> make_parameters(const std::vector<std::vector<int64_t>>& shapes, at::ScalarType dtype, at::Device device = testing_support::test_device()) {
   std::vector<nn::NamedParameter> parameters;
   for (const auto& shape : shapes) {
     const std::string name = "p" + std::to_string(parameters.size());

@@ -9,6 +9,7 @@
 
 #include "tessera/core/rng.h"
 #include "tessera/kernels/stochastic_update.h"
+#include "tests/test_device.h"
 
 namespace tessera::precision {
 namespace {
@@ -23,9 +24,7 @@ OptimConfig rounded_config(const std::string& name) {
 }
 
 at::Tensor rounded_values(at::IntArrayRef sizes, const std::string& stream, float scale = 1) {
-  const at::Tensor tensor = at::empty(sizes, at::kFloat);
-  CounterRng(4, stream).fill_uniform(tensor.data_ptr<float>(), 0, tensor.numel(), -scale, scale);
-  return tensor;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(4, stream).fill_uniform(out, 0, n, -scale, scale); });
 }
 
 TEST(StochasticRounding, IsUnbiased) {

@@ -5,6 +5,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/train/evaluate.h"
 #include "tests/train/resume_fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -85,7 +86,7 @@ TEST_F(ContextRuns, ValidateOnSequencesOfAnyLength) {
     comm::run_ranks(ranks, [&](comm::World& world) {
       const Mesh mesh(world, mesh_shape(settings.mesh, settings.zero.stage, ranks));
       RankScope scope(settings, ranks);
-      Stepper stepper(settings, mesh, at::kCPU, scope);
+      Stepper stepper(settings, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(settings, mesh));
       std::vector<double> mine;
       for (const int64_t length : {5, 13, 15}) {

@@ -12,6 +12,7 @@
 #include "tests/nn/collect.h"
 #include "tests/nn/net.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -177,7 +178,7 @@ TEST_F(FullSharding, EvaluatesAndGeneratesBetweenSteps) {
       validate(settings, ranks.size());
       Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
       RankScope scope(settings, ranks.local_size());
-      Stepper stepper(settings, mesh, at::kCPU, scope);
+      Stepper stepper(settings, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(settings, mesh));
       Seen mine;
       for (int i = 0; i < 2; ++i) {

@@ -7,6 +7,7 @@
 #include "tessera/models/flops.h"
 #include "tessera/train/state_bytes.h"
 #include "tessera/train/stepper.h"
+#include "tests/test_device.h"
 
 namespace tessera::testing_support {
 
@@ -47,7 +48,7 @@ inline HeldBytes held_bytes(const Config& config, int ranks) {
   const auto body = [&](comm::World& world) {
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size()));
     RankScope scope(config, world.local_size());
-    Stepper stepper(config, mesh, at::kCPU, scope);
+    Stepper stepper(config, mesh, testing_support::test_device(), scope);
     for (int step = 1; step <= 2; ++step) {
       scope.memory().reset_peak();
       auto batch = data::dry_batch(loader_options(config, mesh), step, at::kCPU);

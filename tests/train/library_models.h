@@ -12,6 +12,7 @@
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/sequential.h"
+#include "tests/test_device.h"
 
 /// Models as libtorch programs have them, small: what the plain loop is tried on.
 namespace tessera::testing_support {
@@ -164,9 +165,7 @@ struct LibraryModel {
 };
 
 inline at::Tensor numbers(std::vector<int64_t> sizes, const std::string& name) {
-  at::Tensor values = at::empty(sizes, at::kFloat);
-  CounterRng(5, name).fill_uniform(values.data_ptr<float>(), 0, values.numel(), -1.0f, 1.0f);
-  return values;
+  return testing_support::floats_by(sizes, [&](float* out, int64_t n) { CounterRng(5, name).fill_uniform(out, 0, n, -1.0f, 1.0f); });
 }
 
 inline at::Tensor ids(std::vector<int64_t> sizes, int64_t below, const std::string& name) {

@@ -9,6 +9,7 @@
 #include "tessera/train/memory_watch.h"
 #include "tests/data/files.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -36,7 +37,7 @@ class MemoryWatchTest : public testing_support::TrainFixture {
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
       if (watched) scope.memory().keep_details();
-      Stepper stepper(config, mesh, at::kCPU, scope);
+      Stepper stepper(config, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(config, mesh));
       std::optional<MemoryWatch> watch;
       if (watched) watch.emplace(scope.memory(), stepper.run());

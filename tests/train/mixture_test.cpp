@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include "tests/train/mixture_fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -114,7 +115,7 @@ TEST_F(MixtureTraining, TheBiasFollowsTheLoadAlikeOnAllRanks) {
   comm::run_ranks(2, [&](comm::World& world) {
     Mesh mesh(world, mesh_shape(run.mesh, run.zero.stage, world.size()));
     RankScope scope(run, world.local_size());
-    Stepper stepper(run, mesh, at::kCPU, scope);
+    Stepper stepper(run, mesh, testing_support::test_device(), scope);
     data::Loader loader(text, loader_options(run, mesh));
     for (int step = 0; step < 3; ++step) stepper.step(loader.next());
     biases[static_cast<size_t>(world.rank())] = stepper.run().model->named_buffers()["layers.1.feed_forward.router.bias"].clone();

@@ -3,6 +3,7 @@
 
 #include "tessera/train/hook_state.h"
 #include "tests/train/resume_fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -34,7 +35,7 @@ class PipelineResume : public ResumeFixture {
     comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
-      const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+      const Stepper stepper(config, mesh, testing_support::test_device(), scope, open_inputs(config).resume);
       for (const auto& held : hook_tensors(hook_shares(stepper.run()), mesh[mesh_roles(config).batch])) state.add(held.slice.name, held.tensor, held.slice);
     });
     return state.whole();

@@ -7,6 +7,7 @@
 #include "tessera/train/evaluate.h"
 #include "tessera/train/generate.h"
 #include "tests/train/pipeline_fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -92,7 +93,7 @@ TEST_F(Pipeline, ValidatesAndGeneratesBetweenSteps) {
       validate(settings, ranks.size());
       const Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
       RankScope scope(settings, ranks.local_size());
-      Stepper stepper(settings, mesh, at::kCPU, scope);
+      Stepper stepper(settings, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(settings, mesh));
       Seen mine;
       for (int i = 0; i < 2; ++i) {

@@ -6,6 +6,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -138,7 +139,7 @@ class Overflowing : public Precision {
       validate(settings, ranks.size());
       Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
       RankScope scope(settings, ranks.local_size());
-      Stepper stepper(settings, mesh, at::kCPU, scope);
+      Stepper stepper(settings, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(settings, mesh));
       const auto overflow = std::make_shared<Overflow>();
       const auto attached = nn::attach(*stepper.run().model, "layers.0.feed_forward", overflow);

@@ -5,6 +5,7 @@
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/core/error.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -47,7 +48,7 @@ class ReplayTest : public testing_support::TrainFixture {
       validate(config, world.size());
       const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size()));
       RankScope scope(config, world.local_size());
-      Stepper stepper(config, mesh, at::kCPU, scope);
+      Stepper stepper(config, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(config, mesh));
       auto cursor = loader.cursor();
       cursor.step = 3;

@@ -12,6 +12,7 @@
 #include "tessera/train/replay.h"
 #include "tessera/train/trainer.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera::testing_support {
 
@@ -95,7 +96,7 @@ class ResumeFixture : public TrainFixture {
       validate(config, ranks.size());
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
-      const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+      const Stepper stepper(config, mesh, testing_support::test_device(), scope, open_inputs(config).resume);
       const auto& run = stepper.run();
       for (const auto& held : checkpoint::training_tensors(*run.model, run.optimizer.get())) state.add(held.slice.name, held.tensor, held.slice);
     });

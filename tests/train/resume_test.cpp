@@ -1,6 +1,7 @@
 // A checkpoint of every layout goes on in every other: the state to the bit, the next steps within the bounds, and to the bit where the arithmetic is the same.
 
 #include "tests/train/resume_fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -168,7 +169,7 @@ TEST_F(Resume, NoRankHoldsTheWholeModelWhileItLoads) {
     const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
     RankScope scope(config, ranks.local_size());
     scope.memory().reset_peak();
-    const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+    const Stepper stepper(config, mesh, testing_support::test_device(), scope, open_inputs(config).resume);
     EXPECT_GT(scope.memory().peak(), whole * 0.75 / target.ranks);
     EXPECT_LT(scope.memory().peak(), whole * 1.25 / target.ranks) << "of " << whole << " on " << target.ranks << " ranks";
   });
@@ -184,7 +185,7 @@ TEST_F(Resume, ARankReadsTheBytesThatItHoldsAndNoMore) {
     comm::run_ranks(layout.ranks, [&](comm::World& ranks) {
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
-      const Stepper stepper(config, mesh, at::kCPU, scope);
+      const Stepper stepper(config, mesh, testing_support::test_device(), scope);
       const auto held = checkpoint::training_tensors(*stepper.run().model, stepper.run().optimizer.get());
       uint64_t bytes = 0;
       for (const auto& each : held) bytes += each.tensor.nbytes();
@@ -208,7 +209,7 @@ TEST_F(Resume, ReplicasThatAreNotEqualOnceLoadedAreNamed) {
         const Config config = settings(layout, {"checkpoint.verify=false", "checkpoint.resume=" + (last ? other : good).string()});
         const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
         RankScope scope(config, ranks.local_size());
-        const Stepper stepper(config, mesh, at::kCPU, scope, open_inputs(config).resume);
+        const Stepper stepper(config, mesh, testing_support::test_device(), scope, open_inputs(config).resume);
       });
     };
     EXPECT_THAT(load, ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("the replicas differ"), HasSubstr("'norm.weight'")))) << layout.name;

@@ -11,6 +11,7 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/engine.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -69,7 +70,7 @@ class Scheduled : public TrainFixture {
       validate(config, ranks.size());
       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
-      Composition composed = compose(config, mesh, at::kCPU);
+      Composition composed = compose(config, mesh, testing_support::test_device());
       const auto dtype = precision::policy_from(config.precision).gradient_dtype();
       if (dtype && config.zero.stage < 3) precision::take_gradients_in(*dtype, composed.parameters);
       Engine engine(config, composed, schedule);

@@ -12,6 +12,7 @@
 #include "tessera/pipeline/schedules/registry.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -34,7 +35,7 @@ class PipelineTimes : public testing_support::TrainFixture {
                       validate(config, ranks.size());
                       const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
                       RankScope scope(config, ranks.local_size());
-                      Stepper stepper(config, mesh, at::kCPU, scope);
+                      Stepper stepper(config, mesh, testing_support::test_device(), scope);
                       data::Loader loader(text, loader_options(config, mesh));
                       pipeline::StepTimes times;
                       stepper.step(loader.next(), {.times = &times});

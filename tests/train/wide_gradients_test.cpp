@@ -7,6 +7,7 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/engine.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -34,7 +35,7 @@ class WideGradients : public TrainFixture {
     comm::run_ranks(1, [&](comm::World& world) {
       const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, 1));
       RankScope scope(config, 1);
-      Stepper stepper(config, mesh, at::kCPU, scope);
+      Stepper stepper(config, mesh, testing_support::test_device(), scope);
       {
         const at::NoGradGuard no_grad;
         for (const auto& parameter : stepper.run().parameters) parameter.tensor.copy_(parameter.tensor.to(at::kBFloat16));

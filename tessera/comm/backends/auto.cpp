@@ -5,6 +5,7 @@
 #include "tessera/comm/backends/by_device.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/host_identity.h"
+#include "tessera/comm/backends/staged.h"
 #include "tessera/comm/backends/two_level/two_level.h"
 
 // Which engine a group gets follows from who is on which host. All members read the same from the store and so decide alike; the groups inside are formed in
@@ -27,16 +28,26 @@ GroupInfo part_of(const GroupInfo& group, const std::string& where, const std::v
   return part;
 }
 
+using MakeFactory = std::unique_ptr<EngineFactory> (*)(const EngineOptions& options);
+
+std::map<c10::DeviceType, MakeFactory>& device_engines() {
+  static std::map<c10::DeviceType, MakeFactory> engines;
+  return engines;
+}
+
 class AutoFactory : public EngineFactory {
  public:
   explicit AutoFactory(const EngineOptions& options) : options_(options), host_(options.host.empty() ? host_identity() : options.host), shm_(make("shm")) {
-    if (has_engine("nccl")) nccl_ = make("nccl");
+    if (has_engine("nccl")) by_device_[at::kCUDA] = make("nccl");
+    for (const auto& [type, make_engines] : device_engines()) by_device_[type] = make_engines(options);
   }
 
   std::shared_ptr<Engine> connect(const GroupInfo& group, const Store& store) override {
-    auto cpu = connect_cpu(group, store);
-    if (!nccl_) return cpu;
-    return make_by_device_engine(std::move(cpu), at::kCUDA, nccl_->connect(group, under("nccl", store)));
+    auto engine = connect_cpu(group, store);
+    for (const auto& [type, factory] : by_device_) {
+      engine = make_by_device_engine(std::move(engine), type, factory->connect(group, under(c10::DeviceTypeName(type, /*lower_case=*/true), store)));
+    }
+    return engine;
   }
 
  private:
@@ -52,10 +63,10 @@ class AutoFactory : public EngineFactory {
     const auto across = part_of(group, "between hosts", crosses ? hosts.across(column) : std::vector{group.rank});
     auto all = group;
     all.name += " over the network";
-    return make_two_level_engine(group, {.hosts = hosts,
-                                         .local = form(*shm_, local, under("local/" + std::to_string(host), store)),
-                                         .across = form(gloo(), across, under("across/" + std::to_string(column), store)),
-                                         .flat = form(gloo(), all, under("flat", store))});
+    return stage_on_host(group, make_two_level_engine(group, {.hosts = hosts,
+                                                              .local = form(*shm_, local, under("local/" + std::to_string(host), store)),
+                                                              .across = form(gloo(), across, under("across/" + std::to_string(column), store)),
+                                                              .flat = form(gloo(), all, under("flat", store))}));
   }
 
   static Group form(EngineFactory& factory, const GroupInfo& info, const Store& store) {
@@ -90,11 +101,13 @@ class AutoFactory : public EngineFactory {
   std::string host_;
   std::unique_ptr<EngineFactory> shm_;
   std::unique_ptr<EngineFactory> gloo_;  // a device and its thread: made where there is a second host
-  std::unique_ptr<EngineFactory> nccl_;  // where this build has CUDA
+  std::map<c10::DeviceType, std::unique_ptr<EngineFactory>> by_device_;
   std::map<int, std::string> host_of_;
 };
 
 }  // namespace
+
+void register_device_engine(c10::DeviceType type, MakeFactory make) { device_engines()[type] = make; }
 
 std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options) { return std::make_unique<AutoFactory>(options); }
 

@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include "tessera/comm/backends/mpi/library.h"
+#include "tessera/comm/backends/staged.h"
 #include "tessera/core/error.h"
 
 namespace tessera::comm {
@@ -23,19 +24,20 @@ struct Entry {
   std::string_view name;
   std::unique_ptr<EngineFactory> (*make)(const EngineOptions& options);
   int64_t (*scratch)(const Call& call);
+  bool of_host = false;                                                      ///< takes tensors of the CPU alone
   std::string (*missing)(const Environment& environment) = nothing_missing;  ///< why it cannot be had, with the way out; empty: it can
 };
 
 // Every backend.
 constexpr std::array kEngines{
     Entry{"auto", make_auto_factory, no_scratch},  // that of one host
-    Entry{"gloo", make_gloo_factory, gloo_scratch_bytes},
-    Entry{"shm", make_shm_factory, no_scratch},
-    Entry{"mpi", make_mpi_factory, mpi_scratch_bytes, mpi_missing},
+    Entry{"gloo", make_gloo_factory, gloo_scratch_bytes, true},
+    Entry{"shm", make_shm_factory, no_scratch, true},
+    Entry{"mpi", make_mpi_factory, mpi_scratch_bytes, true, mpi_missing},
 #ifdef TESSERA_CUDA
-    Entry{"nccl", make_nccl_factory, no_scratch, nccl_missing},
+    Entry{"nccl", make_nccl_factory, no_scratch, false, nccl_missing},
 #else
-    Entry{"nccl", nullptr, no_scratch, without_cuda},
+    Entry{"nccl", nullptr, no_scratch, false, without_cuda},
 #endif
 };
 
@@ -52,6 +54,18 @@ const Entry& find_usable(const std::string& backend, const Environment& environm
   require(missing.empty(), "comm.backend = ", backend, ": ", missing);
   return entry;
 }
+
+/// Engines that take tensors of accelerators by way of the host.
+class StagedFactory final : public EngineFactory {
+ public:
+  explicit StagedFactory(std::unique_ptr<EngineFactory> of_host) : of_host_(std::move(of_host)) {}
+  std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
+    return stage_on_host(group, of_host_->connect(group, store));
+  }
+
+ private:
+  std::unique_ptr<EngineFactory> of_host_;
+};
 
 }  // namespace
 
@@ -70,6 +84,11 @@ bool has_engine(const std::string& backend) {
 
 void check_engine_name(const std::string& backend, const Environment& environment) { find_usable(backend, environment); }
 int64_t scratch_bytes(const std::string& backend, const Call& call) { return find(backend).scratch(call); }
-std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options) { return find_usable(options.backend, options.environment).make(options); }
+
+std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options) {
+  const auto& entry = find_usable(options.backend, options.environment);
+  auto factory = entry.make(options);
+  return entry.of_host ? std::make_unique<StagedFactory>(std::move(factory)) : std::move(factory);
+}
 
 }  // namespace tessera::comm

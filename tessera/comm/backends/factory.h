@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/DeviceType.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "tessera/comm/world.h"
@@ -49,6 +50,10 @@ int64_t scratch_bytes(const std::string& backend, const Call& call);
 /// Throws ConfigError as above, CommError where the interface cannot be bound to.
 std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options);
 
+/// Lets "auto" hand tensors on devices of `type` to the engines of `make`, beside those of the host: registered when the program loads by whoever brings such a
+/// device. NCCL, where this build has it, needs no registration.
+void register_device_engine(c10::DeviceType type, std::unique_ptr<EngineFactory> (*make)(const EngineOptions& options));
+
 // The kinds. Each lives in a file or folder of its own; factory.cpp holds the table.
 
 /// Gloo, from torch's own library: TCP, CPU tensors. Data that is moved and not summed may have any dtype. Sums of bf16 and fp16 are made in that dtype.
@@ -72,7 +77,8 @@ std::string nccl_missing(const Environment& environment);
 #endif
 
 /// The best there is for where the members live: shared memory where all are on one host, Gloo where each is alone on its own, and a two-level group of both
-/// otherwise. CUDA tensors go to NCCL where this build has it. Members learn each other's hosts through the store, once per world.
+/// otherwise. Tensors of accelerators go to the engine of their device: NCCL for CUDA where this build has it; where there is none, they are staged through
+/// pinned memory, as those that gloo, shm and mpi are handed. Members learn each other's hosts through the store, once per world.
 std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options);
 
 }  // namespace tessera::comm

@@ -1,0 +1,158 @@
+#include "tests/support/sim_device/device.h"
+
+#include <array>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "tessera/memory/ledger.h"
+#include "tests/support/sim_device/memory.h"
+#include "tests/support/sim_device/operators.h"
+
+namespace tessera::sim {
+
+namespace {
+
+int devices = 0;
+thread_local int device_now = 0;
+thread_local std::array<int64_t, kMaxDevices> current_ids{};
+std::atomic<int64_t> next_in_pool{0}, next_new{1000};
+
+c10::Device at_index(int index) { return {kSim, static_cast<c10::DeviceIndex>(index)}; }
+int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
+
+struct Event {
+  Clock clock;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto old = at_index(device_now);
+    setDevice(device);
+    return old;
+  }
+  c10::Device getDevice() const override { return at_index(device_now); }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.type() == kSim && device.index() < devices, "simulated device: there is no ", device);
+    uncheckedSetDevice(device);
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) device_now = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const override { return current_stream(index_of(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, at_index(index_of(device))); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return c10::Stream(c10::Stream::UNSAFE, at_index(index_of(device)), 1 + next_in_pool++ % 32);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::UNSAFE, at_index(index_of(device)), next_new++); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current_ids[static_cast<size_t>(stream.device_index())], stream.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    static_cast<Event*>(*event)->clock = HappensBefore::get().record(stream_number(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) HappensBefore::get().block(stream_number(stream), static_cast<Event*>(event)->clock);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  // Work is done when it is asked for, so that it always has ended; who asks knows it from then on.
+  bool queryEvent(void* event) const override {
+    if (event) learn(static_cast<Event*>(event)->clock, "query");
+    return true;
+  }
+  void synchronizeEvent(void* event) const override { learn(static_cast<Event*>(event)->clock, "synchronize"); }
+  bool queryStream(const c10::Stream& stream) const override {
+    learn(HappensBefore::get().record(stream_number(stream)), "query");
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { learn(HappensBefore::get().record(stream_number(stream)), "synchronize"); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    HappensBefore::get().host_waits_device(device);
+    after_host_sync();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), stream_number(stream)); }
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.001; }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(devices); }
+
+ private:
+  static void learn(const Clock& clock, const char* how) {
+    const HappensBefore::SyncReason reason(how);
+    HappensBefore::get().host_waits(clock);
+    after_host_sync();
+  }
+};
+
+const at::Generator& default_generator(int index) {
+  static auto* const all = [] {
+    auto* generators = new std::vector<at::Generator>;
+    for (int device = 0; device < kMaxDevices; ++device) generators->push_back(at::make_generator<Generator>(device, at::detail::getDefaultCPUGenerator()));
+    return generators;
+  }();
+  return (*all)[static_cast<size_t>(index < 0 ? device_now : index)];
+}
+
+/// What libtorch asks of the library that has CUDA. Registered in every process that has the simulation linked, with no devices until install().
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs = {}) {}
+  void init() const override {}
+  bool hasCUDA() const override { return devices > 0; }
+  bool hasCUDART() const override { return devices > 0; }
+  int getNumGPUs() const override { return devices; }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+  bool isBuilt() const override { return devices > 0; }
+  bool isAvailable() const override { return devices > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return devices > 0; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(devices); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { device_now = device; }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(device_now); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return static_cast<c10::DeviceIndex>(std::exchange(device_now, device)); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    TORCH_CHECK(is_device(data), "simulated device: no address of a device");
+    return at_index(device_of(data));
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? device_now : index, at::detail::createCPUGenerator());
+  }
+};
+
+}  // namespace
+
+Generator::Generator(int device, at::Generator inner) : c10::GeneratorImpl(at_index(device), c10::DispatchKeySet(kKey)), inner(std::move(inner)) {}
+
+c10::Stream current_stream(int device) { return c10::Stream(c10::Stream::UNSAFE, at_index(device), current_ids[static_cast<size_t>(device)]); }
+int stream_number(const c10::Stream& stream) { return HappensBefore::get().stream(stream.device_index(), stream.id()); }
+int device_count() { return devices; }
+
+void install(int count) {
+  static const bool once = [&] {
+    TORCH_CHECK(count > 0 && count <= kMaxDevices, "simulated device: 1 to ", kMaxDevices, " devices");
+    devices = count;
+    c10::SetAllocator(kSim, device_allocator(), 255);
+    c10::impl::DeviceGuardImplRegistrar(kSim, new Guard);
+    register_operators();
+    tessera::detail::register_device_tracking(kSim, [] {});  // take() counts always
+    install_fault_handler();
+    return true;
+  }();
+  static_cast<void>(once);
+}
+
+}  // namespace tessera::sim
+
+namespace at {
+using TesseraSimHooks = tessera::sim::Hooks;
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", TesseraSimHooks)
+}  // namespace at

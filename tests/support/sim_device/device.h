@@ -1,0 +1,41 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/Stream.h>
+
+// A device that a machine without any can have: what is registered with libtorch for one (guard, hooks, allocators, generators), under CUDA's keys, so that
+// is_cuda() and every branch on kCUDA run in a build of the CPU. Never linked with a torch that has CUDA.
+
+namespace tessera::sim {
+
+inline constexpr c10::DeviceType kSim = c10::kCUDA;
+inline constexpr c10::DispatchKey kKey = c10::DispatchKey::CUDA;
+inline constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradCUDA;
+
+/// Registers the devices in this process, once and for good, before anything of libtorch's has run: there are none without. At most kMaxDevices; libtorch makes
+/// a thread for each at the first backward.
+void install(int devices);
+int device_count();  ///< 0: not installed
+
+c10::Stream current_stream(int device);
+/// In HappensBefore.
+int stream_number(const c10::Stream& stream);
+
+/// A CPU generator that says it is the device's.
+struct Generator final : c10::GeneratorImpl {
+  Generator(int device, at::Generator inner);
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { inner.set_offset(offset); }
+  uint64_t get_offset() const override { return inner.get_offset(); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  c10::GeneratorImpl* clone_impl() const override { return new Generator(device().index(), inner.clone()); }
+
+  at::Generator inner;
+};
+
+}  // namespace tessera::sim

@@ -1,0 +1,105 @@
+#include "tests/support/sim_device/engine.h"
+
+#include <utility>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "tessera/comm/backends/factory.h"
+#include "tessera/comm/engine.h"
+#include "tests/support/sim_device/aliases.h"
+#include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/memory.h"
+#include "tests/support/sim_device/operators.h"
+
+namespace tessera::sim {
+
+namespace {
+
+using comm::Call;
+using WorkInFlight = comm::Work;
+
+/// Done when the CPU's work is. wait() makes the current stream wait, and the host too, for the bytes have to be there; but of that the detector learns nothing.
+class SimWork final : public c10d::Work {
+ public:
+  SimWork(WorkInFlight inner, int device, int stream, Aliases held)
+      : inner_(std::move(inner)), device_(device), end_(HappensBefore::get().record(stream)), held_(std::move(held)) {}
+  ~SimWork() override {
+    try {
+      if (!inner_->isCompleted()) inner_->wait();  // the bytes are in use, though nobody waits for the result
+    } catch (...) {
+    }
+  }
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const bool ok = inner_->wait(timeout);
+    HappensBefore::get().block(stream_number(current_stream(device_)), end_);
+    held_ = {};
+    return ok;
+  }
+  void abort() override { inner_->abort(); }
+
+ private:
+  WorkInFlight inner_;
+  int device_;
+  Clock end_;
+  Aliases held_;  ///< until it is waited for, as NCCL's holds them
+};
+
+class SimEngine final : public comm::Engine {
+ public:
+  SimEngine(std::shared_ptr<comm::Engine> bytes, c10::Device device)
+      : bytes_(std::move(bytes)), stream_(c10::impl::VirtualGuardImpl(kSim).getNewStream(device)) {}
+
+  std::string name() const override { return "simulated"; }
+  WorkInFlight start(const Call& call) override {
+    for (const auto* list : {&call.inputs, &call.outputs}) {
+      for (const auto& tensor : *list) TORCH_CHECK(tensor.device() == stream_.device(), "a group of ", stream_.device(), " was given a tensor on ", tensor.device());
+    }
+    auto& order = HappensBefore::get();
+    const int stream = stream_number(stream_);
+    const char* const name = intern("collective " + std::string(comm::to_string(call.op)));
+    order.block(stream, order.record(stream_number(current_stream(stream_.device_index()))));
+    const uint64_t sequence = order.launch(stream);
+    for (const auto& tensor : call.inputs) record_access(tensor, stream, sequence, false, name);
+    for (const auto& tensor : call.outputs) record_access(tensor, stream, sequence, true, name);
+    Call on_host = call;
+    Aliases aliases;
+    for (auto* list : {&on_host.inputs, &on_host.outputs}) {
+      for (auto& tensor : *list) tensor = aliases(tensor);
+    }
+    return c10::make_intrusive<SimWork>(bytes_->start(on_host), stream_.device_index(), stream, std::move(aliases));
+  }
+  void set_timeout(std::chrono::milliseconds timeout) override { bytes_->set_timeout(timeout); }
+  void abort() override { bytes_->abort(); }
+  void shutdown() override { bytes_->shutdown(); }
+
+ private:
+  std::shared_ptr<comm::Engine> bytes_;
+  c10::Stream stream_;
+};
+
+class SimFactory final : public comm::EngineFactory {
+ public:
+  explicit SimFactory(comm::EngineOptions options) : bytes_(comm::make_factory(with_shm(std::move(options)))) {}
+  std::shared_ptr<comm::Engine> connect(const comm::GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
+    return std::make_shared<SimEngine>(bytes_->connect(group, store), c10::impl::VirtualGuardImpl(kSim).getDevice());
+  }
+
+ private:
+  static comm::EngineOptions with_shm(comm::EngineOptions options) {
+    options.backend = "shm";
+    return options;
+  }
+  std::unique_ptr<comm::EngineFactory> bytes_;
+};
+
+}  // namespace
+
+void register_engine() {
+  comm::register_device_engine(kSim, [](const comm::EngineOptions& options) -> std::unique_ptr<comm::EngineFactory> { return std::make_unique<SimFactory>(options); });
+}
+
+}  // namespace tessera::sim

@@ -1,0 +1,51 @@
+// With TESSERA_TEST_DEVICE=sim a test binary runs on simulated devices: whatever its tests make without naming a device lies there, each rank has its own, and
+// what the detector reports fails the test that it happened in.
+
+#include <cstdlib>
+#include <string_view>
+
+#include <gtest/gtest.h>
+
+#include "tests/support/sim_device/default_device.h"
+#include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/happens_before.h"
+#include "tests/support/sim_device/memory.h"
+
+namespace tessera::sim {
+
+namespace {
+
+class Reports final : public ::testing::EmptyTestEventListener {
+  void OnTestStart(const ::testing::TestInfo&) override { forget(); }
+  void OnTestEnd(const ::testing::TestInfo&) override {
+    close_opened_pages();
+    const auto reports = HappensBefore::get().take_reports();
+    constexpr size_t shown = 3;
+    for (size_t i = 0; i < std::min(shown, reports.size()); ++i) ADD_FAILURE() << reports[i].text;
+    if (reports.size() > shown) ADD_FAILURE() << reports.size() - shown << " more reports";
+    forget();
+  }
+  static void forget() {
+    HappensBefore::get().take_reports();
+    HappensBefore::get().take_host_syncs();
+  }
+};
+
+class Devices final : public ::testing::Environment {
+  void SetUp() override {
+    install(kMaxDevices);
+    make_default_device();
+    ::testing::UnitTest::GetInstance()->listeners().Append(new Reports);
+  }
+};
+
+const bool asked_for = [] {
+  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
+  if (!device || std::string_view(device) != "sim") return false;
+  ::testing::AddGlobalTestEnvironment(new Devices);
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace tessera::sim
