@@ -54,7 +54,8 @@ data::StepBatch batch_of(const PipelineCase& what) {
   const int64_t rows = what.global_size / what.micro_batches;
   for (int64_t i = 0; i < what.micro_batches; ++i) {
     const auto draw = [&] { return at::randint(kVocabulary, {rows, what.tokens}, generator, at::kLong); };
-    batch.micro_batches.push_back({.tokens = draw(), .labels = draw(), .rows = rows, .seq_len = what.tokens, .index = i, .first_sample = i * rows, .valid_tokens = rows * what.tokens});
+    batch.micro_batches.push_back(
+        {.tokens = draw(), .labels = draw(), .rows = rows, .seq_len = what.tokens, .index = i, .first_sample = i * rows, .valid_tokens = rows * what.tokens});
   }
   return batch;
 }

@@ -46,10 +46,14 @@ std::vector<LayerCase> read_cases(const BenchTpFlags& flags, int ranks) {
 }
 
 std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<LayerCase>& cases) {
+  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)));
   const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface});
   std::vector<LayerRow> rows;
   world.guard([&] {
-    for (const auto& what : cases) rows.push_back(bench::measure_layer(world.group(), what, {.seconds = flags.seconds, .iterations = flags.iterations}));
+    for (auto what : cases) {
+      what.device = device;
+      rows.push_back(bench::measure_layer(world.group(), what, {.seconds = flags.seconds, .iterations = flags.iterations}));
+    }
   });
   return rows;
 }
@@ -58,7 +62,8 @@ std::vector<std::string> arguments_of(const BenchTpFlags& flags) {
   std::vector<std::string> arguments{"--hidden",   fmt::format("{}", fmt::join(flags.hidden, ",")),
                                      "--tokens",   std::to_string(flags.tokens),
                                      "--head-dim", std::to_string(flags.head_dim),
-                                     "--dtype",    flags.dtype};
+                                     "--dtype",    flags.dtype,
+                                     "--device",   flags.device};
   if (flags.sequence_parallel) arguments.emplace_back("--sequence-parallel");
   if (flags.overlap) arguments.emplace_back("--overlap");
   return arguments;
@@ -72,6 +77,7 @@ int bench_tp(const BenchTpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = read_cases(flags, nproc);
+  device_for(flags.device, nproc);  // or a refusal
   return run_bench<LayerRow>(
       flags, nproc,
       {.name = "tp",

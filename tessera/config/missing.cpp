@@ -26,7 +26,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
       {"offload.activations", offload.activations, {"device"}, "offloading activations"},
-      {"run.device", config.run.device, {"auto", "cpu"}, "training on an accelerator"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
       {"optim.name", config.optim.name, {"adamw", "sgd", "lion", "adafactor", "adam8bit"}, "this optimizer"},
   };

@@ -85,6 +85,16 @@ int64_t samples_of_length(int64_t samples, int64_t length, const Corpus& corpus,
   return epochs * corpus.windows(options.seq_len) + tokens / options.seq_len;
 }
 
+/// Of a MicroBatch or a const one.
+template <class Tensor, class Micro>
+std::vector<Tensor*> defined_of(Micro& micro) {
+  std::vector<Tensor*> tensors;
+  for (Tensor* tensor : {&micro.tokens, &micro.labels, &micro.positions, &micro.document_ids, &micro.places}) {
+    if (tensor->defined()) tensors.push_back(tensor);
+  }
+  return tensors;
+}
+
 /// The micro-batches of this rank's run in step `step`, without contents; `targets` tells how many labels a micro-batch has, by its index in the batch.
 template <class Targets>
 StepBatch numbered(const LoaderOptions& options, int64_t step, const Targets& targets) {
@@ -112,6 +122,9 @@ StepBatch numbered(const LoaderOptions& options, int64_t step, const Targets& ta
 }
 
 }  // namespace
+
+std::vector<at::Tensor*> tensors_of(MicroBatch& micro) { return defined_of<at::Tensor>(micro); }
+std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro) { return defined_of<const at::Tensor>(micro); }
 
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {
   const int64_t of_one = options.micro_size * options.seq_len;

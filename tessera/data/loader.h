@@ -47,6 +47,10 @@ struct MicroBatch {
   int64_t sample_columns() const { return seq_len / row_samples; }
 };
 
+/// The tensors that a micro-batch has: whoever brings it to another device asks here. Those that are not read are left out.
+std::vector<at::Tensor*> tensors_of(MicroBatch& micro);
+std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro);
+
 /// A rank's share of one optimizer step.
 struct StepBatch {
   int64_t step = 0;                       ///< from 1

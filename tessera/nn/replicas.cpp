@@ -62,7 +62,7 @@ void refuse_other_structure(const at::Tensor& summaries, const comm::Group& grou
 }
 
 void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
-  const at::Device device = message_device(parameters.front().tensor);
+  const at::Device device = message_device(parameters.front().tensor, group);
   const bool has_values = !parameters.front().tensor.is_meta();
   Hasher values;
   std::vector<int64_t> hashes;
@@ -121,7 +121,7 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
   const at::NoGradGuard no_grad;
   if (start == ReplicaStart::Check) return check_replicas(parameters, group);
   const at::Tensor summaries =
-      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor));
+      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor, group));
   if (!parameters.front().tensor.is_meta()) refuse_other_structure(summaries, group);
   for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
 }

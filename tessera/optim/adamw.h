@@ -18,6 +18,7 @@ class AdamW : public Optimizer {
   explicit AdamW(std::vector<ParameterGroup> groups, AdamWOptions options = {});
 
   std::string kind() const override { return "adamw"; }
+  bool skips_on_device() const override { return true; }
   std::vector<StateTensor> state() const override;
 
  private:

@@ -5,10 +5,12 @@
 #include <utility>
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/memory/memory.h"
 #include "tessera/optim/adafactor.h"
 #include "tessera/optim/adam8bit.h"
@@ -77,9 +79,15 @@ std::vector<Optimizer::Batch> Optimizer::batches(std::vector<std::pair<at::Tenso
   return batches;
 }
 
-void Optimizer::step(double lr) {
+void Optimizer::step(double lr, const at::Tensor& skip) {
+  counts_before_ = counts_;
+  at::Tensor undecided = skip.is_meta() ? at::Tensor() : skip;
+  if (undecided.defined() && (undecided.is_cpu() || !skips_on_device())) {
+    if ((undecided.is_cpu() ? *undecided.const_data_ptr<float>() : host_read(undecided, 0)) != 0) return;
+    undecided.reset();
+  }
   begin(lr);
-  apply(lr);
+  apply(lr, undecided);
 }
 
 void Optimizer::begin(double lr) {
@@ -89,14 +97,25 @@ void Optimizer::begin(double lr) {
   prepare(batches(read), lr);
 }
 
-void Optimizer::apply(double lr) {
+void Optimizer::apply(double lr, const at::Tensor& skip) {
   const c10::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
-  for (const Batch& batch : batches(apart)) {
+  for (Batch& batch : batches(apart)) {
+    batch.skip = skip;
     for (const size_t i : batch.indices) ++counts_[i];
     if (!batch.indices.empty()) update(batch, lr);
   }
   for (auto& [parameter, updated] : apart) parameter.copy_(updated);
+}
+
+void Optimizer::take_back_count() {
+  counts_ = counts_before_;
+  counts_changed();
+}
+
+at::Tensor not_finite(const at::Tensor& norm) {
+  const c10::NoGradGuard no_grad;
+  return at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
 }
 
 void Optimizer::hold_state(const std::map<std::string, int64_t>& counts) {

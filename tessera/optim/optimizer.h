@@ -46,14 +46,21 @@ class Optimizer {
   virtual std::string kind() const = 0;
 
   /// One update with learning rate `lr`. Gradients are read, never changed. Collective over WholeModel::meet's ranks where the optimizer has such.
-  void step(double lr);
+  /// Where `skip` (not_finite(), on the parameters' device) is given and holds 1, parameters and state stay as they are. On a device the host does not know
+  /// which it was, and goes on (skips_on_device()): whoever learns of it calls take_back_count().
+  void step(double lr, const at::Tensor& skip = {});
+
+  /// The last step was skipped: it does not count.
+  void take_back_count();
 
   /// step() in two: what has to be known of all gradients together (sums over a matrix, scales of blocks), on every rank and once a step; then the update of
   /// the parameters that have a gradient by now, which may be called for some of them at a time.
   void begin(double lr);
-  void apply(double lr);
+  void apply(double lr, const at::Tensor& skip = {});
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
+  /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
+  virtual bool skips_on_device() const { return false; }
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
@@ -75,6 +82,7 @@ class Optimizer {
     double weight_decay = 0;
     std::vector<size_t> indices;
     std::vector<at::Tensor> parameters, gradients;
+    at::Tensor skip{};  ///< undefined: the update is made; else a device that the host does not read decides
 
     /// The gradients in their parameters' types, for operators that take one type alone: a wrapper may have reduced those of 16-bit weights in fp32.
     std::vector<at::Tensor> gradients_as_parameters() const;
@@ -102,7 +110,11 @@ class Optimizer {
   std::vector<ParameterGroup> groups_;
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
   std::vector<int64_t> counts_;                 ///< updates of each of parameters_
+  std::vector<int64_t> counts_before_;          ///< the last step
 };
+
+/// Whether an update has to be skipped: fp32 [1], 1 where `norm` is not finite, else 0; on its device, without a read.
+at::Tensor not_finite(const at::Tensor& norm);
 
 /// Builds what `optim.name` names, for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest, where they are parts. Throws
 /// ConfigError on a name that is not available.

@@ -16,6 +16,7 @@ class Sgd : public Optimizer {
   explicit Sgd(std::vector<ParameterGroup> groups, SgdOptions options = {});
 
   std::string kind() const override { return "sgd"; }
+  bool skips_on_device() const override { return true; }
   std::vector<StateTensor> state() const override;
 
  private:

@@ -34,6 +34,7 @@ class MasterWeights final : public optim::Optimizer {
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
   bool needs_begin() const override { return true; }
+  bool skips_on_device() const override { return inner_->skips_on_device(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
 
  private:
