@@ -164,6 +164,7 @@ int generate_text(const GenerateFlags& flags) {
   require(flags.seed >= 0, "--seed = ", flags.seed, ": it must be at least 0");
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
+  check_generates(config.model);
   const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
   const auto remarks = reading_remarks(source, flags.sets);
   const Wanted wanted = wanted_texts(flags, *tokenizer);

@@ -55,7 +55,11 @@ std::vector<double> read_numbers(const char* flag, const std::string& text, cons
 schedules::Costs measured_costs(const ScheduleFlags& flags) {
   require(flags.per_rank.empty(), "--per-rank = ", flags.per_rank, ": --costs = ", flags.costs, " holds each stage's own; leave --per-rank out");
   const schedules::Timed timed = schedules::read_timeline(flags.costs);
-  return {.communication = message_time(timed), .stages = costs_of(timed)};
+  try {
+    return schedules::measured_costs(timed);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat("--costs = ", flags.costs, ": ", error.what()));
+  }
 }
 
 schedules::Costs read_costs(const ScheduleFlags& flags) {

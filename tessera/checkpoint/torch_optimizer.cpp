@@ -205,9 +205,6 @@ struct Restored {
 
 Restored states_from(const Manifest& manifest, const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
   const Kind kind = kind_of(optimizer);
-  const auto saved = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("kind").get<std::string>(); });
-  require(saved == kind.name, "the checkpoint's optimizer is ", saved, " and this one is ", kind.name,
-          "; make the one that was saved, or load the model alone");
   const MemoryScope scope(MemoryCategory::Optimizer);
   const at::NoGradGuard no_grad;
   Restored restored;
@@ -235,6 +232,34 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
   return restored;
 }
 
+/// Such as "adamw", or, of several, "sgd+adamw".
+std::string kinds_of(const Optimizers& optimizers) {
+  std::string kinds;
+  for (const auto& optimizer : optimizers) kinds += (kinds.empty() ? "" : "+") + kind_of(optimizer).name;
+  return kinds;
+}
+
+void check_kinds(const Manifest& manifest, const Optimizers& optimizers) {
+  const auto saved = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("kind").get<std::string>(); });
+  const std::string here = kinds_of(optimizers);
+  require(saved == here, "the checkpoint's optimizer is ", saved, " and this one is ", here, "; make the one that was saved, or load the model alone");
+}
+
+/// Each parameter has one optimizer.
+nlohmann::json json_of(const torch::nn::Module& model, const Optimizers& optimizers, const comm::Group& group) {
+  nlohmann::json all;
+  for (const auto& optimizer : optimizers) {
+    const nlohmann::json one = optimizer_json(model, optimizer, group);
+    for (const auto& [name, rate] : one.at("lr").items()) {
+      require(!all.contains("lr") || !all.at("lr").contains(name), "checkpoint: '", name,
+              "' is updated by two of the optimizers; give each its own parameters");
+    }
+    for (const char* key : {"update_counts", "lr"}) all[key].update(one.at(key));
+  }
+  all["kind"] = kinds_of(optimizers);
+  return all;
+}
+
 Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
   Manifest manifest = read_manifest(folder);
   require(!manifest.optimizer.empty(), folder.string(), ": saved without an optimizer; load the model alone: checkpoint::load(folder, model)");
@@ -245,9 +270,16 @@ Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress) {
+  return save(dir, step, model, Optimizers{optimizer}, group, progress);
+}
+
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const Optimizers& optimizers,
+                           const comm::Group& group, const nlohmann::json& progress) {
   auto tensors = training_tensors(model, nullptr);
-  for (auto& state : optimizer_tensors(model, optimizer)) tensors.push_back(std::move(state));
-  return save_all(dir, step, std::move(tensors), optimizer_json(model, optimizer, group), progress, group);
+  for (const auto& optimizer : optimizers) {
+    for (auto& state : optimizer_tensors(model, optimizer)) tensors.push_back(std::move(state));
+  }
+  return save_all(dir, step, std::move(tensors), json_of(model, optimizers, group), progress, group);
 }
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
@@ -261,12 +293,20 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
 }
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {
+  return load(folder, model, Optimizers{optimizer}, options);
+}
+
+Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, const Optimizers& optimizers, const LoadOptions& options) {
   const Manifest manifest = read_manifest_with_optimizer(folder);
+  check_kinds(manifest, optimizers);
   auto targets = training_tensors(model, nullptr);
-  Restored restored = states_from(manifest, model, optimizer);
-  targets.insert(targets.end(), restored.targets.begin(), restored.targets.end());
+  std::vector<Restored> restored;
+  for (const auto& optimizer : optimizers) {
+    const auto& own = restored.emplace_back(states_from(manifest, model, optimizer)).targets;
+    targets.insert(targets.end(), own.begin(), own.end());
+  }
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, targets, options)};
-  restored.install(optimizer, resumed.report);
+  for (size_t i = 0; i < restored.size(); ++i) restored[i].install(optimizers[i], resumed.report);
   return resumed;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -30,6 +31,11 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress = nlohmann::json::object());
 
+/// Several optimizers of libtorch, each over parameters of its own (embeddings apart; two wrappers of one module). They load together, in this order.
+using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
+std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const Optimizers& optimizers,
+                           const comm::Group& group, const nlohmann::json& progress = nlohmann::json::object());
+
 /// The same of a model without an optimizer: an average of weights, a target network, what is done. Loaded by the load() that takes none.
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
                            const nlohmann::json& progress = nlohmann::json::object());
@@ -45,6 +51,8 @@ struct Resumed {
 /// Throws ConfigError, before anything is touched, with the full list of what does not fit.
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options = {});
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options = {});
+
+Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, const Optimizers& optimizers, const LoadOptions& options = {});
 
 /// The model alone (evaluation, generation).
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, LoadOptions options = {});

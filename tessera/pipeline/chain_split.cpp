@@ -101,6 +101,10 @@ std::vector<std::pair<int64_t, int64_t>> split_chain(const std::vector<std::stri
   const int64_t links = std::ssize(names);
   require(stages <= links, "mesh.pp x pipeline.virtual_stages = ", stages, " stages: the model is a chain of ", links,
           " links (the embedding, its blocks, and the norm with the head), and a stage has at least one; at most ", links, " stages");
+  for (const std::string word : {"auto", "cost"}) {
+    require(split.size() == 1 || std::ranges::find(split, word) == split.end(), list_of(split), "'", word,
+            "' deals all links by itself, and stands alone; set it to [\"", word, "\"], or give a number of links, or a name, for each stage");
+  }
   if (split == std::vector<std::string>{"auto"}) {
     std::vector<int64_t> counts;
     for (int stage = 0; stage < stages; ++stage) counts.push_back(chunk(links, stages, stage).second);

@@ -54,11 +54,8 @@ class Generation final : public Pass {
         ranks_(engine.beside()),
         places_(places_for(engine, requests, options)),
         cache_(engine.model(), static_cast<int>(places_.size()), capacity_for(engine, requests, options), engine.columns().group) {
+    check_generates(engine.model().config());
     for (const TextRequest& request : requests) {
-      require(engine.model().config().router != "expert_choice",
-              "model.router = expert_choice: experts choose among all tokens of a pass, so that what a token becomes depends on those behind it, which are yet "
-              "to be "
-              "drawn; such a model is trained and evaluated, and a softmax or sigmoid router generates");
       require(!request.prompt.empty(), "the prompt is empty: a continuation needs at least one token to begin with");
       texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
     }
@@ -225,6 +222,13 @@ class Generation final : public Pass {
 };
 
 }  // namespace
+
+void check_generates(const ModelConfig& model) {
+  require(
+      model.router != "expert_choice",
+      "model.router = expert_choice: experts choose among all tokens of a pass, so that what a token becomes depends on those behind it, which are yet to be "
+      "drawn; such a model is trained and evaluated, and a softmax or sigmoid router generates");
+}
 
 std::vector<std::vector<int64_t>> generate(ForwardEngine& engine, const std::vector<TextRequest>& texts, const GenerateOptions& options) {
   if (texts.empty()) return {};

@@ -25,6 +25,9 @@ struct GenerateOptions {
   int in_flight = 0;  ///< texts that are on their way through the stages at once, each with keys and values of its own; 0: as many as the pipeline has ranks
 };
 
+/// Refuses a model that cannot continue a text. Throws ConfigError.
+void check_generates(const ModelConfig& model);
+
 /// Continues each prompt; returns the new tokens of each, the same on all ranks and for any way to cut the model: a text depends on its prompt and options
 /// alone, and not on those beside it. Dropout is off. Where the context is full, the older half is forgotten and the rest read again.
 ///

@@ -109,6 +109,16 @@ int micro_batches_per_update(const PipelineConfig& config, int ranks, int micro_
   return config.per_update;
 }
 
+/// A generator knows what it was asked for, and no keys.
+std::string way_out_of(const std::string& knob, int micro_batches) {
+  if (knob == "micro_batches") {
+    return detail::concat("; a data rank has ", micro_batches,
+                          " micro-batches of a step, its share of batch.global_size / batch.micro_size: change these, or the data ranks");
+  }
+  const std::string key = knob == "ranks" ? "mesh.pp" : knob == "chunks" ? "pipeline.virtual_stages" : "pipeline." + knob;
+  return "; set " + key;
+}
+
 /// Which rank holds each stage: what does not depend on costs or micro-batches.
 std::vector<int> placement(const PipelineConfig& config, int ranks) {
   if (!is_known(config.schedule)) return schedule_in_file(config, ranks).rank_of;
@@ -175,9 +185,8 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
       schedules::Schedule made = schedules::make_schedule(asked);
       const int last = made.stages() - 1;
       return shares_ends && made.is_asynchronous() ? schedules::with_late_updates(std::move(made), last) : made;
-    } catch (const ConfigError& error) {  // a generator knows no keys
-      throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), "; a data rank has ", micro_batches,
-                                       " micro-batches of a step, its share of batch.global_size / batch.micro_size: change these, or the data ranks"));
+    } catch (const schedules::RefusedRequest& error) {
+      throw ConfigError(detail::concat("pipeline.schedule = ", error.what(), way_out_of(error.knob(), micro_batches)));
     }
   };
 }

@@ -1,5 +1,7 @@
 #include "tessera/train/reading.h"
 
+#include <cmath>
+
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 #include "tessera/train/progress.h"
@@ -45,6 +47,7 @@ std::vector<std::string> reading_remarks(const FoundModel& model, const std::vec
     run.zero = {};
     run.tensor = {};
     run.offload = {};
+    if (std::isfinite(run.moe.capacity_factor) && run.moe.capacity_factor > 0) run.moe.capacity_factor = 0;  // what room it leaves, a batch in training says
     validate(run, 1, Purpose::Plan);
   }
   auto remarks = model.checkpoint->remarks;

@@ -96,7 +96,13 @@ schedules::Costs measured_costs(const std::string& from, const std::vector<Stage
   };
   const schedules::Timed timed = read();
   require(timed.measured(), "pipeline.costs_from = ", from, ": holds a schedule that nobody has timed; name a run with log.timeline_every");
-  schedules::Costs costs{.communication = schedules::message_time(timed), .stages = schedules::costs_of(timed)};
+  schedules::Costs costs = [&] {
+    try {
+      return schedules::measured_costs(timed);
+    } catch (const ConfigError& error) {
+      throw ConfigError(detail::concat("pipeline.costs_from = ", from, ": ", error.what()));
+    }
+  }();
   require(costs.stages.size() == flops.size(), "pipeline.costs_from = ", from, ": was measured with ", costs.stages.size(), " stages, and this run has ",
           flops.size(), "; measure one with the same mesh.pp, pipeline.virtual_stages and pipeline.split, or leave it out");
   for (size_t i = 0; i < flops.size() && !timed.schedule.splits_backward(); ++i) {

@@ -61,6 +61,7 @@ struct Dealt {
   nn::ParameterFilter only{};
   comm::Group shard, replicate;
   std::vector<int> places{};  ///< by rank of the mesh's role `shard`: its place in this `shard`, where that is another
+  bool has_buffers = true;    ///< takes care of the module's buffers, which are one set's
 };
 
 /// Of a module of the model: all that it has, or what is outside of experts and then these, which fewer ranks hold.
@@ -74,7 +75,9 @@ std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torc
   for (const int rank : mesh.members(roles.shard)) sparse.places.push_back(experts.rank(rank, "edp"));
   std::vector<Dealt> dealt;
   for (Dealt* one : {&dense, &sparse}) {
-    if (!nn::unique_parameters(root, one->only).empty()) dealt.push_back(std::move(*one));
+    if (nn::unique_parameters(root, one->only).empty()) continue;
+    one->has_buffers = dealt.empty();
+    dealt.push_back(std::move(*one));
   }
   return dealt;
 }
@@ -150,13 +153,13 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
   options.stage = config.zero.stage;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.accumulation = config.zero.accumulate == "whole" ? Accumulation::Whole : Accumulation::Sharded;
-  options.buffers = BufferBroadcast::AtStart;
   options.reduce_dtype = policy.gradient_dtype();
   if (const at::ScalarType network = network_dtype(config, policy); network != at::kFloat) options.network_dtype = network;
   run.shard = mesh[mesh_roles(config).shard];
   run.updated.clear();
   run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
     options.only = dealt.only;
+    options.buffers = dealt.has_buffers ? BufferBroadcast::AtStart : BufferBroadcast::Never;
     auto zero = std::make_unique<ShardedDataParallel>(root, ShardGroups{.shard = dealt.shard, .replicate = dealt.replicate}, options);
     for (const auto& shard : trained(zero->shards())) run.updated.push_back(shard);
     return zero;

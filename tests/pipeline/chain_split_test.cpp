@@ -95,6 +95,8 @@ TEST(ChainSplit, RefusesWhatDoesNotFit) {
   EXPECT_THAT(chain_refusal(2, {"9223372036854775807", "1"}), HasSubstr("a stage of 9223372036854775807 links, and the model has 6"));
   EXPECT_THAT(chain_refusal(2, {"3", "99999999999999999999"}), HasSubstr("a stage of 99999999999999999999 links, and the model has 6"));
   EXPECT_THAT(chain_refusal(2, {"3", "layers.2"}), HasSubstr("stands among numbers"));
+  EXPECT_THAT(chain_refusal(3, {"cost", "cost"}), HasSubstr("'cost' deals all links by itself, and stands alone"));
+  EXPECT_THAT(chain_refusal(2, {"layers.2", "auto"}), HasSubstr("'auto' deals all links by itself, and stands alone"));
 }
 
 }  // namespace

@@ -103,6 +103,24 @@ TEST(ScheduleLists, KindsOfNamesAreThoseThatAreMade) {
   }
 }
 
+TEST(ScheduleLists, ARefusalSaysWhichFieldOfTheRequestHasToChange) {
+  const auto knob = [](const Request& request) {
+    try {
+      make_schedule(request);
+    } catch (const RefusedRequest& refused) {
+      return refused.knob();
+    }
+    return std::string("none");
+  };
+  EXPECT_EQ(knob({.name = "interleaved", .ranks = 4, .micro_batches = 9, .chunks = 2}), "micro_batches");
+  EXPECT_EQ(knob(request_of("dualpipev", 4, 7)), "micro_batches");
+  EXPECT_EQ(knob(request_of("zb_v", 4, 8, 3)), "chunks");
+  EXPECT_EQ(knob({.name = "gpipe", .ranks = 2, .micro_batches = 2, .kept = 0.5}), "kept");
+  EXPECT_EQ(knob({.name = "zb_auto", .ranks = 2, .micro_batches = 2}), "memory_limit");
+  EXPECT_EQ(knob({.name = "pipedream_2bw", .ranks = 4, .micro_batches = 8, .per_update = 3}), "per_update");
+  EXPECT_EQ(knob({.name = "gpipe", .ranks = 0, .micro_batches = 2}), "ranks");
+}
+
 TEST(ScheduleLists, MessagesStandWhereTheyHappen) {
   EXPECT_EQ(to_string(lower(one_f_one_b(2, 2), {.ahead = 0})),
             "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\nrank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1\n");

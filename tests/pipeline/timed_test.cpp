@@ -44,6 +44,27 @@ TEST(Timed, IsReadAsItWasWritten) {
   }
 }
 
+TEST(Timed, SpansThatAreEmptyAreNoCosts) {
+  const Timed timed = as_measured(one_f_one_b(2, 3), {});
+  EXPECT_EQ(measured_costs(timed).stages.size(), 2U);
+  const auto without = [&](auto&& which) {
+    Timed cut = timed;
+    for (int rank = 0; rank < 2; ++rank) {
+      for (size_t i = 0; i < cut.timeline[rank].size(); ++i) {
+        if (which(cut.schedule.actions[rank][i])) cut.timeline[rank][i].end = cut.timeline[rank][i].start;
+      }
+    }
+    return testing_support::refusal([&] { measured_costs(cut); });
+  };
+  EXPECT_THAT(without([](const Action&) { return true; }), testing::HasSubstr("the forwards of stage 0 have no span, or empty ones"));
+  EXPECT_THAT(without([](const Action& action) { return action.stage == 1 && action.kind == Kind::Forward; }), testing::HasSubstr("the forwards of stage 1"));
+  EXPECT_THAT(without([](const Action& action) { return action.kind != Kind::Forward; }), testing::HasSubstr("no backward has a span that is not empty"));
+  Timed none = timed;
+  for (auto& actions : none.schedule.actions) actions.clear();
+  for (auto& spans : none.timeline) spans.clear();
+  EXPECT_THAT(testing_support::refusal([&] { measured_costs(none); }), testing::HasSubstr("the forwards of stage 0"));
+}
+
 TEST(Timed, CostsOfStagesAreTheirMeans) {
   for (const auto& schedule : {one_f_one_b(3, 4), zb_h1(3, 4)}) {
     const Timed timed = as_measured(schedule, {.stages = kUneven});

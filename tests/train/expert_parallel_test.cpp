@@ -1,7 +1,10 @@
 // Experts dealt over ranks: one device is the oracle.
 
+#include <algorithm>
+
 #include <gmock/gmock.h>
 
+#include "tessera/comm/backends/record.h"
 #include "tests/train/mixture_fixture.h"
 
 namespace tessera {
@@ -26,6 +29,23 @@ TEST_F(ExpertsOverRanks, GiveTheRunOfOne) {
   expect_like_one_device({"model.experts=5"}, {"zero.stage=2", "mesh.ep=5"}, 5);
   expect_like_one_device({"batch.micro_size=1"}, {"zero.stage=3", "mesh.ep=8"}, 8);
   expect_like_one_device({"batch.micro_size=1"}, {"zero.stage=3", "mesh.ep=4", "zero.wrap=layers.*.*"}, 8);
+}
+
+/// Buffers are the module's, and not of the experts' set and of the rest's.
+TEST_F(ExpertsOverRanks, TakeBuffersFromRankZeroOnce) {
+  const auto recorder = std::make_shared<comm::Recorder>();
+  decorators_ = {[&](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) {
+    return group.world_rank(group.rank) == 0 ? comm::make_record_engine(recorder, group, std::move(inner)) : inner;
+  }};
+  for (const char* stage : {"zero.stage=1", "zero.stage=2"}) {
+    recorder->clear();
+    train(config("mixtral", {"model.experts=4", "model.router=sigmoid", "mesh.ep=2", "run.steps=2", stage}), 4);
+    const auto of_ranks = [&](int ranks) {
+      return std::ranges::count_if(recorder->records(), [&](const auto& record) { return record.site == "zero.buffers" && record.group_size == ranks; });
+    };
+    EXPECT_GT(of_ranks(4), 0) << stage;
+    EXPECT_EQ(of_ranks(2), 0) << stage << ": the ranks that share experts";
+  }
 }
 
 TEST_F(ExpertsOverRanks, InStagesGiveTheRunOfOne) {

@@ -84,11 +84,13 @@ TEST(GenerationOfMixtures, ExpertsThatChooseWouldSeeWhatIsYetToBeDrawn) {
   const auto model = tiny_model(config);
   ForwardEngine engine(*model);
   const std::vector<int64_t> prompt{1, 2};
-  try {
-    generate(engine, prompt, 2, {.temperature = 0});
-    FAIL();
-  } catch (const ConfigError& refusal) {
-    EXPECT_THAT(refusal.what(), ::testing::HasSubstr("model.router = expert_choice"));
+  for (const bool asked_before : {true, false}) {
+    try {
+      asked_before ? check_generates(config) : (void)generate(engine, prompt, 2, {.temperature = 0});
+      FAIL();
+    } catch (const ConfigError& refusal) {
+      EXPECT_THAT(refusal.what(), ::testing::HasSubstr("model.router = expert_choice"));
+    }
   }
 }
 

@@ -46,6 +46,11 @@ TEST_F(FoundModels, SaysWhatWasPassedOverAndWhatHasNoEffect) {
   FoundModel wrong = found(byte_);
   wrong.config.optim.lr = -1;
   EXPECT_THAT(testing_support::refusal([&] { reading_remarks(wrong, {"optim.lr=-1"}); }), HasSubstr("optim.lr = -1"));
+  FoundModel mixture = found(byte_);
+  mixture.config = config("mixtral", {"moe.capacity_factor=0.01"});
+  EXPECT_THAT(reading_remarks(mixture, {"moe.capacity_factor=0.01"}), testing::Contains(HasSubstr("has no effect"))) << "a batch in training is not read";
+  mixture.config.moe.capacity_factor = -1;
+  EXPECT_THAT(testing_support::refusal([&] { reading_remarks(mixture, {"moe.capacity_factor=-1"}); }), HasSubstr("moe.capacity_factor = -1"));
 }
 
 TEST_F(FoundModels, TellsCheckpointsApart) {

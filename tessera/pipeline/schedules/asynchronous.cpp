@@ -41,8 +41,8 @@ Schedule pipedream(int ranks, int micro_batches, bool vertical_sync) {
 Schedule pipedream_2bw(int ranks, int micro_batches, int per_update) {
   const int fewest = std::min(ranks, micro_batches);
   if (per_update == 0) per_update = fewest;
-  require(per_update >= fewest, "pipedream_2bw: per_update = ", per_update, ": two versions of the weights are enough where an update sums at least as many ",
-          "micro-batches as there are stages; take ", fewest);
+  require_of("per_update", per_update >= fewest, "pipedream_2bw: per_update = ", per_update,
+             ": two versions of the weights are enough where an update sums at least as many ", "micro-batches as there are stages; take ", fewest);
   return with_updates(
       "pipedream_2bw", ranks, micro_batches, [&](int, int micro_batch) { return std::max(0, micro_batch / per_update - 1); },
       [&](int micro_batch) { return (micro_batch + 1) % per_update == 0 || micro_batch + 1 == micro_batches; });

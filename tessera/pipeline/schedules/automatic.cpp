@@ -159,8 +159,9 @@ class Best {
 
 Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit) {
   detail::check_counts("zb_auto", ranks, micro_batches);
-  require(limit.micro_batches >= 1, "zb_auto: memory_limit = ", limit.micro_batches, ": a rank holds at least one micro-batch; take 1 or more");
-  require(limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
+  require_of("memory_limit", limit.micro_batches >= 1, "zb_auto: memory_limit = ", limit.micro_batches,
+             ": a rank holds at least one micro-batch; take 1 or more");
+  require_of("kept", limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
   for (const size_t stages : {costs.scale.size(), costs.stages.size()})
     require(stages == 0 || stages == static_cast<size_t>(ranks), "zb_auto: costs of ", stages, " stages for ", ranks);
   Best best(costs);

@@ -1,10 +1,11 @@
 #pragma once
 
+#include "tessera/pipeline/schedules/refused_request.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/schedules/simulate.h"
 
 /// The schedules of the literature, computation alone: pure functions of p ranks, m micro-batches and v chunks a rank, each at least 1. A generator throws
-/// ConfigError outside its domain, with the rule and the next value that works; fewer micro-batches than stages work unless a domain says otherwise.
+/// RefusedRequest outside its domain, with the rule and the next value that works; fewer micro-batches than stages work unless a domain says otherwise.
 ///
 /// Bubbles are idle shares of the makespan where F = B = W and nothing is sent. Peaks are activations of rank i, in micro-batches of its whole share (a chunk
 /// counts 1/v), held from forward until the gradients of weights are done.

@@ -48,15 +48,15 @@ Schedule interleaved(int ranks, int micro_batches, int chunks, int group) {
   detail::check_counts("interleaved", ranks, micro_batches, chunks);
   if (group == 0) {
     const int rounds = pytorch_rounds(ranks, micro_batches);
-    require(micro_batches % rounds == 0, "interleaved: micro_batches = ", micro_batches, " over ", ranks,
-            " stages: must be a multiple of max(1, micro_batches / ", ranks, ") = ", rounds,
-            "; the next that is: ", next_of_whole_rounds(ranks, micro_batches));
+    require_of("micro_batches", micro_batches % rounds == 0, "interleaved: micro_batches = ", micro_batches, " over ", ranks,
+               " stages: must be a multiple of max(1, micro_batches / ", ranks, ") = ", rounds,
+               "; the next that is: ", next_of_whole_rounds(ranks, micro_batches));
     group = micro_batches / rounds;
   } else {
-    require(group >= ranks, "interleaved: group = ", group, " over ", ranks, " stages: must be at least ", ranks);
+    require_of("group", group >= ranks, "interleaved: group = ", group, " over ", ranks, " stages: must be at least ", ranks);
     const int left = micro_batches % group;
-    require(left == 0 || left >= ranks, "interleaved: micro_batches = ", micro_batches, " in groups of ", group, ": the last group holds ", left,
-            ", and must be full or hold at least ", ranks, ", one for each stage; the next that does: ", micro_batches + ranks - left);
+    require_of("micro_batches", left == 0 || left >= ranks, "interleaved: micro_batches = ", micro_batches, " in groups of ", group, ": the last group holds ",
+               left, ", and must be full or hold at least ", ranks, ", one for each stage; the next that does: ", micro_batches + ranks - left);
   }
   return looped("interleaved", ranks, micro_batches, chunks, group, [&](int rank) { return (chunks - 1) * group + 2 * (ranks - 1 - rank); });
 }

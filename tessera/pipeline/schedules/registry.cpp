@@ -68,34 +68,34 @@ std::string with_chunks() {
 
 int chunks_of(const KnownSchedule& known, int chunks) {
   if (chunks == 0) return std::max(known.chunks, 1);
-  require(known.chunks != 1 || chunks == 1, known.name, ": virtual_stages = ", chunks,
-          ": a rank holds one stage of it; take 1, or a schedule with any number: ", with_chunks());
-  require(known.chunks != 2 || chunks == 2, known.name, ": virtual_stages = ", chunks, ": a rank holds two stages of it; take 2");
+  require_of("chunks", known.chunks != 1 || chunks == 1, known.name, ": virtual_stages = ", chunks,
+             ": a rank holds one stage of it; take 1, or a schedule with any number: ", with_chunks());
+  require_of("chunks", known.chunks != 2 || chunks == 2, known.name, ": virtual_stages = ", chunks, ": a rank holds two stages of it; take 2");
   return chunks;
 }
 
 /// An option that is given to a schedule which does not know it would be without effect, silently.
 void refuse_foreign_options(const Request& request) {
   const auto only = [&](bool given, const char* knob, const char* name) {
-    require(!given || request.name == name, request.name, ": ", knob, " is known to ", name, " only; leave it out");
+    require_of(knob, !given || request.name == name, request.name, ": ", knob, " is known to ", name, " only; leave it out");
   };
   only(request.memory_limit != 0, "memory_limit", "zb_auto");
   only(request.group != 0, "group", "interleaved");
   only(request.per_update != 0, "per_update", "pipedream_2bw");
-  require(request.kept == 1 || is_made_for_costs(request.name), request.name, ": kept is known to zb_1p, zb_2p and zb_auto only; leave it out");
+  require_of("kept", request.kept == 1 || is_made_for_costs(request.name), request.name, ": kept is known to zb_1p, zb_2p and zb_auto only; leave it out");
   only(request.vertical_sync, "vertical_sync", "pipedream");
 }
 
 Schedule from_file(const Request& request) {
   Schedule schedule = read_csv_file(request.name);
-  require(request.ranks == 0 || request.ranks == schedule.ranks(), request.name, ": holds ", schedule.ranks(), " ranks, and stages = ", request.ranks,
-          " are asked for; take ", schedule.ranks());
-  require(request.micro_batches == 0 || request.micro_batches == schedule.micro_batches, request.name, ": holds ", schedule.micro_batches,
-          " micro-batches, and ", request.micro_batches, " are asked for; take ", schedule.micro_batches);
+  require_of("ranks", request.ranks == 0 || request.ranks == schedule.ranks(), request.name, ": holds ", schedule.ranks(),
+             " ranks, and stages = ", request.ranks, " are asked for; take ", schedule.ranks());
+  require_of("micro_batches", request.micro_batches == 0 || request.micro_batches == schedule.micro_batches, request.name, ": holds ", schedule.micro_batches,
+             " micro-batches, and ", request.micro_batches, " are asked for; take ", schedule.micro_batches);
   const int chunks = schedule.stages() / schedule.ranks();
-  require(request.chunks == 0 || request.chunks * schedule.ranks() == schedule.stages(), request.name, ": holds ", schedule.stages(), " stages on ",
-          schedule.ranks(), " ranks, and virtual_stages = ", request.chunks, " are asked for", chunks * schedule.ranks() == schedule.stages() ? "; take " : "",
-          chunks * schedule.ranks() == schedule.stages() ? std::to_string(chunks) : "");
+  require_of("chunks", request.chunks == 0 || request.chunks * schedule.ranks() == schedule.stages(), request.name, ": holds ", schedule.stages(),
+             " stages on ", schedule.ranks(), " ranks, and virtual_stages = ", request.chunks, " are asked for",
+             chunks * schedule.ranks() == schedule.stages() ? "; take " : "", chunks * schedule.ranks() == schedule.stages() ? std::to_string(chunks) : "");
   return schedule;
 }
 
@@ -127,7 +127,7 @@ Schedule make_schedule(const Request& request) {
     for (const auto& name : schedule_names()) names += " " + name;
     throw ConfigError(tessera::detail::concat(request.name, ": no such schedule; there are", names, ", and CSV files"));
   }
-  require(request.ranks >= 1, request.name, ": stages = ", request.ranks, ": at least 1");
+  require_of("ranks", request.ranks >= 1, request.name, ": stages = ", request.ranks, ": at least 1");
   Request filled = request;
   filled.chunks = chunks_of(maker->known, request.chunks);
   return maker->make(filled);

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/pipeline/schedules/refused_request.h"
 #include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/pipeline/schedules/simulate.h"
 
@@ -37,8 +38,8 @@ std::vector<std::string> schedule_names();
 /// Whether a name is a file's: it ends with .csv.
 bool is_schedule_file(const std::string& name);
 
-/// Makes a schedule by its name, or reads the file. Throws ConfigError for a name that does not exist, for what the schedule does not take (with the rule and
-/// the next value that works), and for a file that is wrong or of another size.
+/// Makes a schedule by its name, or reads the file. Throws RefusedRequest, or ConfigError, for a name that does not exist, for what the schedule does not take
+/// (with the rule and the next value that works), and for a file that is wrong or of another size.
 Schedule make_schedule(const Request& request);
 
 }  // namespace tessera::schedules

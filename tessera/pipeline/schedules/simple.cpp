@@ -31,12 +31,13 @@ Schedule ahead_by(const char* name, int ranks, int micro_batches, auto&& ahead) 
 namespace detail {
 
 void check_counts(const char* name, int ranks, int micro_batches, int chunks) {
-  require(ranks >= 1, name, ": stages = ", ranks, ": at least 1");
-  require(micro_batches >= 1, name, ": micro_batches = ", micro_batches, ": at least 1");
-  require(chunks >= 1, name, ": virtual_stages = ", chunks, ": at least 1");
+  require_of("ranks", ranks >= 1, name, ": stages = ", ranks, ": at least 1");
+  require_of("micro_batches", micro_batches >= 1, name, ": micro_batches = ", micro_batches, ": at least 1");
+  require_of("chunks", chunks >= 1, name, ": virtual_stages = ", chunks, ": at least 1");
   const bool few = ranks <= kMostActions && micro_batches <= kMostActions && chunks <= kMostActions;
-  require(few && int64_t{ranks} * chunks <= kMostActions && int64_t{ranks} * chunks * micro_batches <= kMostActions, name, ": ", ranks, " x ", chunks,
-          " stages with ", micro_batches, " micro-batches: a schedule holds at most ", kMostActions, " of their products; take fewer micro-batches");
+  require_of("micro_batches", few && int64_t{ranks} * chunks <= kMostActions && int64_t{ranks} * chunks * micro_batches <= kMostActions, name, ": ", ranks,
+             " x ", chunks, " stages with ", micro_batches, " micro-batches: a schedule holds at most ", kMostActions,
+             " of their products; take fewer micro-batches");
 }
 
 }  // namespace detail

@@ -208,6 +208,18 @@ double message_time(const Timed& timed) {
   return std::max(0.0, *middle);
 }
 
+Costs measured_costs(const Timed& timed) {
+  Costs costs{.communication = message_time(timed), .stages = costs_of(timed)};
+  bool any_backward = false;
+  for (size_t stage = 0; stage < costs.stages.size(); ++stage) {
+    require(costs.stages[stage].forward > 0, "the forwards of stage ", stage,
+            " have no span, or empty ones, in this timeline; take one of a step that has run (log.timeline_every)");
+    any_backward = any_backward || costs.stages[stage].backward > 0;
+  }
+  require(any_backward, "no backward has a span that is not empty in this timeline; take one of a step that has run (log.timeline_every)");
+  return costs;
+}
+
 std::vector<RankShare> shares_of(const Timed& timed) {
   const double makespan = measure(timed.schedule, timed.timeline).makespan;
   std::vector<RankShare> shares;

@@ -44,6 +44,9 @@ std::vector<StageCosts> costs_of(const Timed& timed);
 /// From the end of an action until one that waits for its result on another rank begins: the median; 0 where none had to wait.
 double message_time(const Timed& timed);
 
+/// Both, to foretell with. Throws ConfigError where the forwards of a stage, or all backwards, took no time: spans that are empty measure nothing.
+Costs measured_costs(const Timed& timed);
+
 /// Where a rank's time went, in the unit of the timeline.
 struct RankShare {
   double busy = 0;         ///< computing, collectives of other axes included

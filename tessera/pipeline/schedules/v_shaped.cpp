@@ -67,8 +67,8 @@ Schedule zb_v(int ranks, int micro_batches) {
 
 Schedule dualpipev(int ranks, int micro_batches) {
   detail::check_counts("dualpipev", ranks, micro_batches, 2);
-  require(micro_batches >= 2 * ranks, "dualpipev: micro_batches = ", micro_batches, " over ", ranks,
-          " stages: must be at least twice as many; the next that are: ", 2 * ranks);
+  require_of("micro_batches", micro_batches >= 2 * ranks, "dualpipev: micro_batches = ", micro_batches, " over ", ranks,
+             " stages: must be at least twice as many; the next that are: ", 2 * ranks);
   return down_and_up("dualpipev", ranks, micro_batches, [&](detail::ListBuilder& list, int rank, int down, int up) {
     const int behind = ranks - 1 - rank;
     const bool turns = behind == 0;
