@@ -32,7 +32,7 @@ struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
-  bool json = false;
+  bool json = false, events = false;
 };
 
 Config planned(const PlanFlags& flags) {
@@ -99,6 +99,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--world", flags->world, "Ranks")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_flag("--json", flags->json, "Print JSON");
+  command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
@@ -110,7 +111,7 @@ void add_plan(CLI::App& app, int& exit_code) {
     precision::settle_compute(config, at::kMeta);
     const auto run = [&] {
       ProgressLine line;
-      return plan::dry_run(config, flags->world, {.progress = std::ref(line)});
+      return plan::dry_run(config, flags->world, {.events = flags->events, .progress = std::ref(line)});
     }();
     std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));

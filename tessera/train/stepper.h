@@ -72,6 +72,7 @@ struct StepRequest {
   std::function<int()> stop_signal{};
   /// Takes down when each action of this rank ran.
   pipeline::StepTimes* times = nullptr;
+  int rehearsed = 0;  ///< StepOptions::rehearsed
   /// When the step began for this rank, loading included.
   std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
 };
