@@ -34,7 +34,7 @@ struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
-  bool json = false, longest = false;
+  bool json = false, longest = false, events = false;
 };
 
 Config planned(const PlanFlags& flags) {
@@ -112,6 +112,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_flag("--json", flags->json, "Print JSON");
   command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
+  command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
@@ -128,7 +129,7 @@ void add_plan(CLI::App& app, int& exit_code) {
     }
     const auto run = [&] {
       ProgressLine line;
-      return plan::dry_run(config, flags->world, {.progress = std::ref(line)});
+      return plan::dry_run(config, flags->world, {.events = flags->events, .progress = std::ref(line)});
     }();
     std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));

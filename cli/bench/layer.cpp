@@ -86,7 +86,7 @@ class Layer {
 /// The collectives of a pass on tensors of their own.
 class Replay {
  public:
-  Replay(const comm::Group& group, const std::vector<comm::Record>& records, at::Device device) {
+  Replay(const comm::Group& group, const std::vector<CollectiveEvent>& records, at::Device device) {
     for (const auto& record : records) {
       auto& workload = workloads_[{record.op, record.bytes}];
       if (!workload)
@@ -110,7 +110,7 @@ comm::Group dry(const comm::Group& group, std::shared_ptr<comm::Recorder> record
 }
 
 /// What a pass sends where nothing overlaps: whole collectives, as replayed alone.
-std::vector<comm::Record> collectives_of(const comm::Group& group, LayerCase what) {
+std::vector<CollectiveEvent> collectives_of(const comm::Group& group, LayerCase what) {
   what.overlap = false;
   const auto recorder = std::make_shared<comm::Recorder>();
   Layer(dry(group, recorder), what).pass();

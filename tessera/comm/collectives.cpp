@@ -6,12 +6,15 @@
 
 #include <ATen/ATen.h>
 
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/memory_events.h"
 
 // Each call passes here once: what cannot be right is refused with names before an engine sees it. Inputs are packed where they have to be; outputs are never
 // copied, so they have to be contiguous. Engines know equal parts alone: uneven ones are padded to the largest and cut after, at the price of a copy.
@@ -28,6 +31,7 @@ struct Pending::State {
   std::function<void()> finish{};  // unpacks outputs
   Clock::time_point begin = Clock::now();
   Work work{};
+  int64_t in_flight = 0;  ///< its number, where somebody listened when it started
 };
 
 namespace {
@@ -70,6 +74,29 @@ class Now {
   bool before_;
 };
 
+std::vector<int64_t> storages_of(const Tensors& tensors) {
+  std::vector<int64_t> numbers;
+  for (const at::Tensor& tensor : tensors) {
+    if (const int64_t number = storage_number(tensor).number; number != 0) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+// To who listens; returns the call's number.
+int64_t say_started(EventStream& listener, const Group& group, const Call& call) {
+  const int64_t number = listener.number_in_flight();
+  Event event{.what = event_of(call, {.name = group.name(), .rank = group.rank(), .size = group.size()}),
+              .reads = storages_of(call.inputs),
+              .writes = storages_of(call.outputs)};
+  event.writes.push_back(number);
+  listener.add(std::move(event));
+  return number;
+}
+
+void say_waited(EventStream& listener, const Call& call, int64_t in_flight) {
+  listener.add({.what = WaitEvent{}, .reads = {in_flight}, .writes = storages_of(call.outputs)});
+}
+
 // Hands a call to the engine.
 Pending start(const Group& group, Call call, std::string_view name = {}, std::function<void()> finish = {}) {
   call.async = !caller_waits;
@@ -78,6 +105,7 @@ Pending start(const Group& group, Call call, std::string_view name = {}, std::fu
   const Waiting waiting;
   const at::NoGradGuard no_grad;                    // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
+  if (EventStream* const listener = EventStream::current()) state->in_flight = say_started(*listener, group, state->call);
   try {
     state->work = group.engine()->start(state->call);
   } catch (...) {
@@ -175,6 +203,7 @@ void Pending::wait() {
     fail(state->name, state->group, state->begin);
   }
   if (!completed) fail(state->name, state->group, state->begin, "aborted");
+  if (EventStream* const listener = state->in_flight == 0 ? nullptr : EventStream::current()) say_waited(*listener, state->call, state->in_flight);
   if (state->finish) state->finish();
 }
 

@@ -103,7 +103,8 @@ int64_t MemoryLedger::allocate(const MemoryThread& thread, int64_t bytes, bool w
   if (thread.on_host) {
     host[at(category)] += bytes;
     if (total_of(host) > total_of(host_peak)) host_peak = host;
-    return ++allocations;
+    tell(++allocations, category, bytes, /*on_host=*/true);
+    return allocations;
   }
   if (within_limit && limit > 0 && total + bytes > limit) [[unlikely]] {
     refuse(category, bytes, label, /*by_limit=*/true);
@@ -122,6 +123,7 @@ int64_t MemoryLedger::allocate(const MemoryThread& thread, int64_t bytes, bool w
   }
   if (timeline) [[unlikely]]
     timeline->add(category, bytes, label, by_category);
+  tell(id, category, bytes, /*on_host=*/false);
   return id;
 }
 
@@ -129,6 +131,7 @@ void MemoryLedger::release(const CountedMemory& counted) {
   const int64_t bytes = counted.bytes, id = counted.id;
   const MemoryCategory category = counted.category;
   const std::lock_guard lock(mutex);
+  tell(id, category, -bytes, counted.on_host);
   if (counted.on_host) {
     host[at(category)] -= bytes;
     return;
@@ -148,7 +151,14 @@ void MemoryLedger::move(const CountedMemory& counted, MemoryCategory to) {
   MemoryByCategory& place = counted.on_host ? host : by_category;
   place[at(counted.category)] -= counted.bytes;
   place[at(to)] += counted.bytes;
+  tell(counted.id, counted.category, -counted.bytes, counted.on_host);
+  tell(counted.id, to, counted.bytes, counted.on_host);
   if (MemoryBlock* block = details ? details->find(counted.id) : nullptr) block->category = to;
+}
+
+void MemoryLedger::tell(int64_t id, MemoryCategory category, int64_t bytes, bool on_host) const {
+  if (events) [[unlikely]]
+    events->add({.what = MemoryChange{.category = category, .bytes = bytes, .on_host = on_host}, .reads = {}, .writes = {id}});
 }
 
 void MemoryLedger::restart_peak() {

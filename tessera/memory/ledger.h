@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/core/events.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
 
@@ -68,6 +69,8 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   int64_t allocate(const MemoryThread& thread, int64_t bytes, bool within_limit = true);
   void release(const CountedMemory& counted);
   void move(const CountedMemory& counted, MemoryCategory to);
+  /// Says to who listens that memory was taken, or given back. To be called with the mutex held.
+  void tell(int64_t id, MemoryCategory category, int64_t bytes, bool on_host) const;
   void restart_peak();
   /// Takes down that `bytes` more were refused. To be called with the mutex held.
   void refuse(MemoryCategory category, int64_t bytes, std::string_view label, bool by_limit);
@@ -80,6 +83,7 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   std::optional<MemoryRefusal> refusal;
   std::unique_ptr<MemoryDetails> details;    ///< null: not asked for
   std::unique_ptr<MemoryTimeline> timeline;  ///< null: not asked for
+  EventStream* events = nullptr;             ///< null: nobody listens
 };
 
 /// What the allocations of a thread count on.

@@ -14,6 +14,7 @@
 #include "tessera/comm/engine.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
 
 namespace tessera::pipeline {
@@ -50,6 +51,21 @@ at::Tensor room_for(const TensorSpec& spec, at::Device device) {
   const MemoryScope scope(MemoryCategory::Activations);
   return at::empty(spec.sizes, at::TensorOptions(spec.dtype).device(device));
 }
+
+/// Says where an action, with its messages, begins and ends, to who listens.
+class ActionScope {
+ public:
+  explicit ActionScope(const Action& action) : action_(action) { say(/*begins=*/true); }
+  ~ActionScope() { say(/*begins=*/false); }
+  ActionScope(const ActionScope&) = delete;
+  ActionScope& operator=(const ActionScope&) = delete;
+
+ private:
+  void say(bool begins) const {
+    if (EventStream* const listener = EventStream::current()) listener->add({.what = ActionEvent{.action = schedules::to_string(action_), .begins = begins}});
+  }
+  const Action& action_;
+};
 
 /// Rethrows with the action before the text, as the same kind of error where it is one of ours.
 [[noreturn]] void rethrow_naming(const std::string& action) {
@@ -103,10 +119,11 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
 /// An earlier step, of whatever executor, that ended in its midst has left messages which this one's receives would match.
 void Executor::refuse_what_is_left() const {
   if (options_.ranks.size() == 1 || options_.ranks.ahead.engine()->left_messages().empty()) return;
-  throw Error(detail::concat(
-      "pipeline: an earlier step between the ranks of group '", options_.ranks.ahead.name(), "' ended in its midst (", options_.ranks.ahead.engine()->left_messages(),
-      "), and what they had sent each other is still on its way, where this step would take it for its own; go on from a checkpoint in a "
-      "new process"));
+  throw Error(
+      detail::concat("pipeline: an earlier step between the ranks of group '", options_.ranks.ahead.name(), "' ended in its midst (",
+                     options_.ranks.ahead.engine()->left_messages(),
+                     "), and what they had sent each other is still on its way, where this step would take it for its own; go on from a checkpoint in a "
+                     "new process"));
 }
 
 void Executor::run(StepTimes* times) {
@@ -125,6 +142,7 @@ void Executor::run(StepTimes* times) {
     const std::string& name = names_[i];
     const comm::CallSite site(name);
     options_.ranks.ahead.set_place(name);
+    const ActionScope bracket(leg.action);
     try {
       for (const Message& message : leg.posts) post(message);
       const double asked = times ? lap_clock() : 0;

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kNobody = -1;
 
-bool is_message(const comm::Record& record) { return record.op == "send" || record.op == "recv"; }
+bool is_message(const CollectiveEvent& call) { return call.op == "send" || call.op == "recv"; }
 
 /// "dp_shard+tp" -> its axes.
 std::vector<std::string> names_in(const std::string& group) {
@@ -63,59 +63,68 @@ Agreement::Agreement(MeshShape shape) : shape_(std::move(shape)) {
   class_of_.assign(ranks, kNobody);
 }
 
-uint32_t Agreement::number_of(const comm::Record& record) {
-  const bool uneven = record.op == "all_to_all";  // each rank knows its own rows
+uint32_t Agreement::number_of(const CollectiveEvent& call) {
+  const bool uneven = call.op == "all_to_all";  // each rank knows its own rows
   const auto [at, fresh] =
-      numbers_.try_emplace({record.op, static_cast<int>(record.dtype), uneven ? 0 : record.elements, record.peer}, static_cast<uint32_t>(texts_.size()));
+      numbers_.try_emplace({call.op, static_cast<int>(call.dtype), uneven ? 0 : call.elements, call.peer}, static_cast<uint32_t>(texts_.size()));
   if (fresh) {
-    texts_.push_back(fmt::format("{} of [{}] {}{}{}", record.op, fmt::join(record.shape, ", "), comm::dtype_name(record.dtype),
-                                 record.peer >= 0 ? fmt::format(" with root {}", record.peer) : "", record.site.empty() ? "" : " (" + record.site + ")"));
+    texts_.push_back(fmt::format("{} of [{}] {}{}", call.op, fmt::join(call.shape, ", "), comm::dtype_name(call.dtype),
+                                 call.peer >= 0 ? fmt::format(" with root {}", call.peer) : ""));
   }
   return at->second;
 }
 
-void Agreement::add(const std::vector<int>& ranks, const std::vector<comm::Record>& records) {
+uint32_t Agreement::site_of(const CollectiveEvent& call) {
+  const auto [at, fresh] = site_numbers_.try_emplace(call.site, static_cast<uint32_t>(sites_.size()));
+  if (fresh) sites_.push_back(call.site.empty() ? "" : " (" + call.site + ")");
+  return at->second;
+}
+
+void Agreement::add(const std::vector<int>& ranks, const Events& events) {
   Class& one = classes_.emplace_back();
   one.example = ranks.front();
   for (const int rank : ranks) class_of_.at(static_cast<size_t>(rank)) = static_cast<int>(classes_.size()) - 1;
-  for (const auto& record : records) {
-    auto& calls = one.calls[record.group];
-    if (!is_message(record)) {
-      calls.push_back(number_of(record));
-    } else if (record.op == "send") {
-      one.messages[record.group].sent[{record.tag, record.group_rank, record.peer}].push_back(record.bytes);
+  for (const Event& event : events) {
+    const auto* call = std::get_if<CollectiveEvent>(&event.what);
+    if (call == nullptr) continue;
+    Calls& calls = one.calls[call->group];
+    if (!is_message(*call)) {
+      calls.push_back({.what = number_of(*call), .site = site_of(*call)});
+    } else if (call->op == "send") {
+      one.messages[call->group].sent[{call->tag, call->group_rank, call->peer}].push_back({.bytes = call->bytes, .site = site_of(*call)});
     } else {
-      one.messages[record.group].received[{record.tag, record.peer, record.group_rank}].push_back(record.bytes);
+      one.messages[call->group].received[{call->tag, call->peer, call->group_rank}].push_back({.bytes = call->bytes, .site = site_of(*call)});
     }
   }
 }
 
 std::string Agreement::compare_calls(const std::string& group, const Class& a, const Class& b) const {
   const Calls of_a = found_or_empty(a.calls, group), of_b = found_or_empty(b.calls, group);
-  const auto [at_a, at_b] = std::ranges::mismatch(of_a, of_b);
+  const auto [at_a, at_b] = std::ranges::mismatch(of_a, of_b, {}, &Asked::what, &Asked::what);
   if (at_a == of_a.end() && at_b == of_b.end()) return {};
   const auto number = at_a - of_a.begin() + 1;
   const auto asks = [&](const Class& who, const Calls& calls, auto at) {
-    return at == calls.end() ? fmt::format("rank {} makes {} in all", who.example, calls.size()) : fmt::format("rank {} asks for {}", who.example, texts_[*at]);
+    return at == calls.end() ? fmt::format("rank {} makes {} in all", who.example, calls.size())
+                             : fmt::format("rank {} asks for {}{}", who.example, texts_[at->what], sites_[at->site]);
   };
   return fmt::format("collective #{} of {} in a step: {}; {}", number, group, asks(a, of_a, at_a), asks(b, of_b, at_b));
 }
 
-std::string Agreement::compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b) {
+std::string Agreement::compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b) const {
   const Messages of_a = found_or_empty(a.messages, group), of_b = found_or_empty(b.messages, group);
   std::set<int> tags;
   for (const auto* lines : {&of_a.sent, &of_b.received}) {
-    for (const auto& [line, bytes] : *lines) tags.insert(std::get<0>(line));
+    for (const auto& [line, parts] : *lines) tags.insert(std::get<0>(line));
   }
   for (const int tag : tags) {
     const auto sent = found_or_empty(of_a.sent, {tag, place_of_a, place_of_b}), received = found_or_empty(of_b.received, {tag, place_of_a, place_of_b});
-    if (sent == received) continue;
-    const auto at = std::ranges::mismatch(sent, received).in1 - sent.begin();
-    const auto what = [&](const std::vector<int64_t>& bytes) {
-      return static_cast<size_t>(at) < bytes.size() ? fmt::format("{} bytes", bytes[at]) : std::string("none");
+    const auto [at_sent, at_received] = std::ranges::mismatch(sent, received, {}, &Part::bytes, &Part::bytes);
+    if (at_sent == sent.end() && at_received == received.end()) continue;
+    const auto what = [&](const std::vector<Part>& parts, auto at) {
+      return at == parts.end() ? std::string("none") : fmt::format("{} bytes{}", at->bytes, sites_[at->site]);
     };
-    return fmt::format("message #{} of {} with tag {} from rank {} to rank {} in a step: sent {}, received {}", at + 1, group, tag, a.example, b.example,
-                       what(sent), what(received));
+    return fmt::format("message #{} of {} with tag {} from rank {} to rank {} in a step: sent {}, received {}", at_sent - sent.begin() + 1, group, tag,
+                       a.example, b.example, what(sent, at_sent), what(received, at_received));
   }
   return {};
 }

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/backends/record.h"
+#include "tessera/core/events.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera::plan {
@@ -24,18 +24,26 @@ class Agreement {
   /// Groups that are named by axes of `into` are of Mesh::regrouped(over, into).
   void regroup(std::vector<std::string> over, MeshShape into);
 
-  /// A class: its ranks, all of which call what `records` says.
-  void add(const std::vector<int>& ranks, const std::vector<comm::Record>& records);
+  /// A class: its ranks, all of which do what `events` says.
+  void add(const std::vector<int>& ranks, const Events& events);
 
   /// One sentence about the first group whose members disagree; empty where all would meet.
   std::string first_disagreement() const;
 
  private:
-  using Calls = std::vector<uint32_t>;  ///< indices in texts_
+  struct Asked {
+    uint32_t what = 0;  ///< index in texts_
+    uint32_t site = 0;  ///< index in sites_
+  };
+  using Calls = std::vector<Asked>;
   /// Tag, and the places of sender and receiver in the group.
   using Line = std::tuple<int, int, int>;
+  struct Part {
+    int64_t bytes = 0;
+    uint32_t site = 0;
+  };
   struct Messages {
-    std::map<Line, std::vector<int64_t>> sent, received;  ///< bytes, one after the other
+    std::map<Line, std::vector<Part>> sent, received;  ///< one after the other
   };
   struct Class {
     int example = 0;
@@ -43,11 +51,12 @@ class Agreement {
     std::map<std::string, Messages> messages;
   };
 
-  uint32_t number_of(const comm::Record& record);
+  uint32_t number_of(const CollectiveEvent& call);
+  uint32_t site_of(const CollectiveEvent& call);
   /// Of every rank: its place in its group of this name, and a number that the members of one group share.
   std::pair<std::vector<int>, std::vector<int>> places_and_rows(const std::string& group) const;
   std::string compare_calls(const std::string& group, const Class& a, const Class& b) const;
-  static std::string compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b);
+  std::string compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b) const;
 
   MeshShape shape_;
   std::vector<std::string> over_;  ///< axes that are regrouped
@@ -56,6 +65,8 @@ class Agreement {
   std::vector<int> class_of_;  ///< by rank
   std::map<std::tuple<std::string, int, int64_t, int>, uint32_t> numbers_;
   std::vector<std::string> texts_;
+  std::map<std::string, uint32_t> site_numbers_;
+  std::vector<std::string> sites_;  ///< " (layers.0.attention)", or nothing
 };
 
 }  // namespace tessera::plan

@@ -1,11 +1,9 @@
 #include "tessera/plan/dry_run.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <string_view>
-#include <tuple>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
@@ -15,36 +13,22 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
-#include "tessera/nn/operators.h"
+#include "tessera/nn/record_events.h"
 #include "tessera/plan/agreement.h"
 #include "tessera/plan/rank_classes.h"
+#include "tessera/plan/rehearsal.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
 
-// Nothing here knows what a step does: it is that of train, on meta, over groups that take down what they are asked for. What remains is to run as few ranks as
-// show all there is, one of each class that does the same, to add up what was counted, and to compare what the classes ask of each other.
+// Nothing here knows what a step does: it is that of train, on meta, over groups that do nothing, and all that it does is taken down as a list of events. What
+// remains is to run as few ranks, and as few micro-batches, as show all there is, to read the lists, and to compare what the classes ask of each other.
 
 namespace tessera::plan {
 
 namespace {
 
 constexpr int kDrySteps = 3;
-
-std::vector<CollectiveSum> sum_up(const std::vector<comm::Record>& records) {
-  std::vector<CollectiveSum> sums;
-  std::map<std::tuple<std::string, std::string, std::string>, size_t> index;
-  for (const auto& record : records) {
-    const std::string dtype = c10::toString(record.dtype);
-    const auto [at, fresh] = index.try_emplace({record.op, record.group, dtype}, sums.size());
-    if (fresh) sums.push_back({.op = record.op, .axis = record.group, .dtype = dtype});
-    auto& sum = sums[at->second];
-    ++sum.count;
-    sum.bytes += record.bytes;
-    sum.sent_bytes += record.sent_bytes;
-  }
-  return sums;
-}
 
 // Three steps must show what a long run does: PowerSGD, if it begins at all, begins after the first of them.
 Config shortened(Config config) {
@@ -57,13 +41,13 @@ Config shortened(Config config) {
 /// Says how far a step is while its operators pass.
 class ProgressHooks final : public nn::OperatorHooks {
  public:
-  ProgressHooks(const DryRunOptions& options, DryRunProgress& progress, const nn::FlopCounter& counter, double expected_flops)
-      : options_(options), progress_(progress), counter_(counter), expected_flops_(expected_flops) {}
+  ProgressHooks(const DryRunOptions& options, DryRunProgress& progress, const EventStream& events, double expected_flops)
+      : options_(options), progress_(progress), events_(events), before_(events.flops()), expected_flops_(expected_flops) {}
 
   void call(nn::OperatorCall& operation) override {
     constexpr int64_t rarely = 64;
     if (++calls_ % rarely == 0) {
-      progress_.share = std::min(1.0, counter_.flops() / std::max(1.0, expected_flops_));
+      progress_.share = std::min(1.0, (events_.flops() - before_) / std::max(1.0, expected_flops_));
       options_.progress(progress_);
     }
     operation.run();
@@ -72,20 +56,29 @@ class ProgressHooks final : public nn::OperatorHooks {
  private:
   const DryRunOptions& options_;
   DryRunProgress& progress_;
-  const nn::FlopCounter& counter_;
-  double expected_flops_;
+  const EventStream& events_;
+  double before_, expected_flops_;
   int64_t calls_ = 0;
 };
 
 struct RankRun {
   RankClass ranks;
-  std::vector<comm::Record> records;  ///< of the last step
+  Events events;           ///< of the last step: its collectives, or all where they are asked for
+  bool consistent = true;  ///< with what the tracker saw; else the rehearsal has left something out
 };
+
+/// Micro-batches that do the same are run once, but where a step looks at each by itself: the deterministic tree adds them up in an order of its own, a rank's
+/// padding has none of its own, and details are of real tensors.
+std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatch& batch, const Composition& run, const DryRunOptions& options) {
+  const bool padded = std::ranges::any_of(batch.micro_batches, [](const data::MicroBatch& micro) { return micro.weight == 0; });
+  if (!options.rehearse || options.largest || config.run.deterministic || padded) return std::nullopt;
+  return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.channels,
+                            /*neighbours=*/config.zero.stage >= 2);
+}
 
 /// As `pipeline` deals the model's FLOPs to the stages.
 RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress) {
-  auto recorder = std::make_shared<comm::Recorder>();
-  auto world = comm::World::dry(world_size, rank, recorder, comm::world_options(config.comm));
+  auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   MemoryTracker memory;
   memory.keep_details(options.largest);
@@ -100,34 +93,54 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   result.pipeline_rank = mesh.rank(mesh_roles(config).stages);
   progress.steps = kDrySteps;
   int64_t peak = -1;
+  double expected_flops = 0;
+  const auto alive = [&] { return Alive{.device = memory.current_by_category(), .host = memory.host_by_category()}; };
   for (int step = 1; step <= kDrySteps; ++step) {
-    recorder->clear();
-    scope.memory().reset_peak();
+    memory.reset_peak();
     const auto batch = data::dry_batch(loader, step, at::kMeta);
-    const auto counter = std::make_shared<nn::FlopCounter>();
     const auto tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
                                         [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
     result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) *
                    pipeline.model_share_of(result.pipeline_rank);
+    result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
+    const auto rehearsal = rehearsal_of(config, batch, stepper.run(), options);
+    const int run_of_them = rehearsal ? rehearsal->micro_batches : 0;
+    if (step == 1) expected_flops = rehearsal ? result.flops * run_of_them / static_cast<double>(result.micro_batches) : result.flops;
     progress.step = step;
+    const Alive before = alive();
+    EventStream stream;
     {
       std::optional<nn::OperatorScope> told;
-      if (options.progress) told.emplace(std::make_shared<ProgressHooks>(options, progress, *counter, step == 1 ? result.flops : result.hardware_flops));
-      const nn::OperatorScope counted(counter);
-      stepper.step(batch);
+      if (options.progress) told.emplace(std::make_shared<ProgressHooks>(options, progress, stream, expected_flops));
+      const nn::RecordEvents listening(stream);
+      stepper.step(batch, {.rehearsed = run_of_them});
     }
-    result.hardware_flops = counter->flops();
-    result.recomputed_flops = counter->recomputed_flops();
-    result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
-    const MemoryByCategory host = scope.memory().host_peak_by_category();
-    if (total_of(host) > total_of(result.host_bytes)) result.host_bytes = host;
-    if (scope.memory().peak() <= peak) continue;
-    peak = scope.memory().peak();
-    result.peak_bytes = scope.memory().peak_by_category();
+    expected_flops = stream.flops();
+    const Events shown = stream.take();
+    EventReader of_step(before);
+    if (rehearsal) {
+      for_each_event(shown, *rehearsal, [&](const Event& event, int, int) { of_step.read(event); });
+    } else {
+      of_step.read(shown);
+    }
+    run.consistent = run.consistent && of_step.alive() == alive();
+    if (step == kDrySteps) {
+      const auto kept = [&](const Event& event) { return options.events || std::holds_alternative<CollectiveEvent>(event.what); };
+      if (rehearsal) {
+        run.events = whole_step(shown, *rehearsal, kept);
+      } else {
+        std::ranges::copy_if(shown, std::back_inserter(run.events), kept);
+      }
+      result.hardware_flops = of_step.flops();
+      result.recomputed_flops = of_step.recomputed_flops();
+      result.collectives = collectives_of(run.events);
+    }
+    if (total_of(of_step.peak().host) > total_of(result.host_bytes)) result.host_bytes = of_step.peak().host;
+    if (total_of(of_step.peak().device) <= peak) continue;
+    peak = total_of(of_step.peak().device);
+    result.peak_bytes = of_step.peak().device;
     result.largest = memory.largest_at_peak();
   }
-  run.records = recorder->records();
-  result.collectives = sum_up(run.records);
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
   return run;
 }
@@ -160,6 +173,7 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
     json["stages"] = pipeline.stages_of(ranks.pipeline_rank);
     json["kept_alive"] = pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank));
   }
+  if (!ranks.events.empty()) json["events"] = plan::to_json(ranks.events);
   return json;
 }
 
@@ -189,11 +203,16 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     const ExpertGrid experts = expert_grid(config, shape);
     agreement.regroup(experts.over.names, experts.into);
   }
+  DryRunOptions whole = options;
+  whole.rehearse = false;
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
   for (auto& members : classes) {
     ++progress.kind;
-    auto [ranks, records] = run_rank(shortened(config), world, members.front(), run.pipeline, options, progress);
-    agreement.add(members, records);
+    RankRun one = run_rank(shortened(config), world, members.front(), run.pipeline, options, progress);
+    if (!one.consistent) one = run_rank(shortened(config), world, members.front(), run.pipeline, whole, progress);
+    agreement.add(members, one.events);
+    RankClass ranks = std::move(one.ranks);
+    if (options.events) ranks.events = std::move(one.events);
     ranks.count = static_cast<int64_t>(members.size());
     members.resize(std::min<size_t>(members.size(), 8));
     ranks.examples = std::move(members);

@@ -10,18 +10,9 @@
 #include "tessera/config/config.h"
 #include "tessera/memory/history.h"
 #include "tessera/plan/pipeline_plan.h"
+#include "tessera/plan/read_events.h"
 
 namespace tessera::plan {
-
-/// One kind of collective of a step, with all that are alike added up.
-struct CollectiveSum {
-  std::string op;
-  std::string axis;  ///< the group's name: mesh axes joined by '+'
-  std::string dtype;
-  int64_t count = 0;
-  int64_t bytes = 0;       ///< of the whole tensors: reduced, gathered, dealt
-  int64_t sent_bytes = 0;  ///< by this rank, at least
-};
 
 /// Ranks that do the same step.
 struct RankClass {
@@ -37,6 +28,7 @@ struct RankClass {
   double flops = 0;                        ///< model FLOPs of one step (see docs/planning.md)
   double hardware_flops = 0;               ///< of the matrix products that a step runs, what is computed again included
   double recomputed_flops = 0;             ///< of those, what recompute runs again
+  Events events;                           ///< of one step (DryRunOptions::events)
 };
 
 /// What `tessera plan` knows of a run before a device is touched.
@@ -63,12 +55,15 @@ struct DryRunProgress {
 
 struct DryRunOptions {
   bool largest = false;                                            ///< the largest tensors at the peak, too, for some 2 us an operator
+  bool events = false;                                             ///< all that a step does, too
+  bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };
 
 /// Runs the very step of `train` on meta tensors with groups that record, for one rank of each class, at any world size, on no device and without data.
 /// Three steps are run: the first, in which buckets follow the order of registration; the second, in which they are made anew; and one as all others are.
-/// Peaks are over all three, collectives are those of the third. `config` must be validated for `world`.
+/// Peaks are over all three, collectives are those of the third. All numbers are read from the events of a step (core/events.h), and of micro-batches that do
+/// the same a few are run, where that changes no number. `config` must be validated for `world`.
 /// The classes' collectives are compared (agreement.h): InternalError where ranks that share a group would not meet in it.
 /// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.

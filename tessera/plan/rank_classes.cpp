@@ -44,6 +44,13 @@ std::vector<std::vector<int64_t>> tree_roles(const TreeSchedule& schedule) {
   return roles;
 }
 
+/// Whether the ranks that layers are cut over all hold as much of each, and of the columns between them. Those of a ring are told apart, by their neighbours.
+bool cut_evenly(const Config& config, int ranks) {
+  const auto& model = config.model;
+  const auto lengths = {model.heads, model.kv_heads.value_or(model.heads), model.ffn_dim.value_or(1), model.vocab_size, config.data.seq_len};
+  return !config.tensor.overlap && std::ranges::all_of(lengths, [&](int64_t length) { return length % ranks == 0; });
+}
+
 /// What the ranks of the sharding group hold of the parameters.
 struct Held {
   std::vector<Elements> of_each;  ///< by rank, where few ranks are told apart
@@ -127,15 +134,16 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
   const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns));
   const std::vector<int64_t> no_role;
   const Elements none;
-  // What tp cuts need not be equal, so each of its ranks is a class of its own; so is each stage. Parts of a sequence are one where their
-  // shapes are.
+  // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are
+  // one where their shapes are.
+  const bool alike = !apart && cut_evenly(config, mesh.size(axes.layers));
   using Key = std::tuple<int64_t, int, int, int, const std::vector<int64_t>&, const Elements&>;
   std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {
     const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
-    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)], tp[static_cast<size_t>(rank)],
-                parts[static_cast<size_t>(columns[static_cast<size_t>(rank)])], roles.empty() ? no_role : roles[data_rank],
-                held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
+    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)],
+                alike ? 0 : tp[static_cast<size_t>(rank)], parts[static_cast<size_t>(columns[static_cast<size_t>(rank)])],
+                roles.empty() ? no_role : roles[data_rank], held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
         .push_back(rank);
   }
   std::vector<std::vector<int>> result;

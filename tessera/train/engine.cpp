@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 
@@ -131,8 +132,18 @@ Attachment Engine::add_in_place(size_t micro_batches) const {
   return Attachment([tell] { tell(false); });
 }
 
+void Engine::leave_out_losses(size_t run) {
+  const auto bracket = [](bool begins) {
+    if (EventStream* const listener = EventStream::current()) listener->add({.what = ActionEvent{.action = std::string(kLeftOut), .begins = begins}});
+  };
+  bracket(true);
+  pass_.repeat_losses(run);
+  bracket(false);
+}
+
 at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions options) {
-  plan_ = &plan_for(batch.micro_batches.size());
+  const size_t run = options.rehearsed > 0 ? static_cast<size_t>(options.rehearsed) : batch.micro_batches.size();
+  plan_ = &plan_for(run);
   batch_ = &batch;
   met_ = std::move(options.met);
   update_ = std::move(options.update);
@@ -147,7 +158,9 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions op
   plan_->executor->run(options.times);
   if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
-    if (stage.gives_loss()) return at::stack(pass_.losses());
+    if (!stage.gives_loss()) continue;
+    if (run < batch.micro_batches.size()) leave_out_losses(run);
+    return at::stack(pass_.losses());
   }
   return at::zeros({static_cast<int64_t>(batch.micro_batches.size())}, at::TensorOptions(at::kFloat).device(run_.device));
 }

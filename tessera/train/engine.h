@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +30,12 @@ struct StepOptions {
   /// micro-batches, and `update` where this rank updates, at once or later; `grad()` is that gradient then. When the step is over all updates are made.
   std::function<void()> met{}, update{};
   pipeline::StepTimes* times = nullptr;  ///< takes down when each action ran
+  /// Of a dry run that knows the rest from these: so many micro-batches are run, in the order of a step that has no more. 0: all.
+  int rehearsed = 0;
 };
+
+/// What a rehearsal makes in place of the losses of micro-batches that are not run lies between brackets (ActionEvent) of this name.
+inline constexpr std::string_view kLeftOut = "left out";
 
 /// Turns a rank's micro-batches into the gradient of the global batch. It makes of the model's parts the stages of a pipeline, of one stage where a rank holds
 /// the whole, and lets the executor carry out the schedule; around each action it says to what synchronizes gradients which one it is, and opens the scopes
@@ -62,6 +68,8 @@ class Engine {
   Plan& plan_for(size_t micro_batches);
   void around(const schedules::Action& action, const std::function<void()>& body);
   Attachment add_in_place(size_t micro_batches) const;
+  /// Losses like the others for the micro-batches behind the first `run`.
+  void leave_out_losses(size_t run);
   void compute(ActionKind kind, const schedules::Action& action, const std::function<void()>& body);
 
   int part_of(int stage) const { return static_cast<int>(std::distance(stages_.begin(), stages_.find(stage))); }

@@ -2,9 +2,11 @@
 
 #include <utility>
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "tessera/layout/slice.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera {
 
@@ -32,6 +34,11 @@ at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
   const auto i = static_cast<size_t>(micro_batch);
   losses_[i] = given.detach();
   return given.requires_grad() ? given.mul(scales_.at(i)) : at::Tensor();
+}
+
+void LossPass::repeat_losses(size_t run) {
+  const MemoryScope outputs(MemoryCategory::Outputs);
+  for (size_t i = run; i < losses_.size(); ++i) losses_[i] = at::empty_like(losses_.front());
 }
 
 at::Tensor ModelStage::compute(const StageCall& call, const Pass::Size& size, const std::vector<at::Tensor>& inputs) {

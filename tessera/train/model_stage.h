@@ -62,6 +62,8 @@ class LossPass final : public Pass {
 
   /// Fp32 []: where the model ends; elsewhere undefined.
   const std::vector<at::Tensor>& losses() const { return losses_; }
+  /// Gives the micro-batches behind the first `run`, which were not run, losses of their own that take as much memory.
+  void repeat_losses(size_t run);
 
   Size size(int micro_batch) const override;
   at::Tensor run(int micro_batch, const Compute& compute) override;

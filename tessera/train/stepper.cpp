@@ -234,7 +234,8 @@ void Stepper::hand_on() {
 }
 
 at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr) {
-  const StepOptions options{.met = [this] { updates_->met(); }, .update = [this, lr] { updates_->update(lr); }, .times = request.times};
+  const StepOptions options{
+      .met = [this] { updates_->met(); }, .update = [this, lr] { updates_->update(lr); }, .times = request.times, .rehearsed = request.rehearsed};
   if (flops_) return engine_.forward_backward(batch, options);
   const auto counter = std::make_shared<nn::FlopCounter>();
   at::Tensor losses;

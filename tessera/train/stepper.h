@@ -76,6 +76,7 @@ struct StepRequest {
   std::function<void()> meanwhile{};
   /// Takes down when each action of this rank ran.
   pipeline::StepTimes* times = nullptr;
+  int rehearsed = 0;  ///< StepOptions::rehearsed
   /// When the step began for this rank, loading included.
   std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
 };

@@ -278,7 +278,7 @@ TEST(PowerSgd, ADryRunMakesTheSameCalls) {
     DistributedDataParallel ddp(net, group, {.sizes = small_buckets, .hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 1})});
     for (int step = 0; step < 3; ++step) run_step(net, ddp, {whole_batch(samples).x.to(device), whole_batch(samples).y.to(device)});
   };
-  std::vector<comm::Record> real;
+  std::vector<CollectiveEvent> real;
   run_ranks(3, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};

@@ -184,7 +184,7 @@ TEST(Tree, MicroBatchesOutOfOrderOrMissingAreRefused) {
 
 TEST(Tree, ADryRunMakesTheSameCalls) {
   constexpr int64_t count = 7;
-  std::vector<comm::Record> real;
+  std::vector<CollectiveEvent> real;
   run_ranks(3, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "world", .rank = world.rank(), .size = 3, .ranks = {}};
@@ -199,7 +199,7 @@ TEST(Tree, ADryRunMakesTheSameCalls) {
   const auto net = on_meta([] { return std::make_shared<Net>(); });
   TreeReduction tree(*net, world.group(), {.num_micro_batches = count});
   take_step(*net, tree, count, world.group(), at::kMeta);
-  const std::vector<comm::Record> planned = recorder->records();
+  const std::vector<CollectiveEvent> planned = recorder->records();
   ASSERT_EQ(planned.size(), real.size());
   for (size_t i = 0; i < real.size(); ++i) {
     EXPECT_EQ(planned[i].op, real[i].op) << i;

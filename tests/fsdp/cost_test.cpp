@@ -22,7 +22,7 @@ using comm::World;
 using namespace testing_support;
 
 /// Elements that a rank sends per step, by operation.
-std::map<std::string, int64_t> sent_elements(const std::vector<comm::Record>& records) {
+std::map<std::string, int64_t> sent_elements(const std::vector<CollectiveEvent>& records) {
   std::map<std::string, int64_t> sent;
   for (const auto& record : records) sent[record.op] += record.sent_bytes / 4;
   return sent;

@@ -1,10 +1,14 @@
 #include "tessera/plan/rank_classes.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+
+#include <nlohmann/json.hpp>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/plan/dry_run.h"
 #include "tessera/train/compose.h"
 #include "tests/train/fixture.h"
 
@@ -72,6 +76,38 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
   EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses"}), 1U);
   EXPECT_EQ(classes(3, {"data.seq_len=36", "context.balance=contiguous"}), 3U) << "later ranks see more keys";
   EXPECT_EQ(classes(3, {"data.seq_len=35", "context.method=ulysses"}), 3U) << "4 heads over 3 ranks";
+}
+
+/// What is taken for granted of large worlds, shown of small ones, where each rank is run.
+TEST_F(RankClassesTest, RanksOfEvenCutsDoTheSame) {
+  for (const std::vector<std::string>& sets : std::vector<std::vector<std::string>>{{},
+                                                                                    {"zero.stage=3", "mesh.dp_shard=2"},
+                                                                                    {"tensor.sequence_parallel=true", "recompute.mode=full"},
+                                                                                    {"model.layers=3", "mesh.pp=2", "tensor.sequence_parallel=true"}}) {
+    for (const std::string family : {"llama", "gpt2"}) {
+      SCOPED_TRACE(family + ::testing::PrintToString(sets));
+      std::vector<std::string> all{"mesh.tp=4", "model.vocab_size=260", "batch.global_size=8"};
+      all.insert(all.end(), sets.begin(), sets.end());
+      const Config even = config(family, all);
+      const int world = sets.size() == 3 || sets == std::vector<std::string>{"zero.stage=3", "mesh.dp_shard=2"} ? 8 : 4;
+      const Mesh mesh(comm::World::dry(world, 0, std::make_shared<comm::Recorder>()), mesh_shape(even.mesh, even.zero.stage, world));
+      std::map<std::pair<int, int>, nlohmann::json> of_others;
+      for (nlohmann::json& ranks : plan::to_json(plan::dry_run(even, world))["ranks"]) {
+        const int rank = ranks["examples"][0];
+        ranks.erase("examples");
+        const auto& first =
+            of_others.try_emplace({mesh.rank(rank, "pp"), mesh.rank(rank, even.zero.stage > 0 ? "dp_shard" : "dp_replicate")}, ranks).first->second;
+        EXPECT_EQ(first, ranks) << "rank " << rank;
+      }
+      auto larger = all;
+      larger.emplace_back("batch.global_size=32");
+      larger.emplace_back("mesh.dp_replicate=" + std::to_string(even.zero.stage > 0 ? 2 : 4));
+      const int pipelines = std::ranges::find(sets, "mesh.pp=2") != sets.end() ? 2 : 1;
+      EXPECT_EQ(plan::rank_classes(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(pipelines));
+      larger.emplace_back("model.vocab_size=261");
+      EXPECT_EQ(plan::rank_classes(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(4 * pipelines)) << "whose vocabulary is cut unevenly";
+    }
+  }
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
   const at::Tensor hidden = at::randn({2, tokens / 2, kHidden}, generator), weight = at::randn({vocabulary, kHidden}, generator);
   const Expected want = expected_of(hidden, weight, batch.labels, {}, at::kFloat);
-  std::vector<std::vector<comm::Record>> calls(2);
+  std::vector<std::vector<CollectiveEvent>> calls(2);
   run_ranks(2, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "tp", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)};

@@ -49,7 +49,7 @@ class PipelineSharding : public TrainFixture {
       stepper.step(data::dry_batch(loader, step, at::kMeta));
     }
     std::map<std::string, Moves> seen;
-    for (const comm::Record& record : recorder->records()) {
+    for (const CollectiveEvent& record : recorder->records()) {
       if (record.op == "all_gather" && record.site.starts_with("layers.")) ++seen[record.site].gathers;
       if (record.op == "reduce_scatter" && record.site.starts_with("layers.")) ++seen[record.site].reductions;
     }

@@ -33,7 +33,7 @@ struct Moment {
 /// One step of one rank.
 struct Timeline {
   std::vector<Moment> moments;
-  std::vector<comm::Record> records;
+  std::vector<CollectiveEvent> records;
 };
 
 class Clock {
@@ -178,7 +178,7 @@ void draw_rank(Svg& svg, const Timeline& line, int rank) {
   }
 }
 
-std::string label_of(const comm::Record& record) {
+std::string label_of(const CollectiveEvent& record) {
   const bool is_unit = record.site.starts_with("layer");
   return fmt::format("{}{}", record.op == "all_gather" ? "gather" : "scatter", is_unit ? " " + record.site.substr(5) : "");
 }

@@ -157,7 +157,7 @@ TEST_P(SynchronizerCalls, ADryRunMakesTheSameCalls) {
     }
   };
   const int ranks = replicas() > 1 ? 4 : 3;
-  std::vector<comm::Record> real;
+  std::vector<CollectiveEvent> real;
   comm::run_ranks(ranks, [&](World& world) {
     const auto recorder = std::make_shared<comm::Recorder>();
     const auto recorded = [&](const comm::Group& group) {
@@ -175,7 +175,7 @@ TEST_P(SynchronizerCalls, ADryRunMakesTheSameCalls) {
   World world = World::dry(ranks, 1, recorder);
   const auto net = on_meta([] { return std::make_shared<Buffered>(); });
   train(*net, groups_in(world), 1, at::kMeta, *recorder);
-  const std::vector<comm::Record> planned = recorder->records();
+  const std::vector<CollectiveEvent> planned = recorder->records();
   ASSERT_EQ(planned.size(), real.size());
   for (size_t i = 0; i < real.size(); ++i) {
     EXPECT_EQ(planned[i].op, real[i].op) << i;

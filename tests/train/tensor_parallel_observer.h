@@ -43,7 +43,7 @@ struct Call {
 /// What one rank sees of a pass.
 struct Log {
   std::vector<Call> calls;
-  std::vector<comm::Record> records;
+  std::vector<CollectiveEvent> records;
   size_t forward = 0;  ///< of the records
 };
 

@@ -12,7 +12,7 @@ namespace tessera {
 namespace {
 
 using namespace testing_support;
-using Records = std::vector<comm::Record>;
+using Records = std::vector<CollectiveEvent>;
 
 constexpr int kDrawnRanks = 2;
 

@@ -85,10 +85,10 @@ inline double trained_difference(int ranks, int replicas, const Way& way, int pa
 }
 
 /// What each rank sent in the last of two steps.
-inline std::vector<comm::Record> records_of_a_step(int ranks, int replicas, const Way& way, int passes, ShardLayout& layout) {
+inline std::vector<CollectiveEvent> records_of_a_step(int ranks, int replicas, const Way& way, int passes, ShardLayout& layout) {
   std::vector<std::shared_ptr<comm::Recorder>> recorders;
   for (int rank = 0; rank < ranks; ++rank) recorders.push_back(std::make_shared<comm::Recorder>());
-  std::vector<comm::Record> records;
+  std::vector<CollectiveEvent> records;
   run_ranks(ranks, [&](World& world) {
     const auto recorded = [&](const comm::Group& group) {
       if (group.size() == 1) return group;

@@ -28,7 +28,9 @@ int64_t bytes_sent(const Call& call, const GroupInfo& group, int64_t bytes) {
   return traffic(call.op, group.size, bytes).sent_bytes;
 }
 
-Record record_of(const Call& call, const GroupInfo& group) {
+}  // namespace
+
+CollectiveEvent event_of(const Call& call, const GroupInfo& group) {
   const auto bytes = call.bytes(group.size);
   auto shape = call.whole(group.size);
   return {.op = std::string(to_string(call.op)),
@@ -45,6 +47,8 @@ Record record_of(const Call& call, const GroupInfo& group) {
           .site = std::string(CallSite::current())};
 }
 
+namespace {
+
 /// Without an inner engine it computes nothing.
 class RecordEngine : public DecoratedEngine {
  public:
@@ -52,7 +56,7 @@ class RecordEngine : public DecoratedEngine {
       : DecoratedEngine(group, std::move(inner)), recorder_(std::move(recorder)), scratch_bytes_(std::move(scratch_bytes)) {}
 
   Work start(const Call& call) override {
-    recorder_->add(record_of(call, group()));
+    recorder_->add(event_of(call, group()));
     if (inner()) return inner()->start(call);
     const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
     return completed_work(bytes == 0 ? at::Tensor() : at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));
@@ -65,29 +69,13 @@ class RecordEngine : public DecoratedEngine {
 
 }  // namespace
 
-void to_json(nlohmann::json& json, const Record& record) {
-  json = {{"sequence", record.sequence},
-          {"op", record.op},
-          {"group", record.group},
-          {"group_size", record.group_size},
-          {"group_rank", record.group_rank},
-          {"peer", record.peer},
-          {"tag", record.tag},
-          {"shape", record.shape},
-          {"elements", record.elements},
-          {"bytes", record.bytes},
-          {"sent_bytes", record.sent_bytes},
-          {"dtype", dtype_name(record.dtype)},
-          {"site", record.site}};
-}
-
-void Recorder::add(Record record) {
+void Recorder::add(CollectiveEvent call) {
   const std::lock_guard lock(mutex_);
-  record.sequence = static_cast<int64_t>(records_.size());
-  records_.push_back(std::move(record));
+  call.sequence = static_cast<int64_t>(records_.size());
+  records_.push_back(std::move(call));
 }
 
-std::vector<Record> Recorder::records() const {
+std::vector<CollectiveEvent> Recorder::records() const {
   const std::lock_guard lock(mutex_);
   return records_;
 }
@@ -110,3 +98,23 @@ Decorator recording(std::shared_ptr<Recorder> recorder) {
 }
 
 }  // namespace tessera::comm
+
+namespace tessera {
+
+void to_json(nlohmann::json& json, const CollectiveEvent& call) {
+  json = {{"sequence", call.sequence},
+          {"op", call.op},
+          {"group", call.group},
+          {"group_size", call.group_size},
+          {"group_rank", call.group_rank},
+          {"peer", call.peer},
+          {"tag", call.tag},
+          {"shape", call.shape},
+          {"elements", call.elements},
+          {"bytes", call.bytes},
+          {"sent_bytes", call.sent_bytes},
+          {"dtype", comm::dtype_name(call.dtype)},
+          {"site", call.site}};
+}
+
+}  // namespace tessera

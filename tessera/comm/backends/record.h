@@ -7,47 +7,34 @@
 #include <string>
 #include <vector>
 
-#include <c10/core/ScalarType.h>
 #include <nlohmann/json_fwd.hpp>
 
 #include "tessera/comm/world.h"
+#include "tessera/core/events.h"
+
+namespace tessera {
+/// All fields by name; dtype as float32, bfloat16, ...
+void to_json(nlohmann::json& json, const CollectiveEvent& call);
+}  // namespace tessera
 
 namespace tessera::comm {
 
 struct Call;
 
-/// One collective of one rank. Shape, elements and bytes are of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
-struct Record {
-  int64_t sequence = 0;  ///< of this rank, over all groups, from 0
-  std::string op;        ///< an Operation's name
-  std::string group;     ///< the group's name
-  int group_size = 1;
-  int group_rank = 0;
-  int peer = -1;  ///< root, destination or source, in the group
-  int tag = 0;
-  std::vector<int64_t> shape;
-  int64_t elements = 0;
-  int64_t bytes = 0;
-  int64_t sent_bytes = 0;  ///< what this rank sends at least (traffic.h; for uneven all_to_all its own rows)
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-  std::string site;  ///< innermost CallSite
-  bool operator==(const Record&) const = default;
-};
-
-/// All fields by name; dtype as float32, bfloat16, ...
-void to_json(nlohmann::json& json, const Record& record);
+/// What a call of this rank's says of itself.
+CollectiveEvent event_of(const Call& call, const GroupInfo& group);
 
 /// What a rank's recording groups write into. Thread-safe.
 class Recorder {
  public:
-  void add(Record record);  ///< gives it the next sequence number
-  std::vector<Record> records() const;
+  void add(CollectiveEvent call);  ///< gives it the next sequence number
+  std::vector<CollectiveEvent> records() const;
   /// Forgets all records, and starts counting anew.
   void clear();
 
  private:
   mutable std::mutex mutex_;
-  std::vector<Record> records_;
+  std::vector<CollectiveEvent> records_;
 };
 
 /// Logs each call and hands it on to `inner`.

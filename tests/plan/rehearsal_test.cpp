@@ -1,0 +1,167 @@
+#include "tessera/plan/rehearsal.h"
+
+#include <gtest/gtest.h>
+
+#include "tessera/comm/backends/record.h"
+#include "tessera/data/loader.h"
+#include "tessera/nn/record_events.h"
+#include "tessera/pipeline/schedules/generators.h"
+#include "tessera/plan/dry_run.h"
+#include "tests/train/fixture.h"
+
+namespace tessera::plan {
+namespace {
+
+using Sets = std::vector<std::string>;
+
+class RehearsalTest : public testing_support::TrainFixture {
+ protected:
+  /// Few micro-batches run for many give the plan of all.
+  void expect_the_same(const std::string& family, Sets sets, int world) {
+    SCOPED_TRACE(family + " " + ::testing::PrintToString(sets));
+    sets.insert(sets.begin(), {"batch.micro_size=1", "run.threads=1"});
+    const Config asked = config(family, sets);
+    const DryRun few = dry_run(asked, world, {.events = true}), all = dry_run(asked, world, {.events = true, .rehearse = false});
+    ASSERT_EQ(few.ranks.size(), all.ranks.size());
+    for (size_t i = 0; i < few.ranks.size(); ++i) {
+      RankClass a = few.ranks[i], b = all.ranks[i];
+      const auto of_few = shown(a.events), of_all = shown(b.events);
+      EXPECT_EQ(of_few.size(), of_all.size()) << "rank " << a.examples.front();
+      const auto [at_few, at_all] = std::ranges::mismatch(of_few, of_all);
+      EXPECT_TRUE(at_few == of_few.end()) << "rank " << a.examples.front() << ", event " << at_few - of_few.begin() << ": " << *at_few << "; of all "
+                                          << *at_all;
+      expect_sound(a.events);
+    }
+    EXPECT_EQ(without_events(few), without_events(all));
+  }
+
+  static nlohmann::json without_events(DryRun run) {
+    for (auto& ranks : run.ranks) ranks.events.clear();
+    return to_json(run);
+  }
+
+  /// What happens, whatever the storages are called.
+  static std::vector<nlohmann::json> shown(const Events& events) {
+    std::vector<nlohmann::json> list;
+    for (nlohmann::json& event : to_json(events)) {
+      for (const char* key : {"index", "reads", "writes", "after"}) event.erase(key);
+      list.push_back(std::move(event));
+    }
+    return list;
+  }
+
+  /// Nothing waits for what comes later; what is given back was taken, once.
+  static void expect_sound(const Events& events) {
+    const auto after = dependencies(events);
+    for (size_t i = 0; i < events.size(); ++i) {
+      if (!after[i].empty()) ASSERT_LT(after[i].back(), static_cast<int64_t>(i));
+    }
+    std::map<int64_t, int64_t> bytes;
+    for (const Event& event : events) {
+      const auto* change = std::get_if<MemoryChange>(&event.what);
+      if (change == nullptr) continue;
+      ASSERT_EQ(event.writes.size(), 1);
+      int64_t& alive = bytes[event.writes[0]];
+      if (change->bytes > 0) {
+        EXPECT_EQ(alive, 0) << "storage " << event.writes[0];
+      }
+      alive += change->bytes;
+    }
+  }
+};
+
+/// One list, read by all: held against what counts by itself.
+TEST_F(RehearsalTest, EventsAreWhatCounterRecorderAndTrackerSee) {
+  for (const Sets& sets :
+       std::vector<Sets>{{}, {"zero.stage=1"}, {"zero.stage=2"}, {"zero.stage=3"}, {"mesh.tp=2"}, {"recompute.mode=full"}, {"mesh.pp=2"}, {"mesh.cp=2"}}) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    const Config asked = config("llama", sets);
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const auto world = comm::World::dry(2, 1, recorder, comm::world_options(asked.comm));
+    const Mesh mesh(world, mesh_shape(asked.mesh, asked.zero.stage, 2));
+    MemoryTracker memory;
+    RankScope scope(asked, 1, memory);
+    Stepper stepper(asked, mesh, at::kMeta, scope);
+    for (int step = 1; step <= 2; ++step) {
+      recorder->clear();
+      memory.reset_peak();
+      const Alive before{.device = memory.current_by_category(), .host = memory.host_by_category()};
+      const auto counter = std::make_shared<nn::FlopCounter>();
+      EventStream stream;
+      {
+        const nn::RecordEvents listening(stream);
+        const nn::OperatorScope counted(counter);
+        stepper.step(data::dry_batch(loader_options(asked, mesh), step, at::kMeta));
+      }
+      const Events events = stream.take();
+      expect_sound(events);
+      EventReader counted(before);
+      counted.read(events);
+      EXPECT_EQ(counted.flops(), counter->flops());
+      EXPECT_EQ(counted.recomputed_flops(), counter->recomputed_flops());
+      EXPECT_EQ(counted.peak().device, memory.peak_by_category());
+      EXPECT_EQ(counted.alive().device, memory.current_by_category());
+      auto calls = only<CollectiveEvent>(events);
+      for (size_t i = 0; i < calls.size(); ++i) calls[i].sequence = static_cast<int64_t>(i);
+      EXPECT_EQ(calls, recorder->records());
+    }
+  }
+}
+
+TEST_F(RehearsalTest, EventsTellWhatCrossesBetweenHostAndDevice) {
+  const auto crossing_bytes = [&](const Sets& sets) {
+    int64_t bytes = 0;
+    for (const auto& ran : only<OperatorEvent>(dry_run(config("llama", sets), 2, {.events = true}).ranks.at(0).events))
+      bytes += ran.crosses ? ran.written_bytes : 0;
+    return bytes;
+  };
+  EXPECT_EQ(crossing_bytes({"zero.stage=3"}), 0);
+  EXPECT_GT(crossing_bytes({"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}), 0);
+}
+
+TEST_F(RehearsalTest, GivesThePlanOfAllMicroBatches) {
+  expect_the_same("llama", {"batch.global_size=7"}, 1);
+  expect_the_same("gpt2", {"batch.global_size=10", "model.dropout=0.1", "recompute.mode=full"}, 2);
+  expect_the_same("llama", {"batch.global_size=10", "zero.stage=1", "zero.bucket_bytes=20000"}, 2);
+  expect_the_same("llama", {"batch.global_size=10", "zero.stage=2", "zero.bucket_bytes=20000", "precision.compute=bf16"}, 2);
+  expect_the_same("llama", {"batch.global_size=10", "zero.stage=3"}, 2);
+  expect_the_same("llama", {"batch.global_size=12", "zero.stage=3", "zero.prefetch=2", "zero.reshard_after_forward=false"}, 2);
+  expect_the_same("llama", {"batch.global_size=6", "mesh.tp=3"}, 3);
+  expect_the_same("llama", {"batch.global_size=6", "mesh.cp=2"}, 2);
+  expect_the_same("mixtral", {"batch.global_size=10"}, 2);
+}
+
+TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
+  const Sets three{"model.layers=3", "batch.global_size=9", "mesh.pp=3"};
+  for (const auto& [schedule, stage] : std::vector<std::pair<std::string, std::string>>{{"gpipe", "2"}, {"1f1b", "0"}, {"zb_h1", "0"}}) {
+    Sets sets{"pipeline.schedule=" + schedule, "zero.stage=" + stage};
+    sets.insert(sets.end(), three.begin(), three.end());
+    expect_the_same("llama", sets, 3);
+  }
+  expect_the_same("llama", {"batch.global_size=18", "mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3", "pipeline.schedule=1f1b"}, 4);
+  expect_the_same("gpt2", {"model.layers=4", "batch.global_size=12", "mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 2);
+  expect_the_same("llama", {"model.layers=4", "batch.global_size=12", "mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "mesh.tp=2"}, 4);
+  expect_the_same("mlp", {"model.layers=4", "batch.global_size=9", "mesh.pp=2", "pipeline.schedule=pipedream"}, 2);
+}
+
+TEST(Rehearsal, RunsAsFewMicroBatchesAsThereAreKinds) {
+  const auto one = [](int micro_batches) {
+    schedules::Schedule schedule{.name = "one", .micro_batches = micro_batches, .rank_of = {0}, .actions = {{}}};
+    for (int i = 0; i < micro_batches; ++i) {
+      schedule.actions[0].push_back({.kind = schedules::Kind::Forward, .micro_batch = i});
+      schedule.actions[0].push_back({.kind = schedules::Kind::Backward, .micro_batch = i});
+    }
+    return schedule;
+  };
+  const auto found = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/false);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->micro_batches, 3);
+  EXPECT_EQ(found->stands_for, (std::vector<int>{0, 1, 1, 1, 1, 2}));
+  EXPECT_FALSE(shortest_rehearsal(one, 3, comm::Group::self(), /*neighbours=*/false)) << "all are run as it is";
+  const auto looking = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/true);
+  ASSERT_TRUE(looking);
+  EXPECT_EQ(looking->stands_for, (std::vector<int>{0, 1, 2, 2, 2, 3}));
+}
+
+}  // namespace
+}  // namespace tessera::plan
