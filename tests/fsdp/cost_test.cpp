@@ -75,7 +75,7 @@ TEST(FullyShard, ThePlainLoopKeepsUnitsFromForwardToBackward) {
       auto sharded = fully_shard(net, group, {.wrap = "layer*", .prefetch = {.units = 0}, .reshard_after_forward = reshard});
       materialize(net, 1);
       const auto gathers = [&] {
-        return std::ranges::count_if(mine->records(), [](const comm::Record& record) { return record.op == "all_gather" && record.sent_bytes > 1000; });
+        return std::ranges::count_if(mine->records(), [](const CollectiveEvent& record) { return record.op == "all_gather" && record.sent_bytes > 1000; });
       };
       for (int step = 0; step < 3; ++step) {
         for (const at::Tensor& parameter : net->parameters()) parameter.mutable_grad() = at::Tensor();
