@@ -44,6 +44,13 @@ std::vector<Slice> cut_in_columns(std::vector<int64_t> cuts) {
   return slices;
 }
 
+/// Runs of rows: of the parts, boxes that lie one behind the other.
+Slice rows(const std::vector<std::pair<int64_t, int64_t>>& runs) {
+  Slice slice{.name = "w", .shape = kShape, .boxes = {}};
+  for (const auto& [begin, size] : runs) slice.boxes.push_back({.offset = {begin, 0}, .size = {size, 9}});
+  return slice;
+}
+
 at::Tensor term_of(size_t holder, int round = 0) {
   return at::randn(kShape, at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(100 * round + 7) + holder));
 }
@@ -101,6 +108,7 @@ const std::vector<Cuts>& all_cuts() {
                                      {cut_in_runs({70, 141}), cut_in_runs({32, 32})},
                                      {cut_in_runs({5}), {all_of_it()}, cut_in_runs({100, 150})},
                                      {cut_in_columns({4}), cut_in_columns({4})},
+                                     {{rows({{0, 1}, {2, 1}, {5, 1}}), rows({{1, 1}, {3, 2}, {6, 17}})}, cut_in_runs({40})},
                                      {cut_in_columns({2, 5}), cut_in_runs({64}), cut_in_columns({7})}};
   return all;
 }
