@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import compression
+import context
 import mixture
 import plan
 import recompute
@@ -198,6 +199,9 @@ def run_section(section: plan.Section, options, results: Results, clock: Clock, 
         results.add(section.name, compression.measure(options.binary, out, steps=2, turns=3, clock=clock))
     elif section.kind == plan.RECOMPUTE:
         markdown, missed = recompute.measure(options.binary, clock)
+        results.add(section.name, markdown, missed=missed)
+    elif section.kind == plan.CONTEXT:
+        markdown, missed = context.measure(options.binary, clock)
         results.add(section.name, markdown, missed=missed)
     elif section.kind == plan.MIXTURE:
         markdown, missed = mixture.measure(options.binary, clock)

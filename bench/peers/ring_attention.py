@@ -1,6 +1,6 @@
 """Attention over ranks in plain PyTorch: keys and values are all-gathered over Gloo, then its own attention with the mask of the rank's queries.
 
-Forward and backward of one core, causal, processes with one thread each; the quickest of some rounds. Beside bench/context_parallel/attention_bench.cpp.
+Forward and backward of one core, causal, processes with one thread each; the quickest of some rounds. Beside `tessera bench cp`.
 Prints one line of JSON.
 
   tools/peer_python bench/peers/ring_attention.py --length 8192 --ranks 2

@@ -70,6 +70,28 @@ void add_pp(CLI::App& bench, int& exit_code) {
   command->callback([flags, &exit_code] { exit_code = bench_pp(*flags); });
 }
 
+void add_cp(CLI::App& bench, int& exit_code) {
+  auto flags = std::make_shared<BenchCpFlags>();
+  auto* command = bench.add_subcommand("cp", "Time attention to a sequence that is cut over ranks, beside one device, and show what it keeps in memory");
+  command->add_option("--length", flags->lengths, "Lengths of the sequence")->delimiter(',')->capture_default_str();
+  command->add_option("--heads", flags->heads, "Query heads")->capture_default_str();
+  command->add_option("--kv-heads", flags->kv_heads, "Key-value heads")->capture_default_str();
+  command->add_option("--head-dim", flags->head_dim, "Features of a head")->capture_default_str();
+  command->add_option("--method", flags->methods, "Ways to reach the keys of other ranks (context.method); ring_no_overlap waits for each block")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--dtype", flags->dtype, "What attention computes in: fp32, bf16")->capture_default_str();
+  command->add_option("--backend", flags->backend, "Backend of the messages")->capture_default_str();
+  command->add_option("--nproc", flags->nproc, "Ranks that the sequence is cut over, started on this machine (default 2)");
+  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
+  command->add_option("--iterations", flags->iterations, "Rounds to measure, instead of --seconds");
+  command->add_option("--svg,--out", flags->svg, "Draw time over the length");
+  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
+  command->add_flag("--json", flags->json, "Print JSON, a row a line");
+  command->callback([flags, &exit_code] { exit_code = bench_cp(*flags); });
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app, int& exit_code) {
@@ -78,6 +100,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   add_comm(*bench, exit_code);
   add_tp(*bench, exit_code);
   add_pp(*bench, exit_code);
+  add_cp(*bench, exit_code);
 }
 
 }  // namespace tessera::cli

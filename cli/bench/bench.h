@@ -51,10 +51,21 @@ struct BenchPpFlags : BenchFlags {
   std::string backend = "auto";
 };
 
+struct BenchCpFlags : BenchFlags {
+  std::vector<int64_t> lengths{2048, 8192};
+  int64_t heads = 8;
+  int64_t kv_heads = 8;
+  int64_t head_dim = 64;
+  std::vector<std::string> methods{"ring", "ring_no_overlap", "all_gather", "ulysses"};
+  std::string dtype = "fp32";
+  std::string backend = "auto";
+};
+
 /// Each checks its flags (ConfigError), measures, shows, and returns the exit code.
 int bench_comm(const BenchCommFlags& flags);
 int bench_tp(const BenchTpFlags& flags);
 int bench_pp(const BenchPpFlags& flags);
+int bench_cp(const BenchCpFlags& flags);
 
 /// Refuses limits that measure nothing.
 void check_limits(double seconds, int64_t iterations);

@@ -287,6 +287,11 @@ TEST(Validate, Recompute) {
   EXPECT_THAT(refusal([](Config& c) { c.recompute.every = 0; }), StartsWith("recompute.every = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.budget_bytes = -1; }), StartsWith("recompute.budget_bytes = -1"));
   EXPECT_THAT(refusal([](Config& c) { c.recompute.budget_bytes = 1; }), HasSubstr("set recompute.mode = full"));
+  EXPECT_EQ(refusal([](Config& c) { c.recompute.ffn_tile = 512; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.ffn_tile = -1; }), StartsWith("recompute.ffn_tile = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.ffn_tile = 8, c.model.family = "mixtral", c.model.experts = 4, c.model.experts_per_token = 2; }),
+              HasSubstr("a mixture of experts routes all tokens"));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.ffn_tile = 8, c.tensor.sequence_parallel = true; }), HasSubstr("set one of the two"));
   EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.every = 2, c.recompute.budget_bytes = 1; }), HasSubstr("recompute.every = 1"));
   EXPECT_THAT(refusal([](Config& c) { c.recompute.mode = "full", c.recompute.keep = {"mm"}; }), HasSubstr("set recompute.mode = selective"));
   EXPECT_THAT(refusal([](Config& c) { c.model.family = "mlp", c.recompute.mode = "selective"; }), HasSubstr("mlp has no attention"));
