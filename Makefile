@@ -3,7 +3,7 @@ PRESET ?= release
 BUILD := build/$(PRESET)
 .DEFAULT_GOAL := build
 
-.PHONY: build demo test bench parity soak fuzz asan format clean
+.PHONY: build demo test bench parity soak fuzz asan cuda format clean
 
 build/torch_dir: tools/setup
 	@tools/setup
@@ -25,6 +25,14 @@ test: build
 asan:
 	@$(MAKE) --no-print-directory build PRESET=asan
 	@ctest --test-dir build/asan --output-on-failure -L unit
+
+# The CUDA build, on any machine with a toolkit: it links, trains on the CPU as the CPU build does, and says which devices it sees (docs/gpu.md).
+build/cuda_torch_dir: tools/setup
+	@tools/setup --cuda
+
+cuda: build/torch_dir build/cuda_torch_dir
+	@$(MAKE) --no-print-directory build PRESET=cuda
+	@tools/check_cuda
 
 parity: build
 	@tools/parity

@@ -9,6 +9,7 @@
 
 #include <unistd.h>
 
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
@@ -23,6 +24,11 @@ int world_size(int nproc) {
   require(nproc == 1 || nproc == environment.size, "--nproc = ", nproc, ": a launcher already started this process as one of ", environment.size,
           " ranks; leave --nproc out");
   return environment.size;
+}
+
+at::Device device_for(const std::string& wanted, int nproc) {
+  const auto environment = comm::read_environment();
+  return resolve_device(wanted, environment.launched ? LocalRank{environment.local_rank, environment.local_size} : LocalRank{.rank = 0, .ranks = nproc});
 }
 
 std::string check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs) {

@@ -5,12 +5,18 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/Device.h>
+
 #include "tessera/comm/world.h"
 
 namespace tessera::cli {
 
 /// Ranks of this command: those of the launcher that started this process, or else `nproc`. Throws ConfigError where the two contradict each other.
 int world_size(int nproc);
+
+/// What `wanted`, a value of run.device, means to this process, or, where it is about to start copies of itself, to the first of them. Throws ConfigError where
+/// it, or one of them, would not find its device.
+at::Device device_for(const std::string& wanted, int nproc);
 
 /// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end and `variables` set, and returns the exit code of the whole.
 int run_copies(int nproc, const std::vector<std::string>& more = {}, const std::vector<std::pair<std::string, std::string>>& variables = {});

@@ -83,6 +83,7 @@ int eval(const EvalFlags& flags) {
   const int ranks = world_size(flags.nproc);
   const auto layout = reading_layout(config, ranks);
   validate_context(config, flags.seq_len, "--seq-len", layout.column_ranks, layout.tensor_ranks);
+  const at::Device device = device_for(config.run.device, flags.nproc);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
   say_once(remarks);
@@ -97,11 +98,12 @@ int eval(const EvalFlags& flags) {
   std::string damaged;
   world.guard([&] {
     check_ranks_agree(world.group(), settings);
-    precision::settle_compute(source.config, at::kCPU, world.group());
+    precision::settle_compute(source.config, device, world.group());
     RankScope scope(config, world.local_size());
+    scope.compute_on(device);
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, reading_groups(config, mesh));
+    const auto loaded = load_model(source, reading_groups(config, mesh), device);
     ForwardEngine engine(loaded);
     found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
     if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
@@ -133,6 +135,7 @@ void add_eval(CLI::App& app, int& exit_code) {
                    "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, mesh.pp=N or mesh.cp=N, parts of it")
       ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
+  add_device_option(*command, flags->sets);
   command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");
   command->add_flag("--json", flags->json, "Print one line of JSON");
   command->callback([flags, &exit_code] { exit_code = eval(*flags); });

@@ -170,6 +170,7 @@ int generate_text(const GenerateFlags& flags) {
   const auto end_of_text = tokenizer->eos() ? std::optional<int64_t>(*tokenizer->eos()) : std::nullopt;
   const int ranks = world_size(flags.nproc);
   check_layout(config, ranks);
+  const at::Device device = device_for(config.run.device, flags.nproc);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
   say_once(remarks);
@@ -183,10 +184,11 @@ int generate_text(const GenerateFlags& flags) {
   auto world = comm::World::from_environment(comm::world_options(config.comm));
   world.guard([&] {
     check_ranks_agree(world.group(), settings);
-    precision::settle_compute(source.config, at::kCPU, world.group());
+    precision::settle_compute(source.config, device, world.group());
     RankScope scope(config, world.local_size());
+    scope.compute_on(device);
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const auto loaded = load_model(source, reading_groups(config, mesh));
+    const auto loaded = load_model(source, reading_groups(config, mesh), device);
     ForwardEngine engine(loaded);
     std::optional<Printer> printer;  // every rank knows every token, and one writes it
     if (world.rank() == 0) printer.emplace(*tokenizer, wanted.texts, flags.max_tokens, end_of_text);
@@ -224,6 +226,7 @@ void add_generate(CLI::App& app, int& exit_code) {
           "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them, mesh.pp=N to deal them as stages, or mesh.cp=N to cut the prompt")
       ->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
+  add_device_option(*command, flags->sets);
   command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });
 }
 

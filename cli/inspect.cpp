@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/inspect_device.h"
 #include "cli/inspect_record.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/manifest.h"
@@ -128,13 +129,16 @@ void add_inspect(CLI::App& app, int& exit_code) {
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
-  auto* command = app.add_subcommand("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds");
+  auto* command =
+      app.add_subcommand("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
   command->add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
   command->add_flag("--json", flags->json, "Print JSON");
   add_inspect_record(*command, exit_code);
+  add_inspect_device(*command, exit_code);
   command->callback([flags, command, &exit_code] {
     if (!command->get_subcommands().empty()) return;
-    require(!flags->path.empty(), "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, or `record` and a folder of flight records");
+    require(!flags->path.empty(),
+            "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, `record` and a folder of flight records, or `device`");
     const json found = describe(flags->path);
     const std::string text = flags->json ? found.dump(2) + "\n" : table(found);
     std::fputs(text.c_str(), stdout);

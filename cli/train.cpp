@@ -232,7 +232,8 @@ int train(const TrainFlags& flags) {
   validate(config, size);
   const int attempt = comm::read_environment().restart_count;
   Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
-  precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
+  const at::Device device = device_for(config.run.device, flags.nproc);
+  precision::settle_compute(here, device, precision::Saying::Silent);
   check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, size));
   check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).layers));
   check_faults(flags.inject, size, attempt);
@@ -283,12 +284,12 @@ int train(const TrainFlags& flags) {
     settings.emplace_back("--dump-step", dump ? std::to_string(dump->step) : "not given");
     check_ranks_agree(world.group(), settings);
     hash_together(config, world, inputs);
-    precision::settle_compute(config, at::kCPU, world.group());
+    precision::settle_compute(config, device, world.group());
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
       write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config), flags.strict_log);
     }
-    Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report});
+    Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, device);
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
     trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
     if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());
@@ -320,6 +321,7 @@ void add_train(CLI::App& app, int& exit_code) {
   command->add_option("file", flags->file, "Configuration (TOML)")->required();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_option("--nproc", flags->nproc, "Ranks to start on this machine")->capture_default_str();
+  add_device_option(*command, flags->sets);
   command->add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
   command->add_option("--dump-dir", flags->dump_dir, "Where to write them");
   command->add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");

@@ -23,8 +23,9 @@ struct VerifyFlags {
 
 int run_verify(const VerifyFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
-  precision::settle_compute(config, at::kCPU);
-  const VerifyReport report = verify(config, parse_mesh(flags.mesh, config.mesh), {.steps = flags.steps});
+  const MeshConfig mesh = parse_mesh(flags.mesh, config.mesh);
+  precision::settle_compute(config, verify_device(config, mesh));
+  const VerifyReport report = verify(config, mesh, {.steps = flags.steps});
   const std::string text = flags.json ? to_json(report).dump() + "\n" : to_string(report);
   std::fputs(text.c_str(), stdout);
   return report.passed() ? 0 : 1;
@@ -38,6 +39,7 @@ void add_verify(CLI::App& app, int& exit_code) {
   command->add_option("file", flags->file, "Configuration (TOML)")->required();
   command->add_option("--mesh", flags->mesh, "Axes of the layout, such as dp_replicate=3 or dp_shard=2,tp=2; the others are 1")->required();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
+  add_device_option(*command, flags->sets);
   command->add_option("--steps", flags->steps, "Optimizer steps to compare")->capture_default_str();
   command->add_flag("--json", flags->json, "Print JSON");
   command->callback([flags, &exit_code] { exit_code = run_verify(*flags); });

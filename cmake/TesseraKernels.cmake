@@ -13,16 +13,9 @@ set_source_files_properties(${loops}_avx512.cpp PROPERTIES SKIP_PRECOMPILE_HEADE
 # The same kernels for CUDA. A library of their own, since nvcc does not take our compilers' flags; C10_USING_CUSTOM_GENERATED_MACROS lets them compile against a wheel
 # that was built without CUDA, whose headers lack one generated file.
 if(TESSERA_CUDA)
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80 90)
-  endif()
-  enable_language(CUDA)
-  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
-    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not know that nvcc has it
-  endif()
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tessera/kernels/cuda/*.cu)
   add_library(tessera_kernels_cuda OBJECT ${cuda_sources})
-  set_target_properties(tessera_kernels_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF)
+  set_target_properties(tessera_kernels_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF CUDA_ARCHITECTURES OFF)
   target_include_directories(tessera_kernels_cuda PRIVATE ${CMAKE_SOURCE_DIR})
   target_include_directories(tessera_kernels_cuda SYSTEM PRIVATE ${TORCH_INCLUDE_DIRS})
   target_compile_definitions(tessera_kernels_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)
@@ -30,7 +23,7 @@ if(TESSERA_CUDA)
   set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_kernels_cuda)
 
   # What tells the memory tracker of CUDA's allocator: the one file of that room that sees CUDA's headers.
-  add_library(tessera_memory_cuda OBJECT ${CMAKE_SOURCE_DIR}/tessera/core/cuda/memory.cpp)
+  add_library(tessera_memory_cuda OBJECT ${CMAKE_SOURCE_DIR}/tessera/memory/cuda/memory.cpp)
   target_link_libraries(tessera_memory_cuda PRIVATE tessera_base)
   target_include_directories(tessera_memory_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(tessera_memory_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)

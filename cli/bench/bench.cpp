@@ -18,6 +18,7 @@ void add_comm(CLI::App& bench, int& exit_code) {
   command->add_option("--dtype", flags->dtype, "Type of the elements")->capture_default_str();
   command->add_option("--buffer", flags->buffers, "plain, or shared: memory in which the backend can reduce in place")->capture_default_str();
   command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command->add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)")->capture_default_str();
   command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
   command->add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
   command->add_option("--table", flags->table, "Write the fastest algorithm by operation and size, for comm.table");
@@ -39,6 +40,7 @@ void add_tp(CLI::App& bench, int& exit_code) {
   command->add_option("--backend", flags->backend, "Backend of the collectives")->capture_default_str();
   command->add_option("--nproc", flags->nproc, "Ranks that the layer is cut over, started on this machine (default 2)");
   command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command->add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)")->capture_default_str();
   command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
   command->add_option("--iterations", flags->iterations, "Passes to measure of each case, instead of --seconds");
   command->add_option("--svg,--out", flags->svg, "Draw counts and times over the hidden size, beside the square-cube law");

@@ -113,6 +113,9 @@ Plan read_plan(const BenchCommFlags& flags) {
   check_output_file("--svg", flags.svg);
   plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
   plan.nproc = bench_ranks(flags.nproc);
+  const bool on_host = device_for(flags.device, plan.nproc).is_cpu();
+  require(on_host || plan.buffers == Buffers::Plain, "--buffer = shared: is memory of this host, and --device = ", flags.device,
+          " is not; leave one of them out");
   if (comm::read_environment().launched) {
     require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
             ": ranks that a launcher started measure one of each; name one, or run without the launcher");
@@ -157,16 +160,17 @@ void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> row
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
 std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+  const at::Device device = device_for(flags.device, plan.nproc);
   const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
   std::vector<Row> rows;
   world.guard([&] {
     const auto group = world.group();
-    const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
+    const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations}, device);
     const auto name = group.engine()->name();
     for (const auto& op : plan.ops) {
       if (!serves(algorithm, op)) continue;
       for (const int64_t bytes : plan.bytes) {
-        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers});
+        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers, .device = device});
         workload.check();
         const auto timing = bench::measure(group, [&] { workload.run(); }, plan.limits);
         rows.push_back({.op = op,
@@ -191,6 +195,7 @@ int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::
   const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
   add("--op", fmt::format("{}", fmt::join(flags.ops, ",")));
   add("--backend", backend);
+  add("--device", flags.device);
   add("--algorithm", algorithm);
   add("--bytes", fmt::format("{}", fmt::join(flags.bytes, ",")));
   add("--dtype", flags.dtype);

@@ -50,7 +50,7 @@ Module& module_at(torch::nn::Module& root, const std::string& path) {
 /// The block of this rank, with everything that a pass needs.
 class Layer {
  public:
-  Layer(const comm::Group& group, const LayerCase& what) {
+  Layer(const comm::Group& group, const LayerCase& what) : device_(what.device) {
     const ModelConfig config = model_config(what, group.size());
     model_ = on_meta([&] { return make_model(config); });
     precision::apply(*model_, {.compute = what.compute});
@@ -58,13 +58,13 @@ class Layer {
     // In a model the embedding hands parts of the sequence on; here the block is handed the whole.
     if (what.sequence_parallel) plan.emplace_back(kBlock, PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Sequence});
     tensor_ = parallelize_module(*model_, group, plan, {.overlap = what.overlap});
-    materialize(*model_, /*seed=*/1);
+    materialize(*model_, /*seed=*/1, device_);
     block_ = &module_at<LlamaBlockImpl>(*model_, kBlock);
-    std::tie(cos_, sin_) = nn::call(module_at<nn::RotaryEmbeddingImpl>(*model_, "rotary"), what.tokens, std::optional<at::Tensor>(), at::Device(at::kCPU));
+    std::tie(cos_, sin_) = nn::call(module_at<nn::RotaryEmbeddingImpl>(*model_, "rotary"), what.tokens, std::optional<at::Tensor>(), device_);
     const int64_t own = what.sequence_parallel ? chunk(what.tokens, group.size(), group.rank()).second : what.tokens;
     auto generator = at::make_generator<at::CPUGeneratorImpl>(1);  // the same x on every rank
-    x_ = at::randn({1, what.tokens, what.hidden}, generator);
-    gradient_ = at::randn({1, own, what.hidden}, generator);
+    x_ = at::randn({1, what.tokens, what.hidden}, generator).to(device_);
+    gradient_ = at::randn({1, own, what.hidden}, generator).to(device_);
   }
 
   /// Forward and backward; gradients of parameters are made anew, as after zero_grad.
@@ -72,9 +72,11 @@ class Layer {
     const std::optional<at::Tensor> none;
     nn::call(*block_, x_, cos_, sin_, none, none).backward(gradient_);
     for (auto& parameter : block_->parameters()) parameter.mutable_grad().reset();
+    wait_for(device_);
   }
 
  private:
+  at::Device device_;
   std::shared_ptr<LanguageModel> model_;
   std::unique_ptr<TensorParallel> tensor_;
   LlamaBlockImpl* block_ = nullptr;
@@ -84,10 +86,11 @@ class Layer {
 /// The collectives of a pass on tensors of their own.
 class Replay {
  public:
-  Replay(const comm::Group& group, const std::vector<comm::Record>& records) {
+  Replay(const comm::Group& group, const std::vector<comm::Record>& records, at::Device device) {
     for (const auto& record : records) {
       auto& workload = workloads_[{record.op, record.bytes}];
-      if (!workload) workload = std::make_unique<bench::Workload>(group, bench::Case{.op = record.op, .bytes = record.bytes, .dtype = record.dtype});
+      if (!workload)
+        workload = std::make_unique<bench::Workload>(group, bench::Case{.op = record.op, .bytes = record.bytes, .dtype = record.dtype, .device = device});
       order_.push_back(workload.get());
     }
   }
@@ -143,7 +146,7 @@ LayerRow measure_layer(const comm::Group& group, const LayerCase& what, const be
                .ranks = group.size(),
                .backend = engine.substr(0, engine.find('+'))};  // what "auto" took; what serves the CPU stands first
   measure_compute(group, row, limits);
-  Replay collectives(group, collectives_of(group, what));
+  Replay collectives(group, collectives_of(group, what), what.device);
   row.communication = bench::measure(group, [&] { collectives.run(); }, limits);
   Layer layer(group, what);
   row.layer = bench::measure(group, [&] { layer.pass(); }, limits);

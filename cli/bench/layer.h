@@ -20,6 +20,7 @@ struct LayerCase {
   int64_t tokens = 0;  ///< s
   bool sequence_parallel = false;
   bool overlap = false;                 ///< of communication with products; `communication` is then still that of the layer without
+  at::Device device = at::kCPU;         ///< of this rank
   at::ScalarType compute = at::kFloat;  ///< of matrix products and attention, and so of what is sent between ranks; norms and the residual stream are fp32
 };
 

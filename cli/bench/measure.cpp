@@ -4,12 +4,17 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "cli/bench/workload.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 
 namespace tessera::bench {
+
+void wait_for(at::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
 
 Timing measure(const comm::Group& group, const std::function<void()>& call, const Limits& limits) {
   invariant(group.size() > 1, "a group of one has nothing to measure");
@@ -23,11 +28,11 @@ Timing measure(const comm::Group& group, const std::function<void()>& call, cons
   return measure(ranks, call, limits);
 }
 
-double measure_link(const comm::Group& group, const Limits& limits) {
+double measure_link(const comm::Group& group, const Limits& limits, at::Device device) {
   double best = 0;
   for (const char* op : {"send", "send_recv"}) {
     for (const int64_t bytes : {int64_t{256} << 10, int64_t{1} << 20, int64_t{4} << 20, int64_t{16} << 20}) {
-      Workload messages(group, {.op = op, .bytes = bytes});
+      Workload messages(group, {.op = op, .bytes = bytes, .device = device});
       const auto timing = measure(group, [&] { messages.run(); }, limits);
       best = std::max(best, static_cast<double>(bytes) / (timing.median_us * 1e-6));
     }

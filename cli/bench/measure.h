@@ -2,10 +2,15 @@
 
 #include <functional>
 
+#include <c10/core/Device.h>
+
 #include "cli/bench/sampling.h"
 #include "tessera/comm/group.h"
 
 namespace tessera::bench {
+
+/// The host waits until the device has done what it was asked for; nothing on the CPU, which has by then.
+void wait_for(at::Device device);
 
 /// Times `call` on all ranks of the group, as sampling.h says. Collective: every rank's `call` must run the same collectives. Throws InternalError for
 /// a group of one.
@@ -13,6 +18,6 @@ Timing measure(const comm::Group& group, const std::function<void()>& call, cons
 
 /// The best bandwidth between two ranks, in bytes per second and direction: messages of 256 KiB to 16 MiB, from rank 0 to rank 1 alone and from each
 /// rank to the next at once; the best of all. Collective. What a collective's bus bandwidth is held against.
-double measure_link(const comm::Group& group, const Limits& limits);
+double measure_link(const comm::Group& group, const Limits& limits, at::Device device = at::kCPU);
 
 }  // namespace tessera::bench

@@ -49,10 +49,14 @@ std::vector<LayerCase> read_cases(const BenchTpFlags& flags, int ranks) {
 }
 
 std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<LayerCase>& cases) {
+  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)));
   const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface});
   std::vector<LayerRow> rows;
   world.guard([&] {
-    for (const auto& what : cases) rows.push_back(bench::measure_layer(world.group(), what, {.seconds = flags.seconds, .iterations = flags.iterations}));
+    for (auto what : cases) {
+      what.device = device;
+      rows.push_back(bench::measure_layer(world.group(), what, {.seconds = flags.seconds, .iterations = flags.iterations}));
+    }
   });
   return rows;
 }
@@ -66,6 +70,7 @@ int measure_in_copies(const BenchTpFlags& flags, int nproc, std::vector<LayerRow
   add("--head-dim", std::to_string(flags.head_dim));
   add("--dtype", flags.dtype);
   add("--backend", flags.backend);
+  add("--device", flags.device);
   add("--seconds", format_float(flags.seconds));
   if (flags.sequence_parallel) command.emplace_back("--sequence-parallel");
   if (flags.overlap) command.emplace_back("--overlap");
@@ -91,6 +96,7 @@ int bench_tp(const BenchTpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = read_cases(flags, nproc);
+  device_for(flags.device, nproc);  // or a refusal
   const auto environment = comm::read_environment();
   if (!environment.launched) {
     check_launchers({flags.backend});

@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include "cli/bench/measure.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 
@@ -120,7 +121,7 @@ const Measured& find(const std::string& op) {
 }
 
 at::Tensor make_tensor(const comm::Group& group, int64_t elements, const Case& what) {
-  const auto options = at::TensorOptions(what.dtype);
+  const auto options = at::TensorOptions(what.dtype).device(what.device);
   return what.buffers == Buffers::Shared ? empty(group, {elements}, options) : at::empty({elements}, options);
 }
 
@@ -129,7 +130,7 @@ std::string element(const at::Tensor& tensor, int64_t index) { return detail::co
 
 /// What is wrong with `actual`; empty if nothing.
 std::string difference(const at::Tensor& actual, const at::Tensor& expected) {
-  const auto wrong = actual.ne(expected);
+  const auto wrong = actual.cpu().ne(expected);
   const auto count = wrong.sum().item<int64_t>();
   if (count == 0) return {};
   const auto first = wrong.to(at::kByte).argmax().item<int64_t>();
@@ -148,7 +149,7 @@ std::vector<std::string> operation_names() {
 double bus_factor(const std::string& op, int ranks) { return find(op).bus_factor(ranks); }
 
 Workload::Workload(const comm::Group& group, const Case& what)
-    : group_(group), operation_(find(what.op)), element_bytes_(static_cast<int64_t>(c10::elementSize(what.dtype))) {
+    : group_(group), operation_(find(what.op)), device_(what.device), element_bytes_(static_cast<int64_t>(c10::elementSize(what.dtype))) {
   const int64_t elements = std::max<int64_t>(1, what.bytes / element_bytes_);
   part_ = std::max<int64_t>(1, elements / group.size());
   whole_ = operation_.has_parts ? part_ * group.size() : elements;
@@ -159,7 +160,10 @@ Workload::Workload(const comm::Group& group, const Case& what)
   out_ = operation_.in_place ? in_ : make(operation_.takers, operation_.out_extent);
 }
 
-void Workload::run() { operation_.call(group_, out_, in_); }
+void Workload::run() {
+  operation_.call(group_, out_, in_);
+  wait_for(device_);
+}
 
 void Workload::check() {
   if (in_.defined()) in_.copy_(pattern(group_.rank(), 0, in_.numel(), in_.scalar_type()));

@@ -24,6 +24,7 @@ struct Case {
   int64_t bytes = 0;                  ///< size of the whole: the reduced tensor, the gathered result, what is scattered or dealt, the message
   at::ScalarType dtype = at::kFloat;  ///< of the elements
   Buffers buffers = Buffers::Plain;
+  at::Device device = at::kCPU;  ///< where its tensors lie
 };
 
 /// all_reduce, reduce, all_gather, reduce_scatter, all_to_all, broadcast, gather, scatter; send (rank 0 to rank 1, the others idle) and
@@ -61,6 +62,7 @@ class Workload {
  private:
   comm::Group group_;
   const Measured& operation_;
+  at::Device device_;
   int64_t element_bytes_;
   int64_t part_, whole_;  ///< elements
   at::Tensor in_, out_;   ///< the same tensor where the op works in place; undefined on ranks that have none

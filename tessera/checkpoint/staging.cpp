@@ -32,12 +32,30 @@ bool Staging::put(const at::Tensor& tensor) {
 bool Staging::put_chunk(const at::Tensor& bytes) {
   if (!reserve(bytes.numel())) return false;
   const MemoryScope category(MemoryCategory::Other);
-  at::Tensor copy = at::empty({bytes.numel()}, at::kByte);
-  copy.copy_(bytes);
+  const Chunk chunk = bytes.is_cpu() ? copied_here(bytes) : copied_aside(bytes);
   const std::lock_guard lock(mutex_);
-  queue_.emplace_back(std::move(copy));
+  queue_.push_back(chunk);
   changed_.notify_all();
   return !stopped_;
+}
+
+Staging::Chunk Staging::copied_here(const at::Tensor& bytes) {
+  at::Tensor copy = at::empty({bytes.numel()}, at::kByte);
+  copy.copy_(bytes);
+  return {std::move(copy), {}};
+}
+
+/// The tensor may change, or its memory go to another, once the copy is done: that is a matter between the streams.
+Staging::Chunk Staging::copied_aside(const at::Tensor& bytes) {
+  if (!link_ || link_->device != bytes.device()) link_.emplace(bytes.device());
+  const at::Tensor copy = link_->empty(bytes.numel(), at::kByte);
+  const CopyStream::Point copied = [&] {
+    const CopyStream::Scope copying(link_->out);
+    copy.copy_(bytes, /*non_blocking=*/true);
+    return link_->out.point();
+  }();
+  copied.hold_device();
+  return {copy, copied};
 }
 
 bool Staging::reserve(int64_t size) {
@@ -62,6 +80,8 @@ std::optional<Staging::Chunk> Staging::take() {
   Chunk chunk = std::move(queue_.front());
   queue_.pop_front();
   taken_ = static_cast<int64_t>(chunk.bytes().size());
+  lock.unlock();
+  chunk.copied_.wait();
   return chunk;
 }
 

@@ -26,7 +26,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
       {"offload.activations", offload.activations, {"device"}, "offloading activations"},
-      {"run.device", config.run.device, {"auto", "cpu"}, "training on an accelerator"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
       {"mesh.expert_tp", std::to_string(config.mesh.expert_tp), {"1"}, "the experts' own tensor parallelism"},
       {"data.documents", config.data.documents, {"none"}, "packing documents"},

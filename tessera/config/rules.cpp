@@ -10,6 +10,7 @@
 #include "tessera/config/detail.h"
 #include "tessera/config/limits.h"
 #include "tessera/config/missing.h"
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/temporary_place.h"
@@ -222,6 +223,7 @@ void validate_process(const Config& config) {
   require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
           " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");
   at_least("run.memory_limit_bytes", config.run.memory_limit_bytes, 0);
+  check_device_name(config.run.device);
 }
 
 void validate_pipeline(const PipelineConfig& pipeline) {

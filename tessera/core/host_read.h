@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -12,5 +13,8 @@ double host_read(const at::Tensor& scalar, double dry_answer);
 
 /// Every element of `tensor` on the host, in one transfer; `dry_answer` for each of a meta tensor's.
 std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer);
+
+/// How often this thread has asked for one. Each is a wait for the device where there is one: a test counts those of a step.
+int64_t num_host_reads();
 
 }  // namespace tessera

@@ -35,7 +35,20 @@ int64_t samples_of_length(int64_t samples, int64_t length, const Corpus& corpus,
   return epochs * corpus.windows(options.seq_len) + tokens / options.seq_len;
 }
 
+/// Of a MicroBatch or a const one.
+template <class Tensor, class Micro>
+std::vector<Tensor*> defined_of(Micro& micro) {
+  std::vector<Tensor*> tensors;
+  for (Tensor* tensor : {&micro.tokens, &micro.labels, &micro.positions}) {
+    if (tensor->defined()) tensors.push_back(tensor);
+  }
+  return tensors;
+}
+
 }  // namespace
+
+std::vector<at::Tensor*> tensors_of(MicroBatch& micro) { return defined_of<at::Tensor>(micro); }
+std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro) { return defined_of<const at::Tensor>(micro); }
 
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {
   check(options);

@@ -39,6 +39,10 @@ struct MicroBatch {
   int64_t columns() const { return positions.defined() ? positions.size(0) : seq_len; }
 };
 
+/// The tensors that a micro-batch has: whoever brings it to another device asks here. Those that are not read are left out.
+std::vector<at::Tensor*> tensors_of(MicroBatch& micro);
+std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro);
+
 /// A rank's share of one optimizer step.
 struct StepBatch {
   int64_t step = 0;                       ///< from 1

@@ -249,7 +249,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       if (trained_[i] && !there[i]) arrivals.push_back(i);
     }
     if (arrivals.empty()) return;
-    at::Tensor order = at::tensor(arrivals, at::kLong).to(message_device(parameters_.front().tensor));
+    at::Tensor order = at::tensor(arrivals, at::kLong).to(message_device(parameters_.front().tensor, group_));
     comm::broadcast(group_, order, 0);
     order = order.cpu();
     put_first({order.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>() + order.numel()});

@@ -18,6 +18,8 @@ std::array<const Routines*, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& table() {
 
 void register_routines(c10::DeviceType device, const Routines& routines) { table()[static_cast<size_t>(device)] = &routines; }
 
+bool has_routines(c10::DeviceType device) { return table()[static_cast<size_t>(device)] != nullptr; }
+
 const Routines& routines_for(const at::Tensor& tensor) {
   const Routines* routines = table()[static_cast<size_t>(tensor.device().type())];
   require(routines != nullptr, "kernels: no fused kernels for device ", tensor.device().str(), "; set run.kernels = \"reference\"");

@@ -82,6 +82,9 @@ void register_routines(c10::DeviceType device, const Routines& routines);
 /// The routines of the tensor's device. Throws ConfigError where there are none.
 const Routines& routines_for(const at::Tensor& tensor);
 
+/// Whether a type of device has any.
+bool has_routines(c10::DeviceType device);
+
 /// Routines::multiplies_bf16 of a type of device; null where it has no routines.
 bool (*device_multiplies_bf16(c10::DeviceType device))(c10::DeviceIndex);
 

@@ -10,9 +10,11 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/host_cache.h"
 #include "tessera/memory/ledger.h"
@@ -180,10 +182,14 @@ const bool installed = [] {
   return true;
 }();
 
-/// How devices that are neither are made to report.
-std::array<void (*)(), c10::COMPILE_TIME_MAX_DEVICE_TYPES>& device_tracking() {
-  static std::array<void (*)(), c10::COMPILE_TIME_MAX_DEVICE_TYPES> starts{};
-  return starts;
+/// How devices that are neither are made to report, and to hold a limit.
+struct DeviceTracking {
+  void (*start)() = nullptr;
+  void (*limit)(at::Device device, int64_t bytes) = nullptr;
+};
+std::array<DeviceTracking, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& device_tracking() {
+  static std::array<DeviceTracking, c10::COMPILE_TIME_MAX_DEVICE_TYPES> types{};
+  return types;
 }
 
 }  // namespace
@@ -228,7 +234,10 @@ void device_refused(int64_t bytes) noexcept {
   thread.ledger->refuse(thread.category, bytes, thread.label, /*by_limit=*/false);
 }
 
-void register_device_tracking(at::DeviceType type, void (*start)()) { device_tracking()[static_cast<size_t>(type)] = start; }
+void register_device_tracking(at::DeviceType type, void (*start)(), void (*limit)(at::Device device, int64_t bytes)) {
+  device_tracking()[static_cast<size_t>(type)] = {start, limit};
+  add_supported_device(type);
+}
 
 }  // namespace tessera::detail
 
@@ -243,10 +252,27 @@ void uncount_memory(void* context) { detail::known_table().erase(context); }
 
 void track_device(at::DeviceType type) {
   if (type == at::kCPU || type == at::kMeta) return;
-  const auto start = detail::device_tracking()[static_cast<size_t>(type)];
+  const auto start = detail::device_tracking()[static_cast<size_t>(type)].start;
   require(start != nullptr, "memory on ", c10::DeviceTypeName(type, /*lower_case=*/true),
           ": this build of tessera cannot count it; build with that device's kernels (TESSERA_CUDA=ON), or run on a device that it has");
   start();
+}
+
+void limit_device(at::Device device, int64_t bytes) {
+  if (device.is_cpu() || device.is_meta()) return;
+  const auto limit = detail::device_tracking()[static_cast<size_t>(device.type())].limit;
+  require(limit != nullptr, "run.memory_limit_bytes = ", bytes, ": this build of tessera cannot limit memory on ",
+          c10::DeviceTypeName(device.type(), /*lower_case=*/true), "; leave it out");
+  limit(device, bytes);
+}
+
+ReservedMemory reserved_memory(at::Device device) {
+  if (device.is_cpu() || device.is_meta()) return {};
+  const auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  if (allocator == nullptr || !device.has_index()) return {};
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const auto bytes = const_cast<c10::DeviceAllocator*>(allocator)->getDeviceStats(device.index()).reserved_bytes[kAll];
+  return {.current = bytes.current, .peak = bytes.peak};
 }
 
 }  // namespace tessera

@@ -52,10 +52,12 @@ CopyStream::CopyStream(at::Device device) {
   stream_ = guard.getStreamFromGlobalPool(indexed);
 }
 
-CopyStream::Scope::Scope(const CopyStream& stream) {
+CopyStream::Scope::Scope(const CopyStream& stream, Behind behind) {
   if (!stream.stream_) return;
-  const Point::Event before(c10::impl::VirtualGuardImpl(stream.stream_->device_type()).getStream(stream.stream_->device()));
-  before.event.block(*stream.stream_);
+  if (behind == Behind::Current) {
+    const Point::Event before(c10::impl::VirtualGuardImpl(stream.stream_->device_type()).getStream(stream.stream_->device()));
+    before.event.block(*stream.stream_);
+  }
   guard_.reset_stream(*stream.stream_);
 }
 
@@ -73,6 +75,11 @@ void CopyStream::Point::hold_device() const {
 
 void CopyStream::Point::wait() const {
   if (event_) event_->event.synchronize();
+}
+
+void keep_until_used(const at::Tensor& tensor) {
+  if (is_its_own_host(tensor.device())) return;
+  tensor.record_stream(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 bool CopyStream::Point::done() const { return !event_ || event_->event.query(); }

@@ -17,11 +17,16 @@ class CopyStream {
  public:
   explicit CopyStream(at::Device device);
 
-  /// While alive, the device's work that this thread asks for goes to the stream, behind everything that was asked for on the thread's current one before:
-  /// memory that is read or used again is ready by then.
+  /// What copies begin behind.
+  enum class Behind {
+    Current,  ///< everything that was asked for on the thread's current stream before: memory that is read or used again is ready by then
+    Nothing,  ///< but the stream's own: for memory that no other stream has touched, allocated within the scope
+  };
+
+  /// While alive, the device's work that this thread asks for goes to the stream.
   class Scope {
    public:
-    explicit Scope(const CopyStream& stream);
+    explicit Scope(const CopyStream& stream, Behind behind = Behind::Current);
 
    private:
     c10::OptionalStreamGuard guard_;
@@ -48,6 +53,10 @@ class CopyStream {
  private:
   std::optional<c10::Stream> stream_{};
 };
+
+/// The memory of `tensor`, which was allocated on another stream, is given to nobody else before what the current stream was asked for by the time when it is
+/// freed is done. Nothing on the CPU and on meta.
+void keep_until_used(const at::Tensor& tensor);
 
 /// The host beside a device: memory there, and a stream for each direction, so that both run at once.
 struct HostLink {

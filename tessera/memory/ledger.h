@@ -123,7 +123,8 @@ void count_device_memory(void* address, int64_t bytes) noexcept;
 void uncount_device_memory(void* address) noexcept;
 void device_refused(int64_t bytes) noexcept;
 
-/// How a type of device is made to report; registered when the library loads by what this build has of it.
-void register_device_tracking(at::DeviceType type, void (*start)());
+/// How a type of device is made to report, and to refuse what would pass a limit (null: it cannot); registered when the library loads by what this build has of
+/// it, which says with it that the build supports the type (core/devices.h).
+void register_device_tracking(at::DeviceType type, void (*start)(), void (*limit)(at::Device device, int64_t bytes) = nullptr);
 
 }  // namespace tessera::detail

@@ -142,6 +142,18 @@ void mark_memory(std::string_view phase);
 /// there that is to be counted. Bytes are those that were asked for. Throws ConfigError where this build cannot count it.
 void track_device(at::DeviceType type);
 
+/// From now on the device refuses this process what would bring what it has reserved there above `bytes`: run.memory_limit_bytes, held by the device's own
+/// allocator, since what it keeps for reuse is taken from others as well. Nothing to do for the CPU and for meta, whose limit is the tracker's. Throws
+/// ConfigError where this build cannot.
+void limit_device(at::Device device, int64_t bytes);
+
+/// What the allocator of an accelerator holds of it: what is alive, rounded up, and what it keeps for reuse. 0 on the CPU and on meta.
+struct ReservedMemory {
+  int64_t current = 0;
+  int64_t peak = 0;  ///< since the process began
+};
+ReservedMemory reserved_memory(at::Device device);
+
 /// Tracker, category, place and label of a thread, to be carried to another one that works for it (backward on a device's thread, a copy engine):
 ///   auto context = MemoryContext::current();  ...on the other thread:  MemoryContext::Guard guard(context);
 class MemoryContext {

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -121,7 +122,10 @@ void release_scratch(at::Tensor& scratch) {
   scratch.reset();
 }
 
-at::Device message_device(const at::Tensor& parameter) { return parameter.is_meta() ? at::Device(at::kCPU) : parameter.device(); }
+at::Device message_device(const at::Tensor& parameter, const comm::Group& group) {
+  const bool devices_alone = group.size() > 1 && group.engine()->name().starts_with("nccl");
+  return devices_alone && !parameter.is_meta() ? parameter.device() : at::Device(at::kCPU);
+}
 
 UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters)
     : parameters_(parameters), wanted_(parameters.size(), true), forgiven_(parameters.size()), used_(parameters.size(), 0) {}
@@ -173,7 +177,7 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
     if (&group == &own) found[rank] = group.world_rank(group.rank());
-    const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter));
+    const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter, group));
     at::Tensor all = at::zeros({words * group.size()}, mine.options());
     comm::all_gather(group, all, mine);
     if (parameter.is_meta()) continue;  // a dry run: the message was counted, its contents mean nothing
@@ -198,7 +202,7 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group, bool* failed) const {
   auto mine = used_;
   if (failed != nullptr) mine.push_back(*failed ? 1 : 0);
-  at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor));
+  at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
   comm::all_reduce(group, used, comm::Op::Max);
   used = used.cpu();
   const int32_t* words = used.const_data_ptr<int32_t>();

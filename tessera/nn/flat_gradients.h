@@ -55,8 +55,9 @@ void recover_gradient(const at::Tensor& parameter, const at::Tensor& view);
 /// until then a bucket's worth would be held. What held a view must not use it again.
 void release_scratch(at::Tensor& scratch);
 
-/// Where small host-made messages of a group live: on the parameters' device, or on the CPU for parameters on meta, whose messages are real.
-at::Device message_device(const at::Tensor& parameter);
+/// Where small messages live that a group's hosts make and read: on the CPU, so that nobody waits for a device, which reads them no more than it wrote them; on
+/// the parameter's device where the group's engine carries nothing else (nccl alone).
+at::Device message_device(const at::Tensor& parameter, const comm::Group& group);
 
 /// Which parameters got a gradient in this step, of those that want one.
 class UsedParameters {

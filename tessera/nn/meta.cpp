@@ -74,7 +74,7 @@ void materialize_storage(const at::Tensor& tensor, at::Device device) {
   const at::Tensor memory = at::empty(sizes, tensor.options().device(device).requires_grad(false));
   // set_data would refuse to change the device; the same tensor with other keys, storage and sizes keeps every handle and hook.
   auto* impl = tensor.unsafeGetTensorImpl();
-  impl->_change_backend_component_keys(device);
+  impl->_change_backend_component_keys(memory.device());
   impl->set_storage_keep_dtype(memory.storage());
   impl->set_storage_offset(0);
   impl->set_sizes_and_strides(memory.sizes(), memory.strides());

@@ -45,7 +45,7 @@ std::string ranks_that_differ(const at::Tensor& words, int64_t column) {
 }
 
 void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
-  const at::Device device = message_device(parameters.front().tensor);
+  const at::Device device = message_device(parameters.front().tensor, group);
   const bool has_values = !parameters.front().tensor.is_meta();
   Hasher structure, values;
   std::vector<int64_t> hashes;

@@ -1,8 +1,10 @@
 #include "tessera/optim/adamw.h"
 
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_sub.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/zeros.h>
 
@@ -35,9 +37,11 @@ void AdamW::update(const Batch& batch, double lr) {
     squares.push_back(exp_avg_sq_[i]);
     steps.push_back(step_views_[i]);
   }
+  const auto skip = batch.skip.defined() ? std::optional(batch.skip) : std::nullopt;
   at::_foreach_add_(steps, 1);
   at::_fused_adamw_(batch.parameters, batch.gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2, batch.weight_decay,
-                    options_.eps, /*amsgrad=*/false, /*maximize=*/false);
+                    options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
+  if (skip) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), skip->squeeze(0)));  // the operator left all else alone
 }
 
 void AdamW::hold(size_t index) {

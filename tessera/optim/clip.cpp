@@ -3,6 +3,7 @@
 #include <optional>
 
 #include <ATen/Dispatch.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/resolve_conj.h>
@@ -78,8 +79,8 @@ void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& o
     return sum_rows(at::view_as_real(gradient.resolve_conj()).view(-1), {run.first_logical_row, 2 * run.first_element, run.rows, 2 * run.columns}, out);
   }
   if (!gradient.is_cpu()) {
-    // The device's own reduction, whose order within a row is that device's: the norm agrees with the CPU's but for the last bits of fp64, and so does what is
-    // clipped by it but where the factor, rounded to fp32, falls on the other side.
+    // One reduction in fp64 without a copy in fp64. It adds in an order of its own, and the square of a root rounds: other last bits of fp64 than on the CPU,
+    // of which a factor in fp32 mostly keeps none.
     const auto rows = gradient.view(-1).narrow(0, run.first_element, run.rows * run.columns).view({run.rows, run.columns});
     out.copy_(at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, /*keepdim=*/false, at::kDouble).square_());
     return;
@@ -180,10 +181,17 @@ void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at
   const c10::NoGradGuard no_grad;
   const at::Tensor whole = factor.to(at::kDouble), rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
   if (whole.is_cpu() && *whole.const_data_ptr<double>() == 1.0) return;
+  std::vector<at::Tensor> together;  // of an accelerator, for which many small multiplications cost more than the numbers in them
   for (const auto& parameter : parameters) {
     at::Tensor gradient = parameter.tensor.grad();
-    if (gradient.defined()) gradient.mul_(c10::toRealValueType(gradient.scalar_type()) == at::kDouble ? whole : rounded);
+    if (!gradient.defined()) continue;
+    if (gradient.scalar_type() == at::kFloat && !gradient.is_cpu() && !gradient.is_meta()) {
+      together.push_back(gradient);
+    } else {
+      gradient.mul_(c10::toRealValueType(gradient.scalar_type()) == at::kDouble ? whole : rounded);
+    }
   }
+  if (!together.empty()) at::_foreach_mul_(together, rounded);
 }
 
 }  // namespace tessera::optim

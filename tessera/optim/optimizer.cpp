@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
@@ -40,12 +41,16 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
   counts_.resize(parameters_.size(), 0);
 }
 
-void Optimizer::step(double lr) {
+void Optimizer::step(double lr, const at::Tensor& skip) {
   const c10::NoGradGuard no_grad;
+  counts_before_ = counts_;
+  const bool read_here = !skip.defined() || skip.is_cpu() || skip.is_meta();  // where the host waits for nothing
+  if (read_here && skip.defined() && skip.is_cpu() && *skip.const_data_ptr<float>() != 0) return;
   size_t index = 0;
   for (const auto& group : groups_) {
     Batch batch;
     batch.weight_decay = group.weight_decay;
+    if (!read_here) batch.skip = skip;
     std::vector<std::pair<at::Tensor, at::Tensor>> apart;  // parameters with gaps, and what is updated in their place
     for (const auto& parameter : group.parameters) {
       const size_t i = index++;
@@ -67,6 +72,16 @@ void Optimizer::step(double lr) {
     if (!batch.indices.empty()) update(batch, lr);
     for (auto& [parameter, updated] : apart) parameter.copy_(updated);
   }
+}
+
+void Optimizer::take_back_count() {
+  counts_ = counts_before_;
+  counts_changed();
+}
+
+at::Tensor not_finite(const at::Tensor& norm) {
+  const c10::NoGradGuard no_grad;
+  return at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
 }
 
 void Optimizer::hold_state(const std::map<std::string, int64_t>& counts) {

@@ -42,8 +42,12 @@ class Optimizer {
   /// torch.optim's name in lower case: "adamw", "sgd".
   virtual std::string kind() const = 0;
 
-  /// One update with learning rate `lr`. Gradients are read, never changed.
-  void step(double lr);
+  /// One update with learning rate `lr`. Gradients are read, never changed. Where `skip` (not_finite(), on the parameters' device) is given and holds 1,
+  /// parameters and state stay as they are. On a device the host does not know which it was, and goes on: whoever learns of it calls take_back_count().
+  void step(double lr, const at::Tensor& skip = {});
+
+  /// The last step was skipped: it does not count.
+  void take_back_count();
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
@@ -65,6 +69,7 @@ class Optimizer {
     double weight_decay = 0;
     std::vector<size_t> indices;
     std::vector<at::Tensor> parameters, gradients;
+    at::Tensor skip{};  ///< undefined: the update is made; else a device that the host does not read decides (AdamW, Sgd; others refuse accelerators)
   };
 
   explicit Optimizer(std::vector<ParameterGroup> groups);
@@ -82,7 +87,11 @@ class Optimizer {
   std::vector<ParameterGroup> groups_;
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
   std::vector<int64_t> counts_;                 ///< updates of each of parameters_
+  std::vector<int64_t> counts_before_;          ///< the last step
 };
+
+/// Whether an update has to be skipped: fp32 [1], 1 where `norm` is not finite, else 0; on its device, without a read.
+at::Tensor not_finite(const at::Tensor& norm);
 
 /// Builds what `optim.name` names, for parameters that appear once each (nn::unique_parameters). Throws ConfigError on a name that is not available.
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);

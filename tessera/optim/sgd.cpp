@@ -1,5 +1,6 @@
 #include "tessera/optim/sgd.h"
 
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/_fused_sgd.h>
@@ -21,10 +22,11 @@ void Sgd::update(const Batch& batch, double lr) {
   if (!momentum_buffer_.empty()) {
     for (const size_t i : batch.indices) buffers.push_back(momentum_buffer_[i]);
   }
+  const auto skip = batch.skip.defined() ? std::optional(batch.skip) : std::nullopt;
   // A buffer of zeros takes the gradient as it is at the first update, so there is no first step to tell apart, and none to remember over a restart.
   at::_fused_sgd_(batch.parameters, batch.gradients, buffers, batch.weight_decay, options_.momentum, lr, /*dampening=*/0, /*nesterov=*/false,
                   /*maximize=*/false,
-                  /*is_first_step=*/false);
+                  /*is_first_step=*/false, /*grad_scale=*/{}, skip);
 }
 
 }  // namespace tessera::optim

@@ -53,7 +53,7 @@ void MasterWeights::update(const Batch& batch, double lr) {
       const MemoryScope staging(MemoryCategory::Other);
       for (size_t i = begin; i < end; ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i].to(at::kFloat);
     }
-    inner_->step(lr);  // parameters without a gradient, all others, are left alone
+    inner_->step(lr, batch.skip);  // parameters without a gradient, all others, are left alone
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& master = masters_[batch.indices[i]].tensor;
       batch.parameters[i].copy_(master);

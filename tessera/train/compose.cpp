@@ -243,6 +243,7 @@ void check_modules(const Config& config, int tensor_ranks) {
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
   const MeshRoles roles = mesh_roles(config);
   Composition run;
+  run.device = device;
   run.channels = pipeline_channels(mesh, roles.stages);
   run.pipeline = run.channels.ahead;
   const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());

@@ -58,6 +58,7 @@ struct CutModel {
   StreamShape stream;                        ///< what passes through them
   comm::Group layers;                        ///< ranks that layers are cut over
   ColumnRanks columns;                       ///< ranks that sequences are cut over
+  at::Device device = at::kCPU;              ///< where it computes
 };
 
 /// Between the ranks that hold stages: groups of their own where the engine matches messages by order alone. Collective over the pipeline.

@@ -62,7 +62,7 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
     invariant(done[{number, Kind::Forward}] == micro_batches && done[{number, Kind::Backward}] == micro_batches, "the schedule '", schedule.name, "' of ",
               micro_batches, " micro-batches leaves some of them out on stage ", number);
   }
-  pipeline::ExecutorOptions options{.ranks = run_.channels, .device = device_of(*run_.model)};
+  pipeline::ExecutorOptions options{.ranks = run_.channels, .device = run_.device};
   options.around = [this](const Action& action, const std::function<void()>& body) { around(action, body); };
   if (schedule.is_asynchronous()) {
     invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
@@ -147,7 +147,7 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions op
   for (const auto& [number, stage] : stages_) {
     if (stage.gives_loss()) return at::stack(pass_.losses());
   }
-  return at::zeros({static_cast<int64_t>(batch.micro_batches.size())}, at::TensorOptions(at::kFloat).device(device_of(*run_.model)));
+  return at::zeros({static_cast<int64_t>(batch.micro_batches.size())}, at::TensorOptions(at::kFloat).device(run_.device));
 }
 
 }  // namespace tessera

@@ -37,7 +37,7 @@ ExpertLoads::ExpertLoads(const Config& config, const Mesh& mesh, CutModel& run)
       layers_(config.model.experts > 0 ? config.model.layers : 0),
       experts_(config.model.experts),
       per_token_(config.model.experts_per_token),
-      device_(device_of(*run.model)) {
+      device_(run.device) {
   for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) held_.push_back({layer_of(mixture->router().path()), &mixture->router()});
 }
 

@@ -12,6 +12,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/pipeline/schedules/forwards.h"
+#include "tessera/train/batch_feed.h"
 #include "tessera/train/evaluation_mode.h"
 
 namespace tessera {
@@ -62,7 +63,7 @@ ForwardEngine::ForwardEngine(const CutModel& model)
       ranks_(model.parts.empty() ? pipeline::Channels() : model.channels),
       columns_(model.columns),
       rank_of_stage_(model.rank_of_stage),
-      device_(device_of(*model.model)),
+      device_(model.device),
       stages_(stages_of(model)),
       takes_tokens_(stages_.contains(0)) {}
 
@@ -85,7 +86,9 @@ void ForwardEngine::run(Pass& pass, int micro_batches) {
   executor->run();
 }
 
-at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& micro_batches) {
+at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& given) {
+  std::vector<data::MicroBatch> micro_batches = given;
+  move_to(micro_batches, device_);
   LossPass pass;
   pass.begin(micro_batches);
   run(pass, static_cast<int>(micro_batches.size()));
@@ -93,7 +96,8 @@ at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& micro_b
   return at::zeros({static_cast<int64_t>(micro_batches.size())}, at::TensorOptions(at::kFloat).device(device_));
 }
 
-at::Tensor ForwardEngine::logits(const at::Tensor& tokens) {
+at::Tensor ForwardEngine::logits(const at::Tensor& given) {
+  const at::Tensor tokens = given.to(device_);
   const int64_t length = tokens.size(1);
   const at::Tensor positions = columns_.cut() ? columns_.of(length).positions(columns_.group.rank(), tokens.device()) : at::Tensor();
   const at::Tensor read = positions.defined() ? tokens.index_select(1, positions) : tokens;

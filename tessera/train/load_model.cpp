@@ -35,6 +35,7 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
 LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device) {
   const PipelineLayout layout = pipeline_layout(config, groups.stages.size());
   LoadedModel built;
+  built.device = device;
   built.channels = groups.stages;
   built.pipeline = groups.stages.ahead;
   built.layers = groups.layers;
@@ -63,6 +64,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.tensor = {};
   saved.context = {};
   saved.pipeline = {};
+  saved.run.device = RunConfig().device;
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   resolve(found.config);
   return found;

@@ -17,6 +17,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
@@ -132,7 +133,7 @@ nlohmann::json Replay::record(ForwardEngine& engine, const data::Cursor& cursor)
   const auto losses = losses_of(engine, cursor, config_.batch.micro_size, index_of(mesh_.rank(mesh_roles(config_).batch)));
   nlohmann::json entries = nlohmann::json::array();
   for (int rank = 0; rank < ranks; ++rank) entries.push_back({{"index", index_of(rank)}, {"bits", std::bit_cast<uint64_t>(losses[static_cast<size_t>(rank)])}});
-  return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic()}};
+  return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic(engine.device())}};
 }
 
 Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
@@ -142,7 +143,7 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
   const auto losses = losses_of(engine, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
 
-  const auto here = arithmetic();
+  const auto here = arithmetic(engine.device());
   const bool bits = here == recorded.arithmetic;
   auto formats = recorded.formats;
   for (auto& format : formats_in(here)) formats.push_back(std::move(format));
@@ -183,12 +184,12 @@ std::vector<double> Replay::losses_of(ForwardEngine& engine, const data::Cursor&
   return host_read_all(all, 0.0);
 }
 
-nlohmann::json Replay::arithmetic() const {
+nlohmann::json Replay::arithmetic(at::Device device) const {
   nlohmann::json precision = nlohmann::json::object(), axes = nlohmann::json::object();
   PrecisionConfig::for_each_field(config_.precision, [&](const char* key, const auto& value, const FieldRule&, std::string_view) { precision[key] = value; });
   precision.erase("reduce");  // gradients' alone
   precision.erase("loss_scale");
-  const bool widened = config_.precision.compute == "bf16" && kernels::is_widened(at::kBFloat16, at::kCPU);
+  const bool widened = config_.precision.compute == "bf16" && kernels::is_widened(at::kBFloat16, device);
   const auto batch = mesh_roles(config_).batch.names;
   for (const auto& [axis, size] : mesh_.shape()) {
     if (size > 1 && std::ranges::find(batch, axis) == batch.end()) axes[axis] = size;
@@ -196,6 +197,8 @@ nlohmann::json Replay::arithmetic() const {
   nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
                                {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
   if (widened) arithmetic["products"] = "widened";
+  if (!device.is_cpu())
+    arithmetic["device"] = device_facts(device).model.empty() ? c10::DeviceTypeName(device.type(), /*lower_case=*/true) : device_facts(device).model;
   if (!sums_.is_null()) arithmetic["sums"] = sums_;
   return arithmetic;
 }

@@ -50,7 +50,7 @@ class Replay {
   /// Each data rank's loss of the micro-batch `index` that it asks for.
   std::vector<double> losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
   /// What must be equal for the bits to be.
-  nlohmann::json arithmetic() const;
+  nlohmann::json arithmetic(at::Device device) const;
 
   const Config& config_;
   const Mesh& mesh_;

@@ -7,7 +7,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -23,6 +24,7 @@
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/non_finite.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/batch_feed.h"
 #include "tessera/train/threads.h"
 
 // A Stepper is one rank of a run and the one step that changes it: gradients of the global batch, their norm, the update, and what all ranks report. Where
@@ -66,22 +68,32 @@ std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, in
   return brings;
 }
 
+/// Numbers of the host on the device, which takes them from pinned memory while the host goes on.
+at::Tensor on_device(const std::vector<double>& numbers, const at::TensorOptions& options) {
+  const at::Device device = options.device();
+  const auto size = static_cast<int64_t>(numbers.size());
+  if (device.is_meta()) return at::empty({size}, options);
+  const at::Tensor host = at::empty({size}, options.device(at::kCPU).pinned_memory(!device.is_cpu()));
+  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<double>());
+  return host.to(device, /*non_blocking=*/true);
+}
+
 MemoryByCategory bytes_at(const double* numbers) {
   MemoryByCategory bytes{};
   for (size_t c = 0; c < bytes.size(); ++c) bytes[c] = static_cast<int64_t>(numbers[c]);
   return bytes;
 }
 
-void require_finite_updates(const data::StepBatch& batch, const at::Tensor& norm) {
-  if (std::isfinite(host_read(norm, 0))) return;
+void require_finite_updates(const data::StepBatch& batch, double norm) {
+  if (std::isfinite(norm)) return;
   throw Error(
       detail::concat("step ", batch.step,
                      ": the gradient of one of its updates is not finite, and stages have gone on from it; resume from the last checkpoint with a lower "
                      "optim.lr"));
 }
 
-RankScope& counting(RankScope& scope, at::Device device) {
-  track_device(device.type());
+RankScope& computing_on(at::Device device, RankScope& scope) {
+  scope.compute_on(device);
   return scope;
 }
 
@@ -107,18 +119,28 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)
-    : memory_(std::move(memory)), kernels_(choice_of(config)), products_(choice_of(config) == kernels::KernelChoice::Auto) {
+    : limit_(config.run.memory_limit_bytes),
+      memory_(std::move(memory)),
+      kernels_(choice_of(config)),
+      products_(choice_of(config) == kernels::KernelChoice::Auto) {
   at::set_num_threads(threads_per_rank(config.run, local_ranks));
-  if (config.run.memory_limit_bytes == 0) return;
-  memory_.set_limit(config.run.memory_limit_bytes);
+  if (limit_ == 0) return;
+  memory_.set_limit(limit_);
   memory_.keep_details();
+}
+
+void RankScope::compute_on(at::Device device) {
+  track_device(device.type());
+  if (device.is_cpu() || device.is_meta()) return;
+  device_.reset_device(device);
+  if (limit_ > 0) limit_device(device, limit_);
 }
 
 Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume)
     : config_(config),
       data_group_(mesh[mesh_roles(config).tokens]),
       all_ranks_(mesh[mesh_roles(config).world]),
-      scope_(counting(scope, device)),
+      scope_(computing_on(device, scope)),
       run_(compose(config, mesh, device, resume)),
       brings_losses_(that_bring_losses(mesh, mesh_roles(config), run_.rank_of_stage.back(), all_ranks_)),
       engine_(config_, run_),
@@ -144,33 +166,33 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
 }
 
 StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& request) {
+  if (!lie_on(batch.micro_batches, run_.device)) {
+    data::StepBatch there = batch;
+    move_to(there.micro_batches, run_.device);
+    return step(there, request);
+  }
   const double waited_before = comm::waited_seconds();
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
   const at::Tensor losses = forward_backward(batch, request, lr);
   const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device(), lr);
-  bool updating = true;
-  if (updates_) {
-    require_finite_updates(batch, norm);
-  } else {
+  if (!updates_) {
     mark_memory("update");
-    const bool tried = tentative_ && tentative_->made();
-    const bool stands = post_validate(norm);
-    updating = may_update(batch, norm);
-    if (updating && !stands) update(norm, lr);
-    if (updating || tried) hand_on();  // what was taken back was written, too
+    if (!post_validate(norm)) update(norm, lr);
+    hand_on();
   }
   experts_.meet();
-  if (updating) experts_.balance();
   const double waited = comm::waited_seconds() - waited_before;
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
-  StepOutcome outcome = report(batch, losses, norm,
-                               {.memory = {.peak = scope_.memory().peak_by_category(),
-                                           .current = scope_.memory().current_by_category(),
-                                           .host = scope_.memory().host_peak_by_category()},
-                                .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
-                                .times = {.compute_s = passed.count() - waited, .wait_s = waited},
-                                .flops = *flops_});
-  if (updating && outcome.not_finite) {  // a loss may be lost where its gradient is not
+  const Own own{
+      .memory = {.peak = scope_.memory().peak_by_category(), .current = scope_.memory().current_by_category(), .host = scope_.memory().host_peak_by_category()},
+      .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
+      .times = {.compute_s = passed.count() - waited, .wait_s = waited},
+      .flops = *flops_};
+  if (request.meanwhile) request.meanwhile();
+  StepOutcome outcome = report(batch, losses, norm, own);
+  const bool updated = has_updated(batch, outcome.grad_norm);
+  if (updated) experts_.balance();
+  if (updated && outcome.not_finite) {  // a loss may be lost where its gradient is not
     throw Error(
         detail::concat("step ", batch.step, ": the loss of rank ", *outcome.not_finite, " is not finite, though the gradient is; ", way_on(batch.step)));
   }
@@ -196,7 +218,8 @@ at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device de
 bool Stepper::post_validate(const at::Tensor& norm) {
   if (!tentative_ || !tentative_->made()) return false;
   const double most = config_.optim.max_grad_norm;
-  const bool stands = std::isfinite(host_read(norm, 0)) && (most <= 0 || host_read(optim::clip_factor(norm, most), 1) == 1);
+  const double read = host_read(most <= 0 ? norm : at::where(at::isfinite(norm), optim::clip_factor(norm, most), norm), 1);  // in one read
+  const bool stands = most <= 0 ? std::isfinite(read) : read == 1;
   stands ? tentative_->keep() : tentative_->take_back();
   return stands;
 }
@@ -204,7 +227,7 @@ bool Stepper::post_validate(const at::Tensor& norm) {
 void Stepper::update(const at::Tensor& norm, double lr) {
   const HostMemory beside(run_.offloaded);
   if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
-  run_.optimizer->step(lr);
+  run_.optimizer->step(lr, optim::not_finite(norm));
 }
 
 void Stepper::hand_on() {
@@ -226,12 +249,17 @@ at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepReq
   return losses;
 }
 
-bool Stepper::may_update(const data::StepBatch& batch, const at::Tensor& norm) {
+bool Stepper::has_updated(const data::StepBatch& batch, double norm) {
+  if (updates_) {
+    require_finite_updates(batch, norm);
+    return true;
+  }
   using Decision = precision::LossScale::Decision;
   auto& scale = run_.loss_scale;
   const double used = scale.value();
-  const Decision decision = scale.after_backward(std::isfinite(host_read(norm, 0)));
+  const Decision decision = scale.after_backward(std::isfinite(norm));
   if (decision == Decision::Update) return true;
+  run_.optimizer->take_back_count();
   if (decision == Decision::Stop) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
@@ -265,11 +293,9 @@ StepOutcome Stepper::report(const data::StepBatch& batch, const at::Tensor& loss
   // One row per rank: its micro-batches' losses, the norm, and what it alone knows. Adding the losses up by their global index on every host gives the same
   // bits in any layout. That a rank wishes to stop travels here, too, so that all ranks stop after the same step, at the cost of no further message.
   const auto options = losses.options().dtype(at::kDouble);
-  std::vector<at::Tensor> parts{losses.to(at::kDouble), norm.reshape({1}).to(options.device())};
   std::vector<double> numbers{own.stop_signal, own.times.compute_s, own.times.wait_s, own.flops.run, own.flops.recomputed};
   for (const auto* bytes : {&own.memory.peak, &own.memory.current, &own.memory.host}) numbers.insert(numbers.end(), bytes->begin(), bytes->end());
-  for (const double number : numbers) parts.push_back(at::full({1}, number, options));
-  const at::Tensor mine = at::cat(parts);
+  const at::Tensor mine = at::cat({losses.to(at::kDouble), norm.reshape({1}).to(options.device()), on_device(numbers, options)});
   const int64_t columns = mine.numel(), num_losses = losses.numel();
   const int64_t ranks = all_ranks_.size();
   const at::Tensor all = at::empty({ranks * columns}, options);

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/DeviceGuard.h>
+
 #include "tessera/core/attachment.h"
 #include "tessera/data/loader.h"
 #include "tessera/kernels/choice.h"
@@ -70,6 +72,8 @@ struct StepRequest {
   std::function<void()> gradients_ready{};
   /// Asked when the step is done: the signal by which this rank was asked to stop, 0 if it was not.
   std::function<int()> stop_signal{};
+  /// Called when the step's work is asked for, before the host waits for what it yields: what it does takes no time where an accelerator computes meanwhile.
+  std::function<void()> meanwhile{};
   /// Takes down when each action of this rank ran.
   pipeline::StepTimes* times = nullptr;
   /// When the step began for this rank, loading included.
@@ -84,7 +88,12 @@ class RankScope {
 
   MemoryTracker& memory() { return memory_; }
 
+  /// The thread's work that names no device goes to this one from now on, and what is allocated there counts. Before the first tensor there.
+  void compute_on(at::Device device);
+
  private:
+  c10::OptionalDeviceGuard device_;
+  int64_t limit_;
   CacheHostMemory cache_;
   MemoryTracker memory_;
   TrackMemory tracking_{memory_};
@@ -97,7 +106,11 @@ class Stepper {
  public:
   Stepper(const Config& config, const Mesh& mesh, at::Device device, RankScope& scope, const std::optional<ResumePoint>& resume = std::nullopt);
 
-  /// One optimizer step: forward and backward of all micro-batches, clipping, update, and one small all-gather of what is reported.
+  /// One optimizer step: forward and backward of all micro-batches, clipping, update, and one small all-gather of what is reported. A batch that lies elsewhere
+  /// than the model is brought there first (BatchFeed does so ahead of the step).
+  ///
+  /// On an accelerator the host asks for the whole step, the update included, which the device leaves out where the norm is not finite, and reads once, what is
+  /// reported; with pipeline.post_validate and with a mixture of experts, once more.
   StepOutcome step(const data::StepBatch& batch, const StepRequest& request = {});
 
   ForwardEngine& forward_only() { return engine_.forward_only(); }
@@ -119,8 +132,8 @@ class Stepper {
   bool post_validate(const at::Tensor& norm);
   void update(const at::Tensor& norm, double lr);
   void hand_on();  ///< what an update has made, to whoever follows it
-  /// Whether the optimizer may step: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
-  bool may_update(const data::StepBatch& batch, const at::Tensor& norm);
+  /// Whether the optimizer has stepped: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
+  bool has_updated(const data::StepBatch& batch, double norm);
   /// What to do about a run that cannot go on from this step.
   std::string way_on(int64_t step) const;
   StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;

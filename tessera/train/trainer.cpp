@@ -21,6 +21,7 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
@@ -84,9 +85,9 @@ void on_first_rank(const comm::World& world, const std::function<void()>& work) 
 }
 
 // Of a caller who has not settled it. Ranks that were told different things end here, before they make groups of them.
-Config settled(Config config, const Inputs& inputs, const comm::World& world) {
+Config settled(Config config, const Inputs& inputs, const comm::World& world, at::Device device) {
   check_ranks_agree(world.group(), run_settings(config, inputs, world.options()));
-  precision::settle_compute(config, at::kCPU, world.group());
+  precision::settle_compute(config, device, world.group());
   return config;
 }
 
@@ -193,8 +194,9 @@ MemoryTracker prepared(const MemoryWishes& wishes, const comm::World& world) {
 
 }  // namespace
 
-Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory)
-    : config_(settled(std::move(config), inputs, world)),
+Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump, MemoryWishes memory, std::optional<at::Device> device)
+    : device_(device ? *device : resolve_device(config.run.device, {.rank = world.local_rank(), .ranks = world.local_size()})),
+      config_(settled(std::move(config), inputs, world, device_)),
       world_(world),
       inputs_(agreed(std::move(inputs), config_, world)),
       identity_(begun(config_, inputs_, world)),
@@ -202,19 +204,19 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
       scope_(config_, world.local_size(), prepared(memory, world)),
-      stepper_(config_, mesh_, at::kCPU, scope_, inputs_.resume),
-      loader_(inputs_.corpus, loader_options(config_, mesh_)),
+      stepper_(config_, mesh_, device_, scope_, inputs_.resume),
+      feed_(data::Loader(inputs_.corpus, loader_options(config_, mesh_)), device_),
       stragglers_(config_.log.straggler_ratio),
       replay_(config_, mesh_, inputs_.corpus, world.options()) {
   if (!config_.checkpoint.dir.empty())
     saver_ = std::make_unique<checkpoint::Saver>(saver_options(config_.checkpoint, identity_, inputs_.resume), saver_group(config_, world_));
   if (inputs_.resume) {
-    loader_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
+    feed_.seek(cursor_of(inputs_.resume->manifest.progress, inputs_.resume->folder.string()));
     if (config_.checkpoint.verify) replay(*inputs_.resume);
   }
   enter(config_, inputs_, identity_, world_);
   // The first step differs from all others: buckets are not yet in the order of their use.
-  if (memory.report && world.rank() == 0) reported_step_ = std::min(loader_.cursor().step + 2, config_.run.steps);
+  if (memory.report && world.rank() == 0) reported_step_ = std::min(feed_.cursor().step + 2, config_.run.steps);
 }
 
 void Trainer::add_observer(std::unique_ptr<Observer> observer) {
@@ -224,7 +226,7 @@ void Trainer::add_observer(std::unique_ptr<Observer> observer) {
 void Trainer::run() {
   const auto start = Clock::now();
   for (auto& o : observers_) o->on_start(info());
-  RunEnd end{.step = loader_.cursor().step, .finished = false};
+  RunEnd end{.step = feed_.cursor().step, .finished = false};
   try {
     train_to_the_end(end);
   } catch (...) {
@@ -278,12 +280,13 @@ std::string Trainer::stop_reason() const {
 
 StepResult Trainer::step() {
   const auto start = Clock::now();
-  const bool reporting = reported_step_ > 0 && loader_.cursor().step + 1 == reported_step_;
+  const bool reporting = reported_step_ > 0 && feed_.cursor().step + 1 == reported_step_;
   watch_memory(reporting);
   mark_memory("load");
-  const data::StepBatch batch = loader_.next();
+  const data::StepBatch batch = feed_.next();
   const bool dumping = dump_ && dump_->step == batch.step;
   StepRequest request{.stop_signal = [this] { return stop_signal_ ? stop_signal_() : 0; }, .start = start};
+  if (batch.step < config_.run.steps) request.meanwhile = [this] { feed_.prepare(); };
   if (dumping) request.gradients_ready = [this] { dump_gradients(); };
   pipeline::StepTimes times;
   const bool timing = config_.log.timeline_every > 0 && batch.step % config_.log.timeline_every == 0;
@@ -303,6 +306,7 @@ StepResult Trainer::step() {
   }
   extras.merge(expert_numbers(outcome.experts));
   extras.merge(flop_rates(config_, outcome.flops, batch.global_valid_tokens, step_s, world_.size()));
+  if (const auto reserved = reserved_memory(device_); reserved.current > 0) extras["reserved_bytes"] = static_cast<double>(reserved.current);
   if (save_blocked_s_ > 0) extras["save_blocked_s"] = std::exchange(save_blocked_s_, 0);
   return {.step = batch.step,
           .loss = outcome.loss,
@@ -382,9 +386,9 @@ void Trainer::save(int64_t step) {
   for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.gradients])) state.tensors.push_back(std::move(held));
   state.optimizer = optimizer_of_all_stages(run);
   const auto plans = bucket_plans(run);
-  state.progress = progress_json(config_, loader_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
+  state.progress = progress_json(config_, feed_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
   state.progress["loss_scale"] = run.loss_scale.state();
-  if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), loader_.cursor());
+  if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
   state.run = identity_;
   saver_->save(state);
@@ -420,7 +424,7 @@ void Trainer::dump_weights() const {
 RunInfo Trainer::info() const {
   return {.name = config_.name,
           .log_dir = config_.log.dir,
-          .first_step = loader_.cursor().step + 1,
+          .first_step = feed_.cursor().step + 1,
           .last_step = config_.run.steps,
           .ranks = world_.size(),
           .parameters = num_parameters(config_.model)};

@@ -9,11 +9,14 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Device.h>
+
 #include "tessera/checkpoint/saver.h"
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
 #include "tessera/data/loader.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/train/batch_feed.h"
 #include "tessera/train/inputs.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/observer.h"
@@ -39,7 +42,9 @@ struct MemoryWishes {
 class Trainer {
  public:
   /// `config` must be validated for this world, `inputs` opened from it; both alike on all ranks, or ConfigError (check_ranks_agree).
-  Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump = std::nullopt, MemoryWishes memory = {});
+  /// `device`: where it trains; unset, what run.device says. It need not be the same on all ranks.
+  Trainer(Config config, comm::World& world, Inputs inputs, std::optional<DumpRequest> dump = std::nullopt, MemoryWishes memory = {},
+          std::optional<at::Device> device = std::nullopt);
 
   /// Hears of the run on rank 0; other ranks drop it.
   void add_observer(std::unique_ptr<Observer> observer);
@@ -73,6 +78,7 @@ class Trainer {
   void dump_weights() const;
   bool due(int64_t every, int64_t step) const { return (every > 0 && step % every == 0) || step == config_.run.steps; }
 
+  at::Device device_;
   Config config_;
   comm::World& world_;
   Inputs inputs_;
@@ -83,7 +89,7 @@ class Trainer {
   RankScope scope_;
   std::unique_ptr<MemoryWatch> watch_;  ///< before the stepper, whose scopes may still be open when a step fails
   Stepper stepper_;
-  data::Loader loader_;
+  BatchFeed feed_;
   StragglerWatch stragglers_;
   Replay replay_;
   int64_t reported_step_ = 0;                 ///< whose memory observers hear of; 0: none

@@ -74,9 +74,10 @@ double largest_entry(const at::Tensor& tensor) {
   return tensor.detach().abs().max().to(at::kDouble).item<double>();
 }
 
-double largest_difference(const at::Tensor& got, const at::Tensor& want) {
+double largest_difference(const at::Tensor& given, const at::Tensor& want) {
   const c10::NoGradGuard no_grad;
   if (want.numel() == 0) return 0;
+  const at::Tensor got = given.to(want.device());
   if (got.scalar_type() == want.scalar_type() && at::equal(got, want)) return 0;
   const at::Tensor a = got.to(at::kDouble), b = want.to(at::kDouble);
   const at::Tensor apart = at::where(a.eq(b), at::zeros({}, a.options()), (a - b).abs());

@@ -117,7 +117,7 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
 std::vector<int64_t> sizes_of(const at::Tensor& tensor) { return tensor.sizes().vec(); }
 
 uint64_t hash_of(const at::Tensor& tensor) {
-  const at::Tensor packed = tensor.contiguous();
+  const at::Tensor packed = tensor.contiguous().cpu();
   return hash_bytes(packed.const_data_ptr(), packed.nbytes());
 }
 
@@ -141,7 +141,7 @@ bool make_up(const std::vector<Slice>& parts, const Slice& whole) {
 /// Of a term that was too much to keep, the sum is unknown.
 void add_term(RecordedOutputs::Output& sum, const RecordedOutputs::Output& term) {
   const bool known = sum.values.defined() && term.values.defined();
-  sum.values = known ? sum.values.to(at::kDouble).add_(term.values) : at::Tensor();
+  sum.values = known ? sum.values.to(at::kDouble).add_(term.values.to(sum.values.device())) : at::Tensor();
   sum.hash = 0;
 }
 

@@ -8,6 +8,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/testing.h"
+#include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/train/pipeline_layout.h"
@@ -59,6 +60,14 @@ int checked_world(const Config& layout) {
           "comm.compression = powersgd: it trains with other gradients on purpose, so there is nothing to compare; set "
           "comm.compression = none to verify the layout");
   return static_cast<int>(world);
+}
+
+at::Device device_for(const Config& config, int rank, int ranks) {
+  const std::string& wanted = config.run.device;
+  if (wanted == "auto" && num_devices(at::kCUDA) < ranks) return at::kCPU;
+  require(ranks == 1 || !wanted.starts_with("cuda:"), "run.device = ", wanted, ": verify runs its ", ranks,
+          " ranks as threads of one process, and threads cannot share a device; set run.device = cuda, with a device for each, or cpu");
+  return resolve_device(wanted, {.rank = rank, .ranks = ranks});
 }
 
 bool finite(const std::vector<SlicedTensor>& tensors) {
@@ -119,10 +128,10 @@ class Verification {
 };
 
 struct Verification::Side {
-  Side(const Verification& verification, const Config& config, const comm::World& world, int local_ranks)
+  Side(const Verification& verification, const Config& config, const comm::World& world, int local_ranks, at::Device device)
       : mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size())),
         scope(config, local_ranks),
-        stepper(config, mesh, at::kCPU, scope, verification.inputs_.resume),
+        stepper(config, mesh, device, scope, verification.inputs_.resume),
         loader(verification.inputs_.corpus, loader_options(config, mesh)) {
     if (const auto& resume = verification.inputs_.resume) loader.seek(cursor_of(resume->manifest.progress, resume->folder.string()));
   }
@@ -141,6 +150,7 @@ Config in_layout(Config config, const MeshConfig& mesh) {
 
 Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   validate(layout, world);
+  for (int rank = 0; rank < world; ++rank) device_for(layout, rank, world);  // or a refusal
   const MeshShape axes = mesh_shape(layout.mesh, layout.zero.stage, world);
   require(!updates_within_steps(layout, size_along(axes, mesh_roles(layout).stages)), "pipeline.schedule = ", layout.pipeline.schedule,
           ": computes with older weights than one device's step, which verify would compare it with; set pipeline.schedule = 1f1b");
@@ -184,7 +194,7 @@ data::StepBatch Verification::next_batch(Side& side) const {
 }
 
 void Verification::run_rank(comm::World& world) {
-  Side side(*this, layout_, world, world.local_size());
+  Side side(*this, layout_, world, world.local_size(), device_for(layout_, world.rank(), world_));
   Shown& shown = shown_[static_cast<size_t>(world.rank())];
   RecordedOutputs& outputs = recorded_[static_cast<size_t>(world.rank())];
   Composition& run = side.stepper.run();
@@ -221,7 +231,7 @@ std::vector<std::vector<SlicedTensor>> Verification::shown_tensors() const {
 void Verification::run_reference() {
   meeting_.wait_for_ranks();
   const auto world = comm::World::alone();
-  Side side(*this, reference_, world, world_);
+  Side side(*this, reference_, world, world_, device_for(layout_, 0, world_));
   const auto weights = checkpoint::parameter_tensors(side.model());
   initial_.compare(first_step_ - 1, weights, shown_tensors(), own_scales(weights));
   meeting_.dismiss();
@@ -333,6 +343,8 @@ VerifyReport Verification::run() {
 }
 
 }  // namespace
+
+at::Device verify_device(const Config& config, const MeshConfig& mesh) { return device_for(config, 0, checked_world(in_layout(config, mesh))); }
 
 VerifyReport verify(const Config& config, const MeshConfig& mesh, const VerifyOptions& options) { return Verification(config, mesh, options).run(); }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
 
 #include "tessera/comm/world.h"
@@ -100,7 +101,8 @@ struct VerifyReport {
 };
 
 /// Runs `config` in the layout `mesh` (see parse_mesh), its ranks as threads of this process, and beside them on one device, from the same weights over the
-/// same global batches, and compares.
+/// same global batches, and compares. Each rank computes on the device that run.device means to it; autograd has one thread for each, in which two that shared
+/// it would wait for each other, so there has to be one for each rank (auto takes the CPU where there are fewer).
 ///
 /// The reference keeps what decides the arithmetic (model, data, batch, optimizer, precision, run) and leaves out what only lays it out: mesh, zero, tensor,
 /// context, pipeline, recompute, offload and comm.
@@ -115,6 +117,9 @@ VerifyReport verify(const Config& config, const MeshConfig& mesh, const VerifyOp
 /// "dp_replicate=3,dp_shard=2,ep=2" -> the configuration's mesh with these sizes in its order, and 1 for axes that are not named. Throws ConfigError naming the
 /// nearest axis, an axis given twice, or a size below 1.
 MeshConfig parse_mesh(const std::string& text, const MeshConfig& base = {});
+
+/// Where the first of those ranks, and the one device, compute: what precision.compute = auto asks. Throws ConfigError as verify() does.
+at::Device verify_device(const Config& config, const MeshConfig& mesh);
 
 /// The fields of `tessera verify --json` (docs/verify.md); what is not finite is null.
 nlohmann::json to_json(const VerifyReport& report);

@@ -1,5 +1,8 @@
 #include "tessera/optim/optimizer.h"
 
+#include <limits>
+
+#include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
@@ -65,6 +68,32 @@ TEST_P(EveryOptimizer, AgreesWithTorch) {
     reference->step();
   }
   expect_close(ours, theirs);
+}
+
+// On an accelerator the operators decide by the flag, and the host learns of it later.
+TEST_P(EveryOptimizer, AStepIsSkippedByWhatTheNormSays) {
+  const auto ours = make_parameters(kShapes), reference = make_parameters(kShapes);
+  const auto skipping = make_optimizer(config_of(GetParam()), ours), plain = make_optimizer(config_of(GetParam()), reference);
+  const auto norm = [](double value) { return not_finite(at::full({}, value, at::TensorOptions(testing_support::test_device()).dtype(at::kDouble))); };
+  const auto flag = [&](double value) { return norm(value).cpu().item<float>(); };
+  EXPECT_EQ(flag(1e300), 0);
+  EXPECT_EQ(flag(std::numeric_limits<double>::infinity()), 1);
+  EXPECT_EQ(flag(std::numeric_limits<double>::quiet_NaN()), 1);
+  for (int step = 1; step <= 4; ++step) {
+    draw_gradients(ours, step);
+    draw_gradients(reference, step);
+    const bool skip = step == 1 || step == 3;
+    const auto counts = skipping->update_counts();
+    skipping->step(0.1, norm(skip ? std::numeric_limits<double>::quiet_NaN() : 1));
+    if (skip) skipping->take_back_count();
+    if (skip) EXPECT_EQ(skipping->update_counts(), counts);
+    if (!skip) plain->step(0.1);
+  }
+  EXPECT_EQ(skipping->update_counts(), plain->update_counts());
+  for (size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(at::equal(ours[i].tensor, reference[i].tensor)) << ours[i].name;
+  const auto got = skipping->state(), want = plain->state();
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i].tensor, want[i].tensor)) << got[i].parameter << "." << got[i].state;
 }
 
 TEST_P(EveryOptimizer, UpdatesAParameterWithGapsAndNothingBesideIt) {

@@ -84,11 +84,7 @@ class TrainFixture : public ::testing::Test {
       int64_t peak = -1;
       for (int64_t step = 1; step <= config.run.steps; ++step) {
         scope.memory().reset_peak();
-        auto batch = loader.next();
-        for (auto& micro : batch.micro_batches) {
-          for (at::Tensor* const tensor : {&micro.tokens, &micro.labels, &micro.positions}) *tensor = tensor->defined() ? tensor->to(device) : *tensor;
-        }
-        const auto outcome = stepper.step(batch, {.gradients_ready = [&] {
+        const auto outcome = stepper.step(loader.next(), {.gradients_ready = [&] {
                                             if (plant) plant(stepper.run());
                                             if (step == recorded_step && (first || sharded)) gradients.add_gradients(stepper.run().updated);
                                           }});

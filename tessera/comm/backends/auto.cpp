@@ -7,6 +7,7 @@
 #include "tessera/comm/backends/host_identity.h"
 #include "tessera/comm/backends/staged.h"
 #include "tessera/comm/backends/two_level/two_level.h"
+#include "tessera/core/devices.h"
 
 // Which engine a group gets follows from who is on which host. All members read the same from the store and so decide alike; the groups inside are formed in
 // the same order on all of them, for forming one waits for its members.
@@ -38,7 +39,9 @@ std::map<c10::DeviceType, MakeFactory>& device_engines() {
 class AutoFactory : public EngineFactory {
  public:
   explicit AutoFactory(const EngineOptions& options) : options_(options), host_(options.host.empty() ? host_identity() : options.host), shm_(make("shm")) {
-    if (has_engine("nccl")) by_device_[at::kCUDA] = make("nccl");
+    // NCCL refuses ranks that share a device, as those of a machine with one have to. (Where each process is shown one of its own, comm.backend = nccl says
+    // so.)
+    if (has_engine("nccl") && num_devices(at::kCUDA) > 1) by_device_[at::kCUDA] = make("nccl");
     for (const auto& [type, make_engines] : device_engines()) by_device_[type] = make_engines(options);
   }
 

@@ -198,6 +198,9 @@ void MemoryReport::after_step(const StepResult& result) {
   const std::string title = fmt::format("{}: memory of step {}, rank 0 of {}", run_.name, result.step, run_.ranks);
   const auto mine = result.memory_history->peak() ? total_of(result.memory_history->peak()->after) : total_of(result.memory_history->before);
   std::string text = title + "\n" + memory_text(*result.memory_history);
+  if (const auto reserved = result.extras.find("reserved_bytes"); reserved != result.extras.end()) {
+    text += fmt::format("the device's allocator has reserved {}\n", format_bytes(static_cast<int64_t>(reserved->second)));
+  }
   if (result.peak_bytes > mine) text += fmt::format("another rank held more at its peak: {}\n", format_bytes(result.peak_bytes));
   try {
     draw_memory(*result.memory_history, title).save(file_.string());
