@@ -28,9 +28,9 @@ std::optional<MicroBatch> SequentialLoader::next() {
   micro.rows = micro_size_;
   micro.seq_len = seq_len_;
   const int64_t columns = count_columns(columns_, seq_len_);
-  if (!columns_.empty()) fill_positions(columns_, micro.positions = at::empty({columns}, at::kLong));
-  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, columns}, at::kLong);
-  if (reads_.labels) micro.labels = at::full({micro_size_, columns}, ignored_label, at::kLong);
+  if (!columns_.empty()) fill_positions(columns_, micro.positions = at::empty({columns}, at::device(at::kCPU).dtype(at::kLong)));
+  if (reads_.tokens) micro.tokens = at::zeros({micro_size_, columns}, at::device(at::kCPU).dtype(at::kLong));
+  if (reads_.labels) micro.labels = at::full({micro_size_, columns}, ignored_label, at::device(at::kCPU).dtype(at::kLong));
   if (position_ < size_) {
     micro.index = begin_ + position_;
     micro.first_sample = micro.index * micro_size_;

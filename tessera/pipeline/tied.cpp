@@ -89,7 +89,7 @@ End other_than(End end) { return end == End::First ? End::Last : End::First; }
 TiedCopies::TiedCopies(comm::Group ranks, const std::vector<Copy>& copies, bool last_follows)
     : ranks_(std::move(ranks)), copies_(copies), last_follows_(last_follows) {
   const comm::CallSite site(kTiedSite);
-  const at::Tensor mine = at::zeros({2, kEntry}, at::kLong);
+  const at::Tensor mine = at::zeros({2, kEntry}, at::device(at::kCPU).dtype(at::kLong));
   for (const Copy& copy : copies_) {
     if (copy.end == End::Last && !last_follows)
       nn::add_sharing(nn::updated_for(copy.tensor), {.axis = kTiedSite, .rank = 1, .first = 0, .holders = 2});  // counted at the other end
@@ -99,7 +99,7 @@ TiedCopies::TiedCopies(comm::Group ranks, const std::vector<Copy>& copies, bool 
     entry[0] = std::ssize(runs);
     for (size_t i = 0; i < runs.size(); ++i) entry[1 + 2 * i] = runs[i].first, entry[2 + 2 * i] = runs[i].second;
   }
-  const at::Tensor all = at::zeros({2 * ranks_.size(), kEntry}, at::kLong);
+  const at::Tensor all = at::zeros({2 * ranks_.size(), kEntry}, mine.options());
   all.narrow(0, 2 * ranks_.rank(), 2).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
   comm::all_gather(ranks_, all, mine);
   for (size_t c = 0; c < copies_.size(); ++c) {

@@ -14,6 +14,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -37,7 +38,7 @@ MixtureFeedForward on_meta_mixture(const ModelConfig& config) {
 
 /// Weights large enough that experts differ by more than roundings.
 void draw(MixtureFeedForward& mixture) {
-  materialize(*mixture, 5);
+  materialize(*mixture, 5, testing_support::test_device());
   const at::NoGradGuard no_grad;
   for (const auto& parameter : mixture->parameters()) parameter.mul_(20);
 }
@@ -168,12 +169,12 @@ TEST(ExpertParallel, ComputesRowsOnceWhereRanksRouteTheSameTokens) {
 
 TEST(ExpertParallel, DrawsTheSameExpertsAndKeepsThoseWithValues) {
   MixtureFeedForward whole = on_meta_mixture(sizes(6));
-  materialize(*whole, 5);
+  materialize(*whole, 5, testing_support::test_device());
   run_ranks(3, [&](World& world) {
     MixtureFeedForward drawn = on_meta_mixture(sizes(6)), cut = on_meta_mixture(sizes(6));
-    materialize(*cut, 5);
+    materialize(*cut, 5, testing_support::test_device());
     const auto first = expert_parallel(*drawn, world.group()), second = expert_parallel(*cut, world.group());
-    materialize(*drawn, 5);
+    materialize(*drawn, 5, testing_support::test_device());
     for (MixtureFeedForward* one : {&drawn, &cut}) {
       for (const auto& parameter : (*one)->named_parameters()) {
         const at::Tensor part = take(whole->named_parameters()[parameter.key()].detach(), nn::slice_of(parameter.value()));
