@@ -1,5 +1,5 @@
 // The same training on the CPU and on the device that the suite runs on: on the CPU that says little, on the simulated accelerator (docs/testing.md) that a run
-// there has the CPU's bits, counts its bytes, and waits for the device where it is known to.
+// there has the CPU's bits and counts its bytes.
 
 #include "tests/train/fixture.h"
 
