@@ -44,7 +44,7 @@ std::string stored_name(const HuggingFaceTensor& row) { return "model." + row.ou
 bool is_drawn(const HuggingFaceTensor& row) { return row.ours.empty(); }
 
 void draw_row(const HuggingFaceTensor& row, at::Tensor theirs, uint64_t seed) {
-  const at::Tensor drawn = at::empty(row.shape, at::kFloat);
+  const at::Tensor drawn = at::empty(row.shape, at::device(at::kCPU).dtype(at::kFloat));
   CounterRng(seed, row.theirs).fill_normal(drawn.mutable_data_ptr<float>(), 0, drawn.numel(), 0, 0.02F);
   theirs.copy_(drawn);
 }
@@ -124,7 +124,7 @@ void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, St
   for (const auto& planned : tensors) specs.push_back({planned.tensor.name, planned.dtype, planned.tensor.shape});
   SafetensorsWriter writer(path, std::move(specs), {{"format", "pt"}});
   for (const auto& planned : tensors) {
-    const at::Tensor theirs = at::empty(planned.tensor.shape, planned.dtype);
+    const at::Tensor theirs = at::empty(planned.tensor.shape, at::device(at::kCPU).dtype(planned.dtype));
     for (const auto& row : planned.tensor.parts) {
       is_drawn(row) ? draw_row(row, view_of(row, theirs), seed) : stored.fill(view_of(row, theirs), row.slice_of(stored_name(row)));
     }

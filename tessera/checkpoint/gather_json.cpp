@@ -18,13 +18,13 @@ std::vector<nlohmann::json> gather_json(const comm::Group& group, const nlohmann
   if (group.size() == 1) return {mine};
   // A path in an error message may hold any bytes; a rank that threw here would leave the others waiting.
   const std::string text = mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  const auto lengths = at::empty({group.size()}, at::kLong);
-  comm::all_gather(group, lengths, at::full({1}, static_cast<int64_t>(text.size()), at::kLong));
+  const auto lengths = at::empty({group.size()}, at::device(at::kCPU).dtype(at::kLong));
+  comm::all_gather(group, lengths, at::full({1}, static_cast<int64_t>(text.size()), lengths.options()));
   const int64_t longest = lengths.max().item<int64_t>();
 
-  const auto padded = at::zeros({longest}, at::kByte);
+  const auto padded = at::zeros({longest}, at::device(at::kCPU).dtype(at::kByte));
   std::memcpy(padded.mutable_data_ptr<uint8_t>(), text.data(), text.size());
-  const auto texts = at::empty({group.size() * longest}, at::kByte);
+  const auto texts = at::empty({group.size() * longest}, padded.options());
   comm::all_gather(group, texts, padded);
 
   std::vector<nlohmann::json> all;

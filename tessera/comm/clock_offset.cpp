@@ -12,7 +12,7 @@ namespace tessera::comm {
 
 double clock_offset(const Group& group, const std::function<double()>& clock, int rounds) {
   const CallSite site("clock");
-  const at::Tensor time = at::zeros({1}, at::kDouble);
+  const at::Tensor time = at::zeros({1}, at::device(at::kCPU).dtype(at::kDouble));
   double offset = 0, least = std::numeric_limits<double>::infinity();
   for (int rank = 1; rank < group.size(); ++rank) {
     for (int round = 0; round < rounds; ++round) {

@@ -37,7 +37,7 @@ std::optional<std::pair<int64_t, int64_t>> matrix_shape(const at::Tensor& gradie
 void draw(const at::Tensor& q, uint64_t seed, const std::string& name) {
   if (q.is_meta()) return;
   const bool in_place = q.is_cpu() && q.scalar_type() == at::kFloat;
-  at::Tensor values = in_place ? q : at::empty(q.sizes(), at::kFloat);
+  at::Tensor values = in_place ? q : at::empty(q.sizes(), at::device(at::kCPU).dtype(at::kFloat));
   CounterRng(seed, "powersgd.q." + name).fill_normal(values.data_ptr<float>(), 0, values.numel(), 0, 1);
   if (!in_place) at::Tensor(q).copy_(values);
 }

@@ -142,6 +142,7 @@ void FlatParameters::take_in(size_t limit) {
             ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
     nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
     nn::keep_memory(parameter);
+    brought_.wait();  // a copy to the device may still read what is written here
     const at::Tensor rows = local_rows(slices_, i);
     nn::leave_to_aliases(slice_storages_[i], rows);
     slice_storages_[i] = nn::part_storage(rows);

@@ -374,7 +374,7 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
     }
     const auto memory = memories.find(view.memory);
     require(memory != memories.end(), "materialize: '", name, "' is made from a tensor on meta that was not built in this on_meta");
-    return at::empty({0}, at::dtype(view.dtype)).set_(memory->second, view.offset, view.sizes, view.strides);
+    return at::empty({0}, at::device(at::kCPU).dtype(view.dtype)).set_(memory->second, view.offset, view.sizes, view.strides);
   };
   for (const size_t i : recipe.operators) {
     const Operator& op = *operators_[i];

@@ -72,7 +72,7 @@ void draw(const at::Tensor& parameter, uint64_t seed) {
       if (view.is_contiguous() && view.is_cpu() && view.scalar_type() == at::kFloat) {
         draw_box(*rule, rng, slice, box, view.mutable_data_ptr<float>());
       } else {
-        const at::Tensor drawn = at::empty(view.sizes(), at::kFloat);
+        const at::Tensor drawn = at::empty(view.sizes(), at::device(at::kCPU).dtype(at::kFloat));
         draw_box(*rule, rng, slice, box, drawn.mutable_data_ptr<float>());
         view.copy_(drawn);
       }

@@ -40,7 +40,7 @@ bool share_elements(const Place& one, const Place& other) {
   if (one.tensor.element_size() != other.tensor.element_size()) return true;
   const auto width = static_cast<int64_t>(one.tensor.element_size());
   const int64_t first = std::min(one.begin, other.begin) / width;
-  const at::Tensor marks = at::zeros({std::max(one.end, other.end) / width - first}, at::kBool);
+  const at::Tensor marks = at::zeros({std::max(one.end, other.end) / width - first}, at::device(at::kCPU).dtype(at::kBool));
   const auto of = [&](const at::Tensor& tensor) { return marks.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset() - first); };
   of(one.tensor).fill_(true);
   return of(other.tensor).any().item<bool>();

@@ -79,8 +79,8 @@ void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& o
     return sum_rows(at::view_as_real(gradient.resolve_conj()).view(-1), {run.first_logical_row, 2 * run.first_element, run.rows, 2 * run.columns}, out);
   }
   if (!gradient.is_cpu()) {
-    // One reduction in fp64 without a copy in fp64. It adds in an order of its own, and the square of a root rounds: other last bits of fp64 than on the CPU,
-    // of which a factor in fp32 mostly keeps none.
+    // The device's own reduction, whose order within a row is that device's: the norm agrees with the CPU's but for the last bits of fp64, and so does what is
+    // clipped by it but where the factor, rounded to fp32, falls on the other side.
     const auto rows = gradient.view(-1).narrow(0, run.first_element, run.rows * run.columns).view({run.rows, run.columns});
     out.copy_(at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, /*keepdim=*/false, at::kDouble).square_());
     return;

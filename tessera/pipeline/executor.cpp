@@ -37,7 +37,7 @@ at::Tensor header_of(const at::Tensor& tensor) {
   numbers[0] = static_cast<int64_t>(tensor.scalar_type());
   numbers[1] = tensor.dim();
   std::ranges::copy(tensor.sizes(), numbers.begin() + 2);
-  return at::tensor(numbers, at::kLong);
+  return at::tensor(numbers, at::device(at::kCPU).dtype(at::kLong));
 }
 
 TensorSpec spec_in(const at::Tensor& header) {
@@ -266,7 +266,7 @@ void Executor::post(const Message& message) {
   Arrival& arrival = arrivals_[{message.crossing, message.micro_batch, message.gradient}];
   arrival.is_header = crossing.announced && !message.gradient;
   if (arrival.is_header) {
-    arrival.tensor = at::empty({2 + kMostDims}, at::kLong);
+    arrival.tensor = at::empty({2 + kMostDims}, at::device(at::kCPU).dtype(at::kLong));
   } else if (message.gradient) {
     arrival.tensor = room_for(alive_.at({crossing.from, message.micro_batch}).outputs.at(message.crossing).first, options_.device);
   } else {

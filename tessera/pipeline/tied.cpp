@@ -123,7 +123,7 @@ TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bo
     : ranks_(std::move(ranks)), holders_(holders), copies_(std::move(copies)), last_follows_(last_follows) {
   invariant(!last_follows || holders == 2, "of ", holders, " copies the last follows");
   const comm::CallSite site(kTiedSite);
-  const at::Tensor mine = at::zeros({holders, kEntry}, at::kLong);
+  const at::Tensor mine = at::zeros({holders, kEntry}, at::device(at::kCPU).dtype(at::kLong));
   for (const Copy& copy : copies_) {
     const Patterns patterns = patterns_of(nn::slice_of(copy.tensor));
     invariant(std::ssize(patterns) <= kMostPatterns, "a slice of '", nn::slice_of(copy.tensor).name, "' has ", patterns.size(), " patterns");
@@ -133,7 +133,7 @@ TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bo
       for (const int64_t number : {first, count, stride, times}) *entry++ = number;
     }
   }
-  table_ = at::zeros({ranks_.size() * holders, kEntry}, at::kLong);
+  table_ = at::zeros({ranks_.size() * holders, kEntry}, mine.options());
   table_.narrow(0, ranks_.rank() * holders, holders).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
   comm::all_gather(ranks_.ahead, table_, mine);
   for (size_t c = 0; c < copies_.size(); ++c) {

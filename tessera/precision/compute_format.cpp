@@ -66,7 +66,7 @@ void settle_compute(Config& config, c10::Device device, const comm::Group& group
   constexpr int64_t kLength = 128;  // of a reason, its end included
   const comm::CallSite site("start");
   const std::string mine = reason_of(device);
-  const at::Tensor text = at::zeros({kLength}, at::kByte), all = at::empty({group.size() * kLength}, at::kByte);
+  const at::Tensor text = at::zeros({kLength}, at::device(at::kCPU).dtype(at::kByte)), all = at::empty({group.size() * kLength}, text.options());
   std::memcpy(text.mutable_data_ptr(), mine.data(), std::min<size_t>(mine.size(), kLength - 1));
   comm::all_gather(group, all, text);
   Lack lack;

@@ -73,7 +73,7 @@ const std::string& NonFiniteWatch::found() const { return state_->found; }
 std::string describe_non_finite(const NonFiniteWatch& watch, const comm::Group& group) {
   constexpr int64_t kLength = 256;  // of a description, its end included
   const comm::CallSite site("non_finite");
-  const at::Tensor mine = at::zeros({kLength}, at::kByte), all = at::empty({group.size() * kLength}, at::kByte);
+  const at::Tensor mine = at::zeros({kLength}, at::device(at::kCPU).dtype(at::kByte)), all = at::empty({group.size() * kLength}, mine.options());
   std::memcpy(mine.mutable_data_ptr(), watch.found().data(), std::min<size_t>(watch.found().size(), kLength - 1));
   comm::all_gather(group, all, mine);
   std::string text;

@@ -30,7 +30,7 @@ Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> c
   for (auto micro_batches = next_of(loader, engine.in_flight()); !micro_batches.empty(); micro_batches = next_of(loader, engine.in_flight())) {
     for (const double loss : host_read_all(engine.loss_sums(micro_batches), 0.0)) sum += loss;
   }
-  const at::Tensor total = at::full({1}, sum, at::dtype(at::kDouble));
+  const at::Tensor total = at::full({1}, sum, at::device(at::kCPU).dtype(at::kDouble));
   comm::all_reduce(group, total);
   comm::all_reduce(engine.columns().group, total);
   engine.share(total);

@@ -86,7 +86,7 @@ void check_ranks_agree(const comm::Group& group, const Settings& mine) {
   const comm::CallSite site("start");
   const nlohmann::json all_of_mine = mine;
   const std::string text = all_of_mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  const at::Tensor hash = at::full({1}, static_cast<int64_t>(hash_bytes(text.data(), text.size())), at::dtype(at::kLong));
+  const at::Tensor hash = at::full({1}, static_cast<int64_t>(hash_bytes(text.data(), text.size())), at::device(at::kCPU).dtype(at::kLong));
   const at::Tensor hashes = at::empty({group.size()}, hash.options());
   comm::all_gather(group, hashes, hash);
   if (hashes.eq(hashes[0]).all().item<bool>()) return;

@@ -96,7 +96,7 @@ Config settled(Config config, const Inputs& inputs, const comm::World& world, at
 Inputs agreed(Inputs inputs, const Config& config, const comm::World& world) {
   const comm::CallSite site("start");
   const int64_t step = inputs.resume ? inputs.resume->manifest.step : 0;
-  const at::Tensor mine = at::full({1}, step, at::dtype(at::kLong));
+  const at::Tensor mine = at::full({1}, step, at::device(at::kCPU).dtype(at::kLong));
   const at::Tensor all = at::empty({world.size()}, mine.options());
   comm::all_gather(world.group(), all, mine);
   const int64_t* steps = all.const_data_ptr<int64_t>();
@@ -137,9 +137,9 @@ void enter(const Config& config, const Inputs& inputs, const checkpoint::RunIden
 std::vector<std::string> hosts_of(const comm::World& world) {
   constexpr int64_t kLength = 64;  // of a host name on Linux, its end included
   const comm::CallSite site("start");
-  const at::Tensor mine = at::zeros({kLength}, at::kByte);
+  const at::Tensor mine = at::zeros({kLength}, at::device(at::kCPU).dtype(at::kByte));
   ::gethostname(static_cast<char*>(mine.mutable_data_ptr()), kLength - 1);
-  const at::Tensor all = at::empty({world.size() * kLength}, at::kByte);
+  const at::Tensor all = at::empty({world.size() * kLength}, mine.options());
   comm::all_gather(world.group(), all, mine);
   std::vector<std::string> hosts;
   for (int rank = 0; rank < world.size(); ++rank) hosts.emplace_back(static_cast<const char*>(all.const_data_ptr()) + rank * kLength);

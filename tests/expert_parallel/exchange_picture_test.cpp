@@ -16,6 +16,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tests/made_docs.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -52,7 +53,7 @@ Routed route() {
     const auto parallel = expert_parallel(*mixture, group);
     const auto own = static_cast<size_t>(world.rank());
     const Attachment counted = nn::attach(*mixture, "experts", std::make_shared<Counted>(routed.counts[own]));
-    materialize(*mixture, 5);
+    materialize(*mixture, 5, testing_support::test_device());
     const at::NoGradGuard no_grad;
     mixture((at::arange(7 * kWidth, at::kFloat) * (0.37 + 0.1 * world.rank())).sin().view({1, 7, kWidth}));
     routed.sent[own] = records->records().at(1).sent_bytes;  // behind the counts

@@ -18,6 +18,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -41,7 +42,7 @@ MixtureFeedForward on_meta_mixture(const ModelConfig& config) {
 
 /// Weights large enough that experts differ by more than roundings.
 void draw(MixtureFeedForward& mixture) {
-  materialize(*mixture, 5);
+  materialize(*mixture, 5, testing_support::test_device());
   const at::NoGradGuard no_grad;
   for (const auto& parameter : mixture->parameters()) parameter.mul_(20);
 }
@@ -189,16 +190,16 @@ TEST(ExpertParallel, DrawsTheSameExpertsAndKeepsThoseWithValues) {
   ModelConfig like = sizes(6);
   like.ffn_dim = 3;
   MixtureFeedForward whole = on_meta_mixture(like);
-  materialize(*whole, 5);
+  materialize(*whole, 5, testing_support::test_device());
   run_ranks(3, [&](World& world) {
     ModelConfig config = sizes(6);
     config.ffn_dim = 3;
     MixtureFeedForward drawn = on_meta_mixture(config), cut = on_meta_mixture(config), wide = on_meta_mixture(config);
-    materialize(*cut, 5);
+    materialize(*cut, 5, testing_support::test_device());
     const auto first = expert_parallel(*drawn, world.group()), second = expert_parallel(*cut, world.group());
     const auto third = expert_parallel(*wide, world.group(), {.sharers = 3});
-    materialize(*drawn, 5);
-    materialize(*wide, 5);
+    materialize(*drawn, 5, testing_support::test_device());
+    materialize(*wide, 5, testing_support::test_device());
     for (MixtureFeedForward* one : {&drawn, &cut, &wide}) {
       for (const auto& parameter : (*one)->named_parameters()) {
         const at::Tensor part = take(whole->named_parameters()[parameter.key()].detach(), nn::slice_of(parameter.value()));

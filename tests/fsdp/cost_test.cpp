@@ -12,6 +12,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/head.h"
+#include "tests/test_device.h"
 
 /// What stage 3 sends and holds, against the formulas of docs/sharding.md.
 namespace tessera {
@@ -102,8 +103,8 @@ TEST(FullyShard, MemoryIsOneShareOfEverythingAndTheUnitsInUse) {
       MemoryTracker memory;
       const TrackMemory track(memory);
       auto net = on_meta([] { return WideNet(); });
-      auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .prefetch = {.units = 0}});
-      materialize(net, 1);
+      auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = {.units = 0}});
+      materialize(net, 1, testing_support::test_device());
       for (int step = 0; step < 2; ++step) {
         memory.reset_peak();
         sharded->begin_step();
@@ -150,7 +151,7 @@ TEST(FullyShard, PrefetchStopsAtItsLimits) {
       fill_parameters(*net);
       const auto count = std::make_shared<GatherCount>(mine);
       const Attachment inside = nn::attach(*net, "layer*", count);
-      auto sharded = fully_shard(net, group, {.wrap = "layer*", .prefetch = limits});
+      auto sharded = fully_shard(net, group, {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = limits});
       for (int step = 0; step < 2; ++step) {
         mine->clear();
         count->begun.clear();

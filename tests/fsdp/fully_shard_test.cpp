@@ -5,6 +5,7 @@
 #include "support.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/memory/memory.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -125,14 +126,14 @@ TEST_P(WorldSizes, EvaluationSeesWholeParametersAndLeavesSlices) {
 
 TEST(FullyShard, SlicesAreDrawnAsOneProcessDrawsTheWhole) {
   auto whole = on_meta([] { return DeepNet(); });
-  materialize(whole, 5);
+  materialize(whole, 5, testing_support::test_device());
   const Gradients expected = named_values(*whole);
   run_ranks(3, [&](World& world) {
     auto net = on_meta([] { return DeepNet(); });
     MemoryTracker memory;
     const TrackMemory track(memory);
-    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
-    materialize(net, 5);
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .device = testing_support::test_device()});
+    materialize(net, 5, testing_support::test_device());
     EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
     int64_t bytes = 0;
     for (const ShardUnit& unit : sharded->units()) bytes += unit.local_bytes;
@@ -154,7 +155,7 @@ TEST(FullyShard, AUsersInitWritesWholeParametersOneUnitAtATime) {
         if (expected.contains(name)) parameter.value().copy_(expected.at(name));
       }
     };
-    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init});
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init, .device = testing_support::test_device()});
     EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
     EXPECT_EQ(called, (std::vector<std::string>{"first", "block0", "block0.w1", "block0.w2", "block1", "block1.w1", "block1.w2", "block2", "block2.w1",
                                                 "block2.w2", "norm", "last"}));

@@ -5,6 +5,7 @@
 #include "support.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -108,7 +109,7 @@ TEST(FullyShard, OffloadedSlicesAreDrawnOrInitializedOnTheHost) {
         if (expected.contains(name)) parameter.value().copy_(expected.at(name));
       }
     };
-    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init, .offload = Offload::Host});
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .init = init, .device = testing_support::test_device(), .offload = Offload::Host});
     EXPECT_EQ(slice_difference(*net, expected, /*values=*/true), 0);
     int64_t bytes = 0;
     for (const ShardUnit& unit : sharded->units()) bytes += unit.local_bytes;
@@ -147,8 +148,8 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
                 MemoryTracker memory;
                 const TrackMemory track(memory);
                 auto net = on_meta([] { return WideNet(); });
-                auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .prefetch = {.units = 0}, .offload = Offload::Host});
-                materialize(net, 1);
+                auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = {.units = 0}, .offload = Offload::Host});
+                materialize(net, 1, testing_support::test_device());
                 const int64_t share = parameters / ranks;  // rows divide evenly
                 for (int step = 0; step < 2; ++step) {
                   memory.reset_peak();
@@ -181,9 +182,10 @@ TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
     run_ranks(ranks, [&](World& world) {
       auto net = on_meta([] { return WideNet(); });
       options.wrap = "layer*";
+      options.device = testing_support::test_device();
       options.offload = Offload::Host;
       auto sharded = fully_shard(net, world.group(), options);
-      materialize(net, 1);
+      materialize(net, 1, testing_support::test_device());
       const auto counted = std::make_shared<CopyCount>((1024 * 64 + 1024) / ranks);
       const nn::OperatorScope scope(counted);
       sharded->begin_step();
@@ -210,8 +212,8 @@ TEST(FullyShard, OffloadCastsOnceAStep) {
     MemoryTracker memory;
     const TrackMemory track(memory);
     auto net = on_meta([] { return WideNet(); });
-    auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
-    materialize(net, 1);
+    auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .device = testing_support::test_device(), .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
+    materialize(net, 1, testing_support::test_device());
     const int64_t slices = of(memory.host_by_category(), MemoryCategory::Parameters);
     sharded->begin_step();
     net(at::full({1, 64}, 0.1, at::kBFloat16)).sum().backward();

@@ -111,7 +111,7 @@ inline double slice_difference(const torch::nn::Module& module, const Gradients&
     EXPECT_EQ(actual.sizes(), at::IntArrayRef(slice.local_shape())) << parameter.name;
     if (slice.numel() == 0) continue;
     const double scale = std::max(expected.abs().max().item<double>(), 1e-30);
-    largest = std::max(largest, (actual - take(expected, slice)).abs().max().item<double>() / scale);
+    largest = std::max(largest, (actual.cpu() - take(expected, slice).cpu()).abs().max().item<double>() / scale);
   }
   return largest;
 }

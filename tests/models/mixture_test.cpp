@@ -8,6 +8,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/parameter.h"
 #include "tests/models/tiny.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -21,7 +22,7 @@ ModelConfig mixture_config(const std::string& router = "softmax") {
 MixtureFeedForward mixture_of(const ModelConfig& config) {
   MixtureFeedForward mixture(config);
   nn::assign_paths(*mixture);
-  materialize(*mixture, 3);
+  materialize(*mixture, 3, testing_support::test_device());
   const at::NoGradGuard no_grad;
   for (const auto& parameter : mixture->parameters()) parameter.mul_(20);
   return mixture;

@@ -7,6 +7,7 @@
 
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 
@@ -30,7 +31,7 @@ inline ModelConfig tiny_config(const std::string& family) {
 
 inline std::shared_ptr<LanguageModel> tiny_model(const ModelConfig& config, uint64_t seed = 1) {
   auto model = on_meta([&] { return make_model(config); });
-  materialize(*model, seed);
+  materialize(*model, seed, testing_support::test_device());
   return model;
 }
 

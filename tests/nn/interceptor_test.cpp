@@ -14,6 +14,7 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 namespace tessera::nn {
 namespace {
@@ -293,7 +294,7 @@ TEST(Attach, AModelOnTheStackIsWalkedAsAnyOther) {
     Root root;
     assign_paths(root);
     check_no_bypass(root);
-    materialize(root, 1);
+    materialize(root, 1, testing_support::test_device());
     EXPECT_EQ(unique_parameters(root).size(), 4u);
     EXPECT_EQ(modules_matching(root, "")[0].second.get(), &root);
     EXPECT_EQ(modules_matching(root, "*").size(), 2u);
@@ -306,7 +307,7 @@ TEST(Attach, AModelOnTheStackIsWalkedAsAnyOther) {
   late.detach();  // the model is gone
 
   auto lazy = on_meta([] { return std::make_unique<Root>(); });
-  materialize(*lazy, 1);
+  materialize(*lazy, 1, testing_support::test_device());
   EXPECT_FALSE(lazy->parameters()[0].is_meta());
 }
 

@@ -23,6 +23,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
+#include "tests/test_device.h"
 
 namespace tessera::nn {
 namespace {
@@ -57,7 +58,7 @@ struct Table : torch::nn::Module {
 
 TEST(Materialize, ATableMayBeFilledElementByElement) {
   const auto model = on_meta([] { return std::make_shared<Table>(); });
-  materialize(*model, 1);
+  materialize(*model, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(model->buffers()[0], Table().buffers()[0]));
 }
 
@@ -65,7 +66,7 @@ TEST(Materialize, RefusesWhatWasWrittenAfterOnMeta) {
   const auto build = [] { return torch::nn::Sequential(torch::nn::Linear(4, 3), torch::nn::BatchNorm1d(3)); };
   const auto refusal = [](auto& net) -> std::string {
     try {
-      materialize(net, 1);
+      materialize(net, 1, testing_support::test_device());
     } catch (const ConfigError& error) {
       return error.what();
     }
@@ -100,7 +101,7 @@ TEST(Materialize, RefusesWhatWasWrittenAfterOnMeta) {
 TEST(Materialize, KeepsHandlesHooksAndWorksForPlainModules) {
   auto net = on_meta([] { return torch::nn::Sequential(torch::nn::Linear(4, 3), torch::nn::BatchNorm1d(3), torch::nn::Linear(3, 2)); });
   const at::Tensor handle = net->parameters()[0];
-  materialize(net, 7);
+  materialize(net, 7, testing_support::test_device());
   EXPECT_TRUE(handle.is_cpu());
   EXPECT_EQ(handle.unsafeGetTensorImpl(), net->parameters()[0].unsafeGetTensorImpl());
   EXPECT_LE(handle.abs().max().item<float>(), 0.5F);  // 1 / sqrt(4)
@@ -119,7 +120,7 @@ TEST(Materialize, KeepsHandlesHooksAndWorksForPlainModules) {
 
 TEST(Materialize, BuffersAreRightAndUnknownOnesAreRefused) {
   auto norm = on_meta([] { return torch::nn::BatchNorm1d(3); });
-  materialize(norm, 1);
+  materialize(norm, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(norm->running_mean, at::zeros({3})));
   EXPECT_TRUE(at::equal(norm->running_var, at::ones({3})));
   EXPECT_TRUE(at::equal(norm->weight, at::ones({3})));
@@ -134,11 +135,11 @@ TEST(Materialize, BuffersAreRightAndUnknownOnesAreRefused) {
     at::Tensor table;
   };
   auto good = on_meta([] { return std::make_shared<TableImpl>(true); });
-  materialize(*good, 1);
+  materialize(*good, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(good->table, at::arange(4, at::kFloat)));
   auto bad = on_meta([] { return std::make_shared<TableImpl>(false); });
   try {
-    materialize(*bad, 1);
+    materialize(*bad, 1, testing_support::test_device());
     FAIL() << "unknown buffers were accepted";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), HasSubstr("reset_buffers"));
@@ -157,7 +158,7 @@ TEST(Materialize, ParametersWithoutARuleAreNamed) {
   };
   auto holder = std::make_shared<Root>(raw);
   try {
-    materialize(*holder, 1);
+    materialize(*holder, 1, testing_support::test_device());
     FAIL() << "a parameter without a rule was accepted";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), HasSubstr("'raw.scale'"));
@@ -165,7 +166,7 @@ TEST(Materialize, ParametersWithoutARuleAreNamed) {
   }
   EXPECT_TRUE(raw->scale.is_meta());
   set_init(raw->scale, InitRule::constant(3));
-  materialize(*holder, 1);
+  materialize(*holder, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(raw->scale, at::full({3}, 3.0)));
 }
 
@@ -179,7 +180,7 @@ TEST(OnMetaModules, OfLibtorchGetTheValuesOfTheirOwnConstructors) {
   auto encoder = on_meta([] {
     return torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16), 2));
   });
-  materialize(encoder, 3);
+  materialize(encoder, 3, testing_support::test_device());
   const auto parameters = encoder->named_parameters();
   expect_uniform(parameters["layers.0.self_attn.in_proj_weight"], std::sqrt(6.0 / (24 + 8)));
   EXPECT_TRUE(at::equal(parameters["layers.0.self_attn.in_proj_bias"], at::zeros({24})));
@@ -191,16 +192,16 @@ TEST(OnMetaModules, OfLibtorchGetTheValuesOfTheirOwnConstructors) {
   }
 
   auto attention = on_meta([] { return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(8, 2).kdim(6).vdim(4).add_bias_kv(true)); });
-  materialize(attention, 3);
+  materialize(attention, 3, testing_support::test_device());
   expect_uniform(attention->k_proj_weight, std::sqrt(6.0 / (8 + 6)));
   EXPECT_GT(attention->bias_k.abs().max().item<float>(), 0);
 
   auto recurrent = on_meta([] { return torch::nn::Sequential(torch::nn::LSTM(4, 9), torch::nn::GRU(4, 9), torch::nn::RNN(4, 9)); });
-  materialize(recurrent, 3);
+  materialize(recurrent, 3, testing_support::test_device());
   for (const at::Tensor& parameter : recurrent->parameters()) expect_uniform(parameter, 1.0 / 3);
 
   auto norm = on_meta([] { return torch::nn::BatchNorm2d(3); });
-  materialize(norm, 3);
+  materialize(norm, 3, testing_support::test_device());
   EXPECT_TRUE(at::equal(norm->running_var, at::ones({3})));
   EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 0);
 }
@@ -211,14 +212,14 @@ TEST(OnMetaModules, DrawOnMetaWhatTheyDrawBesideIt) {
                                  torch::nn::LSTM(4, 4), torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 5).padding_idx(2)), torch::nn::GroupNorm(2, 4));
   };
   auto on = on_meta(make), beside = make();
-  materialize(on, 5);
-  materialize(beside, 5);
+  materialize(on, 5, testing_support::test_device());
+  materialize(beside, 5, testing_support::test_device());
   for (size_t i = 0; i < on->parameters().size(); ++i) EXPECT_TRUE(at::equal(on->parameters()[i], beside->parameters()[i])) << i;
 
   torch::nn::MultiheadAttention attention(8, 2), plain(8, 2);
   auto lazily = on_meta([] { return torch::nn::MultiheadAttention(8, 2); });
-  materialize(plain, 5);
-  materialize(lazily, 5);
+  materialize(plain, 5, testing_support::test_device());
+  materialize(lazily, 5, testing_support::test_device());
   for (size_t i = 0; i < plain->parameters().size(); ++i) EXPECT_TRUE(at::equal(plain->parameters()[i], lazily->parameters()[i])) << i;
 }
 
@@ -251,7 +252,7 @@ TEST(OnMetaModules, DistributionsAreScaledByNegativeNumbersToo) {
     at::Tensor uniform = register_parameter("uniform", torch::rand({256}) * -2), normal = register_parameter("normal", torch::randn({256}) * -3);
   };
   auto lazy = on_meta([] { return std::make_shared<Scaled>(); });
-  materialize(*lazy, 4);
+  materialize(*lazy, 4, testing_support::test_device());
   EXPECT_GE(lazy->uniform.min().item<float>(), -2);
   EXPECT_LE(lazy->uniform.max().item<float>(), 0);
   EXPECT_NEAR(lazy->uniform.mean().item<float>(), -1, 0.2);
@@ -262,7 +263,7 @@ TEST(OnMetaModules, HandWrittenOnesGetTheValuesOfTheirConstructor) {
   HandWritten plain;
   auto lazy = on_meta([] { return HandWritten(); });
   for (const at::Tensor& tensor : lazy->buffers()) EXPECT_TRUE(tensor.is_meta());
-  materialize(lazy, 4);
+  materialize(lazy, 4, testing_support::test_device());
   EXPECT_TRUE(at::equal(lazy->scale, at::ones({6})));
   EXPECT_TRUE(at::equal(lazy->shift, plain->shift));
   EXPECT_TRUE(at::equal(lazy->mask, plain->mask));
@@ -280,7 +281,7 @@ TEST(OnMetaModules, HandWrittenOnesGetTheValuesOfTheirConstructor) {
     const auto shape = parameter.tensor.sizes().vec();
     set_slice(parameter.tensor, Slice::along(parameter.name, shape, 0, 1, shape[0] - 1));
   }
-  materialize(cut, 4);
+  materialize(cut, 4, testing_support::test_device());
   for (size_t i = 0; i < cut->parameters().size(); ++i) {
     const at::Tensor whole = lazy->parameters()[i];
     EXPECT_TRUE(at::equal(cut->parameters()[i], whole.narrow(0, 1, whole.size(0) - 1))) << i;
@@ -296,7 +297,7 @@ TEST(OnMetaModules, AnInitFunctionHasTheLastWord) {
     }
   };
   auto net = on_meta([] { return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(8, 8, 3)), torch::nn::BatchNorm2d(8), Linear(4, 4)); }, init);
-  materialize(net, 1);
+  materialize(net, 1, testing_support::test_device());
   EXPECT_NEAR(net->parameters()[0].std().item<double>(), 0.02, 0.004);
   EXPECT_NEAR(net->named_parameters()["1.weight"].mean().item<double>(), 1, 0.03);
   EXPECT_TRUE(at::equal(net->named_buffers()["1.running_var"], at::full({8}, 4.0)));
@@ -305,10 +306,10 @@ TEST(OnMetaModules, AnInitFunctionHasTheLastWord) {
                       [](torch::nn::Module& module) {
                         if (auto* linear = module.as<LinearImpl>()) torch::nn::init::constant_(linear->weight, 7);
                       });
-  materialize(ours, 1);
+  materialize(ours, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(ours->parameters()[0], at::full({4, 4}, 7.0)));
   set_init(ours->parameters()[0], InitRule::constant(3));  // later still
-  materialize(ours, 1);
+  materialize(ours, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(ours->parameters()[0], at::full({4, 4}, 3.0)));
 }
 
@@ -336,7 +337,7 @@ TEST(OnMetaModules, APlainCopyOfAParameterIsOne) {
   };
   auto model = on_meta([] { return std::make_shared<Copies>(); });
   for (int time = 0; time < 2; ++time) {
-    materialize(*model, 3);
+    materialize(*model, 3, testing_support::test_device());
     for (const at::Tensor& copy : {model->b->weight, model->c, model->d}) EXPECT_TRUE(at::equal(copy, model->a->weight));
     EXPECT_TRUE(at::equal(model->mine->weight, model->ours->weight));
     EXPECT_TRUE(at::equal(model->e, model->ours->weight));
@@ -348,7 +349,7 @@ TEST(OnMetaModules, APlainCopyOfAParameterIsOne) {
   Slice slice = slice_of(cut->c);
   slice.boxes = {{.offset = {2, 0}, .size = {3, 8}}};
   set_slice(cut->c, slice);
-  materialize(*cut, 3);
+  materialize(*cut, 3, testing_support::test_device());
   EXPECT_TRUE(at::equal(cut->c, model->a->weight.narrow(0, 2, 3)));
 
   struct Scaled : torch::nn::Module {
@@ -362,7 +363,7 @@ TEST(OnMetaModules, APlainCopyOfAParameterIsOne) {
   };
   auto scaled = on_meta([] { return std::make_shared<Scaled>(); });
   try {
-    materialize(*scaled, 3);
+    materialize(*scaled, 3, testing_support::test_device());
     ADD_FAILURE() << "accepted";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), HasSubstr("'b.weight' is computed from the random numbers of 'a.weight'"));
@@ -373,7 +374,7 @@ TEST(OnMetaModules, WhatIsNeverFilledIsRefusedByName) {
   const auto refusal = [](auto&& make) -> std::string {
     auto module = on_meta(make);
     try {
-      materialize(*module, 1);
+      materialize(*module, 1, testing_support::test_device());
     } catch (const ConfigError& error) {
       return error.what();
     }
@@ -410,9 +411,9 @@ TEST(Materialize, ValuesDependOnSeedAndNameAlone) {
     return meta ? on_meta(make) : make();
   };
   auto a = build(true), b = build(false), c = build(true);
-  materialize(a, 1);
-  materialize(b, 1);
-  materialize(c, 2);
+  materialize(a, 1, testing_support::test_device());
+  materialize(b, 1, testing_support::test_device());
+  materialize(c, 2, testing_support::test_device());
   for (size_t i = 0; i < a->parameters().size(); ++i) {
     EXPECT_TRUE(at::equal(a->parameters()[i], b->parameters()[i]));
     EXPECT_FALSE(at::equal(a->parameters()[i], c->parameters()[i]));
@@ -461,11 +462,11 @@ TEST(Materialize, TakesTheShapeOfTheSlice) {
   EXPECT_EQ(slice_of(linear->weight).name, "layers.0.w1.weight");
   set_slice(linear->weight, Slice::along("layers.0.w1.weight", {6, 4}, 0, 2, 3));
   set_slice(linear->bias, Slice::along("layers.0.w1.bias", {6}, 0, 2, 3));
-  materialize(linear, 5);
+  materialize(linear, 5, testing_support::test_device());
   EXPECT_EQ(linear->weight.sizes(), (std::vector<int64_t>{3, 4}));
   auto whole = Linear(4, 6);
   assign_paths(*whole, "layers.0.w1");
-  materialize(whole, 5);
+  materialize(whole, 5, testing_support::test_device());
   EXPECT_TRUE(at::equal(linear->weight, whole->weight.narrow(0, 2, 3)));
   EXPECT_TRUE(at::equal(linear->bias, whole->bias.narrow(0, 2, 3)));
   linear(at::randn({2, 4})).sum().backward();
@@ -490,12 +491,12 @@ TEST(Materialize, OnMetaTheSameBytesAreAccountedForAsOnTheCpu) {
 
 TEST(Parameter, PaddingRowsAreZeroInTheSliceThatHoldsThem) {
   Embedding whole(EmbeddingOptions(6, 2).padding_idx(-2));
-  materialize(whole, 1);
+  materialize(whole, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(whole->weight[4], at::zeros({2})));
   EXPECT_FALSE(at::equal(whole->weight[3], at::zeros({2})));
   auto part = on_meta([] { return Embedding(EmbeddingOptions(6, 2).padding_idx(4)); });
   set_slice(part->weight, Slice::along("weight", {6, 2}, 0, 3, 2));
-  materialize(part, 1);
+  materialize(part, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(part->weight, whole->weight.narrow(0, 3, 2)));
 }
 
@@ -517,7 +518,7 @@ TEST(Parameter, TiedOnesAreListedOnceWithTheirAliases) {
   ASSERT_EQ(unique.size(), 1u);
   EXPECT_EQ(unique[0].name, "embed.weight");
   EXPECT_THAT(unique[0].aliases, ElementsAre("head.weight"));
-  materialize(tied, 3);
+  materialize(tied, 3, testing_support::test_device());
   EXPECT_EQ(tied->embed->weight.unsafeGetTensorImpl(), tied->head->weight.unsafeGetTensorImpl());
   EXPECT_EQ(slice_of(tied->head->weight).name, "embed.weight");
   int calls = 0;

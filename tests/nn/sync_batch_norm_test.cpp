@@ -26,7 +26,7 @@ at::Tensor values(at::IntArrayRef sizes, const std::string& stream, float mean =
 
 double difference(const at::Tensor& got, const at::Tensor& want) {
   if (want.numel() == 0) return 0;
-  return ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item<double>();
+  return ((got.cpu() - want.cpu()).abs().max() / want.cpu().abs().max().clamp_min(1e-30)).item<double>();
 }
 
 template <class Norm>
@@ -100,7 +100,7 @@ TEST(SyncBatchNorm, WithoutItsStatisticsSharedGradientsDiffer) {
 
 TEST(SyncBatchNorm, IsBuiltOnMetaAndKeepsItsInputsDtype) {
   const auto norm = on_meta([] { return SyncBatchNorm(kChannels).ptr(); });
-  materialize(*norm, 1);
+  materialize(*norm, 1, testing_support::test_device());
   const auto& impl = *std::dynamic_pointer_cast<SyncBatchNormImpl>(norm);
   EXPECT_TRUE(at::equal(impl.running_var, at::ones({kChannels})));
   EXPECT_TRUE(at::equal(impl.weight, at::ones({kChannels})));

@@ -2,6 +2,7 @@
 
 #include "tessera/models/model.h"
 #include "tessera/nn/layers.h"
+#include "tests/test_device.h"
 #include "tests/models/tiny.h"
 #include "tests/pipeline/split_support.h"
 
@@ -24,7 +25,7 @@ TEST(SplitLibrary, LanguageModelsInThreeStages) {
     EXPECT_EQ(split.takes(0), (std::vector<int>{0})) << family;
     EXPECT_EQ(split.takes(1), (std::vector<int>{})) << family;
     EXPECT_EQ(split.takes(2), (std::vector<int>{1})) << family;
-    for (int s = 0; s < split.stages(); ++s) materialize(*split.module(s), 1);
+    for (int s = 0; s < split.stages(); ++s) materialize(*split.module(s), 1, testing_support::test_device());
     const auto expected = run_pass(*whole, [&] { return eager(forward_of(whole), inputs); });
     expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
     // With memory, too.

@@ -8,6 +8,7 @@
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/sequential.h"
 #include "tests/pipeline/split_support.h"
+#include "tests/test_device.h"
 
 /// Modules that announce their calls: one node each, with exact ends, whatever they do inside.
 namespace tessera {
@@ -97,10 +98,10 @@ TEST(SplitModules, EndIsBehindTheCall) {
 TEST(SplitModules, OnMetaEachStageDrawsItsOwnValues) {
   const std::vector<at::Tensor> inputs{at::randn({3, 4}, at::detail::createCPUGenerator(1))};
   auto whole = on_meta([] { return Stack(); });
-  materialize(*whole, 9);
+  materialize(*whole, 9, testing_support::test_device());
   auto model = on_meta([] { return Stack(); });
   const auto split = pipeline::split(model, inputs, {{"blocks.1", Beginning}, {"norm", Beginning}});
-  for (int s = 0; s < split.stages(); ++s) materialize(*split.module(s), 9);
+  for (int s = 0; s < split.stages(); ++s) materialize(*split.module(s), 9, testing_support::test_device());
   const auto expected = run_pass(*whole, [&] { return eager(forward_of(whole), inputs); });
   expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
 }

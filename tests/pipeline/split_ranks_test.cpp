@@ -9,6 +9,7 @@
 #include "tessera/pipeline/split/shared_gradients.h"
 #include "tests/pipeline/split_models.h"
 #include "tests/pipeline/split_support.h"
+#include "tests/test_device.h"
 
 /// Each rank builds the whole model on meta, gives memory to its own stage alone, and runs it by a schedule: against one process.
 namespace tessera {
@@ -32,7 +33,7 @@ struct Trained {
 template <class Build>
 Trained in_one_process(Build build, const Inputs& inputs) {
   auto model = build();
-  materialize(*model, kSeed);
+  materialize(*model, kSeed, testing_support::test_device());
   Trained trained;
   for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
     const auto outputs = forward_of(model)(inputs[i]);
@@ -60,7 +61,7 @@ Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, cons
     Named held;
     for (const int number : plan.stages_of(world.rank())) {
       const auto own = split.module(number);
-      materialize(*own, kSeed);
+      materialize(*own, kSeed, testing_support::test_device());
       for (const auto& item : own->named_parameters()) held[item.key()] = item.value();
       stages.emplace_back(
           split, number, [&](int micro_batch) { return inputs[micro_batch]; },
@@ -171,7 +172,7 @@ TEST(SplitRanks, StagesThatAreNeverTrainedRunNoBackward) {
   };
   const Inputs inputs = tokens(10, {4});
   auto whole = frozen();
-  materialize(*whole, kSeed);
+  materialize(*whole, kSeed, testing_support::test_device());
   for (int i = 0; i < kMicroBatches; ++i) loss_of(forward_of(whole)(inputs[static_cast<size_t>(i)]), i).backward();
   const auto expected = whole->named_parameters();
   for (const Generator schedule : {&schedules::one_f_one_b, &schedules::zb_h1}) {
@@ -184,7 +185,7 @@ TEST(SplitRanks, StagesThatAreNeverTrainedRunNoBackward) {
       EXPECT_TRUE(split.crossings()[1].takes_gradient);
       split.check_agreement(world.group());
       const auto own = split.module(world.rank());
-      materialize(*own, kSeed);
+      materialize(*own, kSeed, testing_support::test_device());
       pipeline::TracedStage stage(
           split, world.rank(), [&](int i) { return inputs[static_cast<size_t>(i)]; },
           [](int i, const std::vector<at::Tensor>& made) { return loss_of(made, i); });

@@ -20,6 +20,7 @@
 #include "tessera/pipeline/split/clip_grad_norm.h"
 #include "tessera/pipeline/split/shared_gradients.h"
 #include "tests/pipeline/split_support.h"
+#include "tests/test_device.h"
 
 /// Steps of training a model in stages, by ranks and a schedule, against one process: with momentum and weight decay, which move a parameter that has a
 /// gradient of zeros, and leave one alone that has none.
@@ -72,7 +73,7 @@ inline void keep_state(TrainingResult& result, const torch::nn::Module& module) 
 template <class Build>
 TrainingResult train_whole(Build build, const MicroBatches& inputs, const Training& training) {
   auto model = on_meta(build);
-  materialize(*model, 5);
+  materialize(*model, 5, testing_support::test_device());
   const auto optimizer = momentum_sgd(unique_of(*model), training);
   TrainingResult result;
   for (int step = 0; step < training.steps; ++step) {
@@ -113,7 +114,7 @@ TrainingResult train_in_stages(int ranks, Build build, const pipeline::SplitSpec
                     std::list<pipeline::TracedStage> stages;
                     std::map<int, pipeline::Stage*> by_number;
                     const auto own = split.module(plan.stages_of(world.rank()));
-                    materialize(*own, 5);
+                    materialize(*own, 5, testing_support::test_device());
                     for (const int number : plan.stages_of(world.rank())) {
                       stages.emplace_back(
                           split, number, [&](int micro_batch) { return inputs[micro_batch]; },

@@ -1,3 +1,4 @@
+#include "tests/test_device.h"
 #include "tests/pipeline/split_training.h"
 
 #include <gmock/gmock.h>
@@ -244,7 +245,7 @@ TEST(SplitTraining, CopiesOfATiedWeightAreFrozenTogether) {
     comm::run_ranks(3, [](comm::World& world) {
       auto model = on_meta([] { return Tied(); });
       const auto split = pipeline::split(model, {torch::zeros({2, 5}, at::kLong)}, {{"layers.1", Beginning}, {"layers.2", End}});
-      materialize(*split.module(world.rank()), 5);
+      materialize(*split.module(world.rank()), 5, testing_support::test_device());
       if (world.rank() == 2) set_trained(*model, "emb", false);
       EXPECT_THAT(refusal([&] { pipeline::sum_shared_gradients(split, schedules::one_f_one_b(3, 3), world.group()); }),
                   HasSubstr("'emb.weight' is one parameter that stages on several ranks hold, and is trained on rank 0 and not on rank 2"));
@@ -307,7 +308,7 @@ TEST(SplitTraining, TheNormOfOneStageIsRefused) {
   EXPECT_NEAR(clip_grad_norm(*model, 100.0).item<double>(), std::sqrt(60.0), 1e-12);  // all stages are here
   const auto other = on_meta(chain_of_three);
   const auto parts = pipeline::split(other, doubles(1, {3, 4})[0], kAtB);
-  materialize(*parts.module(1), 5);
+  materialize(*parts.module(1), 5, testing_support::test_device());
   EXPECT_THAT(refusal([&] { clip_grad_norm(*other, 1.0); }), HasSubstr("4 of the 6 parameters"));
 }
 

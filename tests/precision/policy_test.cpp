@@ -10,6 +10,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/norm.h"
+#include "tests/test_device.h"
 
 namespace tessera::precision {
 namespace {
@@ -64,10 +65,10 @@ TEST(Policy, SetsTheComputeTypeOfInterceptableModulesAndKeepsWeights) {
 TEST(Policy, ParametersOfSixteenBitsKeepTheirRulesAndRoundTheSameValues) {
   for (const auto& [name, dtype] : std::map<std::string, at::ScalarType>{{"bf16", at::kBFloat16}, {"fp16", at::kHalf}}) {
     const auto wide = on_meta([] { return std::make_shared<MixedImpl>(); });
-    materialize(*wide, 5);
+    materialize(*wide, 5, testing_support::test_device());
     const auto narrow = on_meta([] { return std::make_shared<MixedImpl>(); });
     precision::apply(*narrow, policy_from(config_of(name, name)));
-    materialize(*narrow, 5);
+    materialize(*narrow, 5, testing_support::test_device());
     const auto expected = wide->named_parameters();
     for (const auto& parameter : narrow->named_parameters()) {
       EXPECT_EQ(parameter.value().scalar_type(), dtype) << parameter.key();
@@ -88,11 +89,11 @@ struct DrawnByHand : torch::nn::Module {
 
 TEST(Policy, ParametersOfSixteenBitsAreDrawnAsTheProgramDrawsThem) {
   const auto wide = on_meta([] { return std::make_shared<DrawnByHand>(); });
-  materialize(*wide, 5);
+  materialize(*wide, 5, testing_support::test_device());
   ASSERT_GT(wide->weight.mean().item<float>(), 0.3);
   const auto narrow = on_meta([] { return std::make_shared<DrawnByHand>(); });
   precision::apply(*narrow, policy_from(config_of("bf16", "bf16")));
-  materialize(*narrow, 5);
+  materialize(*narrow, 5, testing_support::test_device());
   EXPECT_TRUE(at::equal(narrow->weight, wide->weight.to(at::kBFloat16)));
 }
 
@@ -112,7 +113,7 @@ TEST(Policy, NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights) {
     const auto model = on_meta([] { return std::make_shared<MixedImpl>(); });
     const auto policy = policy_from(config_of(name, name));
     precision::apply(*model, policy);
-    materialize(*model, 5);
+    materialize(*model, 5, testing_support::test_device());
     const at::Tensor stream = model->embed(at::arange(5));
     EXPECT_EQ(stream.scalar_type(), at::kFloat);
     const at::Tensor normalized = model->norm(stream * 1e-6);  // its mean square is below what fp16 holds

@@ -13,6 +13,7 @@
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/kernels/rope.h"
 #include "tessera/nn/sharing.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -106,7 +107,7 @@ void expect_parity(const Written& written, const ParallelPlan& plan, int ranks) 
   const at::Tensor x = at::sin(at::arange(kBatch * kLength * kDim, at::kFloat)).view({kBatch, kLength, kDim}).to(at::get_default_dtype_as_scalartype());
   const auto weighted = [](const at::Tensor& y) { return (y * at::cos(at::arange(y.numel(), at::kFloat)).view(y.sizes())).sum(); };
   SitesHolder whole = on_meta([&] { return SitesHolder(written); });
-  materialize(whole, 7);
+  materialize(whole, 7, testing_support::test_device());
   const at::Tensor expected = whole(x);
   weighted(expected).backward();
   std::map<std::string, at::Tensor> gradients;
@@ -114,7 +115,7 @@ void expect_parity(const Written& written, const ParallelPlan& plan, int ranks) 
   run_ranks(ranks, [&](World& world) {
     SitesHolder net = on_meta([&] { return SitesHolder(written); });
     const auto tensor = parallelize_module(net, world.group(), plan);
-    materialize(net, 7);
+    materialize(net, 7, testing_support::test_device());
     const at::Tensor y = net(x);
     ASSERT_EQ(y.sizes(), expected.sizes());
     EXPECT_LT((y - expected).abs().max().item<double>(), 1e-5 * (1 + expected.abs().max().item<double>()));
@@ -299,12 +300,12 @@ TEST(LayoutRules, KeysAndTheirQueriesAreFollowed) {
     EXPECT_EQ(refusal(repeats, keys, ranks, plan(kHeads, keys)), "");
     const auto whole = on_meta([&] { return std::make_shared<GroupedImpl>(repeats, keys); });
     nn::assign_paths(*whole);
-    materialize(*whole, 3);
+    materialize(*whole, 3, testing_support::test_device());
     const at::Tensor expected = whole->forward(x);
     run_ranks(ranks, [&, repeats = repeats, keys = keys](World& world) {
       const auto net = on_meta([&] { return std::make_shared<GroupedImpl>(repeats, keys); });
       const auto tensor = parallelize_module(*net, world.group(), plan(kHeads, keys));
-      materialize(*net, 3);
+      materialize(*net, 3, testing_support::test_device());
       EXPECT_LT((net->forward(x) - expected).abs().max().item<double>(), 1e-5);
     });
   }
@@ -635,7 +636,7 @@ class Drawn {
 std::optional<bool> passes(const Written& written, TensorLayout stream, bool heads) {
   SitesHolder whole = on_meta([&] { return SitesHolder(written); });
   try {
-    materialize(whole, 7);
+    materialize(whole, 7, testing_support::test_device());
     whole(at::ones({kBatch, kLength, kDim}));
   } catch (const c10::Error&) {
     return {};

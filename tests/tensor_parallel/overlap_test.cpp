@@ -17,6 +17,7 @@
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 #include "tests/late_sends.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -117,14 +118,14 @@ TEST_P(Overlapped, NetEqualsOneDevice) {
   for (const Case& sizes : {Case{3, 11, false}, Case{1, 16, true}, Case{2, 3, false}, Case{2, 150, sequence}}) {
     const Sample batch = sample(sizes.batch, sizes.length, 29);
     TokenNet one = on_meta([] { return TokenNet(); });
-    materialize(one, 7);
+    materialize(one, 7, testing_support::test_device());
     const double loss = forward_backward(one, batch).item<double>();
     Tensors gradients;
     for (const auto& parameter : nn::unique_parameters(*one)) gradients[parameter.name] = parameter.tensor.grad();
     run_ranks(ranks, [&](World& world) {
       TokenNet net = on_meta([] { return TokenNet(); });
       const auto tensor = parallelize_module(net, world.group(), plan_of(sequence, sizes.keep_gathered), kOverlap);
-      materialize(net, 7);
+      materialize(net, 7, testing_support::test_device());
       for (int pass = 0; pass < 2; ++pass) {
         net->zero_grad();
         EXPECT_NEAR(forward_backward(net, batch).item<double>(), loss, 5e-6 * loss);
@@ -361,7 +362,7 @@ TEST(Overlap, LayersThatDoNotTakeWhatIsPreparedAreRefused) {
       }
       try {
         const auto tensor = parallelize_module(net, world.group(), plan, kOverlap);
-        materialize(net, 7);
+        materialize(net, 7, testing_support::test_device());
         forward_backward(net, sample(2, 7, 29));
       } catch (const ConfigError& error) {
         return error.what();

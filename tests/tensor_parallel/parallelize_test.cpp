@@ -6,6 +6,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/sharing.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -26,7 +27,7 @@ struct Reference {
 
 TokenNet made() {
   TokenNet net = on_meta([] { return TokenNet(); });
-  materialize(net, 7);
+  materialize(net, 7, testing_support::test_device());
   return net;
 }
 
@@ -55,7 +56,7 @@ TEST_P(WorldSizes, AnUnevenNetEqualsOneDevice) {
     run_ranks(ranks, [&](World& world) {
       TokenNet net = on_meta([] { return TokenNet(); });
       const auto tensor = parallelize_module(net, world.group(), token_net_plan(sequence));
-      materialize(net, 7);
+      materialize(net, 7, testing_support::test_device());
       EXPECT_EQ(difference_from(*net, expected.values, /*values=*/true), 0);
       for (int pass = 0; pass < 2; ++pass) {
         net->zero_grad();
@@ -113,14 +114,14 @@ TEST(TensorParallel, PlantedBugsAreFound) {
     {  // Gradients of norms that are not summed.
       TokenNet net = on_meta([] { return TokenNet(); });
       const auto tensor = parallelize_module(net, world.group(), token_net_plan(true));
-      materialize(net, 7);
+      materialize(net, 7, testing_support::test_device());
       forward_backward(net, batch);
       EXPECT_GT(difference_from(*net, expected.gradients), 10 * kParity);
     }
     {  // A bias that every rank adds.
       TokenNet net = on_meta([] { return TokenNet(); });
       const auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
-      materialize(net, 7);
+      materialize(net, 7, testing_support::test_device());
       net->gated[0]->w2->leave_bias_out(false);
       EXPECT_GT(std::abs(forward_backward(net, batch).item<double>() - expected.loss), 1e-4 * expected.loss);
     }
@@ -139,8 +140,8 @@ TEST(TensorParallel, RowAndColumnAlone) {
       nn::assign_paths(*whole_holder);
       const ParallelStyle style = column ? ParallelStyle(ColumnParallel{.output = TensorLayout::Replicated}) : RowParallel{.input = TensorLayout::Replicated};
       const auto tensor = parallelize_module(*holder, world.group(), {{"layer", style}});
-      materialize(*whole_holder, 3);
-      materialize(*holder, 3);
+      materialize(*whole_holder, 3, testing_support::test_device());
+      materialize(*holder, 3, testing_support::test_device());
       const at::Tensor a = x.clone().requires_grad_(), b = x.clone().requires_grad_();
       const at::Tensor y = whole(a), z = cut(b);
       EXPECT_LT((y - z).abs().max().item<double>(), 1e-5);
@@ -191,12 +192,12 @@ TEST(TensorParallel, LayersThatAreCalledDirectlyAreCutAllTheSame) {
   const at::Tensor x = at::sin(at::arange(12, at::kFloat)).view({3, 4});
   for (const bool any : {false, true}) {
     DirectImpl whole(any);
-    materialize(whole, 2);
+    materialize(whole, 2, testing_support::test_device());
     const at::Tensor expected = whole.forward(x);
     run_ranks(2, [&](World& world) {
       DirectImpl net(any);  // on the stack
       const auto tensor = parallelize_module(net, world.group(), plan);
-      materialize(net, 2);
+      materialize(net, 2, testing_support::test_device());
       EXPECT_LT((net.forward(x) - expected).abs().max().item<double>(), 1e-6);
       net.forward(x).sum().backward();
     });
@@ -211,7 +212,7 @@ TEST(TensorParallel, AModuleOfTheUserThatIsCalledDirectlyIsNamed) {
   run_ranks(2, [&](World& world) {
     DirectImpl net(/*any=*/false);
     const auto tensor = parallelize_module(net, world.group(), plan);
-    materialize(net, 2);
+    materialize(net, 2, testing_support::test_device());
     std::string refused;
     try {
       net.forward(at::ones({1, 2, 4})).sum().backward();

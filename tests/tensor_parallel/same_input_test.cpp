@@ -9,6 +9,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -29,7 +30,7 @@ std::vector<std::string> told(int ranks, bool sequence, const std::function<void
     spoil(world.rank(), batch);
     TokenNet net = on_meta([] { return TokenNet(); });
     const auto tensor = parallelize_module(net, world.group(), token_net_plan(sequence), options);
-    materialize(net, 7);
+    materialize(net, 7, testing_support::test_device());
     try {
       forward_backward(net, batch);
     } catch (const CommError& error) {
@@ -94,7 +95,7 @@ TEST(SameInput, OtherActivationsAreFound) {
     run_ranks(3, [&](World& world) {
       Gated layer = on_meta([] { return Gated(10, 17); });
       const auto tensor = parallelize_module(layer, world.group(), direct ? plain : prepared, kCheck);
-      materialize(layer, 7);
+      materialize(layer, 7, testing_support::test_device());
       const at::Tensor x = at::ones({4, 10});
       layer(x);
       if (world.rank() == 2) x[3][9] = 1.5;

@@ -5,6 +5,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/nn/sharing.h"
+#include "tests/test_device.h"
 
 /// What tensor parallelism sends, against the formulas of docs/tensor-parallel.md.
 namespace tessera {
@@ -26,7 +27,7 @@ std::map<std::string, int64_t> sent(int ranks, bool sequence, const kernels::Cro
                             comm::make_record_engine(records, {.name = "tp", .rank = world.rank(), .size = ranks}, world.group().engine()));
     TokenNet net = on_meta([] { return TokenNet(TokenNetSizes{.dim = kDim, .hidden = 16, .vocabulary = 32}); });
     const auto tensor = parallelize_module(net, group, token_net_plan(sequence), options);
-    materialize(net, 7);
+    materialize(net, 7, testing_support::test_device());
     net->head->set_loss(loss);
     forward_backward(net, sample(kBatch, kLength, 32));
     const auto passes = records->records();

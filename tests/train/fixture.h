@@ -17,6 +17,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/train/stepper.h"
 #include "tests/nn/collect.h"
+#include "tests/on_the_cpu.h"
 #include "tests/test_device.h"
 
 namespace tessera::testing_support {
@@ -88,7 +89,8 @@ class TrainFixture : public ::testing::Test {
       validate(config, ranks.size());
       Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
       RankScope scope(config, ranks.local_size());
-      Stepper stepper(config, mesh, testing_support::test_device(), scope);
+      const at::Device device = OnTheCpu::now() ? at::Device(at::kCPU) : test_device();
+      Stepper stepper(config, mesh, device, scope);
       data::Loader loader(text, loader_options(config, mesh));
       const bool first = ranks.rank() == 0;
       int64_t peak = -1;

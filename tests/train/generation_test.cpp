@@ -19,6 +19,7 @@
 #include "tessera/train/trainer.h"
 #include "tests/comm/order_alone.h"
 #include "tests/train/fixture.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -245,7 +246,7 @@ TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
                             comm::make_record_engine(records, {.name = "tp", .rank = world.rank(), .size = kRanks}, world.group().engine()));
     auto model = on_meta([&] { return make_model(settings.model); });
     const auto tensor = parallelize_module(*model, group, parallel_plan(*model, /*sequence_parallel=*/false));
-    materialize(*model, 1);
+    materialize(*model, 1, testing_support::test_device());
     KvCache cache(*model);
     const at::NoGradGuard no_grad;
     for (int64_t begin = 0; const int64_t columns : {5, 1}) {

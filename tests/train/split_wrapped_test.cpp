@@ -24,6 +24,7 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/refusal.h"
+#include "tests/test_device.h"
 
 /// Stages of a split model, each in a wrapper of its own over the ranks that hold the same stage: two data ranks times two stages, against one process.
 namespace tessera {
@@ -70,7 +71,7 @@ using Weights = std::map<std::string, at::Tensor>;
 template <class Model>
 std::pair<Weights, std::vector<double>> split_on_one_process() {
   auto model = on_meta([] { return Model(); });
-  materialize(*model, 5);
+  materialize(*model, 5, testing_support::test_device());
   const auto optimizer = make_sgd(model->parameters());
   std::vector<double> norms;
   for (int step = 0; step < kSteps; ++step) {
@@ -112,7 +113,7 @@ void train_wrapped(const std::string& how, schedules::Schedule (*schedule)(int, 
                     const auto own = split.module(pipe.rank());
                     std::unique_ptr<GradientSynchronizer> wrapper;
                     if (how == "fully_shard") wrapper = fully_shard(*own, data, {});
-                    materialize(*own, 5);
+                    materialize(*own, 5, testing_support::test_device());
                     if (how == "ddp") wrapper = std::make_unique<DistributedDataParallel>(*own, data, DdpOptions{});
                     if (how == "zero 2") wrapper = std::make_unique<ShardedDataParallel>(*own, ShardGroups{.shard = data}, ZeroOptions{.stage = 2});
                     auto optimizer = zero_optimizer(*wrapper, make_sgd);
@@ -167,7 +168,7 @@ TEST(SplitWrapped, StagesOfNothingButLinearLayersInTwoHalves) {
         std::vector<at::Tensor> trained;
         for (const int stage : plan.stages_of(pipe.rank())) {
           const auto own = modules[stage] = split.module(stage);
-          materialize(*own, 5);
+          materialize(*own, 5, testing_support::test_device());
           wrappers[stage] = std::make_unique<DistributedDataParallel>(*own, data, DdpOptions{.sizes = {.bucket_bytes = 40, .first_bucket_bytes = 40}});
           stages[stage] = std::make_unique<pipeline::TracedStage>(
               split, stage, [&](int i) { return std::vector<at::Tensor>{sample(number(i))}; },
@@ -205,7 +206,7 @@ TEST(SplitWrapped, PassesOfAnotherKindUnderFullyShardAreRecordedBefore) {
       const c10::NoGradGuard no_grad;
       if (before) split.recording();
       const auto sharded = fully_shard(*own, world.group(), {});
-      materialize(*own, 5);
+      materialize(*own, 5, testing_support::test_device());
       if (before) {
         EXPECT_NO_THROW(split.recording()) << world.rank();
       } else {
@@ -225,7 +226,7 @@ TEST(SplitWrapped, AStageLoadsFromACheckpointOfTheWholeModel) {
     auto model = on_meta([] { return PlainFour(); });
     const auto split = pipeline::split(model, {sample(0)}, {{"c", SplitPoint::Beginning}});
     const auto own = split.module(1);
-    materialize(*own, 5);
+    materialize(*own, 5, testing_support::test_device());
     EXPECT_THAT(refusal([&] { checkpoint::load(saved, *own); }), HasSubstr("extra model.a.weight"));
     checkpoint::LoadOptions options;
     for (const auto& [name, stored] : checkpoint::read_manifest(saved).tensors) options.expected.push_back(name);
@@ -241,7 +242,7 @@ TEST(SplitWrapped, AWrapperOverSlicesIsRefusedByThatName) {
   comm::run_ranks(2, [](comm::World& world) {
     auto model = on_meta([] { return PlainFour(); });
     const auto sharded = fully_shard(*model, world.group(), {});
-    materialize(*model, 5);
+    materialize(*model, 5, testing_support::test_device());
     EXPECT_THAT(refusal([&] { DistributedDataParallel(*model, world.group()); }), HasSubstr("'a.weight' is a slice, of a module that fully_shard holds"));
   });
 }

@@ -23,6 +23,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/tensor_parallel/parallelize.h"
+#include "tests/test_device.h"
 
 /// One forward and backward pass under tensor parallelism, as probes around and inside of every module and a recorder on each rank see it.
 namespace tessera::testing_support {
@@ -174,7 +175,7 @@ inline Log observe(const Scene& scene, comm::World& world, int ranks) {
   for (const auto& pattern : scene.probed) probes.push_back(nn::attach(*module, pattern, std::make_shared<Inner>(observer)));
   const auto tensor = ranks == 1 ? nullptr : parallelize_module(*module, group, scene.plan(*module));
   for (const auto& pattern : scene.probed) probes.push_back(nn::attach(*module, pattern, std::make_shared<Outer>(observer)));
-  materialize(*module, 1);
+  materialize(*module, 1, testing_support::test_device());
   scene.pass(*module, world.rank(), ranks);
   Log log = std::move(observer->log);
   log.records = recorder->records();

@@ -18,6 +18,7 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/checkpoint/files.h"
 #include "tests/nn/net.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -251,11 +252,11 @@ TEST(TorchOptimizerCheckpoints, KeepPartsThatAreWrappedOneByOneApart) {
 TEST(TorchOptimizerCheckpoints, PartsOnMetaStartAsInOneProcess) {
   const auto build = [] { return std::make_shared<Two>(); };
   const auto alone = on_meta(build);
-  materialize(*alone, 5);
+  materialize(*alone, 5, testing_support::test_device());
   run_ranks(2, [&](World& world) {
     const auto two = on_meta(build);
     const auto a = fully_shard(*two->a, world.group()), b = fully_shard(*two->b, world.group());
-    materialize(*two, 5);
+    materialize(*two, 5, testing_support::test_device());
     unshard(*two->a);
     unshard(*two->b);
     expect_equal(two->parameters(), alone->parameters());

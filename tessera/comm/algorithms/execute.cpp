@@ -38,7 +38,7 @@ void reduce_into(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b,
 class Memory {
  public:
   Memory(const Program& program, const Call& call, const at::Tensor& scratch) : call_(call), scratch_(scratch) {
-    if (program.tokens) token_ = at::empty({2}, at::kByte);
+    if (program.tokens) token_ = at::empty({2}, at::device(at::kCPU).dtype(at::kByte));
   }
 
   at::Tensor at(const Region& region) const { return whole(region).view(-1).narrow(0, region.begin, region.size); }

@@ -122,7 +122,7 @@ class CheckEngine : public DecoratedEngine {
   template <class T>
   std::vector<T> exchange(const std::vector<T>& ours) {
     const auto bytes = static_cast<int64_t>(ours.size() * sizeof(T));
-    auto in = at::empty({bytes}, at::kByte);
+    auto in = at::empty({bytes}, at::device(at::kCPU).dtype(at::kByte));
     std::memcpy(in.mutable_data_ptr(), ours.data(), bytes);
     in = in.to(device_);
     auto out = at::empty({bytes * group().size}, in.options());
@@ -163,7 +163,7 @@ class CheckEngine : public DecoratedEngine {
   }
 
   at::Tensor note_tensor(const Note& note) const {
-    const auto tensor = at::empty({sizeof(Note)}, at::kByte);
+    const auto tensor = at::empty({sizeof(Note)}, at::device(at::kCPU).dtype(at::kByte));
     std::memcpy(tensor.mutable_data_ptr(), &note, sizeof(Note));
     return tensor.to(device_);
   }

@@ -93,7 +93,7 @@ void sum_shared_gradients(const SplitModel& model, const schedules::Schedule& sc
   if (all.empty()) return;
   const comm::Group& ranks = everyone.size() > 1 ? everyone : pipeline;
   const auto count = static_cast<int64_t>(all.size());
-  const at::Tensor mine = at::zeros({count}, at::kLong), states = at::empty({ranks.size(), count}, at::kLong);
+  const at::Tensor mine = at::zeros({count}, at::device(at::kCPU).dtype(at::kLong)), states = at::empty({ranks.size(), count}, mine.options());
   for (int64_t i = 0; i < count; ++i) {
     const Copies& copies = all[static_cast<size_t>(i)];
     if (const at::Tensor& copy = copies.mine.tensor; copy.defined()) {

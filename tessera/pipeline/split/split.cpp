@@ -368,7 +368,7 @@ void SplitModel::check_agreement(const comm::Group& group) const {
     hasher.update(&fingerprint, sizeof fingerprint);
   }
   const auto mine = static_cast<int64_t>(hasher.value());
-  const at::Tensor in = at::empty({1}, at::kLong).fill_(mine), all = at::empty({group.size()}, at::kLong);
+  const at::Tensor in = at::empty({1}, at::device(at::kCPU).dtype(at::kLong)).fill_(mine), all = at::empty({group.size()}, in.options());
   comm::all_gather(group, all, in);
   for (int rank = 0; rank < group.size(); ++rank) {
     require(all.data_ptr<int64_t>()[rank] == all.data_ptr<int64_t>()[0], "pipeline: ranks 0 and ", rank, " of group '", group.name(),

@@ -4,8 +4,9 @@
 
 namespace tessera::sim {
 
-/// From now on every tensor that is made without a device lies on the current simulated device of the thread that makes it, so that tests run there as they are.
-/// A tensor that is asked for on the CPU by name, or in pinned memory, lies there. For the whole process; libtorch has no such setting in C++.
+/// From now on every tensor that is made without a device lies on the current simulated device of the thread that makes it, so that tests run there as they
+/// are. A tensor that is asked for on the CPU by name, or in pinned memory, lies there. Ranks may read what was made for another's device, and at::equal
+/// compares whatever lies where. For the whole process; libtorch has no such setting in C++.
 void make_default_device();
 bool has_default_device();
 

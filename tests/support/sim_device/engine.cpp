@@ -18,7 +18,8 @@ namespace {
 using comm::Call;
 using WorkInFlight = comm::Work;
 
-/// Done when the CPU's work is. wait() makes the current stream wait, and the host too, for the bytes have to be there; but of that the detector learns nothing.
+/// Done when the CPU's work is. wait() makes the current stream wait, and the host too, for the bytes have to be there; but of that the detector learns
+/// nothing.
 class SimWork final : public c10d::Work {
  public:
   SimWork(WorkInFlight inner, int device, int stream, Aliases held)
@@ -56,7 +57,8 @@ class SimEngine final : public comm::Engine {
   std::string name() const override { return "simulated"; }
   WorkInFlight start(const Call& call) override {
     for (const auto* list : {&call.inputs, &call.outputs}) {
-      for (const auto& tensor : *list) TORCH_CHECK(tensor.device() == stream_.device(), "a group of ", stream_.device(), " was given a tensor on ", tensor.device());
+      for (const auto& tensor : *list)
+        TORCH_CHECK(tensor.device() == stream_.device(), "a group of ", stream_.device(), " was given a tensor on ", tensor.device());
     }
     auto& order = HappensBefore::get();
     const int stream = stream_number(stream_);
@@ -99,7 +101,8 @@ class SimFactory final : public comm::EngineFactory {
 }  // namespace
 
 void register_engine() {
-  comm::register_device_engine(kSim, [](const comm::EngineOptions& options) -> std::unique_ptr<comm::EngineFactory> { return std::make_unique<SimFactory>(options); });
+  comm::register_device_engine(
+      kSim, [](const comm::EngineOptions& options) -> std::unique_ptr<comm::EngineFactory> { return std::make_unique<SimFactory>(options); });
 }
 
 }  // namespace tessera::sim

@@ -80,8 +80,8 @@ void HappensBefore::allocated(History& history, uintptr_t begin, uintptr_t end, 
   for (const auto& use : std::exchange(own.left_in_use, {})) {
     if (is_ordered(use, stream)) continue;
     reports_.push_back({.kind = Report::Kind::FreedInUse,
-                        .text = "memory that was allocated on " + name(stream) + " was freed while " + use.by + " used " +
-                                std::to_string(use.end - use.begin) + " bytes of it on " + name(use.stream) + ", and may be given out again (here by " + by +
+                        .text = "memory that was allocated on " + name(stream) + " was freed while " + use.by + " used " + std::to_string(use.end - use.begin) +
+                                " bytes of it on " + name(use.stream) + ", and may be given out again (here by " + by +
                                 "): record_stream, or wait before the release",
                         .first = use.by,
                         .second = by});
@@ -118,6 +118,14 @@ void HappensBefore::host_waits_device(int device) {
   ++host_syncs_[sync_reason];
   for (const auto& stream : streams_) {
     if (stream.device == device) host_.join(stream.clock);
+  }
+}
+
+void HappensBefore::host_waits_everything() {
+  const std::lock_guard lock(mutex_);
+  for (auto& stream : streams_) {
+    host_.join(stream.clock);
+    stream.left_in_use.clear();
   }
 }
 

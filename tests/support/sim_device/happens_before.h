@@ -73,6 +73,7 @@ class HappensBefore {
   void block(int stream, const Clock& event);   ///< the stream's next work waits for it
   void host_waits(const Clock& clock);          ///< counts as a synchronisation
   void host_waits_device(int device);           ///< so does this
+  void host_waits_everything();                 ///< and this: for the end of a test
   bool is_known_to_host(const Access& access);  ///< to be done
   /// Of the accesses that the host does not know to be done, a write if there is one; null: none.
   const Access* pending(const History& history);

@@ -7,13 +7,12 @@
 #include <mutex>
 #include <tuple>
 
-#include <sys/mman.h>
-#include <ucontext.h>
-#include <unistd.h>
-
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Backtrace.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
 
 #include "tessera/memory/ledger.h"
 #include "tests/support/sim_device/device.h"

@@ -24,8 +24,8 @@ struct Block {
   size_t bytes = 0;  ///< asked for
   size_t room = 0;
   int device = 0;
-  int stream = 0;       ///< that it was allocated on
-  bool closed = false;  ///< pinned memory that the host may not touch now
+  int stream = 0;               ///< that it was allocated on
+  bool closed = false;          ///< pinned memory that the host may not touch now
   std::vector<int> recorded{};  ///< by record_stream
   History history{};
 };

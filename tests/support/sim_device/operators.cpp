@@ -40,11 +40,12 @@ struct Known {
 };
 
 Known learn(const c10::FunctionSchema& schema) {
-  static const std::set<std::string_view> shapes{"aten::resize_", "aten::set_",       "aten::transpose_", "aten::t_",
+  static const std::set<std::string_view> shapes{"aten::resize_",  "aten::set_",       "aten::transpose_",  "aten::t_",
                                                  "aten::squeeze_", "aten::unsqueeze_", "aten::as_strided_", "aten::resize_as_"};
   static const std::set<std::string_view> sized_by_data{"aten::nonzero",    "aten::masked_select",      "aten::_unique2",
                                                         "aten::unique_dim", "aten::unique_consecutive", "aten::_local_scalar_dense"};
-  static const std::set<std::string_view> mixed{"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_fused_adamw_", "aten::_fused_adam_"};
+  static const std::set<std::string_view> mixed{"aten::index",         "aten::index_put_",   "aten::_index_put_impl_",
+                                                "aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_"};
   Known known{.name = intern(schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name())};
   bool any_write = false, view = false;
   for (const auto& argument : schema.arguments()) {
@@ -116,17 +117,32 @@ void replace_tensors(c10::IValue& value, F change) {
               argument, " of ", op.name, ")");
 }
 
+bool reads_other_devices = false;
+
 /// The device that the arguments name; all tensors have to lie on it, but for numbers on the host.
 c10::Device device_of_arguments(const c10::OperatorHandle& op, const Known& known, const Stack& stack, size_t first) {
   std::optional<c10::Device> device;
   std::string on_host;
+  if (reads_other_devices) {  // where the operator writes, or this thread works
+    const c10::Device current = c10::impl::VirtualGuardImpl(kSim).getDevice();
+    bool written = false;
+    for (size_t i = first; i < stack.size(); ++i) {
+      each_tensor(stack[i], [&](const at::Tensor& tensor) {
+        if (!on_device(tensor) || written) return;
+        written = known.writes[i - first];
+        if (written || !device || tensor.device() == current) device = tensor.device();
+      });
+    }
+  }
   for (size_t i = first; i < stack.size(); ++i) {
     const auto& name = op.schema().arguments()[i - first].name();
     each_tensor(stack[i], [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return;
       if (on_device(tensor)) {
-        if (device && *device != tensor.device()) refuse_mixture(known, name, *device, tensor.device().str());
-        device = tensor.device();
+        if (device && *device != tensor.device() && (!reads_other_devices || known.writes[i - first])) {
+          refuse_mixture(known, name, *device, tensor.device().str());
+        }
+        if (!device) device = tensor.device();
       } else if (tensor.is_cpu() && tensor.dim() > 0 && on_host.empty()) {
         on_host = name;
       }
@@ -157,7 +173,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     each_tensor(value, [&](const at::Tensor& tensor) {
       if (!on_device(tensor)) return;
       held.push_back(tensor);
-      if (!k.touches) return;
+      if (!k.touches || tensor.device() != device) return;  // of another device's it reads a copy
       if (k.writes[i - first]) {
         written.push_back(tensor);
       } else {
@@ -194,8 +210,8 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 
 // What makes memory or only looks at it.
 
-at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
-                 std::optional<at::MemoryFormat> format) {
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
+                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(device.value_or(at::Device(kSim)));
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
 }
@@ -311,6 +327,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 }
 
 }  // namespace
+
+void let_operators_read_other_devices() { reads_other_devices = true; }
 
 void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool writes, const char* by) {
   if (tensor.numel() == 0 || !tensor.storage().data()) return;

@@ -17,6 +17,9 @@ namespace tessera::sim {
 /// win that some operators have beside the CPU's (layer_norm, silu's backward, attention), and those have other bits.
 void register_operators();
 
+/// From now on an operator may read tensors of other simulated devices, as if they were copied to its own first: tests hand one batch to all ranks.
+void let_operators_read_other_devices();
+
 /// Says to the detector that the `sequence`th piece of work of a stream uses all the bytes that the tensor may touch; nothing for other memory than ours.
 void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool writes, const char* by);
 

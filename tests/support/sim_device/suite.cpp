@@ -26,6 +26,8 @@ class Reports final : public ::testing::EmptyTestEventListener {
     forget();
   }
   static void forget() {
+    HappensBefore::get().host_waits_everything();
+    after_host_sync();
     HappensBefore::get().take_reports();
     HappensBefore::get().take_host_syncs();
   }

@@ -21,7 +21,7 @@ TEST_F(SimDevice, StandsWhereCudaWould) {
   EXPECT_TRUE(at::hasCUDA() && x.is_cuda());
   EXPECT_EQ(at::getAccelerator(), at::kCUDA);
   EXPECT_TRUE(at::equal(x.t().contiguous().cpu(), at::arange(6).view({2, 3}).t()));
-  EXPECT_THROW(x + at::ones({2, 3}), c10::Error);             // on the host
+  EXPECT_THROW(x + at::ones({2, 3}), c10::Error);  // on the host
   EXPECT_THROW(x + at::ones({2, 3}, at::TensorOptions(second)), c10::Error);
   EXPECT_TRUE(at::equal((x + x.to(second).to(first)).cpu(), at::arange(0, 12, 2).view({2, 3})));
   EXPECT_THROW(at::empty({1}, at::TensorOptions(at::Device(kSim, 4))), c10::Error);  // there are four
@@ -188,8 +188,8 @@ TEST_F(SimDevice, CountsHostSynchronisationsByOperator) {
   x.nonzero();
   pinned(10).copy_(x, /*non_blocking=*/true);
   at::accelerator::synchronizeDevice(0);
-  EXPECT_THAT(HappensBefore::get().take_host_syncs(),
-              ElementsAre(std::pair("aten::_local_scalar_dense", 1), std::pair("aten::copy_ to the host", 1), std::pair("aten::nonzero", 1), std::pair("synchronize", 1)));
+  EXPECT_THAT(HappensBefore::get().take_host_syncs(), ElementsAre(std::pair("aten::_local_scalar_dense", 1), std::pair("aten::copy_ to the host", 1),
+                                                                  std::pair("aten::nonzero", 1), std::pair("synchronize", 1)));
 }
 
 TEST_F(SimDevice, HostLinkOrdersItsCopies) {

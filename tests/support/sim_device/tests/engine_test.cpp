@@ -1,8 +1,9 @@
+#include "tests/support/sim_device/engine.h"
+
 #include <gmock/gmock.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
-#include "tests/support/sim_device/engine.h"
 #include "tests/support/sim_device/tests/support.h"
 
 namespace tessera::sim {

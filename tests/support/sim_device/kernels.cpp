@@ -1,0 +1,140 @@
+// The fused kernels of tessera on the simulated devices: the CPU's routines on the same bytes, each a piece of work that the detector sees. And the attention
+// that CUDA has by other names than the CPU, with its layouts: log-sum-exps in whole rows of 32 where the memory-efficient kernel is asked for.
+
+#include <limits>
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "tessera/kernels/routines.h"
+#include "tests/support/sim_device/aliases.h"
+#include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/memory.h"
+#include "tests/support/sim_device/operators.h"
+
+namespace tessera::sim {
+
+namespace {
+
+using kernels::Routines;
+
+const Routines& cpu_routines() {
+  static const Routines& routines = kernels::routines_for(at::empty({0}, at::TensorOptions(at::kCPU)));
+  return routines;
+}
+
+/// One call of a routine of the CPU: its first `writes` tensors are what it writes, the others what it reads.
+class OneRoutine {
+ public:
+  OneRoutine(const at::Tensor& first, size_t writes)
+      : device_(first.device()),
+        guard_(device_),
+        stream_(stream_number(current_stream(first.device().index()))),
+        sequence_(HappensBefore::get().launch(stream_)),
+        writes_(writes) {}
+
+  at::Tensor on_host(const at::Tensor& tensor) {
+    const bool writes = seen_++ < writes_;
+    if (tensor.defined() && tensor.device() == device_) record_access(tensor, stream_, sequence_, writes, Running::now());
+    return aliases_(tensor);
+  }
+  template <class Number>
+  const Number& on_host(const Number& number) {
+    return number;
+  }
+
+ private:
+  c10::Device device_;
+  c10::DeviceGuard guard_;
+  Running running_{"fused kernel"};
+  Aliases aliases_;
+  int stream_;
+  uint64_t sequence_;
+  size_t writes_, seen_ = 0;
+};
+
+template <auto Group, auto Routine, size_t Writes, class First, class... Args>
+auto on_device(void (*)(First, Args...)) {
+  return +[](First first, Args... args) {
+    OneRoutine one(first, Writes);
+    const at::Tensor own = one.on_host(first);
+    std::tuple<decltype(one.on_host(args))...> others{one.on_host(args)...};  // braces: in order
+    std::apply([&](const auto&... on_host) { ((cpu_routines().*Group).*Routine)(own, on_host...); }, others);
+  };
+}
+
+Routines sim_routines() {
+  const Routines& cpu = cpu_routines();
+  Routines all;
+#define TESSERA_ON_DEVICE(group, Group, routine, writes) all.group.routine = on_device<&Routines::group, &kernels::Group::routine, writes>(cpu.group.routine)
+  TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, forward, 2);
+  TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, backward, 3);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, swiglu, 1);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, swiglu_backward, 2);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, rope, 1);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, dropout, 1);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, accumulate, 1);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, forward, 2);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, backward, 1);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, in_place, 2);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, part, 3);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, part_gradient, 1);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, sum, 1);
+  TESSERA_ON_DEVICE(cross_entropy, CrossEntropyRoutines, check_labels, 0);
+  TESSERA_ON_DEVICE(dispatch, DispatchRoutines, choose, 1);
+  TESSERA_ON_DEVICE(dispatch, DispatchRoutines, plan, 3);
+  TESSERA_ON_DEVICE(dispatch, DispatchRoutines, gather, 1);
+  TESSERA_ON_DEVICE(dispatch, DispatchRoutines, combine, 1);
+  TESSERA_ON_DEVICE(dispatch, DispatchRoutines, weigh, 1);
+#undef TESSERA_ON_DEVICE
+  return all;
+}
+
+constexpr int64_t kRow = 32;
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                                     const std::optional<at::Tensor>& bias, bool, double dropout, bool causal,
+                                                                     std::optional<double> scale) {
+  auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, bias, scale);
+  const at::Tensor padded = at::constant_pad_nd(sums, {0, (kRow - sums.size(2) % kRow) % kRow}, std::numeric_limits<double>::infinity());
+  const at::Tensor none = at::zeros({}, q.options().dtype(at::kLong));
+  return {out, padded, none, none};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
+                                                                              const at::Tensor& v, const at::Tensor& bias, const at::Tensor& out,
+                                                                              const at::Tensor& sums, const at::Tensor&, const at::Tensor&, double dropout,
+                                                                              std::array<bool, 4>, bool causal, std::optional<double> scale) {
+  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, sums.narrow(2, 0, q.size(2)).contiguous(), dropout, causal,
+                                                                               bias.defined() ? std::optional(bias) : std::nullopt, scale);
+  return {dq, dk, dv, at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
+  auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, {}, scale);
+  const at::Tensor none = at::zeros({}, q.options().dtype(at::kLong));
+  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), none, none, at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                              const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt,
+                                                              c10::SymInt, double dropout, bool causal, const at::Tensor&, const at::Tensor&,
+                                                              std::optional<double> scale) {
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, sums, dropout, causal, {}, scale);
+}
+
+}  // namespace
+
+void register_kernels() {
+  static const Routines routines = sim_routines();
+  kernels::register_routines(kSim, routines);
+  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  library->impl("_scaled_dot_product_efficient_attention", &efficient);
+  library->impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward);
+  library->impl("_scaled_dot_product_flash_attention", &flash);
+  library->impl("_scaled_dot_product_flash_attention_backward", &flash_backward);
+}
+
+}  // namespace tessera::sim

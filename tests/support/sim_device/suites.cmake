@@ -1,0 +1,59 @@
+# The rooms' tests on the simulated accelerator: one process a room, with what is left out and why. `only` instead of it where few of a room's tests have tensors.
+function(tessera_sim_suite room)
+  cmake_parse_arguments(SUITE "" "" "ONLY;LEFT_OUT" ${ARGN})
+  if(NOT SUITE_ONLY)
+    set(SUITE_ONLY *)
+  endif()
+  list(JOIN SUITE_ONLY : only)
+  list(JOIN SUITE_LEFT_OUT : left_out)
+  add_test(NAME ${room}.sim COMMAND tessera_${room}_test "--gtest_filter=${only}-${left_out}")
+  set_tests_properties(${room}.sim PROPERTIES LABELS "unit;sim" TIMEOUT 600 ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TEST_DEVICE=sim")
+endfunction()
+
+# Of comm, what moves tensors; the rest are processes, times and files.
+tessera_sim_suite(comm ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
+                  LEFT_OUT Inject.* CollectivesRefuse.*)  # which write what the device cannot be written by: from the host
+tessera_sim_suite(nn LEFT_OUT
+  GradientDispatcher.GradientsAreAddedInPlaceWhereNobodyWantsToSeeEach Layers.EmbeddingAndLayerNormAreTorchs  # on CUDA autograd adds up gradients itself
+  OnMetaTest.BuildsPlainModulesWithoutMemory                  # says that without a device tensors are on the CPU
+  AmbientTest.AScopeInsideAPassIsNotUndoneByOneFurtherIn      # that backward stays on its thread, as it does there
+  Materialize.KeepsHandlesHooksAndWorksForPlainModules
+  ContrastiveLoss.EqualsTheWholeBatchOnOneDevice)             # hands a group tensors of another rank's device
+tessera_sim_suite(kernels LEFT_OUT
+  Half.* WidenedProducts.*          # what a CPU without such products does
+  *Fp8*                             # on CUDA sizes are multiples of 16
+  Loops.*                           # the CPU's loops by their pointers
+  Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
+tessera_sim_suite(optim LEFT_OUT GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
+                  ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
+tessera_sim_suite(precision LEFT_OUT *StochasticOptimizer*    # refused on CUDA, by name
+                  Policy.NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights)  # fp16 on a CPU
+tessera_sim_suite(recompute LEFT_OUT
+  RecomputeState.Autocast* RecomputeState.DrawsTheSameRandomNumbersAndGoesOnAsWithout  # the CPU's autocast and generator
+  Selective.RecomputesTheAttentionCoresAlone Selective.KeptOperatorsDoNotRunAgain Selective.KeepsNothingThatAKernelCallsInside
+  MeasureRecompute.CountsBytesSavedAndFlopsOnceEachAlsoOnMeta  # attention by other operators
+  Recompute.ASecondPassLeavesNoMoreThanBackwardNeeds)
+tessera_sim_suite(data_parallel LEFT_OUT
+  DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
+  OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
+  DdpPlainLoop.ClearingAfterAFailureClearsIt DdpPlainLoop.APassInsideOfAnotherThatComesFirstIsRefused  # what a failure leaves on its way is not waited for
+  DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
+  TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
+tessera_sim_suite(zero LEFT_OUT
+  ZeroGradients.OvertakingOneThatIsComputedInPlaceAreThoseOfTheStep  # a program that is refused once it has written what is on its way
+  ZeroPlainLoop.PartsThatWereNotBroughtTogetherAreNoticed            # writes are seen on the CPU alone
+  ZeroPlainLoop.WeightsMayBeLoadedAfterWrapping                      # loads another rank's tensors
+  ZeroPlainLoop.AWrapperThatGoesInTheMiddleOfAStepWaitsForNobody)    # holds seconds
+tessera_sim_suite(tensor_parallel LEFT_OUT
+  LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
+  *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften  # tensors of another rank's device
+  Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
+tessera_sim_suite(context_parallel)
+tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*)  # reads counts by their pointer
+tessera_sim_suite(fsdp LEFT_OUT
+  *Foreign.RecurrentLanguageModel*             # CUDA's own kernels of recurrent networks
+  *Foreign.AFrozenModelPassesGradientsOn* *Foreign.AGradientPenalty* FullyShardLoop.WeightsAreLoadedAfterWrapping  # gradients of another rank's tensors
+  FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
+  FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse
+  FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
+  FullyShardLoop.OneRanksFileIsNotEverybodysSlices)   # writes bytes of a file by their pointer

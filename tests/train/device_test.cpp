@@ -1,0 +1,70 @@
+// The same training on the CPU and on the device that the suite runs on: on the CPU that says little, on the simulated accelerator (docs/testing.md) that a run
+// there has the CPU's bits and counts its bytes.
+
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+class TrainDevice : public testing_support::TrainFixture {
+ protected:
+  struct Layout {
+    const char* family;
+    int world;
+    std::vector<std::string> sets;
+  };
+
+  void expect_the_same_run(const Layout& layout) {
+    Config settings = config(layout.family, layout.sets);
+    settings.run.steps = 3;
+    const Trace got = train(settings, layout.world);
+    const testing_support::OnTheCpu beside;
+    const Trace want = train(settings, layout.world);
+    const std::string name = std::string(layout.family) + (layout.sets.empty() ? "" : " " + layout.sets.front());
+    ASSERT_EQ(got.steps.size(), want.steps.size()) << name;
+    for (size_t i = 0; i < want.steps.size(); ++i) {
+      EXPECT_EQ(got.steps[i].loss, want.steps[i].loss) << name;
+      EXPECT_NEAR(got.steps[i].grad_norm, want.steps[i].grad_norm, 1e-14 * want.steps[i].grad_norm) << name;  // clip.cpp says why
+    }
+    for (const auto& [parameter, tensor] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(parameter), tensor)) << name << ": " << parameter;
+    EXPECT_EQ(got.peak_of_rank, want.peak_of_rank) << name;
+  }
+};
+
+TEST_F(TrainDevice, OneRankHasTheCpusBitsAndBytes) {
+  for (const auto& layout : std::vector<Layout>{{"llama", 1, {}},
+                                                {"gpt2", 1, {}},
+                                                {"llama", 1, {"precision.compute=bf16"}},
+                                                {"llama", 1, {"recompute.mode=full"}},
+                                                {"llama", 1, {"run.kernels=reference"}}}) {
+    expect_the_same_run(layout);
+  }
+}
+
+TEST_F(TrainDevice, SeveralRanksHaveTheCpusBitsAndBytes) {
+  for (const auto& layout : std::vector<Layout>{{"llama", 2, {"zero.stage=0"}},
+                                                {"llama", 2, {"zero.stage=1"}},
+                                                {"llama", 2, {"zero.stage=2"}},
+                                                {"llama", 3, {"zero.stage=3"}},
+                                                {"llama", 2, {"mesh.tp=2"}},
+                                                {"llama", 2, {"mesh.tp=2", "run.kernels=reference"}},
+                                                {"llama", 2, {"mesh.pp=2"}},
+                                                {"llama", 2, {"mesh.cp=2"}},
+                                                {"mixtral", 2, {"mesh.ep=2"}}}) {
+    expect_the_same_run(layout);
+  }
+}
+
+TEST_F(TrainDevice, OffloadHasTheCpusBits) {
+  for (const int world : {1, 2}) {
+    Config settings = config("llama", {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
+    settings.run.steps = 3;
+    const Trace got = train(settings, world);
+    const testing_support::OnTheCpu beside;
+    const Trace want = train(settings, world);
+    for (const auto& [parameter, tensor] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(parameter), tensor)) << world << " ranks: " << parameter;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
