@@ -21,7 +21,7 @@ TEST_F(DeviceChange, ARunGoesOnFromTheCpuToADeviceAndBack) {
       Layout layout = layouts()[which];
       const std::string name = std::string(layout.name) + " from " + from;
       layout.name = name.c_str();
-      const Sets saving{std::string("run.device=") + from, "checkpoint.async=true", "checkpoint.staging_bytes=1024"};
+      const Sets saving{std::string("run.device=") + from, "checkpoint.async=true", "checkpoint.staging_bytes=4096"};
       const auto whole = run_saving(layout, saving);
       const auto rest = run(layout, {std::string("run.device=") + to, "checkpoint.resume=" + saved(layout, kSaved).string()});
       ASSERT_EQ(rest.size(), static_cast<size_t>(kLast - kSaved)) << name;
