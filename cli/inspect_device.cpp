@@ -62,7 +62,7 @@ json describe() {
   return {{"devices", devices}, {"auto", resolve_device("auto").str()}, {"torch", TORCH_VERSION}, {"cuda", cuda}, {"engines", comm::engine_names()}};
 }
 
-std::string table(const json& found) {
+std::string devices_table(const json& found) {
   const auto yes = [](const json& value) { return value.is_null() ? "?" : value.get<bool>() ? "yes" : "no"; };
   const auto bytes = [](const json& device, const char* key) {
     const auto number = device.value(key, int64_t{0});
@@ -91,7 +91,7 @@ void add_inspect_device(CLI::App& inspect, int& exit_code) {
   command->add_flag("--json", *as_json, "Print JSON");
   command->callback([as_json, &exit_code] {
     const json found = describe();
-    const std::string text = *as_json ? found.dump() + "\n" : table(found);
+    const std::string text = *as_json ? found.dump() + "\n" : devices_table(found);
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

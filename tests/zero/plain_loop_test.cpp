@@ -15,6 +15,7 @@
 #include <torch/serialize.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/nn/attach.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/zero/support.h"
 
