@@ -1,9 +1,6 @@
 #include "tessera/train/update_windows.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include "tessera/core/error.h"
-#include "tessera/memory/memory.h"
 
 namespace tessera {
 
@@ -67,13 +64,9 @@ void UpdateWindows::close() {
   exposed_s_ += synchronizer_->statistics().exposed_s;
   met_();
   if (!windows_[current_].late) return;
-  const at::NoGradGuard no_grad;
-  const MemoryScope scope(MemoryCategory::Gradients);
+  // Of memory that somebody holds gradients in, a synchronizer of whole weights makes no further use.
   auto& aside = waiting_.emplace_back();
-  for (const auto& parameter : synchronizer_->updated()) {
-    const at::Tensor& gradient = parameter.tensor.grad();
-    aside.push_back(gradient.defined() ? gradient.clone() : gradient);  // the next window uses its memory again
-  }
+  for (const auto& parameter : synchronizer_->updated()) aside.push_back(parameter.tensor.grad());
   go_on();
 }
 
