@@ -15,6 +15,7 @@
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/memory/host_cache.h"
 #include "tessera/models/mixture.h"
 
@@ -82,7 +83,8 @@ class Products {
 
 int serve(const Shape& shape) {
   at::set_num_threads(1);
-  const CacheHostMemory cache;
+  const CacheHostMemory cache;  // as a run has
+  const kernels::FastProducts products_as_in_a_run;
   Layer layer(shape);
   Products products(shape);
   for (std::string what; std::getline(std::cin, what);) {
