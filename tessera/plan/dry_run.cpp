@@ -94,6 +94,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   progress.steps = kDrySteps;
   int64_t peak = -1;
   double expected_flops = 0;
+  std::optional<Rehearsal> rehearsal;
   const auto alive = [&] { return Alive{.device = memory.current_by_category(), .host = memory.host_by_category()}; };
   for (int step = 1; step <= kDrySteps; ++step) {
     memory.reset_peak();
@@ -103,7 +104,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) *
                    pipeline.model_share_of(result.pipeline_rank);
     result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
-    const auto rehearsal = rehearsal_of(config, batch, stepper.run(), options);
+    if (step == 1) rehearsal = rehearsal_of(config, batch, stepper.run(), options);
     const int run_of_them = rehearsal ? rehearsal->micro_batches : 0;
     if (step == 1) expected_flops = rehearsal ? result.flops * run_of_them / static_cast<double>(result.micro_batches) : result.flops;
     progress.step = step;

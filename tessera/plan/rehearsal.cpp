@@ -95,7 +95,8 @@ std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& 
   if (whole.schedule.is_asynchronous()) return std::nullopt;
   const int last_stage = whole.schedule.stages() - 1;
   const Parts of_whole = parts_of(whole.legs, micro_batches, neighbours);
-  for (int fewer = fewest; fewer < micro_batches; ++fewer) {
+  const int most = std::min(micro_batches, fewest + 8 * whole.schedule.stages());  // beyond, a schedule that does not repeat itself
+  for (int fewer = fewest; fewer < most; ++fewer) {
     const auto shown = [&]() -> std::optional<Made> {
       try {
         return made_for(make, fewer, rank);
