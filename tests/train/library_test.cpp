@@ -24,7 +24,6 @@
 #include "tests/checkpoint/files.h"
 #include "tests/made_docs.h"
 #include "tests/nn/net.h"
-#include "tests/test_device.h"
 
 namespace {
 
@@ -193,7 +192,7 @@ TEST(Library, ALoopUnderFullyShard) {
     //: fully_shard
     auto model = tessera::on_meta([] { return std::make_shared<Net>(); });  // shapes, no memory
     auto sharded = tessera::fully_shard(*model, world.group(), {.average = true});
-    tessera::materialize(*model, /*seed=*/1, testing_support::test_device());                                          // this rank's slices only; the same values in every layout
+    tessera::materialize(*model, /*seed=*/1);                                          // this rank's slices only; the same values in every layout
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));  // state in slices, too
     for (const auto& [x, y] : batches) {
       optimizer.zero_grad();
@@ -280,7 +279,7 @@ TEST(Library, SaveAndLoad) {
     const Batches batches = batches_of(world);
     auto model = tessera::on_meta([] { return std::make_shared<Net>(); });
     auto sharded = tessera::fully_shard(*model, world.group());
-    tessera::materialize(*model, 1, testing_support::test_device());
+    tessera::materialize(*model, 1);
     torch::optim::AdamW optimizer(model->parameters());
     torch::mse_loss(model->forward(batches[0].first), batches[0].second).backward();
     optimizer.step();
@@ -298,7 +297,7 @@ TEST(Library, SaveAndLoad) {
       //: load
       auto model = tessera::on_meta([] { return std::make_shared<Net>(); });
       auto sharded = tessera::fully_shard(*model, world.group());  // in any layout, on any number of ranks
-      tessera::materialize(*model, /*seed=*/1, testing_support::test_device());
+      tessera::materialize(*model, /*seed=*/1);
       torch::optim::AdamW optimizer(model->parameters());
       const auto resumed = tessera::checkpoint::load(folder, *model, optimizer);  // weights, buffers, optimizer state by name
       const int64_t epoch = resumed.progress.at("epoch");
@@ -410,7 +409,7 @@ TEST(Library, OnMeta) {
       [](torch::nn::Module& module) {  // optional: called for each module, as PyTorch's model.apply(init_weights)
         if (auto* linear = module.as<torch::nn::Linear>()) torch::nn::init::normal_(linear->weight, 0.0, 0.02);
       });
-  tessera::materialize(*model, /*seed=*/1, testing_support::test_device());
+  tessera::materialize(*model, /*seed=*/1);
   //:
   for (const auto& parameter : model->parameters()) EXPECT_FALSE(at::isnan(parameter).any().item<bool>());
   const auto parameters = model->named_parameters();
