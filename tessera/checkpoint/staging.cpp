@@ -40,7 +40,7 @@ bool Staging::put_chunk(const at::Tensor& bytes) {
 }
 
 Staging::Chunk Staging::copied_here(const at::Tensor& bytes) {
-  at::Tensor copy = at::empty({bytes.numel()}, at::kByte);
+  at::Tensor copy = at::empty({bytes.numel()}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   copy.copy_(bytes);
   return {std::move(copy), {}};
 }
