@@ -49,9 +49,6 @@ class SavedTensorScope {
 /// unpack() throws ConfigError where a tensor that was kept as it is has been changed in place.
 std::unique_ptr<SavedTensor> save(const at::Tensor& tensor);
 
-/// For SavedTensorHooks::pack: whether autograd saves the tensor, and not a technique by save().
-bool is_saved_by_autograd() noexcept;
-
 /// Whether a scope that is alive computes again what operators save now: whoever would save memory in another way has nothing to win, and would do it twice.
 bool saved_tensors_are_computed_again();
 
