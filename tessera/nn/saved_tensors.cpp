@@ -16,20 +16,7 @@ namespace tessera::nn {
 namespace {
 
 const Ambient<std::vector<std::shared_ptr<SavedTensorHooks>>> scopes;
-const Ambient<bool> is_recomputing, is_autograd_saving;
-
-/// Sets a variable of this thread, and restores it.
-class Said {
- public:
-  Said(const Ambient<bool>& variable, bool value) : variable_(variable), before_(std::exchange(*variable, value)) {}
-  ~Said() { *variable_ = before_; }
-  Said(const Said&) = delete;
-  Said& operator=(const Said&) = delete;
-
- private:
-  const Ambient<bool>& variable_;
-  bool before_;
-};
+const Ambient<bool> is_recomputing;
 
 /// Kept as it is. The version counter is shared, so a change in place shows.
 class Kept final : public SavedTensor {
@@ -47,19 +34,9 @@ class Kept final : public SavedTensor {
   int64_t version_;
 };
 
-/// By index and owning: hooks may themselves open a scope.
-std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor, bool by_autograd) {
-  const Said saving(is_autograd_saving, by_autograd);
-  for (size_t i = scopes->size(); i > 0; --i) {
-    const auto hooks = (*scopes)[i - 1];
-    if (auto saved = hooks->pack(alias_of(tensor))) return saved;
-  }
-  return std::make_unique<Kept>(tensor);
-}
-
 class Hooks final : public torch::autograd::SavedVariableHooks {
  public:
-  void call_pack_hook(const at::Tensor& tensor) override { saved_ = pack(tensor, /*by_autograd=*/true); }
+  void call_pack_hook(const at::Tensor& tensor) override { saved_ = save(tensor); }
   at::Tensor call_unpack_hook() override {
     invariant(saved_ != nullptr, "a saved tensor was asked for before it was saved");
     return saved_->unpack();
@@ -107,9 +84,14 @@ SavedTensorScope::SavedTensorScope(std::shared_ptr<SavedTensorHooks> hooks) {
 
 SavedTensorScope::~SavedTensorScope() { scopes->pop_back(); }
 
-std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) { return pack(tensor, /*by_autograd=*/false); }
-
-bool is_saved_by_autograd() noexcept { return *is_autograd_saving; }
+std::unique_ptr<SavedTensor> save(const at::Tensor& tensor) {
+  // By index and owning: hooks may themselves open a scope.
+  for (size_t i = scopes->size(); i > 0; --i) {
+    const auto hooks = (*scopes)[i - 1];
+    if (auto saved = hooks->pack(alias_of(tensor))) return saved;
+  }
+  return std::make_unique<Kept>(tensor);
+}
 
 const void* innermost_saved_tensor_scope() { return scopes->empty() ? nullptr : scopes->back().get(); }
 

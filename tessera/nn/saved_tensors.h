@@ -49,9 +49,6 @@ class SavedTensorScope {
 /// unpack() throws ConfigError where a tensor that was kept as it is has been changed in place.
 std::unique_ptr<SavedTensor> save(const at::Tensor& tensor);
 
-/// For SavedTensorHooks::pack: whether autograd saves the tensor, and not a technique by save().
-bool is_saved_by_autograd() noexcept;
-
 /// Which scope serves this thread now; null outside of any. A name to compare, and nothing to call.
 const void* innermost_saved_tensor_scope();
 

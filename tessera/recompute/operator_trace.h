@@ -19,9 +19,6 @@ class OperatorTrace {
   /// Such as "aten::mm"; "no operator" before the first.
   std::string current() const;
 
-  /// Whether the innermost that has begun, and not ended, is one of libtorch's own.
-  bool is_in_libtorchs() const { return !open_.empty() && open_.back().starts_with("aten::"); }
-
  private:
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& operation);
   static void end(const at::RecordFunction& operation, at::ObserverContext* context);

@@ -68,27 +68,17 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
   Filler(RecomputedCall& call, size_t wanted, const OperatorTrace& trace) : call_(call), wanted_(wanted), trace_(trace) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
-    if (next_ == wanted_) {
-      break_off();
-      return std::make_unique<Held>(tensor);
-    }
     Entry& entry = call_.entries_[next_];
     const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
     if (!same) call_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
     if (entry.alive) entry.tensor = tensor;
-    if (++next_ == wanted_) break_off();
+    if (++next_ == wanted_) throw AllComputed{};
     return std::make_unique<Held>(tensor);
   }
   bool computes_again() const override { return true; }
-  bool is_done() const { return next_ == wanted_; }
   size_t saved() const { return next_; }
 
  private:
-  /// Not out of a torch::autograd::Function, which would keep its own output for ever: out of the next operator of libtorch's that saves, or the module's end.
-  void break_off() const {
-    if (!nn::is_saved_by_autograd() || trace_.is_in_libtorchs()) throw AllComputed{};
-  }
-
   /// The graph of the second pass is thrown away, unless the module itself differentiates inside forward.
   struct Held final : nn::SavedTensor {
     explicit Held(at::Tensor tensor) : tensor(std::move(tensor)) {}
@@ -150,7 +140,7 @@ void RecomputedCall::compute_again() {
     for (auto& entry : entries_) entry.tensor = at::Tensor();
     throw;
   }
-  if (!filler->is_done()) refuse(filler->saved(), "it saves no further tensor after " + trace.current());
+  refuse(filler->saved(), "it saves no further tensor after " + trace.current());
 }
 
 void RecomputedCall::refuse(size_t index, const std::string& found) const {

@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <thread>
-#include <utility>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -355,43 +354,6 @@ TEST(Recompute, ASecondPassLeavesNoMoreThanBackwardNeeds) {
       x.mutable_grad().reset();
     }
     EXPECT_LE(tracker.current(), before + 64) << (fails ? "broken off" : "complete");  // autograd may hold on to a scalar
-  }
-}
-
-/// Saves its own output, as libtorch's page on extensions has it.
-struct OwnOutput : torch::autograd::Function<OwnOutput> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
-    const at::Tensor y = x.exp();
-    context->save_for_backward({y});
-    return y;
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
-    return {gradients[0] * context->get_saved_variables()[0]};
-  }
-};
-
-struct EndsInFunctionImpl : nn::Module {
-  at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor y = OwnOutput::apply(x.sin());
-    seen = y.getIntrusivePtr();
-    return goes_on ? y + y.sum() : y;
-  }
-  bool goes_on = false;
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> seen{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-};
-TESSERA_MODULE(EndsInFunction);
-
-TEST(Recompute, AFunctionThatSavesItsOutputLeaksNothingWhereTheSecondPassEnds) {
-  for (const bool goes_on : {false, true}) {
-    const at::Tensor x = input().requires_grad_();
-    EndsInFunction plain, module;
-    plain->goes_on = module->goes_on = goes_on;
-    plain(x).sum().backward();
-    const at::Tensor expected = std::exchange(x.mutable_grad(), at::Tensor());
-    const auto again = recompute(module, {.modules = ""});
-    module(x).sum().backward();
-    EXPECT_TRUE(at::equal(x.grad(), expected));
-    EXPECT_TRUE(module->seen.expired()) << goes_on;
   }
 }
 

@@ -258,6 +258,34 @@ TEST(DisjointWrappers, MeetInOneOrderWhateverEachRankUsesFirst) {
   }
 }
 
+/// Neither wrapper meets the other ranks before its first step is complete, so nothing depends on which was made first.
+TEST(DisjointWrappers, ZeroMayBeMadeInAnotherOrderOnEachRank) {
+  const auto train = [](const TwoSets& sets) {
+    for (int step = 0; step < 2; ++step) {
+      sets.zero();
+      sets.loss(step).backward();
+      sets.step();
+    }
+  };
+  const auto expected = on_one_process(train);
+  run_ranks(3, [&](World& world) {
+    SharedNet net;
+    std::unique_ptr<GradientSynchronizer> one, two;
+    for (const bool first : {world.rank() % 2 == 0, world.rank() % 2 != 0}) {
+      auto& made = first ? one : two;
+      made = wrap_by(first ? "zero1" : "zero2", net, {.shard = world.group()}, {.only = first ? in_first_set : in_second_set});
+    }
+    auto optimizer = zero_optimizer(net, sgd_of_set);
+    train({.net = net,
+           .mine = [&](int64_t step) { return part_of(whole_batch(samples, step), world.size(), world.rank()); },
+           .zero_first = [&] { optimizer.zero_grad(); },
+           .zero_second = [] {},
+           .step_first = [&] { optimizer.step(); },
+           .step_second = [] {}});
+    EXPECT_LT(largest_difference(values_of(net), expected), 10 * parity);
+  });
+}
+
 /// Experts are dealt over two of four ranks, so fewer ranks hold each of them than hold the router.
 TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
   const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 7, .experts = 6, .experts_per_token = 2};
