@@ -11,7 +11,7 @@
 #include "cli/bench/plot.h"
 #include "cli/bench/rows.h"
 #include "cli/common.h"
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/engine.h"
@@ -38,7 +38,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32",
                                                                         {"uint8", at::kByte}}};
 
 /// What the flags come to, after every check that needs no process.
-struct Plan {
+struct Sweep {
   std::vector<std::string> ops, backends, algorithms;
   std::vector<int64_t> bytes;
   at::ScalarType dtype = at::kFloat;
@@ -94,32 +94,32 @@ at::ScalarType read_dtype(const std::string& asked) {
 }
 
 /// Every check that needs no process.
-Plan read_plan(const BenchCommFlags& flags) {
-  Plan plan;
-  plan.ops = chosen("--op", flags.ops, bench::operation_names());
-  plan.backends = chosen_backends(flags.backends);
-  plan.algorithms = chosen_algorithms(flags.algorithms, plan.ops);
-  plan.dtype = read_dtype(flags.dtype);
-  const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
+Sweep read_sweep(const BenchCommFlags& flags) {
+  Sweep sweep;
+  sweep.ops = chosen("--op", flags.ops, bench::operation_names());
+  sweep.backends = chosen_backends(flags.backends);
+  sweep.algorithms = chosen_algorithms(flags.algorithms, sweep.ops);
+  sweep.dtype = read_dtype(flags.dtype);
+  const auto element = static_cast<int64_t>(c10::elementSize(sweep.dtype));
   for (const auto& text : flags.bytes) {
-    plan.bytes.push_back(parse_bytes("--bytes", text));
-    require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
+    sweep.bytes.push_back(parse_bytes("--bytes", text));
+    require(sweep.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
             " bytes of an element; give one, or another --dtype than ", flags.dtype);
   }
   require_known("--buffer", flags.buffers, {"plain", "shared"});
-  plan.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
+  sweep.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
   check_limits(flags.seconds, flags.iterations);
   check_output_file("--table", flags.table);
   check_output_file("--svg", flags.svg);
-  plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
-  plan.nproc = bench_ranks(flags.nproc);
+  sweep.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
+  sweep.nproc = bench_ranks(flags.nproc);
   if (comm::read_environment().launched) {
-    require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
+    require(sweep.backends.size() == 1 && sweep.algorithms.size() == 1, "--backend = ", listed(sweep.backends), ", --algorithm = ", listed(sweep.algorithms),
             ": ranks that a launcher started measure one of each; name one, or run without the launcher");
   } else {
-    check_launchers(plan.backends);
+    check_launchers(sweep.backends);
   }
-  return plan;
+  return sweep;
 }
 
 void write_lines(std::FILE* file, const std::vector<Row>& rows) {
@@ -138,13 +138,13 @@ void write_table(const std::string& file, const std::vector<Row>& rows) {
 }
 
 /// All rows, in the order of operations and sizes, and what is wanted of them.
-void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> rows) {
+void present(const BenchCommFlags& flags, const Sweep& sweep, std::vector<Row> rows) {
   for (Row& row : rows) {  // the best link that any algorithm's run over the same backend saw
     for (const Row& other : rows) {
       if (other.backend == row.backend) row.link_bandwidth = std::max(row.link_bandwidth, other.link_bandwidth);
     }
   }
-  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(plan.ops, row.op) - plan.ops.begin(), row.bytes); };
+  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(sweep.ops, row.op) - sweep.ops.begin(), row.bytes); };
   std::ranges::stable_sort(rows, {}, place);
   if (flags.json) {
     write_lines(stdout, rows);
@@ -156,19 +156,19 @@ void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> row
 }
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
-std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
   const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
   std::vector<Row> rows;
   world.guard([&] {
     const auto group = world.group();
     const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations});
     const auto name = group.engine()->name();
-    for (const auto& op : plan.ops) {
+    for (const auto& op : sweep.ops) {
       if (!serves(algorithm, op)) continue;
-      for (const int64_t bytes : plan.bytes) {
-        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers});
+      for (const int64_t bytes : sweep.bytes) {
+        Workload workload(group, {.op = op, .bytes = bytes, .dtype = sweep.dtype, .buffers = sweep.buffers});
         workload.check();
-        const auto timing = bench::measure(group, [&] { workload.run(); }, plan.limits);
+        const auto timing = bench::measure(group, [&] { workload.run(); }, sweep.limits);
         rows.push_back({.op = op,
                         .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
                         .algorithm = algorithm,
@@ -186,7 +186,7 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
 }
 
 /// The same in copies of this command on this host, behind those in `rows`. Returns the exit code.
-int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm, std::vector<Row>& rows) {
+int measure_in_copies(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm, std::vector<Row>& rows) {
   std::vector<std::string> command{"bench", "comm"};
   const auto add = [&](const std::string& flag, const std::string& value) { command.insert(command.end(), {flag, value}); };
   add("--op", fmt::format("{}", fmt::join(flags.ops, ",")));
@@ -199,7 +199,7 @@ int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::
   if (flags.iterations > 0) add("--iterations", std::to_string(flags.iterations));
   if (!flags.interface.empty()) add("--interface", flags.interface);
   std::vector<std::string> lines;
-  if (const int exit_code = rows_of_copies(plan.nproc, backend, std::move(command), lines); exit_code != 0) return exit_code;
+  if (const int exit_code = rows_of_copies(sweep.nproc, backend, std::move(command), lines); exit_code != 0) return exit_code;
   for (const auto& line : lines) rows.push_back(nlohmann::json::parse(line).get<Row>());
   return 0;
 }
@@ -207,12 +207,12 @@ int measure_in_copies(const BenchCommFlags& flags, const Plan& plan, const std::
 }  // namespace
 
 int bench_comm(const BenchCommFlags& flags) {
-  const Plan plan = read_plan(flags);
+  const Sweep sweep = read_sweep(flags);
   if (comm::read_environment().launched) {
-    const auto rows = measure_here(flags, plan, plan.backends.front(), plan.algorithms.front());
+    const auto rows = measure_here(flags, sweep, sweep.backends.front(), sweep.algorithms.front());
     if (comm::read_environment().rank != 0) return 0;
     if (flags.rows.empty()) {
-      present(flags, plan, rows);
+      present(flags, sweep, rows);
     } else {
       std::string lines;
       for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
@@ -221,13 +221,13 @@ int bench_comm(const BenchCommFlags& flags) {
     return 0;
   }
   std::vector<Row> rows;
-  for (const auto& backend : plan.backends) {
-    for (const auto& algorithm : plan.algorithms) {
-      log().info("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm);
-      if (const int exit_code = measure_in_copies(flags, plan, backend, algorithm, rows); exit_code != 0) return exit_code;
+  for (const auto& backend : sweep.backends) {
+    for (const auto& algorithm : sweep.algorithms) {
+      log().info("{} ranks over {} with algorithm {}", sweep.nproc, backend, algorithm);
+      if (const int exit_code = measure_in_copies(flags, sweep, backend, algorithm, rows); exit_code != 0) return exit_code;
     }
   }
-  present(flags, plan, std::move(rows));
+  present(flags, sweep, std::move(rows));
   return 0;
 }
 
