@@ -8,7 +8,7 @@ if(NOT TESSERA_SANITIZE MATCHES "fuzzer-no-link")
 endif()
 set(room ${CMAKE_SOURCE_DIR}/tessera)
 file(GLOB sources CONFIGURE_DEPENDS ${room}/core/*.cpp ${room}/config/*.cpp ${room}/memory/*.cpp ${room}/layout/*.cpp ${room}/data/*.cpp ${room}/checkpoint/*.cpp
-  ${room}/comm/*.cpp ${room}/comm/meeting/*.cpp ${room}/comm/algorithms/*.cpp ${room}/comm/flight_record/*.cpp ${room}/comm/decorators/*.cpp ${room}/launch/round*.cpp ${room}/launch/verdict.cpp ${room}/pipeline/schedules/*.cpp)
+  ${room}/comm/*.cpp ${room}/comm/meeting/*.cpp ${room}/comm/algorithms/*.cpp ${room}/comm/flight_record/*.cpp ${room}/comm/decorators/*.cpp ${room}/launch/round*.cpp ${room}/launch/job_end.cpp ${room}/pipeline/schedules/*.cpp)
 add_library(tessera_fuzzed STATIC ${sources} ${CMAKE_SOURCE_DIR}/tests/fuzz/target.cpp ${CMAKE_SOURCE_DIR}/tests/fuzz/libfuzzer.cpp)
 set_source_files_properties(${room}/core/rng.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno" SKIP_PRECOMPILE_HEADERS ON)
 target_link_libraries(tessera_fuzzed PUBLIC tessera_base fmt::fmt spdlog::spdlog tomlplusplus::tomlplusplus nlohmann_json::nlohmann_json

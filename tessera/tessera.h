@@ -24,8 +24,8 @@
 #include "tessera/kernels/widen.h"
 
 // Communication.
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/picture.h"
-#include "tessera/comm/algorithms/plan.h"
 #include "tessera/comm/algorithms/simulate.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/call_site.h"

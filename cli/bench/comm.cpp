@@ -11,7 +11,7 @@
 #include "cli/bench/plot.h"
 #include "cli/bench/rows.h"
 #include "cli/common.h"
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/engine.h"
@@ -38,7 +38,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 9> dtypes{{{"fp32",
                                                                         {"uint8", at::kByte}}};
 
 /// What the flags come to, after every check that needs no process.
-struct Plan {
+struct Sweep {
   std::vector<std::string> ops, backends, algorithms;
   std::vector<int64_t> bytes;
   at::ScalarType dtype = at::kFloat;
@@ -94,33 +94,33 @@ at::ScalarType read_dtype(const std::string& asked) {
 }
 
 /// Every check that needs no process.
-Plan read_plan(const BenchCommFlags& flags) {
-  Plan plan;
-  plan.ops = chosen("--op", flags.ops, bench::operation_names());
-  plan.backends = chosen_backends(flags.backends);
-  plan.algorithms = chosen_algorithms(flags.algorithms, plan.ops);
-  plan.dtype = read_dtype(flags.dtype);
-  const auto element = static_cast<int64_t>(c10::elementSize(plan.dtype));
+Sweep read_sweep(const BenchCommFlags& flags) {
+  Sweep sweep;
+  sweep.ops = chosen("--op", flags.ops, bench::operation_names());
+  sweep.backends = chosen_backends(flags.backends);
+  sweep.algorithms = chosen_algorithms(flags.algorithms, sweep.ops);
+  sweep.dtype = read_dtype(flags.dtype);
+  const auto element = static_cast<int64_t>(c10::elementSize(sweep.dtype));
   for (const auto& text : flags.bytes) {
-    plan.bytes.push_back(parse_bytes("--bytes", text));
-    require(plan.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
+    sweep.bytes.push_back(parse_bytes("--bytes", text));
+    require(sweep.bytes.back() % element == 0, "--bytes = ", text, ": not a multiple of the ", element,
             " bytes of an element; give one, or another --dtype than ", flags.dtype);
   }
   require_known("--buffer", flags.buffers, {"plain", "shared"});
-  plan.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
+  sweep.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
   check_limits(flags.seconds, flags.iterations);
   check_output_file("--table", flags.table);
   check_output_file("--svg", flags.svg);
-  plan.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
-  plan.nproc = bench_ranks(flags.nproc);
-  const bool on_host = device_for(flags.device, plan.nproc).is_cpu();
-  require(on_host || plan.buffers == Buffers::Plain, "--buffer = shared: is memory of this host, and --device = ", flags.device,
+  sweep.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
+  sweep.nproc = bench_ranks(flags.nproc);
+  const bool on_host = device_for(flags.device, sweep.nproc).is_cpu();
+  require(on_host || sweep.buffers == Buffers::Plain, "--buffer = shared: is memory of this host, and --device = ", flags.device,
           " is not; leave one of them out");
   if (comm::read_environment().launched) {
-    require(plan.backends.size() == 1 && plan.algorithms.size() == 1, "--backend = ", listed(plan.backends), ", --algorithm = ", listed(plan.algorithms),
+    require(sweep.backends.size() == 1 && sweep.algorithms.size() == 1, "--backend = ", listed(sweep.backends), ", --algorithm = ", listed(sweep.algorithms),
             ": ranks that a launcher started measure one of each; name one, or run without the launcher");
   }
-  return plan;
+  return sweep;
 }
 
 std::string lines_of(const std::vector<Row>& rows) {
@@ -146,33 +146,33 @@ void write_table(const std::string& file, const std::vector<Row>& rows) {
 }
 
 /// All rows, in the order of operations and sizes, and what is wanted of them.
-void present(const BenchCommFlags& flags, const Plan& plan, std::vector<Row> rows) {
+void present(const BenchCommFlags& flags, const Sweep& sweep, std::vector<Row> rows) {
   for (Row& row : rows) {  // the best link that any algorithm's run over the same backend saw
     for (const Row& other : rows) {
       if (other.backend == row.backend) row.link_bandwidth = std::max(row.link_bandwidth, other.link_bandwidth);
     }
   }
-  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(plan.ops, row.op) - plan.ops.begin(), row.bytes); };
+  const auto place = [&](const Row& row) { return std::pair(std::ranges::find(sweep.ops, row.op) - sweep.ops.begin(), row.bytes); };
   std::ranges::stable_sort(rows, {}, place);
   show_rows(flags, flags.json ? lines_of(rows) : format_table(rows), [&] { return plot(rows); });
   if (!flags.table.empty()) write_table(flags.table, rows);
 }
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
-std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
-  const at::Device device = device_for(flags.device, plan.nproc);
+std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
+  const at::Device device = device_for(flags.device, sweep.nproc);
   const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
   std::vector<Row> rows;
   world.guard([&] {
     const auto group = world.group();
     const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations}, device);
     const auto name = group.engine()->name();
-    for (const auto& op : plan.ops) {
+    for (const auto& op : sweep.ops) {
       if (!serves(algorithm, op)) continue;
-      for (const int64_t bytes : plan.bytes) {
-        Workload workload(group, {.op = op, .bytes = bytes, .dtype = plan.dtype, .buffers = plan.buffers, .device = device});
+      for (const int64_t bytes : sweep.bytes) {
+        Workload workload(group, {.op = op, .bytes = bytes, .dtype = sweep.dtype, .buffers = sweep.buffers, .device = device});
         workload.check();
-        const auto timing = bench::measure(group, [&] { workload.run(); }, plan.limits);
+        const auto timing = bench::measure(group, [&] { workload.run(); }, sweep.limits);
         rows.push_back({.op = op,
                         .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
                         .algorithm = algorithm,
@@ -189,9 +189,9 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Plan& plan, con
   return rows;
 }
 
-BenchJob job_of(const BenchCommFlags& flags, const Plan& plan, const std::string& backend, const std::string& algorithm) {
+BenchJob job_of(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
   return {.backend = backend,
-          .said = fmt::format("{} ranks over {} with algorithm {}", plan.nproc, backend, algorithm),
+          .said = fmt::format("{} ranks over {} with algorithm {}", sweep.nproc, backend, algorithm),
           .arguments = {"--op", fmt::format("{}", fmt::join(flags.ops, ",")), "--algorithm", algorithm, "--bytes",
                         fmt::format("{}", fmt::join(flags.bytes, ",")), "--device", flags.device, "--dtype", flags.dtype, "--buffer", flags.buffers}};
 }
@@ -199,15 +199,15 @@ BenchJob job_of(const BenchCommFlags& flags, const Plan& plan, const std::string
 }  // namespace
 
 int bench_comm(const BenchCommFlags& flags) {
-  const Plan plan = read_plan(flags);
+  const Sweep sweep = read_plan(flags);
   std::vector<BenchJob> jobs;
-  for (const auto& backend : plan.backends) {
-    for (const auto& algorithm : plan.algorithms) jobs.push_back(job_of(flags, plan, backend, algorithm));
+  for (const auto& backend : sweep.backends) {
+    for (const auto& algorithm : sweep.algorithms) jobs.push_back(job_of(flags, plan, backend, algorithm));
   }
-  return run_bench<Row>(flags, plan.nproc,
+  return run_bench<Row>(flags, sweep.nproc,
                         {.name = "comm",
                          .jobs = std::move(jobs),
-                         .measure = [&] { return measure_here(flags, plan, plan.backends.front(), plan.algorithms.front()); },
+                         .measure = [&] { return measure_here(flags, plan, sweep.backends.front(), sweep.algorithms.front()); },
                          .lines = lines_of,
                          .read = rows_of,
                          .present = [&](const auto& rows) { present(flags, plan, rows); }});

@@ -16,8 +16,8 @@
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/text_file.h"
+#include "tessera/launch/job_end.h"
 #include "tessera/launch/local.h"
-#include "tessera/launch/verdict.h"
 #include "tessera/launch/worker.h"
 
 namespace tessera::cli {

@@ -60,7 +60,7 @@ struct CheckpointState {
   int64_t step = 0;
   std::vector<SlicedTensor> tensors;  ///< this rank's; read, never changed
   nlohmann::json optimizer;           ///< optimizer_json()
-  nlohmann::json progress;            ///< RNG seed, data cursor, bucket plan, ...; equal on all ranks
+  nlohmann::json progress;            ///< RNG seed, data cursor, bucket layout, ...; equal on all ranks
   nlohmann::json agreement;           ///< agreement_of(); equal on all ranks
   RunIdentity run{};                  ///< who saves; rank 0's counts
 };

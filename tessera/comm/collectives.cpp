@@ -48,7 +48,7 @@ namespace {
   try {
     throw;
   } catch (const Error&) {
-    throw;  // ours already: a decorator's verdict
+    throw;  // ours already: a decorator's words
   } catch (const c10::OutOfMemoryError&) {
     throw;  // of this rank alone, and no fault of the link
   } catch (...) {

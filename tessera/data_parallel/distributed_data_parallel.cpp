@@ -53,7 +53,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
 
   ~Impl() override { let_go(); }
 
-  const BucketPlan& plan() const { return plan_; }
+  const BucketLayout& plan() const { return plan_; }
 
  private:
   void prepare() override {
@@ -148,7 +148,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     const auto count = std::ranges::count(trained_, true);
     bucket_site_ = site("bucket");  // ranks that disagree show it under comm.check
     if (count < std::ssize(trained_)) bucket_site_ += detail::concat(", ", count, " of ", trained_.size(), " parameters trained");
-    make_plan(/*observed=*/false);
+    lay_out(/*observed=*/false);
     planned_ = trained_;
     adopts_order_ = true;
   }
@@ -158,12 +158,12 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (trained_[i]) specs.push_back(spec_of(i));
     }
-    check_bucket_plan(*options_.plan, specs, "given");
+    check_bucket_layout(*options_.plan, specs, "given");
     plan_ = *options_.plan;
     adopts_order_ = false;
     std::vector<int64_t> order;
-    for (const BucketPlan::Bucket& bucket : plan_.buckets) {
-      for (const BucketPlan::Slot& slot : bucket.slots) order.push_back(static_cast<int64_t>(index_of_.at(slot.name)));
+    for (const BucketLayout::Bucket& bucket : plan_.buckets) {
+      for (const BucketLayout::Slot& slot : bucket.slots) order.push_back(static_cast<int64_t>(index_of_.at(slot.name)));
     }
     put_first(order);
   }
@@ -183,7 +183,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     order_ = std::move(first);
   }
 
-  void make_plan(bool observed) {
+  void lay_out(bool observed) {
     std::vector<GradientSpec> specs;
     std::vector<int64_t> order;
     for (const int64_t index : order_) {
@@ -191,7 +191,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       order.push_back(static_cast<int64_t>(specs.size()));
       specs.push_back(spec_of(index));
     }
-    plan_ = make_bucket_plan(specs, order, options_.sizes, observed);
+    plan_ = make_bucket_layout(specs, order, options_.sizes, observed);
     stale_ = true;
   }
 
@@ -200,9 +200,9 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   void renew_buckets() {
     if (stale_) {
       std::vector<std::vector<size_t>> slots;
-      for (const BucketPlan::Bucket& bucket : plan_.buckets) {
+      for (const BucketLayout::Bucket& bucket : plan_.buckets) {
         auto& indices = slots.emplace_back();
-        for (const BucketPlan::Slot& slot : bucket.slots) indices.push_back(index_of_.at(slot.name));
+        for (const BucketLayout::Slot& slot : bucket.slots) indices.push_back(index_of_.at(slot.name));
       }
       set_slots(std::move(slots));
       buckets_.clear();  // the old ones go before the new ones come
@@ -227,7 +227,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   /// Gives a bucket its memory: such as the group's engine can sum without staging it, where it has such memory.
   void allocate(size_t b) {
     const MemoryScope scope(MemoryCategory::Gradients);
-    const BucketPlan::Bucket& bucket = plan_.buckets[b];
+    const BucketLayout::Bucket& bucket = plan_.buckets[b];
     const at::Tensor& first = parameters_[slots_[b].front()].tensor;
     const at::Tensor flat = comm::empty(group_, {bucket.numel()}, first.options().dtype(bucket.dtype).requires_grad(false));
     buckets_[b] = {.flat = flat, .gradients = {}};
@@ -253,7 +253,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     comm::broadcast(group_, order, 0);
     order = order.cpu();
     put_first({order.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>() + order.numel()});
-    make_plan(/*observed=*/true);
+    lay_out(/*observed=*/true);
   }
 
   comm::Group group_;
@@ -262,7 +262,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<int64_t> order_;                                          ///< of all parameters, as their gradients are expected
   std::vector<bool> planned_;                                           ///< which were trained when the plan was made
   std::vector<bool> prepared_ = std::vector<bool>(parameters_.size());  ///< which the hook knows
-  BucketPlan plan_;
+  BucketLayout plan_;
   bool adopts_order_ = false;  ///< this step's order of arrival makes the plan anew
   bool stale_ = false;         ///< the buckets are not those of plan_, or somebody may still write in them
 
@@ -285,6 +285,6 @@ void DistributedDataParallel::finish() { impl_->finish(); }
 void DistributedDataParallel::after_update() { impl_->after_update(); }
 const SynchronizationStatistics& DistributedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<nn::NamedParameter> DistributedDataParallel::updated() const { return impl_->parameters(); }
-const BucketPlan& DistributedDataParallel::plan() const { return impl_->plan(); }
+const BucketLayout& DistributedDataParallel::plan() const { return impl_->plan(); }
 
 }  // namespace tessera

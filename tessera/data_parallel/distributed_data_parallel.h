@@ -8,7 +8,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/data_parallel/communication_hook.h"
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/replicas.h"
@@ -23,7 +23,7 @@ struct DdpOptions {
   ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset, and complex ones: in their own
-  std::optional<BucketPlan> plan = {};              ///< of a checkpoint: used as it is, and never rebuilt
+  std::optional<BucketLayout> plan = {};            ///< of a checkpoint: used as it is, and never rebuilt
   std::shared_ptr<CommunicationHook> hook = {};     ///< how a bucket is summed; unset: as it is. A group of one has nothing to sum and leaves it alone
   std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here
 };
@@ -84,7 +84,7 @@ class DistributedDataParallel final : public GradientSynchronizer {
   std::vector<nn::NamedParameter> updated() const override;
 
   /// The plan that the next step uses: what a checkpoint keeps. Empty in a group of one.
-  const BucketPlan& plan() const;
+  const BucketLayout& plan() const;
 
  private:
   class Impl;

@@ -24,7 +24,7 @@ struct PowerSgdOptions {
 ///
 /// Error feedback: what a step leaves out is added to the next gradient, so the sum over steps of what is applied follows the sum of the true gradients. Small
 /// tensors (of one dimension, or where r (n + m) min_compression >= n m) cross whole, in one all-reduce with the P of their bucket. The first Q is a
-/// pure function of (seed, parameter name, index), equal on all ranks and in any bucket plan; a row of Q that became zero (no rank had a
+/// pure function of (seed, parameter name, index), equal on all ranks and in any bucket layout; a row of Q that became zero (no rank had a
 /// gradient) is replaced by its first value, or it would stay zero for ever. All ranks end with the same bits, since they compute from the same sums.
 ///
 ///   traffic per step   r (n + m) elements of each compressed matrix (4 bytes in fp32), in two all-reduces a bucket: P with the small tensors, then Q

@@ -17,7 +17,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/link.h"
-#include "tessera/launch/record_verdict.h"
+#include "tessera/launch/record_findings.h"
 #include "tessera/launch/signals.h"
 #include "tessera/launch/watch.h"
 
@@ -108,12 +108,12 @@ class Agent {
   bool asked_to_save() const { return self_.interrupted || (view_ && (view_->round.cause == Cause::Interrupt || view_->round.cause == Cause::Join)); }
 
   void explain() {
-    const RecordVerdict verdict = explain_records(record_folder_);
-    if (verdict.sentence.empty()) return;
-    std::fprintf(stderr, "%s", verdict.table.c_str());
+    const RecordFindings findings = explain_records(record_folder_);
+    if (findings.sentence.empty()) return;
+    std::fprintf(stderr, "%s", findings.table.c_str());
     if (options_.talkative)
       std::fprintf(stderr, "flight records: %s\n", options_.keeps_records ? record_folder_.c_str() : "gone with this job; --log-dir keeps them");
-    if (verdict.names_cause) self_.record.record_sentence = verdict.sentence;
+    if (findings.names_cause) self_.record.record_sentence = findings.sentence;
   }
 
   void look_at_link() {

@@ -12,7 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/launch/agent.h"
-#include "tessera/launch/verdict.h"
+#include "tessera/launch/job_end.h"
 #include "tessera/launch/worker.h"
 
 namespace tessera::launch {

@@ -208,11 +208,11 @@ class Look {
   /// All workers have ended: whether and with whom the job goes on.
   Step conclude(const std::vector<Node>& survivors) const {
     const bool some_lost = survivors.size() < round_.nodes.size();
-    const auto [verdict, last_lines] = explain();
+    const auto [job_end, last_lines] = explain();
     if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
-    if (verdict.exit_code == bad_input) return propose(end(round_, bad_input, verdict.sentence));
+    if (job_end.exit_code == bad_input) return propose(end(round_, bad_input, job_end.sentence));
     if (round_.cause == Cause::Interrupt) {
-      if (verdict.exit_code != 0) return propose(end(round_, failed, verdict.sentence));
+      if (job_end.exit_code != 0) return propose(end(round_, failed, job_end.sentence));
       if (all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
       return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
     }
@@ -221,12 +221,12 @@ class Look {
     next.last_lines.clear();
     if (some_lost) next.reason = describe_lost();
     // Ranks that lose a node fail in all kinds of ways: that is the node's doing, and uses up no restart.
-    if (verdict.exit_code != 0 && !some_lost && round_.cause != Cause::Lost) {
+    if (job_end.exit_code != 0 && !some_lost && round_.cause != Cause::Lost) {
       next.last_lines = last_lines;
       const std::string spent = rules_.max_restarts > 0 ? detail::concat("; restarted ", count(round_.restarts, "time"), " before") : "";
-      if (round_.restarts >= rules_.max_restarts) return propose(end(next, failed, verdict.sentence + spent));
+      if (round_.restarts >= rules_.max_restarts) return propose(end(next, failed, job_end.sentence + spent));
       ++next.restarts;
-      next.reason = detail::concat(verdict.sentence, "; restart ", next.restarts, " of ", rules_.max_restarts);
+      next.reason = detail::concat(job_end.sentence, "; restart ", next.restarts, " of ", rules_.max_restarts);
     }
     next.nodes = survivors;
     next.waiting = alive(round_.waiting);
@@ -255,7 +255,7 @@ class Look {
   }
 
   struct Explanation {
-    Verdict verdict{};
+    JobEnd job_end{};
     std::string last_lines{};
   };
   Explanation explain() const {
@@ -268,8 +268,8 @@ class Look {
       if (record_sentence.empty()) record_sentence = record->record_sentence;
     }
     Explanation explanation{judge(failures)};
-    if (explanation.verdict.consequence && !record_sentence.empty()) explanation.verdict.sentence = record_sentence;
-    const auto cause = std::ranges::find(failures, explanation.verdict.rank, &Ending::rank);
+    if (explanation.job_end.consequence && !record_sentence.empty()) explanation.job_end.sentence = record_sentence;
+    const auto cause = std::ranges::find(failures, explanation.job_end.rank, &Ending::rank);
     if (cause != failures.end() && !cause->is_consequence() && !cause->last_lines.empty()) {
       explanation.last_lines = detail::concat("last lines of rank ", cause->rank, ":\n", cause->last_lines);
     }

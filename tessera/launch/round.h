@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/meeting/endpoint.h"
-#include "tessera/launch/verdict.h"
+#include "tessera/launch/job_end.h"
 
 /// How agents agree. All that they share is one value, the Round, that lives in a store and changes only by compare-and-set, and one NodeReport per node, that
 /// only its own agent writes. What to do next is a pure function of both: `decide`. Any agent may propose a change; what the proposals say does not

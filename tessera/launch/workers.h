@@ -6,8 +6,8 @@
 
 #include <sys/types.h>
 
+#include "tessera/launch/job_end.h"
 #include "tessera/launch/output.h"
-#include "tessera/launch/verdict.h"
 #include "tessera/launch/worker.h"
 
 /// The processes of one attempt on this machine. Not part of the public surface.

@@ -17,7 +17,7 @@ namespace tessera::precision {
 ///   4 skip      where it is not: neither optimizer nor schedule moves
 ///   5 adapt     after_backward(): a dynamic scale halves on each skip, and doubles after growth_steps finite steps in a row (at most to 2^24)
 ///
-/// Without scaling (`none`) the value is 1 and the verdict on gradients that are not finite is to stop. One object per rank; equal on all, given equal calls.
+/// Without scaling (`none`) the value is 1 and what follows gradients that are not finite is to stop. One object per rank; equal on all, given equal calls.
 class LossScale {
  public:
   enum class Decision {

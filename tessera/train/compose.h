@@ -14,7 +14,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/model.h"
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
@@ -46,7 +46,7 @@ struct Composition : CutModel {
   precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
   std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
-  std::vector<const DistributedDataParallel*> buckets;  ///< of each part, or the whole, where it has a bucket plan that a checkpoint keeps
+  std::vector<const DistributedDataParallel*> buckets;  ///< of each part, or the whole, where it has a bucket layout that a checkpoint keeps
 
   /// Whether the first and the last stage have a copy each of what both use, on whichever rank.
   bool has_tied_copies() const { return tied.has_value(); }

@@ -24,9 +24,9 @@ int data_ranks_of(const nlohmann::json& progress, const std::string& source) {
   return read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); });
 }
 
-bool holds_exactly(const BucketPlan& plan, std::span<const GradientSpec> gradients, const std::string& source) {
+bool holds_exactly(const BucketLayout& plan, std::span<const GradientSpec> gradients, const std::string& source) {
   try {
-    check_bucket_plan(plan, gradients, source);
+    check_bucket_layout(plan, gradients, source);
     return true;
   } catch (const ConfigError&) {
     return false;
@@ -67,19 +67,19 @@ Config config_of(const nlohmann::json& progress, const std::string& source) {
   return parse_config(text, std::filesystem::current_path(), {}, source);
 }
 
-std::optional<BucketPlan> bucket_plan_of(const nlohmann::json& progress, const PlanLayout& layout, std::span<const GradientSpec> gradients,
-                                         const std::string& source, bool& other) {
+std::optional<BucketLayout> bucket_plan_of(const nlohmann::json& progress, const PlanLayout& layout, std::span<const GradientSpec> gradients,
+                                           const std::string& source, bool& other) {
   // One plan served every rank: of whole layers, or of parts of equal size, which another number of ranks would not have.
   auto plans = read_field(progress, "bucket_plan", source, [](const nlohmann::json& saved) {
-    std::vector<BucketPlan> read;
-    if (!saved.is_array()) return std::vector{bucket_plan_from_json(saved)};
-    for (const auto& each : saved) read.push_back(bucket_plan_from_json(each));
+    std::vector<BucketLayout> read;
+    if (!saved.is_array()) return std::vector{bucket_layout_from_json(saved)};
+    for (const auto& each : saved) read.push_back(bucket_layout_from_json(each));
     return read;
   });
   const bool one = plans.size() == 1, mine = one || static_cast<int>(plans.size()) == layout.stages * layout.tensor_ranks;
   other = false;
   if (plans.empty() || plans.front().empty()) return std::nullopt;
-  BucketPlan& plan = plans[mine && !one ? static_cast<size_t>(layout.stage * layout.tensor_ranks + layout.tensor_rank) : 0];
+  BucketLayout& plan = plans[mine && !one ? static_cast<size_t>(layout.stage * layout.tensor_ranks + layout.tensor_rank) : 0];
   const bool same = mine && data_ranks_of(progress, source) == layout.data_ranks && plan.sizes == layout.sizes && holds_exactly(plan, gradients, source);
   other = !same;
   if (!same) return std::nullopt;

@@ -177,8 +177,8 @@ void check_loaded(const Config& config, const Mesh& mesh, const Composition& run
 namespace {
 
 /// The plan orders the sums of a bucket, so a run that resumes in the same layout takes up the saved ones, each part its own. Collective over the pipeline.
-std::vector<std::optional<BucketPlan>> saved_plans(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
-  std::vector<std::optional<BucketPlan>> plans;
+std::vector<std::optional<BucketLayout>> saved_plans(const ResumePoint& resume, const comm::Group& data, const Composition& run, const DdpOptions& options) {
+  std::vector<std::optional<BucketLayout>> plans;
   bool any_other = false;
   const std::vector<torch::nn::Module*> roots = roots_of(run);
   for (size_t part = 0; part < roots.size(); ++part) {
@@ -199,7 +199,7 @@ std::vector<std::optional<BucketPlan>> saved_plans(const ResumePoint& resume, co
   for (const auto& others : checkpoint::gather_json(run.pipeline, any_other)) any_other |= others.get<bool>();
   if (any_other && data.rank() == 0 && run.layers.rank() == 0 && run.pipeline.rank() == 0) {
     log().warn(
-        "{}: its bucket plan is of another layout (data ranks, mesh.tp, stages, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
+        "{}: its bucket layout is of another layout (data ranks, mesh.tp, stages, zero.bucket_bytes or parameters), so a new one is made: sums are added in "
         "another order from here on, so the run goes on, but not bit for bit",
         resume.folder.string());
   }
@@ -234,7 +234,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();
   const std::vector<torch::nn::Module*> roots = roots_of(run);
-  std::vector<std::optional<BucketPlan>> plans(roots.size());
+  std::vector<std::optional<BucketLayout>> plans(roots.size());
   if (resume && data.size() > 1) plans = saved_plans(*resume, data, run, options);
   for (size_t part = 0; part < roots.size(); ++part) {
     options.plan = std::move(plans[part]);

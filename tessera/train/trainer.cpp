@@ -153,12 +153,12 @@ checkpoint::SaverOptions saver_options(const CheckpointConfig& config, const che
   return options;
 }
 
-// The bucket plans that a checkpoint keeps: of stages, and of ranks that hold other parts of their layers, where these differ. Collective over both.
+// The bucket layouts that a checkpoint keeps: of stages, and of ranks that hold other parts of their layers, where these differ. Collective over both.
 nlohmann::json bucket_plans(const Composition& run) {
   nlohmann::json own = nlohmann::json::array();
   const size_t held = std::max<size_t>(run.parts.size(), 1);
   for (size_t part = 0; part < held; ++part)
-    own.push_back({{"stage", run.stage_of(part)}, {"plan", to_json(run.buckets.empty() ? BucketPlan{} : run.buckets[part]->plan())}});
+    own.push_back({{"stage", run.stage_of(part)}, {"plan", to_json(run.buckets.empty() ? BucketLayout{} : run.buckets[part]->plan())}});
   const auto tensor_ranks = static_cast<size_t>(run.layers.size());
   std::vector<nlohmann::json> plans(run.rank_of_stage.size() * tensor_ranks);
   for (const auto& of_rank : checkpoint::gather_json(run.pipeline, checkpoint::gather_json(run.layers, own))) {

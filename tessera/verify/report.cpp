@@ -6,8 +6,8 @@
 #include "tessera/core/format.h"
 #include "tessera/verify/verify.h"
 
-// The verdict names where to look first, so it asks in the order in which a step computes: an output that parts makes all that follows part. Only what is not
-// explained by something before it is named.
+// The conclusion names where to look first, so it asks in the order in which a step computes: an output that parts makes all that follows part. Only what is
+// not explained by something before it is named.
 
 namespace tessera {
 
@@ -106,7 +106,7 @@ std::string first_beyond(const DifferenceList& list) {
   return first->name;
 }
 
-std::string verdict(const VerifyReport& report) {
+std::string conclusion(const VerifyReport& report) {
   if (report.passed()) {
     if (report.forward.first || report.backward.first) return "verified: within the bounds, although a module parts from one device by more than rounding\n";
     return report.bit_for_bit ? "verified: bit for bit\n" : "verified: within the bounds\n";
@@ -185,7 +185,7 @@ std::string to_string(const VerifyReport& report) {
   if (report.skipped > 0) out += fmt::format("  {} of {} steps skipped by both: their gradients overflowed at the loss scale\n", report.skipped, report.steps);
   out += others("gradient", report.gradients);
   out += others("weight", report.weights);
-  return out + "\n" + verdict(report);
+  return out + "\n" + conclusion(report);
 }
 
 }  // namespace tessera

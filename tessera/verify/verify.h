@@ -94,7 +94,7 @@ struct VerifyReport {
   bool bit_for_bit = false;   ///< the arithmetic is the same, so the bits have to be
   DifferenceList initial_weights{}, losses{}, gradient_norms{}, gradients{}, weights{};
   RoutingComparison routing{};
-  OutputComparison forward{}, backward{};  ///< where, not whether: the verdict is that of the lists above
+  OutputComparison forward{}, backward{};  ///< where, not whether: that the lists above say
 
   /// All within their bounds, and something was compared.
   bool passed() const;

@@ -39,10 +39,10 @@ ShardLayout make_shard_layout(std::span<const GradientSpec> parameters, BucketSi
   std::unordered_map<std::string_view, size_t> index_of;
   for (size_t i = 0; i < parameters.size(); ++i) index_of.emplace(parameters[i].name, i);
   ShardLayout layout{.ranks = ranks, .buckets = {}};
-  for (const BucketPlan::Bucket& planned : make_bucket_plan(parameters, sizes).buckets) {
+  for (const BucketLayout::Bucket& planned : make_bucket_layout(parameters, sizes).buckets) {
     ShardLayout::Bucket bucket{.dtype = planned.dtype, .slots = {}, .part = 0};
     int64_t end = 0;
-    for (const BucketPlan::Slot& slot : planned.slots) {
+    for (const BucketLayout::Slot& slot : planned.slots) {
       const int64_t offset = rounded_up(end, ShardLayout::alignment);
       bucket.slots.push_back({index_of.at(slot.name), offset, slot.numel});
       end = offset + slot.numel;

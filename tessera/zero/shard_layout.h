@@ -9,7 +9,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 
 namespace tessera {
 
@@ -50,8 +50,8 @@ struct ShardLayout {
   bool operator==(const ShardLayout&) const = default;
 };
 
-/// Deals parameters into buckets as make_bucket_plan does, in the reverse order of registration, and cuts each bucket for `ranks` ranks. The order is not made
-/// anew from what a step shows, as DDP's is: optimizer state lies along it.
+/// Deals parameters into buckets as make_bucket_layout does, in the reverse order of registration, and cuts each bucket for `ranks` ranks. The order is not
+/// made anew from what a step shows, as DDP's is: optimizer state lies along it.
 ShardLayout make_shard_layout(std::span<const GradientSpec> parameters, BucketSizes sizes, int ranks);
 
 /// One line per bucket: number, dtype, elements, padding, elements of a part.

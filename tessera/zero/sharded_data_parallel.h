@@ -7,7 +7,7 @@
 #include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/replicas.h"

@@ -6,7 +6,7 @@
 
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/algorithms/execute.h"
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"

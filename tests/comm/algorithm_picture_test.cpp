@@ -10,7 +10,7 @@ namespace tessera::comm {
 namespace {
 
 // The pictures of docs/communication.md: drawn from the plans that run.
-const std::vector<PlanRequest> kPictures{
+const std::vector<MessagePlanRequest> kPictures{
     {.op = "all_reduce", .algorithm = "ring", .ranks = 4},
     {.op = "all_reduce", .algorithm = "bidirectional_ring", .ranks = 5},
     {.op = "all_reduce", .algorithm = "recursive_doubling", .ranks = 6},
@@ -28,24 +28,24 @@ const std::vector<PlanRequest> kPictures{
 
 TEST(Picture, ThePageShowsThePlansThatRun) {
   for (const auto& request : kPictures) {
-    testing_support::expect_picture_in_docs(request.op + "-" + request.algorithm + ".svg", svg_of(make_plan(request)), "communication.md");
+    testing_support::expect_picture_in_docs(request.op + "-" + request.algorithm + ".svg", svg_of(make_message_plan(request)), "communication.md");
   }
 }
 
 TEST(Picture, HasAnArrowPerMessage) {
-  const auto svg = svg_of(make_plan({.op = "all_reduce", .algorithm = "ring", .ranks = 3}));
+  const auto svg = svg_of(make_message_plan({.op = "all_reduce", .algorithm = "ring", .ranks = 3}));
   size_t arrows = 0;
   for (size_t at = svg.find("<polyline"); at != std::string::npos; at = svg.find("<polyline", at + 1)) ++arrows;
   EXPECT_EQ(arrows, 3 * 4);  // 2 (n-1) steps of n messages
 }
 
 TEST(Table, ReadsLikeThePlan) {
-  EXPECT_EQ(table_of(make_plan({.op = "all_reduce", .algorithm = "ring", .ranks = 2})),
+  EXPECT_EQ(table_of(make_message_plan({.op = "all_reduce", .algorithm = "ring", .ranks = 2})),
             "all_reduce, ring, 2 ranks, 2 chunks\n"
             "step  rank 0          rank 1\n"
             "   0  >1 [1] <1 +[0]  >0 [0] <0 +[1]\n"
             "   1  >1 [0] <1 [1]   >0 [1] <0 [0]\n");
-  EXPECT_EQ(table_of(make_plan({.op = "barrier", .algorithm = "dissemination", .ranks = 1})), "barrier, dissemination, 1 ranks\nstep  rank 0\n");
+  EXPECT_EQ(table_of(make_message_plan({.op = "barrier", .algorithm = "dissemination", .ranks = 1})), "barrier, dissemination, 1 ranks\nstep  rank 0\n");
 }
 
 }  // namespace

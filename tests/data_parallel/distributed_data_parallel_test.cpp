@@ -36,7 +36,7 @@ TEST(Ddp, GradientsAreViewsOfTheBucketsInEveryStep) {
 }
 
 TEST(Ddp, ThePlanIsRebuiltFromRankZerosOrder) {
-  std::vector<BucketPlan> plans(3);
+  std::vector<BucketLayout> plans(3);
   run_ranks(3, [&](World& world) {
     Net net;
     DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
@@ -60,11 +60,11 @@ TEST(Ddp, WithThePlanOfACheckpointTheBitsRepeat) {
   std::vector<at::Tensor> uninterrupted, resumed, fresh;
   run_ranks(ranks, [&](World& world) {
     Net net;
-    BucketPlan plan;
+    BucketLayout plan;
     {
       DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
       run_step(net, ddp, part_of(whole_batch(samples, 0), ranks, world.rank()));
-      plan = bucket_plan_from_json(to_json(ddp.plan()));
+      plan = bucket_layout_from_json(to_json(ddp.plan()));
       run_step(net, ddp, part_of(whole_batch(samples, 1), ranks, world.rank()));
       if (world.rank() == 0) uninterrupted = gradients_of(net);
     }

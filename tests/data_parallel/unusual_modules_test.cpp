@@ -20,7 +20,7 @@ TEST(Ddp, APlanOfAnotherModelIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
     const std::vector<GradientSpec> other{{"weight", 3}};
-    EXPECT_THAT(refusal([&] { DistributedDataParallel(net, world.group(), {.plan = make_bucket_plan(other)}); }),
+    EXPECT_THAT(refusal([&] { DistributedDataParallel(net, world.group(), {.plan = make_bucket_layout(other)}); }),
                 HasSubstr("'weight' is no trainable parameter"));
   });
 }

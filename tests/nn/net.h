@@ -13,7 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/layout/slice.h"
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
 

@@ -1,5 +1,5 @@
 // What a checkpoint keeps of gradients' way, in runs whose model is cut into stages: the state of PowerSGD of every part, which follows its parameters into any
-// other layout, and each stage's bucket plan.
+// other layout, and each stage's bucket layout.
 
 #include "tessera/train/hook_state.h"
 #include "tests/train/resume_fixture.h"
@@ -56,7 +56,8 @@ TEST_F(PipelineResume, PowerSgdGoesOnToTheBit) {
     const auto whole = run_saving(layout, {});
     ::testing::internal::CaptureStderr();
     expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
-    EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(Not(HasSubstr("start afresh")), Not(HasSubstr("left unread")), Not(HasSubstr("bucket plan"))));
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+                AllOf(Not(HasSubstr("start afresh")), Not(HasSubstr("left unread")), Not(HasSubstr("bucket layout"))));
   }
 }
 
@@ -106,12 +107,12 @@ TEST_F(PipelineResume, EachStageTakesUpItsOwnBucketPlan) {
   EXPECT_EQ(plans.size(), 2);
   ::testing::internal::CaptureStderr();
   expect_goes_on(two, two, {}, /*bound=*/0, whole);
-  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("bucket plan")));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("bucket layout")));
   ::testing::internal::CaptureStderr();
   expect_goes_on(two, four, {}, kLosses, whole);
   const std::string said = ::testing::internal::GetCapturedStderr();
-  EXPECT_THAT(said, HasSubstr("its bucket plan is of another layout"));
-  EXPECT_EQ(said.find("bucket plan"), said.rfind("bucket plan")) << said;
+  EXPECT_THAT(said, HasSubstr("its bucket layout is of another layout"));
+  EXPECT_EQ(said.find("bucket layout"), said.rfind("bucket layout")) << said;
   run_saving(cut, {"run.steps=3"});
   EXPECT_EQ(checkpoint::read_manifest(saved(cut, kSaved)).progress.at("bucket_plan").size(), 4);
 }

@@ -222,7 +222,7 @@ TEST_F(CutPlans, UnevenCutsResumeInTheirOwnLayoutToTheBit) {
   EXPECT_EQ(plans.size(), 3);
   ::testing::internal::CaptureStderr();
   expect_goes_on(uneven, uneven, {}, /*bound=*/0, whole);
-  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("bucket plan")));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("bucket layout")));
 }
 
 TEST_F(CutPlans, AnotherCutAtEqualDataRanksMakesItsOwnPlanAndSaysSo) {
@@ -232,8 +232,8 @@ TEST_F(CutPlans, AnotherCutAtEqualDataRanksMakesItsOwnPlanAndSaysSo) {
     ::testing::internal::CaptureStderr();
     expect_goes_on(*from, *to, {}, testing_support::kLosses, whole);
     const std::string said = ::testing::internal::GetCapturedStderr();
-    EXPECT_THAT(said, HasSubstr("its bucket plan is of another layout"));
-    EXPECT_EQ(said.find("bucket plan"), said.rfind("bucket plan")) << said;
+    EXPECT_THAT(said, HasSubstr("its bucket layout is of another layout"));
+    EXPECT_EQ(said.find("bucket layout"), said.rfind("bucket layout")) << said;
   }
 }
 

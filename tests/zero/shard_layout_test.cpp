@@ -52,7 +52,7 @@ TEST_P(Ranks, CutsFallBetweenVectorsAndPaddingIsBounded) {
 TEST(ShardLayout, BucketsCloseAsThePlanOfGradientsSays) {
   const BucketSizes sizes{.bucket_bytes = 400, .first_bucket_bytes = 40};
   const auto layout = make_shard_layout(odd_sizes, sizes, 2);
-  const auto plan = make_bucket_plan(odd_sizes, sizes);
+  const auto plan = make_bucket_layout(odd_sizes, sizes);
   ASSERT_EQ(layout.buckets.size(), plan.buckets.size());
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     ASSERT_EQ(layout.buckets[i].slots.size(), plan.buckets[i].slots.size());

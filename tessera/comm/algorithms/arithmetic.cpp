@@ -40,9 +40,9 @@ Rows reversed(const Rows& rows, int steps, bool reduce) {
   return back;
 }
 
-int distance_from_root(const PlanRequest& request, int rank) { return wrap(rank - request.root, request.ranks); }
+int distance_from_root(const MessagePlanRequest& request, int rank) { return wrap(rank - request.root, request.ranks); }
 
-Rows from_root(Rows rows, const PlanRequest& request) {
+Rows from_root(Rows rows, const MessagePlanRequest& request) {
   const bool parts = request.op == "gather" || request.op == "scatter";  // chunks are named after ranks
   const auto real = [&](int v) { return wrap(v + request.root, request.ranks); };
   for (auto& row : rows) {

@@ -76,12 +76,12 @@ std::string AlgorithmChoice::algorithm_for(const Call& call, const GroupInfo& gr
   return row ? row->algorithm : engine;
 }
 
-std::optional<PlanRequest> AlgorithmChoice::plan_for(const Call& call, const GroupInfo& group, const std::string& backend,
-                                                     const std::vector<int>& hosts) const {
+std::optional<MessagePlanRequest> AlgorithmChoice::plan_for(const Call& call, const GroupInfo& group, const std::string& backend,
+                                                            const std::vector<int>& hosts) const {
   if (group.size == 1 || call.is_message() || !on_host(call)) return std::nullopt;
   // As rows of a table count them. What ranks give each other in uneven parts has another size on each of them, and none that a table could know.
   const int64_t bytes = call.has_splits() ? 0 : call.bytes(group.size);
-  PlanRequest request{
+  MessagePlanRequest request{
       .op = std::string(to_string(call.op)), .algorithm = algorithm_for(call, group, backend, bytes), .ranks = group.size, .root = std::max(call.peer, 0)};
   if (request.algorithm == kEngineAlgorithm) return std::nullopt;
   if (request.algorithm == "bruck" && call.has_splits()) return std::nullopt;  // what passes through a rank would be of a size it does not know

@@ -7,7 +7,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/world.h"
 
@@ -32,8 +32,8 @@ class AlgorithmChoice {
   /// Whether a plan may need to know who lives where.
   bool needs_hosts() const;
 
-  /// The plan for a call, or null for the engine's own. `backend`: the engine's name in rows of a table; `hosts` as in PlanRequest.
-  std::optional<PlanRequest> plan_for(const Call& call, const GroupInfo& group, const std::string& backend, const std::vector<int>& hosts = {}) const;
+  /// The plan for a call, or null for the engine's own. `backend`: the engine's name in rows of a table; `hosts` as in MessagePlanRequest.
+  std::optional<MessagePlanRequest> plan_for(const Call& call, const GroupInfo& group, const std::string& backend, const std::vector<int>& hosts = {}) const;
 
   const std::vector<TableRow>& rows() const { return rows_; }
 

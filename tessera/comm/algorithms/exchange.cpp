@@ -32,7 +32,7 @@ std::vector<int> with_bit(int bit, int n) {
 }  // namespace
 
 // What a rank has grows from its own chunk upwards, and doubles in each step.
-Rows all_gather(const PlanRequest& request, int rank) {
+Rows all_gather(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int step = 0; step < log2_ceil(n); ++step) {
@@ -46,10 +46,10 @@ Rows all_gather(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost all_gather_cost(const PlanRequest& request) { return {log2_ceil(request.ranks), request.ranks - 1}; }
+MessagePlanCost all_gather_cost(const MessagePlanRequest& request) { return {log2_ceil(request.ranks), request.ranks - 1}; }
 
 // A chunk goes its distance in jumps of powers of two; chunks of the same distance take each other's place.
-Rows all_to_all(const PlanRequest& request, int rank) {
+Rows all_to_all(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int step = 0; step < log2_ceil(n); ++step) {
@@ -60,16 +60,16 @@ Rows all_to_all(const PlanRequest& request, int rank) {
 }
 
 // The number of ones in the binary digits of 1 .. n - 1.
-PlanCost all_to_all_cost(const PlanRequest& request) {
+MessagePlanCost all_to_all_cost(const MessagePlanRequest& request) {
   int64_t sent = 0;
   for (int64_t bit = 1; bit < request.ranks; bit *= 2) sent += request.ranks / (2 * bit) * bit + std::max<int64_t>(0, request.ranks % (2 * bit) - bit);
   return {log2_ceil(request.ranks), sent};
 }
 
-int no_chunks(const PlanRequest&) { return 0; }
+int no_chunks(const MessagePlanRequest&) { return 0; }
 
 // After step k a rank knows of the 2^(k+1) - 1 before it.
-Rows barrier(const PlanRequest& request, int rank) {
+Rows barrier(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int step = 0; step < log2_ceil(n); ++step) {
@@ -78,14 +78,14 @@ Rows barrier(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost barrier_cost(const PlanRequest& request) { return {log2_ceil(request.ranks), 0}; }
+MessagePlanCost barrier_cost(const MessagePlanRequest& request) { return {log2_ceil(request.ranks), 0}; }
 
 }  // namespace bruck
 
 namespace pairs {
 
 // The owner of a chunk collects it: nobody else adds.
-Rows reduce_scatter(const PlanRequest& request, int rank) {
+Rows reduce_scatter(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int distance = 1; distance < n; ++distance) {
@@ -95,7 +95,7 @@ Rows reduce_scatter(const PlanRequest& request, int rank) {
   return rows;
 }
 
-Rows all_to_all(const PlanRequest& request, int rank) {
+Rows all_to_all(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int distance = 1; distance < n; ++distance) {
@@ -105,15 +105,15 @@ Rows all_to_all(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost pairwise_cost(const PlanRequest& request) { return {request.ranks - 1, request.ranks - 1}; }
+MessagePlanCost pairwise_cost(const MessagePlanRequest& request) { return {request.ranks - 1, request.ranks - 1}; }
 
-Rows direct_all_to_all(const PlanRequest& request, int rank) {
+Rows direct_all_to_all(const MessagePlanRequest& request, int rank) {
   auto rows = all_to_all(request, rank);
   for (auto& row : rows) row.step = 0;
   return rows;
 }
 
-Rows direct_scatter(const PlanRequest& request, int rank) {
+Rows direct_scatter(const MessagePlanRequest& request, int rank) {
   const int v = distance_from_root(request, rank);
   Rows rows;
   if (v > 0) rows.push_back({.step = 0, .receive_from = 0, .receive = {v}});
@@ -121,10 +121,10 @@ Rows direct_scatter(const PlanRequest& request, int rank) {
   return from_root(std::move(rows), request);
 }
 
-Rows direct_gather(const PlanRequest& request, int rank) { return reversed(direct_scatter(request, rank), 1, false); }
+Rows direct_gather(const MessagePlanRequest& request, int rank) { return reversed(direct_scatter(request, rank), 1, false); }
 
-PlanCost direct_cost(const PlanRequest& request) { return {1, request.ranks - 1}; }
-PlanCost direct_gather_cost(const PlanRequest&) { return {1, 1}; }
+MessagePlanCost direct_cost(const MessagePlanRequest& request) { return {1, request.ranks - 1}; }
+MessagePlanCost direct_gather_cost(const MessagePlanRequest&) { return {1, 1}; }
 
 }  // namespace pairs
 

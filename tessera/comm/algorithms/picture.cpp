@@ -27,7 +27,7 @@ std::string chunks_text(const std::vector<int>& chunks) {
   return text;
 }
 
-int num_steps(const Plan& plan) {
+int num_steps(const MessagePlan& plan) {
   int steps = 0;
   for (const auto& rows : plan.rows) {
     for (const auto& row : rows) steps = std::max(steps, row.step + 1);
@@ -35,7 +35,7 @@ int num_steps(const Plan& plan) {
   return steps;
 }
 
-std::string title(const Plan& plan) {
+std::string title(const MessagePlan& plan) {
   const auto& request = plan.request;
   auto text = fmt::format("{}, {}, {} ranks", request.op, request.algorithm, request.ranks);
   if (plan.chunks > 0) text += fmt::format(", {} chunk{}", plan.chunks, plan.chunks == 1 ? "" : "s");
@@ -43,7 +43,7 @@ std::string title(const Plan& plan) {
 }
 
 // Whether what `from` sends in this row is added at the other end: said there.
-bool is_added(const Plan& plan, int from, const Transfer& sent) {
+bool is_added(const MessagePlan& plan, int from, const Transfer& sent) {
   const auto& rows = plan.rows[sent.send_to];
   return std::any_of(rows.begin(), rows.end(),
                      [&](const Transfer& row) { return row.step == sent.step && row.receive_from == from && row.receive == sent.send && row.reduce; });
@@ -58,7 +58,7 @@ void draw_arrow(Svg& svg, double x1, double y1, double x2, double y2, std::strin
 
 }  // namespace
 
-std::string svg_of(const Plan& plan) {
+std::string svg_of(const MessagePlan& plan) {
   const int steps = num_steps(plan), ranks = plan.request.ranks;
   const auto column = [](int rank) { return kLeft + kColumn * (rank + 0.5); };
   const auto level = [](double step) { return kTop + kStep * step; };
@@ -93,7 +93,7 @@ std::string svg_of(const Plan& plan) {
   return svg.str();
 }
 
-std::string table_of(const Plan& plan) {
+std::string table_of(const MessagePlan& plan) {
   const int steps = num_steps(plan), ranks = plan.request.ranks;
   std::vector<std::vector<std::string>> cells(steps, std::vector<std::string>(ranks));
   std::vector<size_t> widths(ranks, 0);

@@ -97,7 +97,7 @@ struct Chunk {
 
 class Compiler {
  public:
-  Compiler(const PlanRequest& request, int rank, const Call& call) : rank_(rank), rows_(make_rows(request, rank)), chunks_(num_chunks(request)) {
+  Compiler(const MessagePlanRequest& request, int rank, const Call& call) : rank_(rank), rows_(make_rows(request, rank)), chunks_(num_chunks(request)) {
     invariant(to_string(call.op) == request.op, "a plan of ", request.op, " for ", to_string(call.op));
     const int n = request.ranks;
     const bool is_root = rank == request.root;
@@ -240,6 +240,6 @@ class Compiler {
 
 }  // namespace
 
-Program make_program(const PlanRequest& request, int rank, const Call& call) { return Compiler(request, rank, call)(); }
+Program make_program(const MessagePlanRequest& request, int rank, const Call& call) { return Compiler(request, rank, call)(); }
 
 }  // namespace tessera::comm

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 
 namespace tessera::comm {
 
@@ -52,6 +52,6 @@ struct Program {
 /// bidirectional ring 2 S/n, recursive doubling and binomial tree S, halving-doubling S/2 (S with a guest), double tree S/segments; of reduce_scatter: ring S,
 /// pairwise S/n.
 /// Throws InternalError where the call is not what the request says.
-Program make_program(const PlanRequest& request, int rank, const Call& call);
+Program make_program(const MessagePlanRequest& request, int rank, const Call& call);
 
 }  // namespace tessera::comm

@@ -49,9 +49,9 @@ std::vector<int> without(std::vector<int> chunks, int chunk) {
 
 }  // namespace
 
-int one_chunk(const PlanRequest&) { return 1; }
+int one_chunk(const MessagePlanRequest&) { return 1; }
 
-Rows doubling_all_reduce(const PlanRequest& request, int rank) {
+Rows doubling_all_reduce(const MessagePlanRequest& request, int rank) {
   const Fold fold(request.ranks);
   Rows rows;
   receive_guest(fold, rank, {0}, true, rows);
@@ -63,15 +63,15 @@ Rows doubling_all_reduce(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost doubling_all_reduce_cost(const PlanRequest& request) {
+MessagePlanCost doubling_all_reduce_cost(const MessagePlanRequest& request) {
   const Fold fold(request.ranks);
   return {fold.levels() + 2 * fold.before(), fold.levels() + fold.before()};
 }
 
-int halving_chunks(const PlanRequest& request) { return Fold(request.ranks).p; }
+int halving_chunks(const MessagePlanRequest& request) { return Fold(request.ranks).p; }
 
 // Rabenseifner's: halves of halves are reduced until each of p positions owns its chunk, then the way back gathers them.
-Rows halving_doubling(const PlanRequest& request, int rank) {
+Rows halving_doubling(const MessagePlanRequest& request, int rank) {
   const Fold fold(request.ranks);
   const auto all = range(0, fold.p);
   Rows rows;
@@ -93,12 +93,12 @@ Rows halving_doubling(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost halving_doubling_cost(const PlanRequest& request) {
+MessagePlanCost halving_doubling_cost(const MessagePlanRequest& request) {
   const Fold fold(request.ranks);
   return {2 * fold.levels() + 2 * fold.before(), 2 * (fold.p - 1) + (fold.guests > 0 ? fold.p : 0)};
 }
 
-Rows doubling_all_gather(const PlanRequest& request, int rank) {
+Rows doubling_all_gather(const MessagePlanRequest& request, int rank) {
   const Fold fold(request.ranks);
   Rows rows;
   receive_guest(fold, rank, {rank / 2 * 2}, false, rows);
@@ -116,14 +116,14 @@ Rows doubling_all_gather(const PlanRequest& request, int rank) {
 }
 
 // Most is sent at position 0, whose blocks hold the most guests.
-PlanCost doubling_all_gather_cost(const PlanRequest& request) {
+MessagePlanCost doubling_all_gather_cost(const MessagePlanRequest& request) {
   const Fold fold(request.ranks);
   int64_t sent = fold.guests > 0 ? fold.n - 1 : 0;
   for (int level = 0; level < fold.levels(); ++level) sent += (1 << level) + std::min(1 << level, fold.guests);
   return {fold.levels() + 2 * fold.before(), sent};
 }
 
-Rows halving_reduce_scatter(const PlanRequest& request, int rank) {
+Rows halving_reduce_scatter(const MessagePlanRequest& request, int rank) {
   const Fold fold(request.ranks);
   Rows rows;
   receive_guest(fold, rank, range(0, fold.n), true, rows);
@@ -141,7 +141,7 @@ Rows halving_reduce_scatter(const PlanRequest& request, int rank) {
   return rows;
 }
 
-PlanCost halving_reduce_scatter_cost(const PlanRequest& request) {
+MessagePlanCost halving_reduce_scatter_cost(const MessagePlanRequest& request) {
   const Fold fold(request.ranks);
   return {fold.levels() + 2 * fold.before(), fold.guests > 0 ? fold.n : fold.n - 1};
 }

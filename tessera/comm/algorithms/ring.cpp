@@ -10,10 +10,10 @@ namespace tessera::comm::families {
 
 namespace ring {
 
-int chunks(const PlanRequest& request) { return request.ranks; }
+int chunks(const MessagePlanRequest& request) { return request.ranks; }
 
 // A chunk starts with its owner's successor and collects its way around, so that it ends with its owner.
-Rows reduce_scatter(const PlanRequest& request, int rank) {
+Rows reduce_scatter(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int step = 0; step < n - 1; ++step) {
@@ -27,7 +27,7 @@ Rows reduce_scatter(const PlanRequest& request, int rank) {
   return rows;
 }
 
-Rows all_gather(const PlanRequest& request, int rank) {
+Rows all_gather(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks;
   Rows rows;
   for (int step = 0; step < n - 1; ++step) {
@@ -37,15 +37,15 @@ Rows all_gather(const PlanRequest& request, int rank) {
   return rows;
 }
 
-Rows all_reduce(const PlanRequest& request, int rank) { return then(reduce_scatter(request, rank), request.ranks - 1, all_gather(request, rank)); }
+Rows all_reduce(const MessagePlanRequest& request, int rank) { return then(reduce_scatter(request, rank), request.ranks - 1, all_gather(request, rank)); }
 
-PlanCost one_pass_cost(const PlanRequest& request) { return {request.ranks - 1, request.ranks - 1}; }
-PlanCost all_reduce_cost(const PlanRequest& request) { return {2 * (request.ranks - 1), 2 * (request.ranks - 1)}; }
+MessagePlanCost one_pass_cost(const MessagePlanRequest& request) { return {request.ranks - 1, request.ranks - 1}; }
+MessagePlanCost all_reduce_cost(const MessagePlanRequest& request) { return {2 * (request.ranks - 1), 2 * (request.ranks - 1)}; }
 
-int chain_chunks(const PlanRequest& request) { return request.segments; }
+int chain_chunks(const MessagePlanRequest& request) { return request.segments; }
 
 // Rank v gets segment j in step v - 1 + j, and passes it on in the next one.
-Rows broadcast(const PlanRequest& request, int rank) {
+Rows broadcast(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks, v = distance_from_root(request, rank);
   Rows rows;
   for (int step = std::max(v - 1, 0); step < v + request.segments; ++step) {
@@ -58,9 +58,9 @@ Rows broadcast(const PlanRequest& request, int rank) {
   return from_root(std::move(rows), request);
 }
 
-Rows reduce(const PlanRequest& request, int rank) { return reversed(broadcast(request, rank), chain_cost(request).steps, true); }
+Rows reduce(const MessagePlanRequest& request, int rank) { return reversed(broadcast(request, rank), chain_cost(request).steps, true); }
 
-PlanCost chain_cost(const PlanRequest& request) { return {request.ranks - 2 + request.segments, request.segments}; }
+MessagePlanCost chain_cost(const MessagePlanRequest& request) { return {request.ranks - 2 + request.segments, request.segments}; }
 
 }  // namespace ring
 
@@ -70,7 +70,7 @@ int reach_right(int n) { return n / 2; }
 int reach_left(int n) { return (n - 1) / 2; }
 }  // namespace
 
-Rows all_gather(const PlanRequest& request, int rank) {
+Rows all_gather(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks, right = wrap(rank + 1, n), left = wrap(rank - 1, n);
   Rows rows;
   for (int step = 0; step < reach_right(n); ++step) {
@@ -82,12 +82,14 @@ Rows all_gather(const PlanRequest& request, int rank) {
 }
 
 // Run backwards, the copies of a chunk that spread from its owner are the partial sums that come home to it.
-Rows reduce_scatter(const PlanRequest& request, int rank) { return reversed(all_gather(request, rank), one_pass_cost(request).steps, true); }
+Rows reduce_scatter(const MessagePlanRequest& request, int rank) { return reversed(all_gather(request, rank), one_pass_cost(request).steps, true); }
 
-Rows all_reduce(const PlanRequest& request, int rank) { return then(reduce_scatter(request, rank), one_pass_cost(request).steps, all_gather(request, rank)); }
+Rows all_reduce(const MessagePlanRequest& request, int rank) {
+  return then(reduce_scatter(request, rank), one_pass_cost(request).steps, all_gather(request, rank));
+}
 
-PlanCost one_pass_cost(const PlanRequest& request) { return {reach_right(request.ranks), request.ranks - 1}; }
-PlanCost all_reduce_cost(const PlanRequest& request) { return {2 * reach_right(request.ranks), 2 * (request.ranks - 1)}; }
+MessagePlanCost one_pass_cost(const MessagePlanRequest& request) { return {reach_right(request.ranks), request.ranks - 1}; }
+MessagePlanCost all_reduce_cost(const MessagePlanRequest& request) { return {2 * reach_right(request.ranks), 2 * (request.ranks - 1)}; }
 
 }  // namespace bidirectional_ring
 

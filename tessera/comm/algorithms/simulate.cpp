@@ -59,7 +59,7 @@ constexpr int kNothing = -1;
 
 class Run {
  public:
-  Run(const Plan& plan, int64_t elements)
+  Run(const MessagePlan& plan, int64_t elements)
       : plan_(plan), op_(plan.request.op), n_(plan.request.ranks), expressions_(n_), held_(n_, std::vector<int>(plan.chunks, kNothing)) {
     for (int chunk = 0; chunk < plan.chunks; ++chunk) sizes_.push_back(chunk_extent(plan.request, plan.chunks, elements, chunk).second);
     for (int rank = 0; rank < n_; ++rank) {
@@ -189,7 +189,7 @@ class Run {
     return expressions_.leaf(plan_.request.root, chunk);
   }
 
-  const Plan& plan_;
+  const MessagePlan& plan_;
   const std::string& op_;
   int n_;
   Expressions expressions_;
@@ -203,6 +203,6 @@ class Run {
 
 int64_t Simulation::most_sent() const { return sent_elements.empty() ? 0 : *std::max_element(sent_elements.begin(), sent_elements.end()); }
 
-Simulation simulate(const Plan& plan, int64_t elements) { return Run(plan, elements)(); }
+Simulation simulate(const MessagePlan& plan, int64_t elements) { return Run(plan, elements)(); }
 
 }  // namespace tessera::comm

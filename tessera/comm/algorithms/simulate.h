@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 
 namespace tessera::comm {
 
@@ -25,6 +25,6 @@ struct Simulation {
 ///     ranks get the same bits;
 ///   - for barrier, that no rank can leave before all have come.
 /// Throws InternalError with step, rank and chunk where one of these fails. Time of the order of messages x ranks.
-Simulation simulate(const Plan& plan, int64_t elements);
+Simulation simulate(const MessagePlan& plan, int64_t elements);
 
 }  // namespace tessera::comm

@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/core/error.h"
 #include "tessera/core/text_file.h"
 

@@ -15,7 +15,7 @@ namespace tessera::comm::families {
 namespace binomial {
 
 // In step k the 2^k who have it give it to the next 2^k.
-Rows broadcast(const PlanRequest& request, int rank) {
+Rows broadcast(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks, v = distance_from_root(request, rank);
   Rows rows;
   for (int step = 0; step < log2_ceil(n); ++step) {
@@ -26,12 +26,12 @@ Rows broadcast(const PlanRequest& request, int rank) {
   return from_root(std::move(rows), request);
 }
 
-Rows reduce(const PlanRequest& request, int rank) { return reversed(broadcast(request, rank), log2_ceil(request.ranks), true); }
+Rows reduce(const MessagePlanRequest& request, int rank) { return reversed(broadcast(request, rank), log2_ceil(request.ranks), true); }
 
-Rows all_reduce(const PlanRequest& request, int rank) { return then(reduce(request, rank), log2_ceil(request.ranks), broadcast(request, rank)); }
+Rows all_reduce(const MessagePlanRequest& request, int rank) { return then(reduce(request, rank), log2_ceil(request.ranks), broadcast(request, rank)); }
 
 // Each holder gives away the farther half of what it holds: whole subtrees, so that every message is one piece of memory but at the wrap of ranks.
-Rows scatter(const PlanRequest& request, int rank) {
+Rows scatter(const MessagePlanRequest& request, int rank) {
   const int n = request.ranks, v = distance_from_root(request, rank), steps = log2_ceil(n);
   Rows rows;
   for (int step = 0; step < steps; ++step) {
@@ -42,15 +42,15 @@ Rows scatter(const PlanRequest& request, int rank) {
   return from_root(std::move(rows), request);
 }
 
-Rows gather(const PlanRequest& request, int rank) { return reversed(scatter(request, rank), log2_ceil(request.ranks), false); }
+Rows gather(const MessagePlanRequest& request, int rank) { return reversed(scatter(request, rank), log2_ceil(request.ranks), false); }
 
-PlanCost broadcast_cost(const PlanRequest& request) { return {log2_ceil(request.ranks), log2_ceil(request.ranks)}; }
-PlanCost reduce_cost(const PlanRequest& request) { return {log2_ceil(request.ranks), 1}; }
-PlanCost all_reduce_cost(const PlanRequest& request) { return {2 * log2_ceil(request.ranks), log2_ceil(request.ranks)}; }
-PlanCost scatter_cost(const PlanRequest& request) { return {log2_ceil(request.ranks), request.ranks - 1}; }
+MessagePlanCost broadcast_cost(const MessagePlanRequest& request) { return {log2_ceil(request.ranks), log2_ceil(request.ranks)}; }
+MessagePlanCost reduce_cost(const MessagePlanRequest& request) { return {log2_ceil(request.ranks), 1}; }
+MessagePlanCost all_reduce_cost(const MessagePlanRequest& request) { return {2 * log2_ceil(request.ranks), log2_ceil(request.ranks)}; }
+MessagePlanCost scatter_cost(const MessagePlanRequest& request) { return {log2_ceil(request.ranks), request.ranks - 1}; }
 
 // The largest subtree below the root's: the last one, if it is nearly full, else the one before.
-PlanCost gather_cost(const PlanRequest& request) {
+MessagePlanCost gather_cost(const MessagePlanRequest& request) {
   const int steps = log2_ceil(request.ranks), last = request.ranks - (1 << (steps - 1));
   return {steps, std::max(last, steps > 1 ? 1 << (steps - 2) : 0)};
 }
@@ -104,7 +104,7 @@ int rank_at(int position, int m, int tree) {
 int height(int m) { return log2_floor(m) + 1; }
 
 // Segment j goes down from depth d in step d + j, in both trees at once.
-Rows tree_broadcast(const PlanRequest& request, int rank, int tree) {
+Rows tree_broadcast(const MessagePlanRequest& request, int rank, int tree) {
   const int m = request.ranks - 1;
   const auto node = node_at(position_of(distance_from_root(request, rank), m, tree), m);
   Rows rows;
@@ -118,7 +118,7 @@ Rows tree_broadcast(const PlanRequest& request, int rank, int tree) {
   return rows;
 }
 
-int one_way_steps(const PlanRequest& request) { return height(request.ranks - 1) + request.segments - 1; }
+int one_way_steps(const MessagePlanRequest& request) { return height(request.ranks - 1) + request.segments - 1; }
 
 Rows by_step(Rows rows) {
   std::stable_sort(rows.begin(), rows.end(), [](const Transfer& a, const Transfer& b) { return a.step < b.step; });
@@ -127,13 +127,13 @@ Rows by_step(Rows rows) {
 
 }  // namespace
 
-int chunks(const PlanRequest& request) { return 2 * request.segments; }
+int chunks(const MessagePlanRequest& request) { return 2 * request.segments; }
 
-Rows broadcast(const PlanRequest& request, int rank) {
+Rows broadcast(const MessagePlanRequest& request, int rank) {
   return from_root(by_step(then(tree_broadcast(request, rank, 0), 0, tree_broadcast(request, rank, 1))), request);
 }
 
-Rows reduce(const PlanRequest& request, int rank) {
+Rows reduce(const MessagePlanRequest& request, int rank) {
   // Backwards the segments would come in backward order: what matters to the pipeline of all_reduce is that the first is done first.
   auto rows = reversed(broadcast(request, rank), one_way_steps(request), true);
   const int k = request.segments;
@@ -146,11 +146,13 @@ Rows reduce(const PlanRequest& request, int rank) {
 }
 
 // A segment turns around at the root: it starts down in the step after it arrived, while later ones still come up.
-Rows all_reduce(const PlanRequest& request, int rank) { return by_step(then(reduce(request, rank), height(request.ranks - 1), broadcast(request, rank))); }
+Rows all_reduce(const MessagePlanRequest& request, int rank) {
+  return by_step(then(reduce(request, rank), height(request.ranks - 1), broadcast(request, rank)));
+}
 
-PlanCost one_way_cost(const PlanRequest& request) { return {one_way_steps(request), 2 * request.segments}; }
+MessagePlanCost one_way_cost(const MessagePlanRequest& request) { return {one_way_steps(request), 2 * request.segments}; }
 
-PlanCost all_reduce_cost(const PlanRequest& request) {
+MessagePlanCost all_reduce_cost(const MessagePlanRequest& request) {
   return {2 * height(request.ranks - 1) + request.segments - 1, int64_t{request.segments} * std::min(request.ranks, 4)};
 }
 

@@ -16,7 +16,7 @@ namespace {
 // backends/two_level does the same with whole collectives of the engine inside a host, which sums in shared memory; here all is messages, of any algorithms.
 // What both know of hosts is Hosts; the shares and their scratch differ.
 
-Hosts hosts_of(const PlanRequest& request) { return Hosts(request.hosts.empty() ? std::vector<int>(request.ranks, 0) : request.hosts); }
+Hosts hosts_of(const MessagePlanRequest& request) { return Hosts(request.hosts.empty() ? std::vector<int>(request.ranks, 0) : request.hosts); }
 
 // Place in its host of who speaks for it: the root, or the first rank of another host.
 int leader(const Hosts& hosts, int host, int root) { return hosts.host(root) == host ? hosts.local_rank(root) : 0; }
@@ -31,7 +31,9 @@ struct Phase {
   int largest_chunk = 1;                                         // of the whole's chunks
 };
 
-PlanRequest request_of(const Phase& phase, int ranks, int root = 0) { return {.op = phase.op, .algorithm = phase.algorithm, .ranks = ranks, .root = root}; }
+MessagePlanRequest request_of(const Phase& phase, int ranks, int root = 0) {
+  return {.op = phase.op, .algorithm = phase.algorithm, .ranks = ranks, .root = root};
+}
 
 std::string or_default(const std::string& name, const char* op, const char* otherwise) { return !name.empty() && has_algorithm(op, name) ? name : otherwise; }
 
@@ -99,16 +101,16 @@ Composition of_parts(const std::string& op, const Hosts& hosts, const std::strin
   return gathers ? Composition{{leaves, middle, everything}, n} : Composition{{everything, middle, leaves}, n};
 }
 
-Composition compose(const PlanRequest& request, const Hosts& hosts) {
+Composition compose(const MessagePlanRequest& request, const Hosts& hosts) {
   const auto [inner, outer] = inner_and_outer(request.algorithm);
   if (request.op == "all_reduce") return all_reduce(hosts, inner, outer);
   if (request.op == "reduce" || request.op == "broadcast") return rooted(request.op, hosts, inner, outer);
   return of_parts(request.op, hosts, inner, outer);
 }
 
-PlanCost phase_cost(const Phase& phase, const Hosts& hosts) {
+MessagePlanCost phase_cost(const Phase& phase, const Hosts& hosts) {
   if (phase.scope != Scope::Inside) return formula(request_of(phase, hosts.count()));
-  PlanCost most;
+  MessagePlanCost most;
   for (int host = 0; host < hosts.count(); ++host) {
     const auto cost = formula(request_of(phase, static_cast<int>(hosts.members(host).size())));
     most = {std::max(most.steps, cost.steps), std::max(most.chunks_sent, cost.chunks_sent)};
@@ -174,9 +176,9 @@ bool serves(std::string_view op, const std::string& algorithm) {
   return has_algorithm(op, inner);
 }
 
-int chunks(const PlanRequest& request) { return compose(request, hosts_of(request)).chunks; }
+int chunks(const MessagePlanRequest& request) { return compose(request, hosts_of(request)).chunks; }
 
-Rows rows(const PlanRequest& request, int rank) {
+Rows rows(const MessagePlanRequest& request, int rank) {
   const auto hosts = hosts_of(request);
   Rows all;
   int steps = 0;
@@ -187,9 +189,9 @@ Rows rows(const PlanRequest& request, int rank) {
   return all;
 }
 
-PlanCost cost(const PlanRequest& request) {
+MessagePlanCost cost(const MessagePlanRequest& request) {
   const auto hosts = hosts_of(request);
-  PlanCost sum;
+  MessagePlanCost sum;
   for (const auto& phase : compose(request, hosts).phases) {
     const auto cost = phase_cost(phase, hosts);
     sum = {sum.steps + cost.steps, sum.chunks_sent + cost.chunks_sent * phase.largest_chunk};

@@ -44,7 +44,7 @@ class AlgorithmEngine : public DecoratedEngine {
   }
 
  private:
-  Work run(const PlanRequest& plan, const Call& call) {
+  Work run(const MessagePlanRequest& plan, const Call& call) {
     const auto program = program_for(plan, call);
     at::Tensor scratch;
     if (program->scratch_elements > 0) scratch = at::empty({program->scratch_elements}, at::TensorOptions(call.dtype()));
@@ -63,7 +63,7 @@ class AlgorithmEngine : public DecoratedEngine {
     }
   }
 
-  std::shared_ptr<const Program> program_for(const PlanRequest& plan, const Call& call) {
+  std::shared_ptr<const Program> program_for(const MessagePlanRequest& plan, const Call& call) {
     if (call.has_splits()) return std::make_shared<Program>(make_program(plan, group().rank, call));
     const auto key = fmt::format("{} {} {} {} {} {}", plan.op, plan.algorithm, plan.root, plan.segments, c10::multiply_integers(call.whole(group().size)),
                                  call.outputs.size());

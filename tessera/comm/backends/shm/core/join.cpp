@@ -10,7 +10,7 @@
 
 // How a group's members come to share one segment. Rank 0 offers a file without a name through its folder in /proc, so that nothing is left however a rank
 // ends. Whether peers may open that (another user, a hidden /proc) only trying tells: all answer before anybody relies on it, and one "no access" moves
-// everyone to a file with a name, which lives until all have mapped it. A verdict is the whole group's: a rank that went on alone would wait for ever.
+// everyone to a file with a name, which lives until all have mapped it. That answer is the whole group's: a rank that went on alone would wait for ever.
 
 namespace tessera::comm::shm {
 namespace {
@@ -41,7 +41,7 @@ class Registry {
 };
 
 // What rank 0 tells the others, and what each answers.
-const std::string kOffer = "offer", kVerdict = "verdict", kShared = "shared", kNoAccess = "no access", kElsewhere = "elsewhere";
+const std::string kOffer = "offer", kAnswer = "answer", kShared = "shared", kNoAccess = "no access", kElsewhere = "elsewhere";
 
 std::string answer_key(int rank) { return "answer/" + std::to_string(rank); }
 
@@ -67,7 +67,7 @@ struct Offer {
 };
 
 void construct_controls(const Segment& segment, const SegmentMap& layout) {
-  new (segment.data()) Verdict;
+  new (segment.data()) Soundness;
   for (size_t rank = 0; rank < layout.n; ++rank) new (segment.data() + layout.rank_controls + rank * sizeof(RankControl)) RankControl;
   for (size_t pair = 0; pair < layout.n * layout.n; ++pair) new (segment.data() + layout.ring_controls + pair * sizeof(RingControl)) RingControl;
 }
@@ -100,16 +100,16 @@ std::shared_ptr<Segment> Session::found(Directory& directory) {
                     "; use backend gloo, or auto, which joins hosts");
     }
     if (accessible) {
-      directory.set(kVerdict, kShared);
+      directory.set(kAnswer, kShared);
       return segment;
     }
     peers_read_files_ = false;
     segment = make(Segment::create_named(layout_.total, membership_.folder));
-    directory.set(kVerdict, segment->path());
+    directory.set(kAnswer, segment->path());
     return segment;
   } catch (const Failure& failure) {
     directory.set(kOffer, std::string("0\n0\n\n"));
-    directory.set(kVerdict, std::string("failed: ") + failure.what());
+    directory.set(kAnswer, std::string("failed: ") + failure.what());
     throw;
   }
 }
@@ -117,7 +117,7 @@ std::shared_ptr<Segment> Session::found(Directory& directory) {
 std::shared_ptr<Segment> Session::follow(Directory& directory) {
   const auto offer = Offer::parse(directory.get(kOffer));
   std::shared_ptr<Segment> segment;
-  if (offer.pid == 0) {  // rank 0 could not make it; its verdict says why
+  if (offer.pid == 0) {  // rank 0 could not make it; its answer says why
   } else if (offer.host != membership_.host) {
     directory.set(answer_key(rank()), kElsewhere + " on " + membership_.host_name);
   } else {
@@ -130,11 +130,11 @@ std::shared_ptr<Segment> Session::follow(Directory& directory) {
       directory.set(answer_key(rank()), kNoAccess);
     }
   }
-  const auto verdict = directory.get(kVerdict);
-  if (verdict.starts_with("failed: ")) throw Failure(verdict.substr(8));
-  if (verdict == kShared) return segment;
+  const auto answer = directory.get(kAnswer);
+  if (answer.starts_with("failed: ")) throw Failure(answer.substr(8));
+  if (answer == kShared) return segment;
   peers_read_files_ = false;
-  return std::make_shared<Segment>(Segment::open(verdict, layout_.total, membership_.folder));
+  return std::make_shared<Segment>(Segment::open(answer, layout_.total, membership_.folder));
 }
 
 // Signs in and waits for the others; then nothing of the group has a name any more.

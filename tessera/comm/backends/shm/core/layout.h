@@ -13,7 +13,7 @@ namespace tessera::comm::shm {
 enum class Presence : uint32_t { Absent, Joined, Left };
 
 /// First in the segment: whether the group still works, and if not, why.
-struct alignas(kLine) Verdict {
+struct alignas(kLine) Soundness {
   enum : uint32_t { Sound, BeingWritten, Broken };
   std::atomic<uint32_t> state{Sound};
   int32_t rank = -1;  ///< who broke it
@@ -38,7 +38,7 @@ struct RingControl {
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 /// Offsets for n ranks:
-///   [verdict][n rank controls][n * n ring controls] [n * 2 small slots] | [n * 2 large slots] [n * n rings]
+///   [soundness][n rank controls][n * n ring controls] [n * 2 small slots] | [n * 2 large slots] [n * n rings]
 /// Each rank has two slots of each kind and uses them in turn, so that one wait per round is enough.
 struct SegmentMap {
   static constexpr size_t kSmallSlot = 64 << 10;
@@ -49,7 +49,7 @@ struct SegmentMap {
       : n(static_cast<size_t>(ranks)),
         large_slot(large_slot_bytes),
         ring(std::clamp(std::bit_floor(kRingBudget / (n * n)), size_t{16} << 10, size_t{256} << 10)),
-        rank_controls(sizeof(Verdict)),
+        rank_controls(sizeof(Soundness)),
         ring_controls(rank_controls + n * sizeof(RankControl)),
         small_slots(page_aligned(ring_controls + n * n * sizeof(RingControl))),
         large_slots(small_slots + n * 2 * kSmallSlot),

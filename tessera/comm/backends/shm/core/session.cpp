@@ -6,7 +6,7 @@
 
 #include <unistd.h>
 
-// Of all that goes wrong in a group the first cause is the cause: whoever meets it takes the verdict by one compare-and-set, writes it, and wakes all sleepers;
+// Of all that goes wrong in a group the first cause is the cause: whoever meets it claims it by one compare-and-set, writes it, and wakes all sleepers;
 // others that fail after it quote it. Its writer may die in between, so readers do not wait for the text for ever. A sleeper is mostly woken; if it is not, it
 // looks around: is the group sound, do peers live, is the time over.
 
@@ -62,17 +62,17 @@ void Session::leave() noexcept {
 void Session::abort() noexcept { break_group("aborted by " + name_of(rank())); }
 
 void Session::fail(const std::string& cause) const {
-  if (!break_group(cause)) throw_verdict();  // another was first; its cause is the cause
+  if (!break_group(cause)) throw_cause();  // another was first; its cause is the cause
   throw Failure(cause);
 }
 
 bool Session::break_group(const std::string& cause) const noexcept {
-  auto& verdict = this->verdict();
-  uint32_t sound = Verdict::Sound;
-  if (!verdict.state.compare_exchange_strong(sound, Verdict::BeingWritten)) return false;
-  verdict.rank = rank();
-  std::snprintf(verdict.cause, sizeof verdict.cause, "%s", cause.c_str());
-  verdict.state.store(Verdict::Broken, std::memory_order_release);
+  auto& shared = this->soundness();
+  uint32_t sound = Soundness::Sound;
+  if (!shared.state.compare_exchange_strong(sound, Soundness::BeingWritten)) return false;
+  shared.rank = rank();
+  std::snprintf(shared.cause, sizeof shared.cause, "%s", cause.c_str());
+  shared.state.store(Soundness::Broken, std::memory_order_release);
   wake_all();
   return true;
 }
@@ -84,13 +84,13 @@ void Session::wake_all() const noexcept {
   }
 }
 
-void Session::throw_verdict() const {
-  const auto& verdict = this->verdict();
-  for (int i = 0; verdict.state.load(std::memory_order_acquire) != Verdict::Broken && i < 1000; ++i) ::usleep(100);  // its writer may have died
-  if (verdict.state.load(std::memory_order_acquire) != Verdict::Broken) throw Failure("the group is broken");
-  const std::string cause = verdict.cause;
-  if (verdict.rank == rank() || cause.starts_with("aborted")) throw Failure(cause);
-  throw Failure("rank " + std::to_string(verdict.rank) + " gave up: " + cause);
+void Session::throw_cause() const {
+  const auto& shared = this->soundness();
+  for (int i = 0; shared.state.load(std::memory_order_acquire) != Soundness::Broken && i < 1000; ++i) ::usleep(100);  // its writer may have died
+  if (shared.state.load(std::memory_order_acquire) != Soundness::Broken) throw Failure("the group is broken");
+  const std::string cause = shared.cause;
+  if (shared.rank == rank() || cause.starts_with("aborted")) throw Failure(cause);
+  throw Failure("rank " + std::to_string(shared.rank) + " gave up: " + cause);
 }
 
 void Session::check_alive() const {

@@ -74,8 +74,8 @@ class Session {
   [[noreturn]] void fail(const std::string& cause) const;
   /// Throws where the group is broken.
   void check_sound() const {
-    if (verdict().state.load(std::memory_order_acquire) != Verdict::Sound) [[unlikely]]
-      throw_verdict();
+    if (soundness().state.load(std::memory_order_acquire) != Soundness::Sound) [[unlikely]]
+      throw_cause();
   }
 
   /// Returns when `ready()`: spins, then sleeps on `event`, which has to change whenever `ready` may. `late()` lists the ranks that are waited for. Throws
@@ -119,7 +119,7 @@ class Session {
         if (ready()) return true;
       }
       std::this_thread::yield();  // the peer may have been put on this very core
-    } while (std::chrono::steady_clock::now() < end && verdict().state.load(std::memory_order_relaxed) == Verdict::Sound);
+    } while (std::chrono::steady_clock::now() < end && soundness().state.load(std::memory_order_relaxed) == Soundness::Sound);
     return false;
   }
 
@@ -131,10 +131,10 @@ class Session {
     return std::nullopt;
   }
 
-  Verdict& verdict() const { return *reinterpret_cast<Verdict*>(segment_->data()); }
+  Soundness& soundness() const { return *reinterpret_cast<Soundness*>(segment_->data()); }
   bool break_group(const std::string& cause) const noexcept;
   void wake_all() const noexcept;
-  [[noreturn]] void throw_verdict() const;
+  [[noreturn]] void throw_cause() const;
   void check_alive() const;
 
   std::shared_ptr<Segment> meet(Directory& directory);

@@ -1,4 +1,4 @@
-#include "tessera/comm/algorithms/plan.h"
+#include "tessera/comm/algorithms/message_plan.h"
 
 #include <algorithm>
 #include <array>
@@ -21,12 +21,12 @@ using namespace families;
 // An algorithm of an op.
 struct Algorithm {
   std::string_view op, name;
-  int (*chunks)(const PlanRequest& request);
-  Rows (*rows)(const PlanRequest& request, int rank);
-  PlanCost (*cost)(const PlanRequest& request);
+  int (*chunks)(const MessagePlanRequest& request);
+  Rows (*rows)(const MessagePlanRequest& request, int rank);
+  MessagePlanCost (*cost)(const MessagePlanRequest& request);
 };
 
-int ranks_of(const PlanRequest& request) { return request.ranks; }
+int ranks_of(const MessagePlanRequest& request) { return request.ranks; }
 
 // The catalogue: a new algorithm is a line here, and is then simulated, drawn, executed and offered.
 constexpr std::array kAlgorithms{
@@ -67,7 +67,7 @@ constexpr std::array kAlgorithms{
 
 std::string_view family(std::string_view algorithm) { return algorithm.substr(0, algorithm.find(':')); }
 
-const Algorithm& find(const PlanRequest& request) {
+const Algorithm& find(const MessagePlanRequest& request) {
   check_algorithm("algorithm", request.algorithm, request.op);
   const auto found =
       std::find_if(kAlgorithms.begin(), kAlgorithms.end(), [&](const Algorithm& a) { return a.op == request.op && a.name == family(request.algorithm); });
@@ -136,26 +136,26 @@ void check_algorithm(std::string_view knob, const std::string& algorithm, std::s
                                    "; did you mean ", nearest(algorithm, names), "? There are ", fmt::format("{}", fmt::join(names, ", "))));
 }
 
-int num_chunks(const PlanRequest& request) { return find(request).chunks(request); }
+int num_chunks(const MessagePlanRequest& request) { return find(request).chunks(request); }
 
-Rows make_rows(const PlanRequest& request, int rank) {
+Rows make_rows(const MessagePlanRequest& request, int rank) {
   const auto& algorithm = find(request);
   invariant(rank >= 0 && rank < request.ranks, "rank ", rank, " of a plan of ", request.ranks);
   return request.ranks == 1 ? Rows() : algorithm.rows(request, rank);
 }
 
-PlanCost formula(const PlanRequest& request) {
+MessagePlanCost formula(const MessagePlanRequest& request) {
   const auto& algorithm = find(request);
-  return request.ranks == 1 ? PlanCost() : algorithm.cost(request);
+  return request.ranks == 1 ? MessagePlanCost() : algorithm.cost(request);
 }
 
-Plan make_plan(const PlanRequest& request) {
-  Plan plan{.request = request, .chunks = num_chunks(request), .rows = {}};
+MessagePlan make_message_plan(const MessagePlanRequest& request) {
+  MessagePlan plan{.request = request, .chunks = num_chunks(request), .rows = {}};
   for (int rank = 0; rank < request.ranks; ++rank) plan.rows.push_back(make_rows(request, rank));
   return plan;
 }
 
-std::pair<int64_t, int64_t> chunk_extent(const PlanRequest& request, int chunks, int64_t elements, int index) {
+std::pair<int64_t, int64_t> chunk_extent(const MessagePlanRequest& request, int chunks, int64_t elements, int index) {
   if (request.op == "all_reduce" || request.op == "reduce" || request.op == "broadcast") return chunk(elements, chunks, index);
   const int64_t size = elements / request.ranks;
   return {index * size, size};
@@ -163,7 +163,7 @@ std::pair<int64_t, int64_t> chunk_extent(const PlanRequest& request, int chunks,
 
 bool reduces(std::string_view op) { return op == "all_reduce" || op == "reduce" || op == "reduce_scatter"; }
 
-double formula_bytes(const PlanRequest& request, double bytes) {
+double formula_bytes(const MessagePlanRequest& request, double bytes) {
   const int chunks = num_chunks(request);
   return chunks == 0 ? 0 : bytes * static_cast<double>(formula(request).chunks_sent) / chunks;
 }

@@ -1,4 +1,4 @@
-#include "tessera/launch/record_verdict.h"
+#include "tessera/launch/record_findings.h"
 
 #include <algorithm>
 #include <exception>
@@ -15,7 +15,7 @@ bool knows(const comm::flight::Merge& merge, const comm::flight::Verdict& verdic
 
 }  // namespace
 
-RecordVerdict explain_records(const std::filesystem::path& dir) noexcept {
+RecordFindings explain_records(const std::filesystem::path& dir) noexcept {
   namespace flight = comm::flight;
   try {
     const auto records = flight::read_records(dir, flight::Damage::LeaveOut);

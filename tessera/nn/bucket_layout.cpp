@@ -1,4 +1,4 @@
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 
 #include <algorithm>
 #include <array>
@@ -22,7 +22,7 @@ namespace {
 
 /// A bucket being filled, and when its last gradient is expected.
 struct OpenBucket {
-  BucketPlan::Bucket bucket;
+  BucketLayout::Bucket bucket;
   int64_t complete_at = 0;
 };
 
@@ -70,15 +70,15 @@ T field(const nlohmann::json& json, const char* key) {
 
 }  // namespace
 
-int64_t BucketPlan::Bucket::numel() const { return slots.empty() ? 0 : slots.back().offset + slots.back().numel; }
+int64_t BucketLayout::Bucket::numel() const { return slots.empty() ? 0 : slots.back().offset + slots.back().numel; }
 
-int64_t BucketPlan::Bucket::bytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
+int64_t BucketLayout::Bucket::bytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 
-int64_t BucketPlan::bytes() const {
+int64_t BucketLayout::bytes() const {
   return std::accumulate(buckets.begin(), buckets.end(), int64_t{0}, [](int64_t sum, const Bucket& bucket) { return sum + bucket.bytes(); });
 }
 
-BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, std::span<const int64_t> order, BucketSizes sizes, bool observed) {
+BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, std::span<const int64_t> order, BucketSizes sizes, bool observed) {
   require(sizes.bucket_bytes > 0, "zero.bucket_bytes = ", sizes.bucket_bytes, ": a bucket holds at least one byte; 26214400 (25 MiB) is the default");
   require(sizes.first_bucket_bytes > 0, "first_bucket_bytes = ", sizes.first_bucket_bytes,
           ": a bucket holds at least one byte; 1048576 (1 MiB) is the default");
@@ -89,7 +89,7 @@ BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, std::span<c
   for (int64_t position = 0; const int64_t index : order) {
     const GradientSpec& gradient = gradients[index];
     Filling& filling = fillings[gradient.dtype];
-    BucketPlan::Bucket& bucket = filling.open.bucket;
+    BucketLayout::Bucket& bucket = filling.open.bucket;
     const int64_t limit = filling.first ? std::min(sizes.first_bucket_bytes, sizes.bucket_bytes) : sizes.bucket_bytes;
     const int64_t bytes = gradient.numel * static_cast<int64_t>(c10::elementSize(gradient.dtype));
     if (!bucket.slots.empty() && bucket.bytes() + bytes > limit) {
@@ -103,23 +103,23 @@ BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, std::span<c
   for (auto& [dtype, filling] : fillings) closed.push_back(std::move(filling.open));
   std::ranges::sort(closed, {}, &OpenBucket::complete_at);
 
-  BucketPlan plan{.sizes = sizes, .observed = observed, .buckets = {}};
+  BucketLayout plan{.sizes = sizes, .observed = observed, .buckets = {}};
   for (OpenBucket& open : closed) plan.buckets.push_back(std::move(open.bucket));
   return plan;
 }
 
-BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, BucketSizes sizes) {
+BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, BucketSizes sizes) {
   std::vector<int64_t> order(gradients.size());
   std::iota(order.rbegin(), order.rend(), int64_t{0});
-  return make_bucket_plan(gradients, order, sizes);
+  return make_bucket_layout(gradients, order, sizes);
 }
 
-void check_bucket_plan(const BucketPlan& plan, std::span<const GradientSpec> gradients, std::string_view source) {
+void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec> gradients, std::string_view source) {
   std::unordered_map<std::string, const GradientSpec*> missing;
   for (const GradientSpec& gradient : gradients) missing.emplace(gradient.name, &gradient);
-  for (const BucketPlan::Bucket& bucket : plan.buckets) {
+  for (const BucketLayout::Bucket& bucket : plan.buckets) {
     int64_t offset = 0;
-    for (const BucketPlan::Slot& slot : bucket.slots) {
+    for (const BucketLayout::Slot& slot : bucket.slots) {
       const auto found = missing.find(slot.name);
       require(found != missing.end(), "bucket plan (", source, "): '", slot.name,
               "' is no trainable parameter of this model, or is listed twice; leave the plan out to make a new one");
@@ -136,11 +136,11 @@ void check_bucket_plan(const BucketPlan& plan, std::span<const GradientSpec> gra
           missing.empty() ? "" : missing.begin()->first, "'; leave the plan out to make a new one");
 }
 
-nlohmann::json to_json(const BucketPlan& plan) {
+nlohmann::json to_json(const BucketLayout& plan) {
   nlohmann::json buckets = nlohmann::json::array();
-  for (const BucketPlan::Bucket& bucket : plan.buckets) {
+  for (const BucketLayout::Bucket& bucket : plan.buckets) {
     nlohmann::json gradients = nlohmann::json::array();
-    for (const BucketPlan::Slot& slot : bucket.slots) gradients.push_back({{"name", slot.name}, {"offset", slot.offset}, {"numel", slot.numel}});
+    for (const BucketLayout::Slot& slot : bucket.slots) gradients.push_back({{"name", slot.name}, {"offset", slot.offset}, {"numel", slot.numel}});
     buckets.push_back({{"dtype", dtype_name(bucket.dtype)}, {"gradients", std::move(gradients)}});
   }
   return {{"bucket_bytes", plan.sizes.bucket_bytes},
@@ -149,12 +149,12 @@ nlohmann::json to_json(const BucketPlan& plan) {
           {"buckets", std::move(buckets)}};
 }
 
-BucketPlan bucket_plan_from_json(const nlohmann::json& json) {
-  BucketPlan plan;
+BucketLayout bucket_layout_from_json(const nlohmann::json& json) {
+  BucketLayout plan;
   plan.sizes = {field<int64_t>(json, "bucket_bytes"), field<int64_t>(json, "first_bucket_bytes")};
   plan.observed = field<bool>(json, "observed");
   for (const nlohmann::json& entry : field<std::vector<nlohmann::json>>(json, "buckets")) {
-    BucketPlan::Bucket bucket;
+    BucketLayout::Bucket bucket;
     bucket.dtype = dtype_of(field<std::string>(entry, "dtype"));
     for (const nlohmann::json& slot : field<std::vector<nlohmann::json>>(entry, "gradients")) {
       bucket.slots.push_back({field<std::string>(slot, "name"), field<int64_t>(slot, "offset"), field<int64_t>(slot, "numel")});
@@ -164,11 +164,11 @@ BucketPlan bucket_plan_from_json(const nlohmann::json& json) {
   return plan;
 }
 
-std::string to_string(const BucketPlan& plan) {
+std::string to_string(const BucketLayout& plan) {
   std::string text =
       fmt::format("{} buckets, {}, in {} order\n", plan.buckets.size(), format_bytes(plan.bytes()), plan.observed ? "observed" : "reverse registration");
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
-    const BucketPlan::Bucket& bucket = plan.buckets[i];
+    const BucketLayout::Bucket& bucket = plan.buckets[i];
     text += fmt::format("{:>4}  {}  {:>10}  {:>4} gradients", i, dtype_name(bucket.dtype), format_bytes(bucket.bytes()), bucket.slots.size());
     if (!bucket.slots.empty()) text += fmt::format("  {} .. {}", bucket.slots.front().name, bucket.slots.back().name);
     text += '\n';

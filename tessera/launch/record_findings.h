@@ -6,7 +6,7 @@
 namespace tessera::launch {
 
 /// What the flight records of a job say of its end.
-struct RecordVerdict {
+struct RecordFindings {
   std::string sentence;  ///< one line; empty where there are no records
   std::string table;     ///< one line a rank under a line of titles, each with its newline; empty where there are no records
   bool names_cause =
@@ -14,8 +14,8 @@ struct RecordVerdict {
 };
 
 /// Reads the flight records (docs/formats.md) that the ranks left in `dir` and explains them. For a launcher whose job failed: never throws. A folder
-/// that does not exist or holds no record gives an empty verdict; a record that cannot be read is left out, and the sentence says so.
+/// that does not exist or holds no record gives empty findings; a record that cannot be read is left out, and the sentence says so.
 /// Takes about 10 ms a rank.
-RecordVerdict explain_records(const std::filesystem::path& dir) noexcept;
+RecordFindings explain_records(const std::filesystem::path& dir) noexcept;
 
 }  // namespace tessera::launch

@@ -1,4 +1,4 @@
-#include "tessera/launch/verdict.h"
+#include "tessera/launch/job_end.h"
 
 #include <algorithm>
 #include <array>
@@ -44,7 +44,7 @@ std::optional<Report> read_torch_report(const std::string& contents) {
   return report;
 }
 
-Verdict describe(const Ending& cause) {
+JobEnd describe(const Ending& cause) {
   const std::optional<Report> report = read_report(cause.report);
   if (WIFSIGNALED(cause.wait_status)) {
     const int signal = WTERMSIG(cause.wait_status);
@@ -93,17 +93,17 @@ std::string describe_signal(int signal) {
   return name != nullptr ? detail::concat("SIG", name, " (", meaning, ")") : detail::concat("signal ", signal);
 }
 
-Verdict judge(const std::vector<Ending>& endings) {
+JobEnd judge(const std::vector<Ending>& endings) {
   const Ending* cause = nullptr;
   for (const Ending& ending : endings) {
     if (ending.failed() && (cause == nullptr || likelihood(ending) > likelihood(*cause))) cause = &ending;
   }
   if (cause == nullptr) return {};
 
-  Verdict verdict = describe(*cause);
-  verdict.rank = cause->rank;
-  verdict.consequence = cause->is_consequence();
-  return verdict;
+  JobEnd job_end = describe(*cause);
+  job_end.rank = cause->rank;
+  job_end.consequence = cause->is_consequence();
+  return job_end;
 }
 
 }  // namespace tessera::launch

@@ -32,26 +32,26 @@ struct Transfer {
 using Rows = std::vector<Transfer>;  ///< of one rank, by step
 
 /// What a plan is asked for.
-struct PlanRequest {
+struct MessagePlanRequest {
   std::string op;         ///< all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, barrier
   std::string algorithm;  ///< a name that algorithms_for(op) lists; "two_level:INNER:OUTER" names what two_level is composed of
   int ranks = 1;
   int root = 0;              ///< of reduce, broadcast, gather, scatter
   int segments = 1;          ///< pieces that follow one another through a chain or a tree (ring of reduce and broadcast, double_binary_tree)
   std::vector<int> hosts{};  ///< two_level: the host of each rank, numbered from 0 in order of appearance; empty: all on one
-  bool operator==(const PlanRequest&) const = default;
+  bool operator==(const MessagePlanRequest&) const = default;
 };
 
 /// The documented closed forms.
-struct PlanCost {
+struct MessagePlanCost {
   int steps = 0;
   int64_t chunks_sent = 0;  ///< by the rank that sends most, of the plan's chunks. A chunk of L elements in c chunks has L/c, rounded down or up
-  bool operator==(const PlanCost&) const = default;
+  bool operator==(const MessagePlanCost&) const = default;
 };
 
 /// A plan of all ranks.
-struct Plan {
-  PlanRequest request;
+struct MessagePlan {
+  MessagePlanRequest request;
   int chunks = 0;
   std::vector<Rows> rows;  ///< of each rank
 };
@@ -70,18 +70,18 @@ bool has_algorithm(std::string_view op, const std::string& algorithm);
 void check_algorithm(std::string_view knob, const std::string& algorithm, std::string_view op = {});
 
 /// Each throws ConfigError for an op or algorithm that does not exist, and InternalError for ranks, root, segments or hosts that make no sense.
-int num_chunks(const PlanRequest& request);
-Rows make_rows(const PlanRequest& request, int rank);  ///< one rank's part alone: time and memory of the order of its messages
-PlanCost formula(const PlanRequest& request);          ///< two_level on hosts of unequal size: chunks_sent is an upper bound
-Plan make_plan(const PlanRequest& request);
+int num_chunks(const MessagePlanRequest& request);
+Rows make_rows(const MessagePlanRequest& request, int rank);  ///< one rank's part alone: time and memory of the order of its messages
+MessagePlanCost formula(const MessagePlanRequest& request);   ///< two_level on hosts of unequal size: chunks_sent is an upper bound
+MessagePlan make_message_plan(const MessagePlanRequest& request);
 
 /// Where a chunk lies in a whole of `elements` elements (for all_to_all with equal parts: how large it is): {begin, size}.
-std::pair<int64_t, int64_t> chunk_extent(const PlanRequest& request, int chunks, int64_t elements, int chunk);
+std::pair<int64_t, int64_t> chunk_extent(const MessagePlanRequest& request, int chunks, int64_t elements, int chunk);
 
 /// Whether the op adds what comes together.
 bool reduces(std::string_view op);
 
 /// Bytes that the busiest rank sends of a whole of `bytes`, where the chunks divide it evenly.
-double formula_bytes(const PlanRequest& request, double bytes);
+double formula_bytes(const MessagePlanRequest& request, double bytes);
 
 }  // namespace tessera::comm

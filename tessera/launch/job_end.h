@@ -31,7 +31,7 @@ std::string write_report(const Report& report);
 /// Reads what write_report wrote, or the JSON of torch.distributed.elastic's @record.
 std::optional<Report> read_report(const std::string& contents);
 
-struct Verdict {
+struct JobEnd {
   int exit_code = 0;
   std::string sentence;      ///< empty where nothing failed
   int rank = -1;             ///< that failed
@@ -40,7 +40,7 @@ struct Verdict {
 
 /// The cause among `endings` is the first of the likeliest kind: killed by a signal (other than SIGABRT, by which an uncaught CommError also ends), bad input
 /// (exit 2), any other failure, and last a broken connection, for that is what the ranks that lost a peer see.
-Verdict judge(const std::vector<Ending>& endings);
+JobEnd judge(const std::vector<Ending>& endings);
 
 /// "SIGSEGV (segmentation fault)".
 std::string describe_signal(int signal);

@@ -1,4 +1,4 @@
-#include "tessera/launch/record_verdict.h"
+#include "tessera/launch/record_findings.h"
 
 #include <cstdlib>
 #include <fstream>
@@ -17,7 +17,7 @@ using testing::HasSubstr;
 using testing::MatchesRegex;
 using testing::StartsWith;
 
-class RecordVerdicts : public testing::Test {
+class RecordFindings : public testing::Test {
  protected:
   void SetUp() override {
     std::string pattern = testing::TempDir() + "verdictXXXXXX";
@@ -42,30 +42,30 @@ class RecordVerdicts : public testing::Test {
   std::filesystem::path dir;
 };
 
-TEST_F(RecordVerdicts, SayWhoKeptWhomWaiting) {
+TEST_F(RecordFindings, SayWhoKeptWhomWaiting) {
   leave_records();
-  const auto verdict = explain_records(dir);
-  EXPECT_THAT(verdict.sentence, MatchesRegex("rank 1 never entered barrier #2 of world; rank 0 waits [0-9]+ m?s; rank 1 had left the world"));
-  EXPECT_TRUE(verdict.names_cause);
-  EXPECT_THAT(verdict.table, StartsWith("rank  last entered"));
-  EXPECT_THAT(verdict.table, HasSubstr("all_reduce #1 of world"));
-  EXPECT_EQ(std::ranges::count(verdict.table, '\n'), 3);
+  const auto findings = explain_records(dir);
+  EXPECT_THAT(findings.sentence, MatchesRegex("rank 1 never entered barrier #2 of world; rank 0 waits [0-9]+ m?s; rank 1 had left the world"));
+  EXPECT_TRUE(findings.names_cause);
+  EXPECT_THAT(findings.table, StartsWith("rank  last entered"));
+  EXPECT_THAT(findings.table, HasSubstr("all_reduce #1 of world"));
+  EXPECT_EQ(std::ranges::count(findings.table, '\n'), 3);
 }
 
-TEST_F(RecordVerdicts, LeaveOutWhatCannotBeRead) {
+TEST_F(RecordFindings, LeaveOutWhatCannotBeRead) {
   leave_records();
   std::ofstream(FlightRecord::file_of(dir, 1), std::ios::trunc) << "nothing of the kind";
-  const auto verdict = explain_records(dir);
-  EXPECT_THAT(verdict.sentence, StartsWith("rank 1 left no record and may never have entered barrier #2 of world; rank 0 waits"));
-  EXPECT_FALSE(verdict.names_cause);
+  const auto findings = explain_records(dir);
+  EXPECT_THAT(findings.sentence, StartsWith("rank 1 left no record and may never have entered barrier #2 of world; rank 0 waits"));
+  EXPECT_FALSE(findings.names_cause);
 }
 
-TEST_F(RecordVerdicts, AreEmptyWithoutRecords) {
+TEST_F(RecordFindings, AreEmptyWithoutRecords) {
   for (const auto& where : {dir, dir / "none"}) {
-    const auto verdict = explain_records(where);
-    EXPECT_EQ(verdict.sentence, "");
-    EXPECT_EQ(verdict.table, "");
-    EXPECT_FALSE(verdict.names_cause);
+    const auto findings = explain_records(where);
+    EXPECT_EQ(findings.sentence, "");
+    EXPECT_EQ(findings.table, "");
+    EXPECT_FALSE(findings.names_cause);
   }
   std::ofstream(FlightRecord::file_of(dir, 0)) << "nothing of the kind";
   EXPECT_EQ(explain_records(dir).sentence, "");

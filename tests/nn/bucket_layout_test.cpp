@@ -1,4 +1,4 @@
-#include "tessera/nn/bucket_plan.h"
+#include "tessera/nn/bucket_layout.h"
 
 #include <numeric>
 #include <random>
@@ -18,7 +18,7 @@ using namespace testing_support;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::vector<std::vector<std::string>> names_of(const BucketPlan& plan) {
+std::vector<std::vector<std::string>> names_of(const BucketLayout& plan) {
   std::vector<std::vector<std::string>> names;
   for (const auto& bucket : plan.buckets) {
     auto& row = names.emplace_back();
@@ -29,8 +29,8 @@ std::vector<std::vector<std::string>> names_of(const BucketPlan& plan) {
 
 const std::vector<GradientSpec> four{{"a", 10}, {"b", 20}, {"c", 5}, {"d", 6}};
 
-TEST(BucketPlan, FillsInReverseOrderOfRegistrationFirstBucketSmall) {
-  const BucketPlan plan = make_bucket_plan(four, {.bucket_bytes = 120, .first_bucket_bytes = 24});
+TEST(BucketLayout, FillsInReverseOrderOfRegistrationFirstBucketSmall) {
+  const BucketLayout plan = make_bucket_layout(four, {.bucket_bytes = 120, .first_bucket_bytes = 24});
   EXPECT_THAT(names_of(plan), ElementsAre(ElementsAre("d"), ElementsAre("c", "b"), ElementsAre("a")));
   EXPECT_EQ(plan.buckets[1].numel(), 25);
   EXPECT_EQ(plan.buckets[1].bytes(), 100);
@@ -39,36 +39,36 @@ TEST(BucketPlan, FillsInReverseOrderOfRegistrationFirstBucketSmall) {
   EXPECT_FALSE(plan.observed);
 }
 
-TEST(BucketPlan, FillsInTheOrderObserved) {
+TEST(BucketLayout, FillsInTheOrderObserved) {
   const std::vector<int64_t> order{1, 3, 0, 2};
-  const BucketPlan plan = make_bucket_plan(four, order, {.bucket_bytes = 64, .first_bucket_bytes = 1000}, /*observed=*/true);
+  const BucketLayout plan = make_bucket_layout(four, order, {.bucket_bytes = 64, .first_bucket_bytes = 1000}, /*observed=*/true);
   EXPECT_THAT(names_of(plan), ElementsAre(ElementsAre("b"), ElementsAre("d", "a"), ElementsAre("c")));
   EXPECT_TRUE(plan.observed);
 }
 
-TEST(BucketPlan, AGradientLargerThanABucketHasItsOwn) {
+TEST(BucketLayout, AGradientLargerThanABucketHasItsOwn) {
   const std::vector<GradientSpec> gradients{{"small", 1}, {"huge", 1000}, {"tiny", 1}};
-  EXPECT_THAT(names_of(make_bucket_plan(gradients, {.bucket_bytes = 16, .first_bucket_bytes = 16})),
+  EXPECT_THAT(names_of(make_bucket_layout(gradients, {.bucket_bytes = 16, .first_bucket_bytes = 16})),
               ElementsAre(ElementsAre("tiny"), ElementsAre("huge"), ElementsAre("small")));
 }
 
-TEST(BucketPlan, DtypesDoNotMixAndBucketsComeInTheOrderInWhichTheyAreComplete) {
+TEST(BucketLayout, DtypesDoNotMixAndBucketsComeInTheOrderInWhichTheyAreComplete) {
   const std::vector<GradientSpec> gradients{{"f0", 1}, {"h0", 1, at::kBFloat16}, {"f1", 1}, {"h1", 1, at::kBFloat16}};
-  const BucketPlan plan = make_bucket_plan(gradients);
+  const BucketLayout plan = make_bucket_layout(gradients);
   EXPECT_THAT(names_of(plan), ElementsAre(ElementsAre("h1", "h0"), ElementsAre("f1", "f0")));
   EXPECT_EQ(plan.buckets[0].bytes(), 4);
   EXPECT_EQ(plan.buckets[1].dtype, at::kFloat);
 }
 
-TEST(BucketPlan, EmptyAndSingle) {
-  EXPECT_TRUE(make_bucket_plan({}).empty());
-  EXPECT_EQ(make_bucket_plan({}).bytes(), 0);
+TEST(BucketLayout, EmptyAndSingle) {
+  EXPECT_TRUE(make_bucket_layout({}).empty());
+  EXPECT_EQ(make_bucket_layout({}).bytes(), 0);
   const std::vector<GradientSpec> one{{"w", 0}};
-  EXPECT_EQ(make_bucket_plan(one).buckets.size(), 1u);
-  EXPECT_EQ(make_bucket_plan(one).bytes(), 0);
+  EXPECT_EQ(make_bucket_layout(one).buckets.size(), 1u);
+  EXPECT_EQ(make_bucket_layout(one).bytes(), 0);
 }
 
-TEST(BucketPlan, EveryGradientOnceWithinTheLimitsForRandomShapes) {
+TEST(BucketLayout, EveryGradientOnceWithinTheLimitsForRandomShapes) {
   std::mt19937 random(7);
   for (int trial = 0; trial < 200; ++trial) {
     std::vector<GradientSpec> gradients;
@@ -79,55 +79,55 @@ TEST(BucketPlan, EveryGradientOnceWithinTheLimitsForRandomShapes) {
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
     const BucketSizes sizes{.bucket_bytes = 1 + static_cast<int64_t>(random() % 2000), .first_bucket_bytes = 1 + static_cast<int64_t>(random() % 500)};
-    const BucketPlan plan = make_bucket_plan(gradients, order, sizes);
-    EXPECT_NO_THROW(check_bucket_plan(plan, gradients, "test"));
+    const BucketLayout plan = make_bucket_layout(gradients, order, sizes);
+    EXPECT_NO_THROW(check_bucket_layout(plan, gradients, "test"));
     for (const auto& bucket : plan.buckets) {
       ASSERT_FALSE(bucket.slots.empty());
       EXPECT_TRUE(bucket.slots.size() == 1 || bucket.bytes() <= sizes.bucket_bytes);
     }
-    EXPECT_EQ(bucket_plan_from_json(nlohmann::json::parse(to_json(plan).dump())), plan);
+    EXPECT_EQ(bucket_layout_from_json(nlohmann::json::parse(to_json(plan).dump())), plan);
   }
 }
 
-TEST(BucketPlan, RefusesSizesBelowOne) {
-  EXPECT_THAT(refusal([] { make_bucket_plan(four, {.bucket_bytes = 0}); }), HasSubstr("zero.bucket_bytes = 0"));
-  EXPECT_THAT(refusal([] { make_bucket_plan(four, {.bucket_bytes = 1, .first_bucket_bytes = -1}); }), HasSubstr("first_bucket_bytes = -1"));
+TEST(BucketLayout, RefusesSizesBelowOne) {
+  EXPECT_THAT(refusal([] { make_bucket_layout(four, {.bucket_bytes = 0}); }), HasSubstr("zero.bucket_bytes = 0"));
+  EXPECT_THAT(refusal([] { make_bucket_layout(four, {.bucket_bytes = 1, .first_bucket_bytes = -1}); }), HasSubstr("first_bucket_bytes = -1"));
 }
 
-TEST(BucketPlan, RefusesAnOrderThatIsNoPermutation) {
+TEST(BucketLayout, RefusesAnOrderThatIsNoPermutation) {
   for (const std::vector<int64_t>& order : std::vector<std::vector<int64_t>>{{0, 1, 2}, {0, 1, 2, 2}, {0, 1, 2, 4}, {-1, 1, 2, 3}}) {
-    EXPECT_THROW(make_bucket_plan(four, order), InternalError);
+    EXPECT_THROW(make_bucket_layout(four, order), InternalError);
   }
 }
 
-TEST(BucketPlan, APlanOfAnotherModelIsRefusedByName) {
-  const BucketPlan plan = make_bucket_plan(four);
-  const auto check = [&](std::vector<GradientSpec> gradients) { return refusal([&] { check_bucket_plan(plan, gradients, "checkpoint"); }); };
-  EXPECT_NO_THROW(check_bucket_plan(plan, four, "checkpoint"));
+TEST(BucketLayout, APlanOfAnotherModelIsRefusedByName) {
+  const BucketLayout plan = make_bucket_layout(four);
+  const auto check = [&](std::vector<GradientSpec> gradients) { return refusal([&] { check_bucket_layout(plan, gradients, "checkpoint"); }); };
+  EXPECT_NO_THROW(check_bucket_layout(plan, four, "checkpoint"));
   EXPECT_THAT(check({{"a", 10}, {"b", 20}, {"c", 5}}), HasSubstr("'d' is no trainable parameter"));
   EXPECT_THAT(check({{"a", 10}, {"b", 20}, {"c", 5}, {"d", 7}}), HasSubstr("'d' has 6 elements of fp32, the model's gradient 7 of fp32"));
   EXPECT_THAT(check({{"a", 10}, {"b", 20}, {"c", 5}, {"d", 6, at::kBFloat16}}), HasSubstr("6 of bf16"));
   EXPECT_THAT(check({{"a", 10}, {"b", 20}, {"c", 5}, {"d", 6}, {"e", 1}}), HasSubstr("in no bucket, among them 'e'"));
-  BucketPlan gap = plan;
+  BucketLayout gap = plan;
   gap.buckets[0].slots[1].offset += 1;
-  EXPECT_THAT(refusal([&] { check_bucket_plan(gap, four, "checkpoint"); }), HasSubstr("starts at element"));
-  BucketPlan twice = plan;
+  EXPECT_THAT(refusal([&] { check_bucket_layout(gap, four, "checkpoint"); }), HasSubstr("starts at element"));
+  BucketLayout twice = plan;
   twice.buckets.push_back(plan.buckets[0]);
-  EXPECT_THAT(refusal([&] { check_bucket_plan(twice, four, "checkpoint"); }), HasSubstr("listed twice"));
+  EXPECT_THAT(refusal([&] { check_bucket_layout(twice, four, "checkpoint"); }), HasSubstr("listed twice"));
 }
 
-TEST(BucketPlan, JsonNamesTheBadField) {
-  nlohmann::json json = to_json(make_bucket_plan(four));
+TEST(BucketLayout, JsonNamesTheBadField) {
+  nlohmann::json json = to_json(make_bucket_layout(four));
   json.erase("observed");
-  EXPECT_THAT(refusal([&] { bucket_plan_from_json(json); }), HasSubstr("\"observed\""));
-  json = to_json(make_bucket_plan(four));
+  EXPECT_THAT(refusal([&] { bucket_layout_from_json(json); }), HasSubstr("\"observed\""));
+  json = to_json(make_bucket_layout(four));
   json["buckets"][0]["dtype"] = "fp7";
-  EXPECT_THAT(refusal([&] { bucket_plan_from_json(json); }), HasSubstr("\"fp7\""));
-  EXPECT_THAT(refusal([&] { bucket_plan_from_json(nlohmann::json::array()); }), HasSubstr("\"bucket_bytes\""));
+  EXPECT_THAT(refusal([&] { bucket_layout_from_json(json); }), HasSubstr("\"fp7\""));
+  EXPECT_THAT(refusal([&] { bucket_layout_from_json(nlohmann::json::array()); }), HasSubstr("\"bucket_bytes\""));
 }
 
-TEST(BucketPlan, Prints) {
-  const std::string text = to_string(make_bucket_plan(four, {.bucket_bytes = 120, .first_bucket_bytes = 24}));
+TEST(BucketLayout, Prints) {
+  const std::string text = to_string(make_bucket_layout(four, {.bucket_bytes = 120, .first_bucket_bytes = 24}));
   EXPECT_THAT(text, HasSubstr("3 buckets, 164 B, in reverse registration order\n"));
   EXPECT_THAT(text, HasSubstr("c .. b"));
 }

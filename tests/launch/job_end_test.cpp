@@ -1,4 +1,4 @@
-#include "tessera/launch/verdict.h"
+#include "tessera/launch/job_end.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,47 +10,47 @@ namespace {
 int exited(int code) { return code << 8; }
 int signaled(int signal) { return signal; }
 
-TEST(Verdict, NothingFailed) {
-  const Verdict verdict = judge({{0, exited(0), ""}, {1, exited(0), ""}});
-  EXPECT_EQ(verdict.exit_code, 0);
-  EXPECT_EQ(verdict.sentence, "");
+TEST(JobEnd, NothingFailed) {
+  const JobEnd job_end = judge({{0, exited(0), ""}, {1, exited(0), ""}});
+  EXPECT_EQ(job_end.exit_code, 0);
+  EXPECT_EQ(job_end.sentence, "");
   EXPECT_EQ(judge({}).exit_code, 0);
 }
 
-TEST(Verdict, NamesTheFirstFailure) {
-  const Verdict verdict = judge({{2, exited(0), ""}, {1, exited(3), write_report({Failure::Other, "disk is full"})}, {0, exited(4), ""}});
-  EXPECT_EQ(verdict.exit_code, 1);
-  EXPECT_EQ(verdict.sentence, "rank 1 failed with exit code 3: disk is full");
+TEST(JobEnd, NamesTheFirstFailure) {
+  const JobEnd job_end = judge({{2, exited(0), ""}, {1, exited(3), write_report({Failure::Other, "disk is full"})}, {0, exited(4), ""}});
+  EXPECT_EQ(job_end.exit_code, 1);
+  EXPECT_EQ(job_end.sentence, "rank 1 failed with exit code 3: disk is full");
 }
 
-TEST(Verdict, ASignalIsLikelierThanAnExit) {
-  const Verdict verdict = judge({{0, exited(1), ""}, {1, signaled(SIGSEGV), ""}});
-  EXPECT_EQ(verdict.exit_code, 1);
-  EXPECT_EQ(verdict.sentence, "rank 1 was ended by SIGSEGV (segmentation fault)");
+TEST(JobEnd, ASignalIsLikelierThanAnExit) {
+  const JobEnd job_end = judge({{0, exited(1), ""}, {1, signaled(SIGSEGV), ""}});
+  EXPECT_EQ(job_end.exit_code, 1);
+  EXPECT_EQ(job_end.sentence, "rank 1 was ended by SIGSEGV (segmentation fault)");
 }
 
-TEST(Verdict, ABusErrorIsThatOfAFileThatWasCut) {
+TEST(JobEnd, ABusErrorIsThatOfAFileThatWasCut) {
   EXPECT_THAT(judge({{0, signaled(SIGBUS), ""}}).sentence,
               ::testing::StartsWith("rank 0 was ended by SIGBUS (bus error): it read a mapped file beyond its end; "));
 }
 
-TEST(Verdict, AnAbortIsNoLikelierThanAnExit) { EXPECT_EQ(judge({{0, exited(3), ""}, {1, signaled(SIGABRT), ""}}).sentence, "rank 0 failed with exit code 3"); }
+TEST(JobEnd, AnAbortIsNoLikelierThanAnExit) { EXPECT_EQ(judge({{0, exited(3), ""}, {1, signaled(SIGABRT), ""}}).sentence, "rank 0 failed with exit code 3"); }
 
-TEST(Verdict, ABrokenConnectionIsAConsequence) {
+TEST(JobEnd, ABrokenConnectionIsAConsequence) {
   const std::vector<Ending> endings{{0, exited(1), write_report({Failure::Comm, "all_reduce: connection closed by peer"})},
                                     {1, exited(1), write_report({Failure::Other, "nan"})}};
   EXPECT_EQ(judge(endings).sentence, "rank 1 failed with exit code 1: nan");
   EXPECT_EQ(judge({endings[0]}).sentence, "rank 0 failed with exit code 1: all_reduce: connection closed by peer");
 }
 
-TEST(Verdict, BadInputIsHandedOnAsItIs) {
-  const Verdict verdict = judge({{0, exited(1), write_report({Failure::Comm, "gone"})}, {1, exited(2), write_report({Failure::Config, "data.files: empty"})}});
-  EXPECT_EQ(verdict.exit_code, 2);
-  EXPECT_EQ(verdict.sentence, "data.files: empty");
+TEST(JobEnd, BadInputIsHandedOnAsItIs) {
+  const JobEnd job_end = judge({{0, exited(1), write_report({Failure::Comm, "gone"})}, {1, exited(2), write_report({Failure::Config, "data.files: empty"})}});
+  EXPECT_EQ(job_end.exit_code, 2);
+  EXPECT_EQ(job_end.sentence, "data.files: empty");
   EXPECT_EQ(judge({{3, exited(2), ""}}).sentence, "rank 3 refused its input (exit code 2)");
 }
 
-TEST(Verdict, ReportsAreOneLine) {
+TEST(JobEnd, ReportsAreOneLine) {
   const auto report = read_report(write_report({Failure::Config, "two\nlines"}));
   ASSERT_TRUE(report);
   EXPECT_EQ(report->kind, Failure::Config);
@@ -59,7 +59,7 @@ TEST(Verdict, ReportsAreOneLine) {
   EXPECT_FALSE(read_report("something else\n"));
 }
 
-TEST(Verdict, DescribesSignals) {
+TEST(JobEnd, DescribesSignals) {
   EXPECT_EQ(describe_signal(SIGKILL), "SIGKILL (killed)");
   EXPECT_EQ(describe_signal(63), "signal 63");
 }

@@ -28,7 +28,7 @@ struct BucketSizes {
 /// Which gradients share which flat buffer, and in which order the buffers are reduced: a plain value (PyTorch DDP, arXiv:2006.15704, section 3.2).
 /// The order of sums inside a collective may depend on the bucket an element lies in, so a plan is part of a checkpoint: with the same plan a
 /// resumed run repeats the same bits.
-struct BucketPlan {
+struct BucketLayout {
   struct Slot {
     std::string name;
     int64_t offset = 0;  ///< in elements from the start of the bucket
@@ -49,25 +49,25 @@ struct BucketPlan {
 
   bool empty() const { return buckets.empty(); }
   int64_t bytes() const;
-  bool operator==(const BucketPlan&) const = default;
+  bool operator==(const BucketLayout&) const = default;
 };
 
 /// Deals `gradients`, taken in `order` (a permutation of their indices), into buckets of one dtype each. A bucket closes when the next gradient would carry it
 /// over its size; a gradient larger than that has a bucket of its own. Buckets come out in the order in which they are complete. Throws ConfigError
 /// for a size below one, InternalError where `order` is not a permutation.
-BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, std::span<const int64_t> order, BucketSizes sizes = {}, bool observed = false);
+BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, std::span<const int64_t> order, BucketSizes sizes = {}, bool observed = false);
 
 /// The plan before any step has been seen: gradients are expected in the reverse order of registration.
-BucketPlan make_bucket_plan(std::span<const GradientSpec> gradients, BucketSizes sizes = {});
+BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, BucketSizes sizes = {});
 
 /// Throws ConfigError unless `plan` holds each of `gradients` exactly once, with its size and dtype, without gaps. `source` says where the plan came from.
-void check_bucket_plan(const BucketPlan& plan, std::span<const GradientSpec> gradients, std::string_view source);
+void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec> gradients, std::string_view source);
 
 /// For a checkpoint's manifest. Reading throws ConfigError naming the field that is missing or wrong.
-nlohmann::json to_json(const BucketPlan& plan);
-BucketPlan bucket_plan_from_json(const nlohmann::json& json);
+nlohmann::json to_json(const BucketLayout& plan);
+BucketLayout bucket_layout_from_json(const nlohmann::json& json);
 
 /// One line per bucket: number, dtype, bytes, gradients.
-std::string to_string(const BucketPlan& plan);
+std::string to_string(const BucketLayout& plan);
 
 }  // namespace tessera
