@@ -15,7 +15,7 @@ namespace tessera::checkpoint {
 namespace {
 
 std::string bytes_of(const at::Tensor& tensor) {
-  const auto packed = tensor.contiguous();
+  const auto packed = tensor.cpu().contiguous();
   return {static_cast<const char*>(packed.const_data_ptr()), packed.nbytes()};
 }
 

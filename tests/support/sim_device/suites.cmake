@@ -11,6 +11,7 @@ function(tessera_sim_suite room)
 endfunction()
 
 # Of comm, what moves tensors; the rest are processes, times and files.
+# (Of checkpoint, the readers of files that write into new tensors by their pointers come first.)
 tessera_sim_suite(comm ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
                   LEFT_OUT Inject.* CollectivesRefuse.*)  # which write what the device cannot be written by: from the host
 tessera_sim_suite(nn LEFT_OUT
@@ -57,3 +58,5 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)   # writes bytes of a file by their pointer
+# Of train, what is about devices; whole runs on the device are held against the CPU's there.
+tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.*)
