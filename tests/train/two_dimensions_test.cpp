@@ -25,7 +25,6 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/made_docs.h"
 #include "tests/refusal.h"
-#include "tests/test_device.h"
 
 namespace {
 
@@ -109,7 +108,7 @@ struct Alone {
 
 Alone train_alone(const std::vector<Batch>& steps) {
   Net model = tessera::on_meta([] { return Net(); });
-  tessera::materialize(model, 1, testing_support::test_device());
+  tessera::materialize(model, 1);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
   Alone alone;
   for (const auto& [ids, labels] : steps) {
@@ -148,7 +147,7 @@ TEST(TwoDimensions, TheProgramOfThePageIsOneDevices) {
                                                          {"layer*.down", tessera::RowParallel{.output = sequence}},
                                                          {"head", tessera::VocabParallelHead{.input = sequence}}});
       const auto sharded = tessera::fully_shard(model, mesh["dp"], {.wrap = "layer*"});  // what is left of each tensor, once more
-      tessera::materialize(model, /*seed=*/1, testing_support::test_device());                                           // this rank's slices of slices
+      tessera::materialize(model, /*seed=*/1);                                           // this rank's slices of slices
       torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
       for (const auto& [ids, labels] : mine) {  // rows by mesh.rank("dp"); the ranks of a tp group take the same
         optimizer.zero_grad();
@@ -186,7 +185,7 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
   Values expected;
   {
     Net model = tessera::on_meta([] { return Net(); });
-    tessera::materialize(model, 1, testing_support::test_device());
+    tessera::materialize(model, 1);
     for (const auto& [ids, labels] : passes) model(ids, labels).backward();
     for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*model)) expected[name] = tensor.grad();
   }
@@ -205,7 +204,7 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
           } else if (!zero) {
             wrappers.push_back(tessera::fully_shard(model, mesh["dp"], {.wrap = kind == Kind::ByLayer ? "*" : ""}));
           }
-          tessera::materialize(model, 1, testing_support::test_device());
+          tessera::materialize(model, 1);
           if (zero) {
             wrappers.push_back(std::make_unique<tessera::ShardedDataParallel>(*model, tessera::ShardGroups{.shard = mesh["dp"]},
                                                                               tessera::ZeroOptions{.stage = kind == Kind::Zero1 ? 1 : 2}));
@@ -240,7 +239,7 @@ TEST(TwoDimensions, ClippingAsWithoutCutLayersNamesWhatToWrite) {
     Net model = tessera::on_meta([] { return Net(); });
     const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
     const auto sharded = tessera::fully_shard(model, mesh["dp"]);
-    tessera::materialize(model, 1, testing_support::test_device());
+    tessera::materialize(model, 1);
     const Batch batch = batches(1).front();
     model(batch.ids, batch.labels).backward();
     EXPECT_THAT(tessera::testing_support::refusal([&] { tessera::clip_grad_norm(*sharded, 1.0); }),
