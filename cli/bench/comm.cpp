@@ -199,18 +199,18 @@ BenchJob job_of(const BenchCommFlags& flags, const Sweep& sweep, const std::stri
 }  // namespace
 
 int bench_comm(const BenchCommFlags& flags) {
-  const Sweep sweep = read_plan(flags);
+  const Sweep sweep = read_sweep(flags);
   std::vector<BenchJob> jobs;
   for (const auto& backend : sweep.backends) {
-    for (const auto& algorithm : sweep.algorithms) jobs.push_back(job_of(flags, plan, backend, algorithm));
+    for (const auto& algorithm : sweep.algorithms) jobs.push_back(job_of(flags, sweep, backend, algorithm));
   }
   return run_bench<Row>(flags, sweep.nproc,
                         {.name = "comm",
                          .jobs = std::move(jobs),
-                         .measure = [&] { return measure_here(flags, plan, sweep.backends.front(), sweep.algorithms.front()); },
+                         .measure = [&] { return measure_here(flags, sweep, sweep.backends.front(), sweep.algorithms.front()); },
                          .lines = lines_of,
                          .read = rows_of,
-                         .present = [&](const auto& rows) { present(flags, plan, rows); }});
+                         .present = [&](const auto& rows) { present(flags, sweep, rows); }});
 }
 
 }  // namespace tessera::cli

@@ -48,7 +48,7 @@ int make_bell() {
 
 void silence_bell(int descriptor) {
   uint64_t count = 0;
-  [[maybe_unused]] const ssize_t size = read(descriptor, &count, sizeof count);
+  [[maybe_unused]] const ssize_t size = ::read(descriptor, &count, sizeof count);
 }
 
 bool is_ignored(int signal) {
