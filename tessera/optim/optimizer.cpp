@@ -115,7 +115,7 @@ void Optimizer::take_back_count() {
 
 at::Tensor not_finite(const at::Tensor& norm) {
   const c10::NoGradGuard no_grad;
-  return at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
+  return at::isfinite(norm).eq(false).to(at::kFloat).reshape({1});
 }
 
 void Optimizer::hold_state(const std::map<std::string, int64_t>& counts) {

@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 #include <tessera/tessera.h>
-#include "tests/test_device.h"
 
 struct FeedForwardImpl : tessera::nn::Module {
   FeedForwardImpl(int64_t dim, int64_t hidden) : w1(dim, hidden), w2(hidden, dim), w3(dim, hidden) {
@@ -27,7 +26,7 @@ struct Count : tessera::nn::Interceptor {
 int main() {
   auto model = tessera::on_meta([] { return FeedForward(16, 40); });
   tessera::nn::assign_paths(*model);
-  tessera::materialize(model, /*seed=*/1, testing_support::test_device());
+  tessera::materialize(model, /*seed=*/1);
   auto count = std::make_shared<Count>();
   auto attached = tessera::nn::attach(*model, "w*", count);
 
