@@ -251,7 +251,13 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
   token_bytes_ = reinterpret_cast<const uint32_t*>(payload);
   ids_ = payload + header.vocab_size * sizeof(uint32_t);
   documents_ = static_cast<Documents>(header.documents_as);
-  for (uint64_t i = 0; i < header.documents; ++i) document_ends_.push_back(static_cast<int64_t>(document_end(file_->bytes(), header, i)));
+  uint64_t last = 0;
+  for (uint64_t i = 0; i < header.documents; ++i) {
+    const uint64_t end = document_end(file_->bytes(), header, i);
+    require(end >= last && end <= header.tokens, path_.string(), ": damaged: document ", i, " ends behind id ", end, " of ", header.tokens,
+            ", the one before it behind ", last, "; make the file again with tessera tokenize");
+    document_ends_.push_back(static_cast<int64_t>(last = end));
+  }
 }
 
 Corpus::~Corpus() = default;

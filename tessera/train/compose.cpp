@@ -101,7 +101,7 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
 }
 
 /// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters.
-optim::WholeModel whole_model(const Composition& run, at::Device device) {
+optim::WholeModel whole_model(const Config& config, const Composition& run, at::Device device) {
   optim::WholeModel whole;
   std::set<std::string> named, counted;
   for (const auto& parameter : run.parameters) {
@@ -113,6 +113,8 @@ optim::WholeModel whole_model(const Composition& run, at::Device device) {
       if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) whole.looked_up.insert(nn::slice_of(embedding->weight).name);
     }
   }
+  // Where it is tied, the last stage has it as the head's alone, and both ends update it alike.
+  if (config.model.tie_embeddings) whole.looked_up.insert(kTiedWeight);
   if (run.cut.size() == 1) return whole;
   for (const auto& parameter : nn::counted_once(run.updated)) counted.insert(parameter.name);
   for (const auto& parameter : run.updated) {
@@ -318,7 +320,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_targets(*run.model));
   {
     const HostMemory beside(run.offloaded);
-    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated, whole_model(run, device));
+    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated, whole_model(config, run, device));
     run.loss_scale = precision::LossScale(config.precision);
     if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
   }

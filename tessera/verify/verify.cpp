@@ -106,6 +106,8 @@ class Verification {
   void run_rank(comm::World& world);
   void run_reference();
   data::StepBatch next_batch(Side& side) const;
+  /// Of a micro-batch: one where its windows are packed.
+  int64_t rows() const { return layout_.data.documents == "none" ? layout_.batch.micro_size : 1; }
   TapOptions tapped(nn::Module* instead) const {
     return {.instead = instead,
             .column_axis = column_axis_,
@@ -214,7 +216,7 @@ void Verification::run_rank(comm::World& world) {
   Composition& run = side.stepper.run();
   const auto planted = options_.plant.attach ? options_.plant.attach(run, world.rank()) : Attachment();
   RecordedChoices& choices = choices_[static_cast<size_t>(world.rank())];
-  const Attachment routers = record_choices(side.model(), samples_, layout_.batch.micro_size, choices);
+  const Attachment routers = record_choices(side.model(), samples_, rows(), choices);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs, tapped(end_of(run)));
   const auto show = [&](std::vector<SlicedTensor> tensors) {
     shown.tensors = std::move(tensors);

@@ -29,7 +29,7 @@ inline void draw_gradients(const std::vector<nn::NamedParameter>& parameters, in
   at::manual_seed(100 + step);
   for (const auto& parameter : parameters) {
     at::Tensor tensor = parameter.tensor;
-    tensor.mutable_grad() = tensor.is_meta() ? at::empty_like(tensor) : at::randn(tensor.sizes());
+    tensor.mutable_grad() = tensor.is_meta() ? at::empty_like(tensor) : at::randn(tensor.sizes(), tensor.options().requires_grad(false));
   }
 }
 

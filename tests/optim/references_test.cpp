@@ -38,7 +38,7 @@ struct Plain {
 
   at::Tensor& keep(const std::string& name, at::IntArrayRef sizes) {
     auto& tensor = kept[name];
-    if (!tensor.defined()) tensor = at::zeros(sizes, at::kDouble);
+    if (!tensor.defined()) tensor = at::zeros(sizes, p.options());
     return tensor;
   }
 };
@@ -140,10 +140,10 @@ TEST(Adam8bit, RoundsAveragesToTheNearestNumber) {
   const auto optimizer = make_optimizer(config, parameters);
   const int64_t n = parameters[0].tensor.numel();
   const at::Tensor plain = parameters[0].tensor.detach().flatten().clone();
-  at::Tensor m = at::zeros({n}), v = at::zeros({n});
+  at::Tensor m = at::zeros_like(plain), v = at::zeros_like(plain);
   const auto rounded = [&](const at::Tensor& average, bool is_signed) {
     const auto& numbers = kernels::dynamic_map(is_signed);
-    const at::Tensor all = at::tensor(at::ArrayRef<float>(numbers.data(), numbers.size()), at::kFloat);
+    const at::Tensor all = at::tensor(at::ArrayRef<float>(numbers.data(), numbers.size()), plain.options());
     at::Tensor result = at::empty_like(average);
     for (int64_t begin = 0; begin < n; begin += kernels::kAdam8bitBlock) {
       const at::Tensor block = average.slice(0, begin, std::min(n, begin + kernels::kAdam8bitBlock)), scale = block.abs().max();
@@ -245,7 +245,7 @@ std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cu
       optimizer->step(0.05);
     }
     const auto put = [&](const std::string& name, const at::Tensor& local, const Slice& slice) {
-      const at::Tensor all = at::full(slice.shape, -1e9, at::kFloat);
+      const at::Tensor all = at::full(slice.shape, -1e9, local.options().dtype(at::kFloat));
       for (size_t b = 0; b < slice.boxes.size(); ++b) {
         at::Tensor to = all;
         for (size_t d = 0; d < slice.shape.size(); ++d) to = to.narrow(static_cast<int64_t>(d), slice.boxes[b].offset[d], slice.boxes[b].size[d]);
@@ -263,7 +263,7 @@ std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cu
     for (const auto& [name, slice] : named) {
       const auto found = held.find(name);
       const Slice none{slice.name, slice.shape, {}};
-      found == held.end() ? put(name, at::zeros({0}), none) : put(name, found->second.tensor, found->second.slice);
+      found == held.end() ? put(name, at::zeros({0}, whole[0].tensor.options()), none) : put(name, found->second.tensor, found->second.slice);
     }
   });
   return results;

@@ -16,7 +16,8 @@ class VerifyOptimizers : public testing_support::VerifyFixture, public ::testing
               "optim.lr=0.01",
               "optim.weight_decay=0.1",
               "run.steps=3",
-              "batch.global_size=6",
+              "batch.global_size=10",
+              "batch.micro_size=1",
               "model.dim=72",
               "model.heads=6",
               "model.ffn_dim=200",
@@ -46,6 +47,7 @@ TEST_P(VerifyOptimizers, OverShardedParameters) {
 
 TEST_P(VerifyOptimizers, OverStagesAndExperts) {
   expect_layout("pp=2,dp_shard=2", {"zero.stage=1"});
+  expect_layout("pp=2", {"model.tie_embeddings=true"});
   expect_layout("dp_shard=4,ep=2", {"zero.stage=2", "model.experts=4", "model.experts_per_token=2", "model.layers=1"}, "mixtral");
 }
 

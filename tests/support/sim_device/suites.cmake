@@ -13,7 +13,8 @@ endfunction()
 # Of comm, what moves tensors; the rest are processes, times and files.
 # (Of checkpoint, the readers of files that write into new tensors by their pointers come first.)
 tessera_sim_suite(comm ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
-                  LEFT_OUT Inject.* CollectivesRefuse.*)  # which write what the device cannot be written by: from the host
+                  LEFT_OUT Inject.* CollectivesRefuse.*   # which write what the device cannot be written by: from the host
+                  *TwoLevel.AsynchronousCollectives* *TwoLevel.MessagesBeside*)  # ranks of hosts that are pretended, in one process
 tessera_sim_suite(nn LEFT_OUT
   GradientDispatcher.GradientsAreAddedInPlaceWhereNobodyWantsToSeeEach Layers.EmbeddingAndLayerNormAreTorchs  # on CUDA autograd adds up gradients itself
   OnMetaTest.BuildsPlainModulesWithoutMemory                  # says that without a device tensors are on the CPU
@@ -25,7 +26,7 @@ tessera_sim_suite(kernels LEFT_OUT
   *Fp8*                             # on CUDA sizes are multiples of 16
   Loops.*                           # the CPU's loops by their pointers
   Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
-tessera_sim_suite(optim LEFT_OUT GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
+tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
                   ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
 tessera_sim_suite(precision LEFT_OUT *StochasticOptimizer*    # refused on CUDA, by name
                   Policy.NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights)  # fp16 on a CPU
@@ -37,12 +38,12 @@ tessera_sim_suite(recompute LEFT_OUT
 tessera_sim_suite(data_parallel LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
-  DdpPlainLoop.ClearingAfterAFailureClearsIt DdpPlainLoop.APassInsideOfAnotherThatComesFirstIsRefused  # what a failure leaves on its way is not waited for
+  FailedPass.* DdpPlainLoop.ClearingAfterAFailureClearsIt DdpPlainLoop.APassInsideOfAnotherThatComesFirstIsRefused  # what a failure leaves on its way is not waited for
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
 tessera_sim_suite(zero LEFT_OUT
   ZeroGradients.OvertakingOneThatIsComputedInPlaceAreThoseOfTheStep  # a program that is refused once it has written what is on its way
-  ZeroPlainLoop.PartsThatWereNotBroughtTogetherAreNoticed            # writes are seen on the CPU alone
+  ZeroPlainLoop.PartsThatWereNotBroughtTogetherAreNoticed ZeroPlainLoop.ZerosAreAGradientOfWhatNobodyUses  # writes are seen on the CPU alone
   ZeroPlainLoop.WeightsMayBeLoadedAfterWrapping                      # loads another rank's tensors
   ZeroPlainLoop.AWrapperThatGoesInTheMiddleOfAStepWaitsForNobody)    # holds seconds
 tessera_sim_suite(tensor_parallel LEFT_OUT
@@ -55,8 +56,9 @@ tessera_sim_suite(fsdp LEFT_OUT
   *Foreign.RecurrentLanguageModel*             # CUDA's own kernels of recurrent networks
   *Foreign.AFrozenModelPassesGradientsOn* *Foreign.AGradientPenalty* FullyShardLoop.WeightsAreLoadedAfterWrapping  # gradients of another rank's tensors
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
-  FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse
+  FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
+  FullyShard.AnExceptionInForwardOrBackwardLeavesTheNextStepRight  # what a failure leaves on its way is not waited for
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)   # writes bytes of a file by their pointer
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
 tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.*)
