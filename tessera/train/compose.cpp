@@ -114,7 +114,7 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
     }
   }
   // Where it is tied, the last stage has it as the head's alone, and both ends update it alike.
-  if (config.model.tie_embeddings) whole.looked_up.insert(kTiedWeight);
+  if (config.model.tie_embeddings) whole.looked_up.emplace(kTiedWeight);
   if (run.cut.size() == 1) return whole;
   for (const auto& parameter : nn::counted_once(run.updated)) counted.insert(parameter.name);
   for (const auto& parameter : run.updated) {
