@@ -60,7 +60,9 @@ void validate_loss_scale(const Config& config) {
   if (scale == "none") return;
   if (scale != "dynamic") {
     const double factor = std::stod(scale);
-    require(std::isfinite(factor) && factor > 0, "precision.loss_scale = ", scale, ": expected a positive number, dynamic or none");
+    // Beyond these the scaled loss, or what is left of a gradient by the factor's reciprocal, leaves fp32.
+    require(factor >= std::ldexp(1.0, -24) && factor <= std::ldexp(1.0, 64), "precision.loss_scale = ", scale,
+            ": expected a number from 2^-24 to 2^64, such as 65536, dynamic or none");
   }
   const std::set<std::string> dtypes{precision.params, precision.compute, precision.reduce, config.comm.compression};
   require(dtypes.contains("fp16"), "precision.loss_scale = ", scale,

@@ -64,7 +64,6 @@ Adafactor::Adafactor(std::vector<ParameterGroup> groups, AdafactorOptions option
 }
 
 void Adafactor::hold(size_t index) {
-  if (slice(index).numel() == 0) return;
   if (options_.momentum != 0 && !exp_avg_[index].defined()) exp_avg_[index] = zeros_like_parameter(index);
   if (!is_factored(index)) {
     if (!variance_[index].defined()) variance_[index] = zeros_like_parameter(index);
@@ -74,8 +73,8 @@ void Adafactor::hold(size_t index) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
   const auto options = at::TensorOptions(parameters_[index].tensor.device()).dtype(at::kFloat);
-  row_var_[index] = at::zeros(sums_shape(slice(index).shape, -1), options);
-  col_var_[index] = at::zeros(sums_shape(slice(index).shape, -2), options);
+  row_var_[index] = at::zeros(held(index, -1).local_shape(), options);
+  col_var_[index] = at::zeros(held(index, -2).local_shape(), options);
 }
 
 std::vector<StateTensor> Adafactor::state() const {
@@ -83,12 +82,17 @@ std::vector<StateTensor> Adafactor::state() const {
   auto variances = named_state("variance", variance_);
   std::move(variances.begin(), variances.end(), std::back_inserter(state));
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const std::string& name = parameters_[i].name;
-    for (const auto& [kind, tensor] : {std::pair{"row_var", row_var_[i]}, {"col_var", col_var_[i]}}) {
-      if (tensor.defined()) state.push_back({name, kind, tensor, Slice::whole(name, tensor.sizes().vec())});
-    }
+    if (!row_var_[i].defined()) continue;
+    state.push_back({parameters_[i].name, "row_var", row_var_[i], held(i, -1)});
+    state.push_back({parameters_[i].name, "col_var", col_var_[i], held(i, -2)});
   }
   return state;
+}
+
+Slice Adafactor::held(size_t index, int dim) const {
+  Slice sums = Slice::whole(parameters_[index].name, sums_shape(slice(index).shape, dim));
+  if (slice(index).numel() == 0 && slice(index).logical_numel() > 0) sums.boxes.clear();
+  return sums;
 }
 
 double Adafactor::share_of_new(size_t index) const { return std::pow(static_cast<double>(counts_[index] + 1), kDecay); }
@@ -181,7 +185,7 @@ void Adafactor::update(const Batch& batch, double lr) {
     const int64_t place = scalars_.of(parameters_[index].name);
     const double share = std::min(lr, 1 / std::sqrt(static_cast<double>(counts_[index])));
     const at::Tensor step = size_[place].mul(share).to(at::kFloat), less = excess_[place].reciprocal().to(at::kFloat);
-    at::Tensor parameter = batch.parameters[k];
+    const at::Tensor parameter = batch.parameters[k].detach();  // which in a forward of the plain loop would be a use of it
     if (batch.weight_decay != 0) parameter.mul_(1 - lr * batch.weight_decay);
     for (size_t b = 0; b < slice(index).boxes.size(); ++b) {
       at::Tensor moved = direction(index, b, batch.gradients[k]).mul_(less);

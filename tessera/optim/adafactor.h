@@ -34,6 +34,8 @@ class Adafactor : public Optimizer {
  private:
   bool is_factored(size_t index) const { return slice(index).shape.size() >= 2; }
   const Slice& slice(size_t index) const { return nn::slice_of(parameters_[index].tensor); }
+  /// The sums over `dim` (-1: of rows, -2: of columns) that are kept here: all, or none where this rank has no elements.
+  Slice held(size_t index, int dim) const;
   /// Of the update that comes: the share of the new in averages of squares.
   double share_of_new(size_t index) const;
 

@@ -266,8 +266,10 @@ bool Stepper::has_updated(const data::StepBatch& batch, double norm) {
     const std::string tried =
         scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))
                         : "";
-    throw Error(detail::concat("step ", batch.step, ": the gradient's norm is not finite", tried, ": ", where,
-                               "; the step was not applied: ", way_on(batch.step), config_.optim.max_grad_norm > 0 ? "" : ", or with optim.max_grad_norm"));
+    const bool fixed = scale.enabled() && config_.precision.loss_scale != "dynamic";
+    const std::string way = fixed ? "set a lower precision.loss_scale, or dynamic, which finds one"
+                                  : way_on(batch.step) + (config_.optim.max_grad_norm > 0 ? "" : ", or with optim.max_grad_norm");
+    throw Error(detail::concat("step ", batch.step, ": the gradient's norm is not finite", tried, ": ", where, "; the step was not applied: ", way));
   }
   if (data_group_.rank() == 0) {
     log().warn("step {}: the gradient's norm is not finite at a loss scale of {}: the step is skipped, and the next one scales by {}", batch.step,

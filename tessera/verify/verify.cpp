@@ -44,7 +44,8 @@ Config reference_of(Config config) {
   config.tensor = {};
   config.context = {};
   config.pipeline = {};
-  config.recompute = {};
+  // Tiles sum a weight's gradient in parts: under run.deterministic, where bits are compared, they are a part of the arithmetic.
+  config.recompute = {.ffn_tile = config.run.deterministic ? config.recompute.ffn_tile : 0};
   config.offload = {};
   return config;
 }

@@ -7,6 +7,8 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/nn/attach.h"
+#include "tessera/optim/adafactor.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -83,6 +85,43 @@ TEST(ClipWrapped, IsOneProcesssNormUnderEveryWrapper) {
         EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << name;
       });
     }
+  }
+}
+
+/// Sums of rows and columns read what a wrapper's operators would take for a use of the parameter.
+TEST(ClipWrapped, AdafactorStepsInThePlainLoopOfEveryWrapper) {
+  Net reference;
+  nn::assign_paths(reference);
+  optim::WholeModel all;
+  for (const auto& parameter : nn::unique_parameters(reference)) all.parameters.push_back(Slice::whole(parameter.name, parameter.tensor.sizes().vec()));
+  const auto make = [](const std::vector<nn::NamedParameter>& parameters, optim::WholeModel whole) {
+    return std::make_unique<optim::Adafactor>(optim::decay_groups(parameters, "all", 0.01), optim::AdafactorOptions{}, std::move(whole));
+  };
+  const auto optimizer = make(nn::unique_parameters(reference), {});
+  for (int step = 0; step < steps; ++step) {
+    reference.zero_grad();
+    backward(reference, whole_batch(samples, step));
+    optimizer->step(0.02);
+  }
+  for (const auto& [name, wrap] : wrappers()) {
+    run_ranks(2, [&, &name = name, &wrap = wrap](World& world) {
+      Net net;
+      const auto wrapped = wrap(net, world);
+      optim::WholeModel whole = all;
+      const comm::Group ranks = wrapped->norm_group();
+      if (ranks.size() > 1) {
+        whole.meet = [ranks](const at::Tensor& numbers, optim::Meeting how) {
+          comm::all_reduce(ranks, numbers, how == optim::Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
+        };
+      }
+      auto parts = zero_optimizer(net, [&](const std::vector<nn::NamedParameter>& updated) { return make(updated, whole); });
+      for (int step = 0; step < steps; ++step) {
+        net.zero_grad();
+        backward(net, part_of(whole_batch(samples, step), 2, world.rank()));
+        parts.step(0.02);
+      }
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << name;
+    });
   }
 }
 

@@ -1,7 +1,7 @@
 // A checkpoint of every layout goes on in every other: the state to the bit, the next steps within the bounds, and to the bit where the arithmetic is the same.
 
-#include "tests/train/resume_fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
@@ -59,6 +59,21 @@ TEST_F(Resume, ExpertsGoOnCutByTheirWidthAndOverTheRanksOfLayers) {
                                   {"ep1 wide of stage 1", 2, {"mesh.expert_tp=2", "zero.stage=1"}},
                                   {"tp4", 4, {"mesh.tp=4", "tensor.sequence_parallel=true", "mesh.ep=2"}}};
   expect_each_goes_on(dealt, {0, 1, 3}, mixture);
+}
+
+/// State that is not laid out as its parameter: sums of rows, scales of blocks; in parts where a rank holds nothing of some matrix.
+class ResumeOptimizer : public Resume, public ::testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, ResumeOptimizer, ::testing::Values("adam8bit", "adafactor", "lion"));
+
+TEST_P(ResumeOptimizer, GoesOnInOtherLayouts) {
+  const std::vector<Layout> layouts{{"stage 1 of 3", 3, {"zero.stage=1"}},
+                                    {"one for itself", 1, {}},
+                                    {"tp2", 2, {"mesh.tp=2"}},
+                                    {"stage 3 of 5", 5, {"zero.stage=3"}},
+                                    {"pp2 of stage 2", 4, {"mesh.pp=2", "zero.stage=2"}}};
+  Sets sets{"model.dim=64", "model.ffn_dim=80", "batch.global_size=10", "batch.micro_size=1", std::string("optim.name=") + GetParam()};
+  if (std::string(GetParam()) == "adafactor") sets.emplace_back("optim.momentum=0.5");
+  expect_each_goes_on(layouts, {0, 1, 3}, sets);
 }
 
 TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
