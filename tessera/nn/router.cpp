@@ -93,7 +93,8 @@ at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& 
                    valid = at::full({1}, states_valid_ ? static_cast<double>(context.valid_tokens.value_or(tokens)) : 0, plain);
   const at::Tensor all = at::cat({load, here, valid});
   if (peers_.size() > 1) {
-    const comm::CallSite site(path() + ".load");
+    const std::string place = path() + ".load";  // which the site does not copy
+    const comm::CallSite site(place);
     comm::all_reduce(peers_, all);
   }
   const at::Tensor all_load = all.narrow(0, 0, experts), all_tokens = all.select(0, experts), all_valid = all.select(0, experts + 1);
