@@ -61,8 +61,8 @@ void validate_loss_scale(const Config& config) {
   if (scale != "dynamic") {
     const double factor = std::stod(scale);
     // Beyond these the scaled loss, or what is left of a gradient by the factor's reciprocal, leaves fp32.
-    require(factor >= std::ldexp(1.0, -24) && factor <= std::ldexp(1.0, 64), "precision.loss_scale = ", scale,
-            ": expected a number from 2^-24 to 2^64, such as 65536, dynamic or none");
+    require(factor >= std::ldexp(1.0, -24) && factor <= std::ldexp(1.0, 100), "precision.loss_scale = ", scale,
+            ": expected a positive number from 2^-24 to 2^100, such as 65536, dynamic or none");
   }
   const std::set<std::string> dtypes{precision.params, precision.compute, precision.reduce, config.comm.compression};
   require(dtypes.contains("fp16"), "precision.loss_scale = ", scale,
