@@ -58,7 +58,7 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
-  FullyShard.AnExceptionInForwardOrBackwardLeavesTheNextStepRight FullyShardLoop.AFailed*  # what a failure leaves on its way is not waited for
+  *Exception* *AFailed*  # a device thread of autograd may hold a pass that has failed for longer than its caller
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)   # writes bytes of a file by their pointer
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
 tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.*)
