@@ -167,6 +167,26 @@ TEST(Adam8bit, RoundsAveragesToTheNearestNumber) {
   }
 }
 
+TEST(Adam8bit, AnAverageNearZeroKeepsItsSign) {
+  const auto parameters = make_parameters({{70, 67}});
+  const auto optimizer = make_optimizer(reference_config("adam8bit"), parameters);
+  const at::Tensor gradient = at::zeros_like(parameters[0].tensor.detach());
+  gradient.view({-1})[0] = 1;
+  gradient.view({-1})[1] = -1e-8;
+  gradient.view({-1})[2] = 1e-8;
+  at::Tensor(parameters[0].tensor).mutable_grad() = gradient;
+  optimizer->step(0.01);
+  for (const auto& state : optimizer->state()) {
+    if (state.state != "exp_avg") continue;
+    const at::Tensor codes = state.tensor.flatten().cpu();
+    const auto number = [&](int64_t i) { return kernels::dynamic_map(/*is_signed=*/true)[codes[i].item<uint8_t>()]; };
+    EXPECT_EQ(number(0), 1);
+    EXPECT_LT(number(1), 0);
+    EXPECT_GE(number(2), 0);
+    EXPECT_EQ(number(3), 0);
+  }
+}
+
 TEST(Adam8bit, KeepsSmallTensorsAndEmbeddingsInFp32) {
   const auto parameters = make_parameters({{70, 67}, {17, 5}, {80, 64}});
   WholeModel model;
