@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -8,13 +7,11 @@
 namespace tessera {
 
 /// The value of a one-element tensor on the host: with host_read_all the one place where a step looks at data. A dry run has none, and gets `dry_answer` for a
-/// meta tensor instead. On a device this waits for the work queued before it. Throws InternalError for a tensor of more or fewer elements than one.
+/// meta tensor instead. On a device this waits for the work queued before it; who listens to events hears of each (HostReadEvent). Throws InternalError for a
+/// tensor of more or fewer elements than one.
 double host_read(const at::Tensor& scalar, double dry_answer);
 
 /// Every element of `tensor` on the host, in one transfer; `dry_answer` for each of a meta tensor's.
 std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer);
-
-/// How often this thread has asked for one. Each is a wait for the device where there is one: a test counts those of a step.
-int64_t num_host_reads();
 
 }  // namespace tessera

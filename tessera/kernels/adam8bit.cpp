@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <memory>
 
 #include <ATen/ops/arange.h>
@@ -173,10 +172,6 @@ at::Tensor encoded(const at::Tensor& values, const at::Tensor& scales, const Ele
 }  // namespace
 
 const std::array<float, 256>& dynamic_map(bool is_signed) { return quantizer(is_signed).numbers; }
-
-at::Tensor dequantized(const at::Tensor& codes, const at::Tensor& scales, const std::vector<QuantizedRun>& runs, bool is_signed) {
-  return decoded(codes, scales, places_of(runs, codes.device()), is_signed);
-}
 
 void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, const std::vector<QuantizedRun>& runs, const Adam8bitStep& step,
                      const at::Tensor& exp_avg_scale, const at::Tensor& exp_avg_sq_scale) {

@@ -49,7 +49,4 @@ void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, con
 void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, const Adam8bitState& state, const std::vector<QuantizedRun>& runs,
                       const Adam8bitStep& step, const at::Tensor& exp_avg_scale, const at::Tensor& exp_avg_sq_scale);
 
-/// What the codes stand for, fp32 [elements of the runs], one run after another.
-at::Tensor dequantized(const at::Tensor& codes, const at::Tensor& scales, const std::vector<QuantizedRun>& runs, bool is_signed);
-
 }  // namespace tessera::kernels

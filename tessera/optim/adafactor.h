@@ -21,8 +21,9 @@ struct AdafactorOptions {
 ///
 /// Sums of rows, columns and of whole tensors are of the logical tensor: in parts, ranks add them up, two all-reduces a step.
 ///   state    row_var [..., r, 1] and col_var [..., 1, c], fp32, whole on each rank that holds elements; variance of vectors, exp_avg with momentum: slices
-///   memory   4 (r + c) bytes for a matrix of r c elements; 4 bytes an element with momentum. While it steps: 12 bytes an element of one matrix, and 8 (r + c)
-///   bytes for each traffic  in parts, all-reduces of 8 (r + c) bytes and of 8 bytes a matrix
+///   memory   4 (r + c) bytes for a matrix of r c elements, 4 bytes an element with momentum; while it steps, 12 bytes an element of one matrix and 8 (r + c)
+///            bytes of each
+///   traffic  in parts, all-reduces of 8 (r + c) bytes and of 8 bytes a matrix
 class Adafactor : public Optimizer {
  public:
   explicit Adafactor(std::vector<ParameterGroup> groups, AdafactorOptions options = {}, WholeModel model = {});

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "tessera/comm/collectives.h"
-#include "tessera/core/host_read.h"
+#include "tessera/core/events.h"
 #include "tessera/nn/operators.h"
 #include "tessera/train/batch_feed.h"
 #include "tests/train/fixture.h"
@@ -85,15 +85,16 @@ class HostReads : public TrainFixture {
       if (ranks.rank() == 0) take_waits();
       meet();
       const auto readers = std::make_shared<Readers>();
-      const int64_t before = num_host_reads();
+      EventStream events;
       {
         const nn::OperatorScope watched(readers);
+        const ListenToEvents listening(events);
         stepper.step(feed.next(), {.meanwhile = [&] { feed.prepare(); }});
       }
       meet();
       const std::lock_guard lock(mutex);
       if (ranks.rank() == 0) most.waits = take_waits();
-      most.reads = std::max(most.reads, num_host_reads() - before);
+      most.reads = std::max(most.reads, static_cast<int64_t>(only<HostReadEvent>(events.take()).size()));
       for (const auto& [name, count] : readers->seen) most.operators[name] = std::max(most.operators[name], count);
     });
     return most;

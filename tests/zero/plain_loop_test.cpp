@@ -284,6 +284,28 @@ TEST(ZeroPlainLoop, AccumulatesUnderNoSyncAndASecondPassAddsToTheFirst) {
   });
 }
 
+/// `loop(net, zero_grad, step, no_sync, mine)` gives the weights of one device on two ranks of either stage, where zero_grad is the arrow's.
+template <class LoopOf>
+void expect_one_optimizers_loop(const LoopOf& loop, bool to_none, ZeroOptions options) {
+  Net whole;
+  const auto optimizer = make_sgd(whole.parameters());
+  loop(
+      whole, [&] { optimizer->zero_grad(to_none); }, [&] { optimizer->step(); }, [] { return Attachment(); },
+      [](int64_t i) { return whole_batch(samples, i); });
+  for (const int stage : {1, 2}) {
+    options.stage = stage;
+    run_ranks(2, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, 1), options);
+      auto parts = zero_optimizer(zero, make_sgd);
+      loop(
+          net, [&] { parts->zero_grad(to_none); }, [&] { parts.step(); }, [&] { return zero.no_sync(); },
+          [&](int64_t i) { return part_of(whole_batch(samples, i), 2, world.rank()); });
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage << " to none " << to_none;
+    });
+  }
+}
+
 /// optimizer->zero_grad() is the optimizer's over the parts; what passes under no_sync() left lies with the parameters.
 TEST(ZeroPlainLoop, TheInnerOptimizersZeroGradClearsWhatWaits) {
   for (const bool to_none : {true, false}) {
@@ -299,22 +321,7 @@ TEST(ZeroPlainLoop, TheInnerOptimizersZeroGradClearsWhatWaits) {
         step();
       }
     };
-    Net whole;
-    const auto optimizer = make_sgd(whole.parameters());
-    loop(
-        whole, [&] { optimizer->zero_grad(to_none); }, [&] { optimizer->step(); }, [] { return Attachment(); },
-        [](int64_t i) { return whole_batch(samples, i); });
-    for (const int stage : {1, 2}) {
-      run_ranks(2, [&](World& world) {
-        Net net;
-        ShardedDataParallel zero(net, groups_of(world, 1), {.stage = stage});
-        auto parts = zero_optimizer(zero, make_sgd);
-        loop(
-            net, [&] { parts->zero_grad(to_none); }, [&] { parts.step(); }, [&] { return zero.no_sync(); },
-            [&](int64_t i) { return part_of(whole_batch(samples, i), 2, world.rank()); });
-        EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage;
-      });
-    }
+    expect_one_optimizers_loop(loop, to_none, {});
   }
 }
 
@@ -338,22 +345,7 @@ TEST(ZeroPlainLoop, TheOptimizersOwnZeroGradReachesWhatWasSetAside) {
     }
   };
   for (const bool to_none : {false, true}) {
-    Net whole;
-    const auto optimizer = make_sgd(whole.parameters());
-    loop(
-        whole, [&] { optimizer->zero_grad(to_none); }, [&] { optimizer->step(); }, [] { return Attachment(); },
-        [](int64_t i) { return whole_batch(samples, i); });
-    for (const int stage : {1, 2}) {
-      run_ranks(2, [&](World& world) {
-        Net net;
-        ShardedDataParallel zero(net, groups_of(world, 1), {.stage = stage, .find_unused_parameters = true});
-        auto parts = zero_optimizer(zero, make_sgd);
-        loop(
-            net, [&] { parts->zero_grad(to_none); }, [&] { parts.step(); }, [&] { return zero.no_sync(); },
-            [&](int64_t i) { return part_of(whole_batch(samples, i), 2, world.rank()); });
-        EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage << " to none " << to_none;
-      });
-    }
+    expect_one_optimizers_loop(loop, to_none, {.find_unused_parameters = true});
   }
 }
 
