@@ -10,6 +10,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/shared_casts.h"
 #include "tessera/nn/weight_gradients.h"
 
 namespace tessera::nn {
@@ -37,7 +38,7 @@ at::Tensor GroupedExpertsImpl::forward(const at::Tensor& x, const at::Tensor& co
   const at::Tensor tokens = cast(x, dtype);
   const auto fp8 = fp8_ ? std::optional(Fp8Products{.out_dtype = dtype, .scaling = *fp8_}) : std::nullopt;
   const auto multiply = [&](const at::Tensor& rows, const at::Tensor& weight) {
-    const at::Tensor used = fp8 ? in_use(weight) : cast(in_use(weight), dtype);
+    const at::Tensor used = fp8 ? in_use(weight) : cast_weight(in_use(weight), dtype);
     return grouped_with_weights_later(rows, used.view({counts.size(0), -1, used.size(1)}), weight, sizes, fp8);
   };
   return multiply(kernels::swiglu(multiply(tokens, w1), multiply(tokens, w3)), w2);

@@ -11,6 +11,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/shared_casts.h"
 #include "tessera/nn/weight_gradients.h"
 
 namespace tessera::nn {
@@ -39,7 +40,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
   if (fp8_) return linear_with_weights_later(x, used, weight, added, bias, Fp8Products{.out_dtype = dtype, .scaling = *fp8_});
-  return linear_with_weights_later(cast(x, dtype), cast(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
+  return linear_with_weights_later(cast(x, dtype), cast_weight(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

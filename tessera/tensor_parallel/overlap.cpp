@@ -20,6 +20,7 @@
 #include "tessera/layout/slice.h"
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/shared_casts.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 #include "tessera/tensor_parallel/overlap_weights.h"
@@ -298,7 +299,7 @@ ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, Ten
   variable_list weights, biases;
   for (const auto* linear : linears) {
     const at::AutoGradMode recording(at::GradMode::is_enabled() && !leaves);
-    weights.push_back(nn::cast(linear->weight, x.scalar_type()));
+    weights.push_back(nn::cast_weight(linear->weight, x.scalar_type()));
     biases.push_back(linear->bias.defined() ? nn::cast(linear->bias, x.scalar_type()) : linear->bias);
   }
   c10::intrusive_ptr<ColumnNode> node;
@@ -342,7 +343,7 @@ at::Tensor multiply_rows(Context& context, const at::Tensor& x, nn::LinearImpl& 
   const bool leaves = nn::leaves_weight_gradients(x, {linear.weight});
   const at::Tensor weight = [&] {
     const at::AutoGradMode recording(at::GradMode::is_enabled() && !leaves);
-    return nn::cast(linear.weight, x.scalar_type());
+    return nn::cast_weight(linear.weight, x.scalar_type());
   }();
   const bool sequence = to == TensorLayout::Sequence;
   if (sequence) context.sequence = x.size(1);

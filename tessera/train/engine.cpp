@@ -1,6 +1,7 @@
 #include "tessera/train/engine.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/stack.h>
@@ -10,6 +11,7 @@
 #include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
+#include "tessera/nn/shared_casts.h"
 
 namespace tessera {
 
@@ -155,7 +157,10 @@ at::Tensor Engine::forward_backward(const data::StepBatch& batch, StepOptions op
   for (auto& [number, stage] : stages_) stage.begin(pass_);
   plan_->windows ? plan_->windows->begin(*run_.synchronizer, batch) : run_.synchronizer->begin_step();
   const Attachment adding = add_in_place(batch.micro_batches.size());
+  std::optional<nn::ShareCasts> sharing;
+  if (!plan_->windows) sharing.emplace();
   plan_->executor->run(options.times);
+  sharing.reset();
   if (!plan_->windows) run_.synchronizer->finish();
   for (const auto& [number, stage] : stages_) {
     if (!stage.gives_loss()) continue;
