@@ -21,6 +21,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/longest.h"
+#include "tessera/plan/machine.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
 #include "tessera/precision/compute_format.h"
@@ -34,6 +35,8 @@ struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
+  std::string device;
+  int devices_per_node = 0;
   bool json = false, longest = false, events = false;
 };
 
@@ -86,6 +89,16 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
+/// What a device of the machine holds is the limit, unless the configuration has one.
+std::optional<plan::Machine> machine_of(const PlanFlags& flags, Config& config) {
+  require(flags.devices_per_node >= 0, "--devices-per-node ", flags.devices_per_node, ": it must be at least 1");
+  if (flags.device.empty()) return std::nullopt;
+  plan::Machine machine = plan::find_machine(flags.device);
+  if (flags.devices_per_node > 0) machine.devices_per_host = flags.devices_per_node;
+  if (config.run.memory_limit_bytes == 0) config.run.memory_limit_bytes = machine.memory_bytes;
+  return machine;
+}
+
 nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
   nlohmann::json json = plan::to_json(run);
   json["compute"] = config.precision.compute;  // what auto became
@@ -110,6 +123,9 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("what", flags->what, "Configuration (TOML), or the name of a preset")->required();
   command->add_option("--world", flags->world, "Ranks")->capture_default_str();
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
+  auto* device = command->add_option("--device", flags->device,
+                                     "Device on which a step is timed and has to fit: a name such as h100, or a file like those in tessera/plan/hardware");
+  command->add_option("--devices-per-node", flags->devices_per_node, "Devices of a host, in place of what --device says")->needs(device);
   command->add_flag("--json", flags->json, "Print JSON");
   command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
   command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
@@ -118,6 +134,7 @@ void add_plan(CLI::App& app, int& exit_code) {
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     Config config = planned(*flags);
     validate(config, flags->world, Purpose::Plan);
+    const std::optional<plan::Machine> machine = machine_of(*flags, config);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
     if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
@@ -129,7 +146,7 @@ void add_plan(CLI::App& app, int& exit_code) {
     }
     const auto run = [&] {
       ProgressLine line;
-      return plan::dry_run(config, flags->world, {.events = flags->events, .progress = std::ref(line)});
+      return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
     }();
     std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));

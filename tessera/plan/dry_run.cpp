@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <string_view>
 
 #include "tessera/comm/backends/record.h"
@@ -76,6 +77,26 @@ std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatc
                             /*neighbours=*/config.zero.stage >= 2);
 }
 
+/// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
+std::function<Placement(const std::string&)> groups_placed(const Config& config, const Mesh& mesh, const Machine& machine) {
+  return [mesh, config, per_host = machine.devices_per_host](const std::string& group) {
+    std::vector<std::string> axes;
+    std::istringstream names(group.substr(0, group.find('.')));
+    for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
+    const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
+    if (has_all(mesh)) return placement_of(mesh.members(axes), per_host);
+    if (deals_experts(config, mesh.shape())) {
+      if (const Mesh experts = expert_mesh(config, mesh); has_all(experts)) return placement_of(experts.members(axes), per_host);
+    }
+    return placement_of(mesh.members(mesh_roles(config).world), per_host);
+  };
+}
+
+std::vector<std::string> channel_names(const Composition& run) {
+  if (run.pipeline.size() == 1) return {};
+  return {run.channels.ahead.name(), run.channels.back.name()};
+}
+
 /// As `pipeline` deals the model's FLOPs to the stages.
 RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress) {
   auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
@@ -119,11 +140,18 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     expected_flops = stream.flops();
     const Events shown = stream.take();
     EventReader of_step(before);
+    std::optional<RankClock> clock;
+    if (options.machine && step == kDrySteps) clock.emplace(*options.machine, groups_placed(config, mesh, *options.machine), channel_names(stepper.run()));
+    const auto read = [&](const Event& event) {
+      of_step.read(event);
+      if (clock) clock->read(event);
+    };
     if (rehearsal) {
-      for_each_event(shown, *rehearsal, [&](const Event& event, int, int) { of_step.read(event); });
+      for_each_event(shown, *rehearsal, [&](const Event& event, int, int) { read(event); });
     } else {
-      of_step.read(shown);
+      std::ranges::for_each(shown, read);
     }
+    if (clock) result.time = clock->time();
     run.consistent = run.consistent && of_step.alive() == alive();
     if (step == kDrySteps) {
       const auto kept = [&](const Event& event) { return options.events || std::holds_alternative<CollectiveEvent>(event.what); };
@@ -178,6 +206,23 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
   return json;
 }
 
+StepTime timed(const Config& config, const DryRun& run, const Machine& machine) {
+  std::vector<TimedClass> classes;
+  int64_t micro_batches = 0;
+  double flops = 0;
+  for (const RankClass& ranks : run.ranks) {
+    classes.push_back({.pipeline_rank = ranks.pipeline_rank, .time = &ranks.time});
+    micro_batches = std::max(micro_batches, ranks.micro_batches);
+    flops += ranks.flops * static_cast<double>(ranks.count);
+  }
+  const int stages = size_along(mesh_shape(config.mesh, config.zero.stage, run.world), mesh_roles(config).stages);
+  StepTime time = step_time(config, classes, stages, micro_batches);
+  time.tokens_per_second = static_cast<double>(run.tokens_per_step) / time.seconds / run.world;
+  const auto peak = machine.device.flops.find(config.precision.compute == "bf16" ? at::kBFloat16 : config.precision.compute == "fp16" ? at::kHalf : at::kFloat);
+  if (peak != machine.device.flops.end()) time.mfu = flops / time.seconds / run.world / peak->second;
+  return time;
+}
+
 }  // namespace
 
 bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
@@ -219,6 +264,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     ranks.examples = std::move(members);
     run.ranks.push_back(std::move(ranks));
   }
+  if (options.machine) run.time = timed(config, run, *options.machine);
   const std::string problem = agreement.first_disagreement();
   invariant(problem.empty(), "ranks of this layout would wait for each other in vain: ", problem);
   try {
@@ -239,6 +285,7 @@ nlohmann::json to_json(const DryRun& run) {
                          {"ranks", ranks},
                          {"remarks", run.remarks}};
   if (run.memory_limit > 0) json["fits"] = run.fits();
+  if (run.time) json["time"] = to_json(*run.time);
   if (run.pipeline.stages.size() > 1) {
     json["bubble_fraction"] = run.pipeline.bubble_fraction;
     json["pipeline"] = to_json(run.pipeline);
@@ -253,6 +300,7 @@ std::string to_string(const DryRun& run) {
                                 count(run.tokens_per_step));
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
+  if (run.time) out += to_string(*run.time);
   out += to_string(run.pipeline);
   for (const auto& ranks : run.ranks) {
     const std::string again = ranks.recomputed_flops > 0 ? fmt::format(" ({}FLOP of them again)", format_count(ranks.recomputed_flops)) : std::string();

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,8 +10,10 @@
 
 #include "tessera/config/config.h"
 #include "tessera/memory/history.h"
+#include "tessera/plan/machine.h"
 #include "tessera/plan/pipeline_plan.h"
 #include "tessera/plan/read_events.h"
+#include "tessera/plan/step_time.h"
 
 namespace tessera::plan {
 
@@ -29,6 +32,7 @@ struct RankClass {
   double hardware_flops = 0;               ///< of the matrix products that a step runs, what is computed again included
   double recomputed_flops = 0;             ///< of those, what recompute runs again
   Events events;                           ///< of one step (DryRunOptions::events)
+  RankTime time;                           ///< of one step (DryRunOptions::machine)
 };
 
 /// What `tessera plan` knows of a run before a device is touched.
@@ -41,6 +45,7 @@ struct DryRun {
   std::vector<std::string> remarks;  ///< what `train` would refuse, and why
   int64_t memory_limit = 0;          ///< run.memory_limit_bytes; 0: none
   PipelinePlan pipeline;
+  std::optional<StepTime> time;  ///< DryRunOptions::machine
 
   /// Whether no rank needs more than the limit.
   bool fits() const;
@@ -56,6 +61,7 @@ struct DryRunProgress {
 struct DryRunOptions {
   bool largest = false;                                            ///< the largest tensors at the peak, too, for some 2 us an operator
   bool events = false;                                             ///< all that a step does, too
+  std::optional<Machine> machine{};                                ///< what a step takes on it, too
   bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };

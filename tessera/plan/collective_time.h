@@ -1,0 +1,22 @@
+#pragma once
+
+#include <vector>
+
+#include "tessera/core/events.h"
+#include "tessera/plan/machine.h"
+
+namespace tessera::plan {
+
+/// Where the ranks of a group lie.
+struct Placement {
+  int ranks = 1;
+  int hosts = 1;
+  int per_host = 1;  ///< on the host that has most of them
+};
+Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host);
+
+/// Seconds from its start to its end, alone on its links: what a ring of the group's ranks sends, by the slowest of its links, and one latency a step, or,
+/// where a tree takes fewer, a level. A ring that enters a host leaves it by another device's link, so that `per_host` links carry it together.
+double collective_seconds(const CollectiveEvent& call, const Placement& placement, const Machine& machine);
+
+}  // namespace tessera::plan

@@ -1,0 +1,77 @@
+#include "tessera/plan/operator_time.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numeric>
+#include <string_view>
+
+#include <c10/core/ScalarType.h>
+
+#include "tessera/core/error.h"
+
+// A roofline with two bends. The roof of a product is not the data sheet's, but what its shape lets the device reach: whole waves of whole tiles, each with a
+// prologue and an epilogue that computes nothing. This is what tells a layer that is cut eight times from one that is whole, which a constant share of the
+// peak does not (docs/planning.md has both scores).
+
+namespace tessera::plan {
+namespace {
+
+struct Tile {
+  int64_t rows, columns;
+  double share;  ///< of a multiprocessor's rate: small tiles read more for what they compute
+};
+constexpr std::array<Tile, 5> kTiles = {{{128, 256, 1.0}, {128, 128, 0.92}, {64, 128, 0.75}, {64, 64, 0.55}, {16, 64, 0.25}}};
+constexpr double kEdge = 96;  ///< what a tile's prologue and epilogue take, in columns of its k
+
+int64_t cut(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
+
+double rate_of(c10::ScalarType type, const DeviceRates& device) {
+  const auto found = device.flops.find(type);
+  require(found != device.flops.end(), "the device has no rate for matrix products in ", c10::toString(type), ": add it to its file");
+  return found->second;
+}
+
+bool starts_with_any(std::string_view name, std::initializer_list<std::string_view> begins) {
+  return std::ranges::any_of(begins, [&](std::string_view begin) { return name.starts_with(begin); });
+}
+
+bool is_attention(std::string_view name) { return name.find("attention") != std::string_view::npos; }
+bool is_product(std::string_view name) {
+  return starts_with_any(name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"});
+}
+bool is_view(std::string_view name) { return name == "aten::_unsafe_view"; }
+/// Whether the operator overwrites its argument without reading it.
+bool only_writes(std::string_view name) { return starts_with_any(name, {"aten::copy_", "aten::zero_", "aten::fill_"}); }
+
+double crossing_seconds(int64_t bytes, const DeviceRates& device) { return static_cast<double>(bytes) / (device.memory_bandwidth * device.memory_share); }
+
+}  // namespace
+
+double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device) {
+  const double each = flops_per_second * device.product_share / device.multiprocessors;
+  double fastest = INFINITY;
+  for (const Tile& tile : kTiles) {
+    const int64_t tiles = batch * cut(m, tile.rows) * cut(n, tile.columns);
+    const auto waves = static_cast<double>(cut(tiles, device.multiprocessors));
+    const double of_one = 2.0 * static_cast<double>(tile.rows * tile.columns) * (static_cast<double>(k) / tile.share + kEdge) / each;
+    fastest = std::min(fastest, waves * of_one);
+  }
+  return std::max(fastest, crossing_seconds(element_bytes * batch * (m * k + k * n + m * n), device));
+}
+
+double operator_seconds(const OperatorEvent& ran, const DeviceRates& device) {
+  if (is_view(ran.name)) return 0;
+  const int64_t bytes = ran.read_bytes + ran.written_bytes - (only_writes(ran.name) ? ran.written_bytes : 0);
+  if (ran.flops == 0 || ran.shape.empty()) return std::max(crossing_seconds(bytes, device), ran.flops / (ran.flops == 0 ? 1 : rate_of(ran.dtype, device)));
+  const double rate = rate_of(ran.dtype, device);
+  if (is_attention(ran.name)) return std::max(ran.flops / 2 / (rate * device.attention_share), crossing_seconds(bytes, device));
+  if (!is_product(ran.name) || ran.shape.size() < 2) return std::max(ran.flops / (rate * device.product_share), crossing_seconds(bytes, device));
+  const int64_t m = ran.shape[ran.shape.size() - 2], n = ran.shape.back();
+  const int64_t batch = std::accumulate(ran.shape.begin(), ran.shape.end() - 2, int64_t{1}, std::multiplies<>());
+  if (m * n * batch == 0) return 0;
+  const auto k = static_cast<int64_t>(ran.flops / (2.0 * static_cast<double>(m * n * batch)));
+  return product_seconds(m, n, k, batch, static_cast<int64_t>(c10::elementSize(ran.dtype)), rate, device);
+}
+
+}  // namespace tessera::plan

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/core/events.h"
+#include "tessera/plan/machine.h"
+
+namespace tessera::plan {
+
+/// Seconds of a device for `batch` products of [m, k] and [k, n], operands and results of `element_bytes`. In waves: results are cut into tiles, of several
+/// shapes tried, of which each multiprocessor computes one after the other, so that 1.01 waves take as long as two, and small products leave most of the device
+/// idle; or, where that is longer, the time in which operands and results cross the memory.
+double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device);
+
+/// Seconds of a device for an operator: matrix products as above, attention by its FLOPs (causal: half of them), all others by the bytes that they read and
+/// write. What is a view on a device takes none. Throws ConfigError where the device has no rate for the type of a product.
+double operator_seconds(const OperatorEvent& ran, const DeviceRates& device);
+
+}  // namespace tessera::plan

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+
+#include "tessera/core/events.h"
+#include "tessera/pipeline/schedules/schedule.h"
+#include "tessera/plan/collective_time.h"
+#include "tessera/plan/machine.h"
+
+namespace tessera::plan {
+
+/// Seconds of a step of one rank, and where they went.
+struct RankTime {
+  double step = 0;         ///< from the first thing asked to the last thing done, as if messages of the pipeline took no time
+  double computing = 0;    ///< the device runs operators
+  double exposed = 0;      ///< of what is left: it waits for a collective
+  double asked = 0;        ///< and for the host to ask
+  double collectives = 0;  ///< of them all, hidden behind operators or not
+
+  struct Mean {
+    double seconds = 0;
+    int count = 0;
+    double mean() const { return count == 0 ? 0 : seconds / count; }
+  };
+  std::map<std::pair<schedules::Kind, int>, Mean> actions;  ///< by kind and stage: what an action took
+  double before = 0, after = 0;                             ///< the first action, and the last: what is no part of the pipeline
+  double message = 0;                                       ///< the slowest message between stages
+};
+
+/// A rank's step as its device would run it: a simulation of discrete events in the order in which the rank asks for them.
+///
+///   host         asks for one thing after the other, each of which takes it a moment, and waits where it reads a value
+///   computation  operators one after the other, each when the host has asked and, behind a wait, when the collective is done
+///   collectives  of each group one after the other, from when the host has asked and all operators before are done, beside the computation
+///
+/// The device is idle where the host is slower than it, which is what makes small layers on many ranks slow; nothing here knows of any technique. Memory and
+/// links are not shared: a collective beside an operator slows neither.
+class RankClock {
+ public:
+  /// `place`: of a group's ranks, by its name. `channels`: groups whose messages go between stages of a pipeline, which take no time here.
+  RankClock(const Machine& machine, std::function<Placement(const std::string& group)> place, std::vector<std::string> channels = {});
+
+  void read(const Event& event);
+  RankTime time() const;
+
+ private:
+  void run(const OperatorEvent& ran);
+  void start(const CollectiveEvent& call, const Event& event);
+  void wait(const Event& event);
+  void turn(const ActionEvent& action);
+  double seconds_of(const OperatorEvent& ran);
+  double end() const;
+
+  const Machine& machine_;
+  std::function<Placement(const std::string&)> place_;
+  std::vector<std::string> channels_;
+  double host_ = 0, device_ = 0, waited_until_ = 0;
+  std::map<std::string, double> groups_;
+  std::unordered_map<int64_t, double> done_;  ///< calls in flight
+  double action_began_ = 0;
+  bool acted_ = false;
+  RankTime time_;
+  std::map<std::string, Placement> places_;
+  std::map<std::tuple<std::string, double, int64_t, std::vector<int64_t>>, double> known_;  ///< of operators that came before
+};
+
+}  // namespace tessera::plan

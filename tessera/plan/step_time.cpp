@@ -1,0 +1,78 @@
+#include "tessera/plan/step_time.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/simulate.h"
+#include "tessera/train/pipeline_layout.h"
+
+namespace tessera::plan {
+namespace {
+
+using schedules::Kind;
+
+double mean_of(const RankTime& time, Kind kind, int stage) {
+  const auto found = time.actions.find({kind, stage});
+  return found == time.actions.end() ? 0 : found->second.mean();
+}
+
+/// A schedule that cuts no backward never asks for the halves, and the other way round: what is not there is made of what is.
+schedules::StageCosts stage_costs(const RankTime& time, int stage) {
+  schedules::StageCosts costs{.forward = mean_of(time, Kind::Forward, stage),
+                              .backward = mean_of(time, Kind::Backward, stage),
+                              .backward_input = mean_of(time, Kind::BackwardInput, stage),
+                              .backward_weight = mean_of(time, Kind::BackwardWeight, stage)};
+  if (costs.backward == 0) costs.backward = costs.backward_input + costs.backward_weight;
+  if (costs.backward_input == 0) costs.backward_input = costs.backward / 2, costs.backward_weight = costs.backward / 2;
+  return costs;
+}
+
+}  // namespace
+
+StepTime step_time(const Config& config, const std::vector<TimedClass>& classes, int pipeline_ranks, int64_t micro_batches) {
+  invariant(!classes.empty(), "a step without ranks");
+  std::vector<const RankTime*> slowest(static_cast<size_t>(pipeline_ranks), nullptr);
+  for (const TimedClass& each : classes) {
+    const RankTime*& known = slowest.at(static_cast<size_t>(each.pipeline_rank));
+    if (known == nullptr || each.time->step > known->step) known = each.time;
+  }
+  const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
+  StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked};
+  if (pipeline_ranks == 1) return step;
+  const schedules::Schedule schedule = schedule_maker(config, pipeline_ranks)(static_cast<int>(micro_batches));
+  schedules::Costs costs;
+  double before = 0, after = 0;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    const RankTime* time = slowest.at(static_cast<size_t>(schedule.rank_of[static_cast<size_t>(stage)]));
+    invariant(time != nullptr, "no class holds stage ", stage);
+    costs.stages.push_back(stage_costs(*time, stage));
+    costs.communication = std::max(costs.communication, time->message);
+    before = std::max(before, time->before);
+    after = std::max(after, time->after);
+  }
+  step.seconds = before + measure(schedule, simulate(schedule, costs)).makespan + after;
+  step.bubble = std::max(0.0, step.seconds - decides.step);
+  return step;
+}
+
+nlohmann::json to_json(const StepTime& time) {
+  return {{"seconds", time.seconds},
+          {"computing", time.computing},
+          {"exposed_communication", time.exposed},
+          {"waiting_for_host", time.asked},
+          {"bubble", time.bubble},
+          {"tokens_per_second", time.tokens_per_second},
+          {"mfu", time.mfu}};
+}
+
+std::string to_string(const StepTime& time) {
+  const auto share = [&](double seconds) { return 100 * seconds / time.seconds; };
+  return fmt::format(
+      "a step takes {:.3g} s: computing {:.0f}%, waiting for collectives {:.0f}%, for the host {:.0f}%, for other stages {:.0f}%; "
+      "{:.0f} tokens/s a device, {:.0f}% of its peak\n",
+      time.seconds, share(time.computing), share(time.exposed), share(time.asked), share(time.bubble), time.tokens_per_second, 100 * time.mfu);
+}
+
+}  // namespace tessera::plan

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/config/config.h"
+#include "tessera/plan/rank_clock.h"
+
+namespace tessera::plan {
+
+/// What a step takes, of all ranks.
+struct StepTime {
+  double seconds = 0;
+  /// Of those, of the rank that decides:
+  double computing = 0;          ///< its device runs operators
+  double exposed = 0;            ///< it waits for collectives
+  double asked = 0;              ///< it waits for the host
+  double bubble = 0;             ///< it waits for other stages
+  double tokens_per_second = 0;  ///< and device
+  double mfu = 0;                ///< model FLOPs over the peak of the type in which products are computed
+};
+
+/// A rank of a class, and where it stands along mesh.pp.
+struct TimedClass {
+  int pipeline_rank = 0;
+  const RankTime* time = nullptr;
+};
+
+/// Without a pipeline the slowest class decides. With one, stages' actions cost what the slowest class of their rank took, the schedule is simulated with them
+/// and with messages between its stages, and what ranks do before and behind it stands before and behind.
+StepTime step_time(const Config& config, const std::vector<TimedClass>& classes, int pipeline_ranks, int64_t micro_batches);
+
+nlohmann::json to_json(const StepTime& time);
+std::string to_string(const StepTime& time);
+
+}  // namespace tessera::plan

@@ -1,0 +1,278 @@
+// How long a step takes: what single operators and collectives cost, what a rank's clock makes of them, and what a pipeline makes of its ranks.
+
+#include "tessera/plan/step_time.h"
+
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/error.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/operator_time.h"
+#include "tessera/plan/presets.h"
+#include "tests/refusal.h"
+#include "tests/train/fixture.h"
+
+namespace tessera::plan {
+namespace {
+
+using schedules::Kind;
+using testing::AllOf;
+using testing::Contains;
+using testing::HasSubstr;
+using testing_support::refusal;
+
+DeviceRates round_device() {
+  return {.flops = {{at::kBFloat16, 100e12}},
+          .product_share = 0.8,
+          .attention_share = 0.5,
+          .memory_bandwidth = 1e12,
+          .memory_share = 0.8,
+          .multiprocessors = 100,
+          .kernel_gap = 0,
+          .launch = 0,
+          .collective_launch = 0};
+}
+
+// ---- one operator
+
+TEST(ProductSeconds, LargeOnesReachTheShare) {
+  const double ideal = 2.0 * 12800 * 25600 * 8192 / (100e12 * 0.8);
+  EXPECT_NEAR(product_seconds(12800, 25600, 8192, 1, 2, 100e12, round_device()), ideal, 0.02 * ideal);
+}
+
+TEST(ProductSeconds, AWaveThatIsHardlyBegunTakesAsLongAsAWholeOne) {
+  const DeviceRates device = round_device();
+  const double whole = product_seconds(1280, 2560, 4096, 1, 2, 100e12, device);  // 10 x 10 tiles on 100 multiprocessors
+  const double more = product_seconds(1281, 2560, 4096, 1, 2, 100e12, device);
+  EXPECT_GT(more, 1.2 * whole);
+  EXPECT_LT(more, 2.01 * whole);
+}
+
+TEST(ProductSeconds, ThinOnesTakeAsLongAsTheirWeightTakesToCross) {
+  EXPECT_NEAR(product_seconds(1, 16384, 16384, 1, 2, 100e12, round_device()), 2.0 * 16384 * 16384 / 0.8e12, 1e-6);
+}
+
+TEST(ProductSeconds, CuttingALayerEightTimesMakesItLessThanEightTimesFaster) {
+  const DeviceRates device = round_device();
+  EXPECT_GT(8 * product_seconds(2048, 11008 / 8, 4096, 1, 2, 100e12, device), 1.1 * product_seconds(2048, 11008, 4096, 1, 2, 100e12, device));
+}
+
+TEST(OperatorSeconds, WhatIsNoProductTakesAsLongAsItsBytes) {
+  const DeviceRates device = round_device();
+  EXPECT_DOUBLE_EQ(operator_seconds({.name = "aten::add", .shape = {1000, 1000}, .dtype = at::kFloat, .read_bytes = 8000000, .written_bytes = 4000000}, device),
+                   12e6 / 0.8e12);
+  EXPECT_DOUBLE_EQ(operator_seconds({.name = "aten::copy_", .shape = {1000}, .dtype = at::kFloat, .read_bytes = 8000, .written_bytes = 4000}, device),
+                   8000 / 0.8e12);
+  EXPECT_EQ(operator_seconds({.name = "aten::_unsafe_view", .shape = {1000}, .dtype = at::kFloat, .read_bytes = 4000, .written_bytes = 4000}, device), 0);
+}
+
+TEST(OperatorSeconds, CausalAttentionDoesHalfOfWhatIsCounted) {
+  const OperatorEvent attention{
+      .name = "aten::_scaled_dot_product_flash_attention_for_cpu", .shape = {1, 32, 8192, 128}, .dtype = at::kBFloat16, .flops = 1e12};
+  EXPECT_DOUBLE_EQ(operator_seconds(attention, round_device()), 0.5e12 / (100e12 * 0.5));
+}
+
+TEST(OperatorSeconds, ATypeWithoutARateIsRefusedByName) {
+  const OperatorEvent product{.name = "aten::mm", .shape = {64, 64}, .dtype = at::kFloat, .flops = 1e6};
+  EXPECT_THAT(refusal([&] { operator_seconds(product, round_device()); }), HasSubstr("no rate for matrix products in Float"));
+}
+
+// ---- one collective
+
+TEST(CollectiveSeconds, AllReducesOfOneHostAreWithinAFifthOfThoseMeasured) {
+  // nccl-tests on A100 SXM, of vTrain's repository (VIA-Research/vTrain, trace/a100): devices, MiB, microseconds.
+  struct Row {
+    int devices;
+    int64_t mib;
+    double microseconds;
+  };
+  const std::vector<Row> rows = {{2, 64, 404.7},    {2, 256, 1455.8}, {2, 1024, 5442.8}, {4, 16, 179.6}, {4, 64, 543.8},   {4, 256, 1929.0},
+                                 {4, 1024, 7259.4}, {8, 1, 92.8},     {8, 16, 232.4},    {8, 64, 579.9}, {8, 256, 2162.3}, {8, 1024, 8193.0}};
+  const Machine a100 = find_machine("a100");
+  for (const Row& row : rows) {
+    const int64_t bytes = row.mib << 20;
+    const CollectiveEvent call{.op = "all_reduce", .group_size = row.devices, .bytes = bytes, .sent_bytes = 2 * bytes * (row.devices - 1) / row.devices};
+    const double seconds = collective_seconds(call, {.ranks = row.devices, .hosts = 1, .per_host = row.devices}, a100);
+    EXPECT_NEAR(seconds * 1e6, row.microseconds, 0.2 * row.microseconds) << row.devices << " devices, " << row.mib << " MiB";
+  }
+}
+
+TEST(CollectiveSeconds, AcrossHostsTheirLinksDecide) {
+  const Machine machine{.devices_per_host = 4, .inside = {.bandwidth = 100e9, .latency = 0}, .across = {.bandwidth = 10e9, .latency = 0}};
+  const CollectiveEvent call{.op = "all_gather", .bytes = 8000000, .sent_bytes = 7000000};
+  const auto seconds = [&](const std::vector<int>& ranks) { return collective_seconds(call, placement_of(ranks, 4), machine); };
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3}), 7e6 / 100e9);
+  EXPECT_DOUBLE_EQ(seconds({0, 4, 8, 12}), 7e6 / 10e9);             // one link a host
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 6, 7}), 7e6 / 40e9);  // four
+  EXPECT_EQ(seconds({5}), 0);
+}
+
+// ---- one rank
+
+class Clock : public testing::Test {
+ protected:
+  Clock() {
+    machine.device = round_device();
+    machine.device.memory_bandwidth = 1;
+    machine.device.memory_share = 1;
+    machine.inside = {.bandwidth = 1, .latency = 0};
+  }
+
+  RankTime time_of(const Events& events, std::vector<std::string> channels = {}) {
+    RankClock clock(machine, [](const std::string&) { return Placement{.ranks = 2, .hosts = 1, .per_host = 2}; }, std::move(channels));
+    for (const Event& event : events) clock.read(event);
+    return clock.time();
+  }
+  static Event operators(int64_t seconds) { return {.what = OperatorEvent{.name = "aten::add", .shape = {1}, .dtype = at::kFloat, .written_bytes = seconds}}; }
+  static Event starts(int64_t flight, int64_t seconds, const std::string& group = "dp", const std::string& op = "all_gather") {
+    return {.what = CollectiveEvent{.op = op, .group = group, .bytes = seconds, .sent_bytes = seconds}, .writes = {flight}};
+  }
+  static Event waits(int64_t flight) { return {.what = WaitEvent{}, .reads = {flight}}; }
+  static Event action(const std::string& name, bool begins) { return {.what = ActionEvent{.action = name, .begins = begins}}; }
+
+  Machine machine;
+};
+
+TEST_F(Clock, ACollectiveHidesBehindOperators) {
+  const RankTime time = time_of({operators(2), starts(-1, 5), operators(4), waits(-1), operators(1)});
+  EXPECT_DOUBLE_EQ(time.step, 2 + 5 + 1);
+  EXPECT_DOUBLE_EQ(time.exposed, 1);
+  EXPECT_DOUBLE_EQ(time.computing, 7);
+  EXPECT_DOUBLE_EQ(time.collectives, 5);
+}
+
+TEST_F(Clock, ItStartsWhenWhatItReadsIsComputed) { EXPECT_DOUBLE_EQ(time_of({operators(3), starts(-1, 1), waits(-1)}).step, 4); }
+
+TEST_F(Clock, CollectivesOfAGroupFollowEachOtherAndThoseOfTwoDoNot) {
+  EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5), waits(-1), waits(-2)}).step, 10);
+  EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5, "tp"), waits(-1), waits(-2)}).step, 5);
+}
+
+TEST_F(Clock, WhatNobodyWaitsForEndsTheStepAllTheSame) { EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), operators(1)}).step, 5); }
+
+TEST_F(Clock, AHostThatIsSlowerThanItsDeviceDecides) {
+  machine.device.launch = 3;
+  const RankTime time = time_of({operators(1), operators(1), operators(1)});
+  EXPECT_DOUBLE_EQ(time.step, 3 * 3 + 1);
+  EXPECT_DOUBLE_EQ(time.asked, 3 + 2 + 2);
+}
+
+TEST_F(Clock, AHostThatReadsWaitsForTheDevice) {
+  machine.device.launch = 1;
+  EXPECT_DOUBLE_EQ(time_of({operators(10), {.what = HostReadEvent{.bytes = 4}}, operators(1)}).step, 1 + 10 + 1 + 1);
+  EXPECT_DOUBLE_EQ(time_of({operators(10), operators(1)}).step, 1 + 10 + 1);
+}
+
+TEST_F(Clock, ActionsAreTimedEachByItself) {
+  const RankTime time = time_of({operators(1), action("2F0", true), starts(-1, 100, "pp", "send"), operators(3), action("2F0", false), action("2F1", true),
+                                 operators(5), action("2F1", false), action("2B0", true), operators(8), action("2B0", false), operators(2)},
+                                {"pp"});
+  EXPECT_DOUBLE_EQ(time.actions.at({Kind::Forward, 2}).mean(), 4);
+  EXPECT_DOUBLE_EQ(time.actions.at({Kind::Backward, 2}).mean(), 8);
+  EXPECT_DOUBLE_EQ(time.before, 1);
+  EXPECT_DOUBLE_EQ(time.after, 2);
+  EXPECT_DOUBLE_EQ(time.message, 100);
+  EXPECT_DOUBLE_EQ(time.step, 1 + 3 + 5 + 8 + 2);  // without the message
+}
+
+// ---- a step
+
+class StepSeconds : public testing_support::TrainFixture {};
+
+RankTime stage_time(int stage, double forward, double backward) {
+  RankTime time{.step = 4 * (forward + backward) + 1, .before = 0.25, .after = 0.75};
+  time.actions[{Kind::Forward, stage}] = {.seconds = 4 * forward, .count = 4};
+  time.actions[{Kind::Backward, stage}] = {.seconds = 4 * backward, .count = 4};
+  return time;
+}
+
+TEST_F(StepSeconds, APipelineTakesItsBubbleAndWhatStandsAroundIt) {
+  const Config pipeline = config("llama", {"mesh.pp=2", "batch.global_size=4", "batch.micro_size=1"});
+  const RankTime first = stage_time(0, 1, 2), second = stage_time(1, 1, 2);
+  const StepTime step = step_time(pipeline, {{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &second}}, 2, 4);
+  EXPECT_DOUBLE_EQ(step.seconds, 0.25 + (4 + 2 - 1) * 3 + 0.75);  // (m + p - 1)(F + B)
+  EXPECT_DOUBLE_EQ(step.bubble, 3);
+}
+
+TEST_F(StepSeconds, TheSlowestStageAndTheSlowestClassDecide) {
+  const Config pipeline = config("llama", {"mesh.pp=2", "batch.global_size=4", "batch.micro_size=1"});
+  const RankTime first = stage_time(0, 1, 2), quick = stage_time(1, 1, 2), slow = stage_time(1, 2, 4);
+  const StepTime step =
+      step_time(pipeline, {{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &slow}, {.pipeline_rank = 1, .time = &quick}}, 2, 4);
+  EXPECT_DOUBLE_EQ(step.seconds, 0.25 + 1 + 4 * 6 + 2 + 0.75);
+}
+
+TEST_F(StepSeconds, OfTheVeryStep) {
+  Machine machine = find_machine("h100");
+  machine.device.launch = machine.device.collective_launch = machine.device.kernel_gap = 0;
+  const auto timed = [&](int world, std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"model.layers=2", "data.seq_len=1024", "batch.global_size=8"});
+    Config config = preset("7b", sets).value();
+    resolve(config);
+    return dry_run(config, world, {.machine = machine}).time.value();
+  };
+  const StepTime alone = timed(1, {});
+  EXPECT_GT(alone.mfu, 0.2);
+  EXPECT_LT(alone.mfu, machine.device.product_share);
+  EXPECT_EQ(alone.exposed, 0);
+  EXPECT_EQ(alone.bubble, 0);
+  const StepTime two = timed(2, {});
+  EXPECT_LT(two.seconds, alone.seconds);
+  EXPECT_GT(two.seconds, alone.seconds / 2);
+  const StepTime cut = timed(2, {"mesh.tp=2"});
+  EXPECT_GT(cut.exposed, 0);
+  const StepTime piped = timed(2, {"mesh.pp=2"});
+  EXPECT_GT(piped.bubble, 0);
+  EXPECT_LT(piped.seconds, alone.seconds);
+}
+
+// ---- files
+
+TEST(Machines, EachThatComesWithTheLibraryIsWhole) {
+  EXPECT_THAT(machine_names(), AllOf(Contains("h100"), Contains("a100"), Contains("v100-32"), Contains("mi300x"), Contains("cpu")));
+  for (const auto& name : machine_names()) {
+    const Machine machine = find_machine(name);
+    EXPECT_FALSE(machine.sources.empty()) << name;
+    EXPECT_GT(machine.memory_bytes, int64_t{1} << 33) << name;
+    EXPECT_TRUE(machine.device.flops.contains(at::kFloat)) << name;
+    EXPECT_LE(machine.device.product_share, 1) << name;
+    EXPECT_GT(machine.device.memory_bandwidth, machine.inside.bandwidth) << name;
+  }
+}
+
+TEST(Machines, WhatIsWrongInAFileIsNamedWithItsLine) {
+  const std::string good = R"(title = "t"
+sources = ["s"]
+memory_bytes = 1e9
+[device]
+multiprocessors = 4
+flops = { fp32 = 1e12 }
+memory_bandwidth = 1e11
+[links]
+devices_per_host = 2
+inside = { bandwidth = 1e10, latency = 1e-6 }
+across = { bandwidth = 1e9, latency = 1e-5 }
+)";
+  EXPECT_EQ(parse_machine(good, "m.toml").devices_per_host, 2);
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    text.replace(text.find(from), from.size(), to);
+    return refusal([&] { parse_machine(text, "m.toml"); });
+  };
+  EXPECT_THAT(with("memory_bandwidth = 1e11", ""), AllOf(HasSubstr("device.memory_bandwidth"), HasSubstr("missing")));
+  EXPECT_THAT(with("multiprocessors = 4", "multiprocessors = -4"), AllOf(HasSubstr("m.toml:5"), HasSubstr("above zero")));
+  EXPECT_THAT(with("multiprocessors", "multiprocesors"), HasSubstr("multiprocessors"));
+  EXPECT_THAT(with("fp32 = 1e12", "fp23 = 1e12"), AllOf(HasSubstr("device.flops.fp23"), HasSubstr("did you mean fp32")));
+  EXPECT_THAT(with("1e12 }", "nan }"), HasSubstr("above zero"));
+  EXPECT_THAT(with("title = \"t\"", "title = 3"), HasSubstr("title"));
+  EXPECT_THAT(with("[links]", "[links"), HasSubstr("m.toml:8"));
+}
+
+TEST(Machines, OneThatIsNotKnownIsRefusedWithTheNearest) {
+  EXPECT_THAT(refusal([] { find_machine("h10"); }), AllOf(HasSubstr("--device h10"), HasSubstr("did you mean h100?"), HasSubstr("a100-40")));
+}
+
+}  // namespace
+}  // namespace tessera::plan
