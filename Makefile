@@ -47,7 +47,7 @@ soak: build
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_pipeline_test --gtest_also_run_disabled_tests --gtest_filter='RandomSplits.DISABLED_Many'
 
-# Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a second of each.
+# Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a moment of each.
 FUZZ_SECONDS ?= 600
 fuzz:
 	@$(MAKE) --no-print-directory build PRESET=fuzz

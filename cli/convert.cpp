@@ -60,22 +60,22 @@ int convert(const ConvertFlags& flags) {
 
 }  // namespace
 
-void add_convert(CLI::App& app, int& exit_code) {
+void add_convert(Command app, int& exit_code) {
   auto flags = std::make_shared<ConvertFlags>();
-  auto* command = app.add_subcommand("convert", "Write a checkpoint's weights in another format");
-  command->add_option("checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)")->required();
-  command->add_option("out", flags->out, "Folder to write; it must not exist")->required();
+  auto command = app.add_command("convert", "Write a checkpoint's weights in another format");
+  command.add_option("checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)").required();
+  command.add_option("out", flags->out, "Folder to write; it must not exist").required();
   command
-      ->add_option("--to", flags->to,
-                   "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers")
-      ->required()
-      ->check(CLI::IsMember({"hf", "moe"}));
-  command->add_option("--experts", flags->experts, "With --to moe: experts of a block (8)");
-  command->add_option("--experts-per-token", flags->experts_per_token, "With --to moe: experts that a token visits (2)");
-  command->add_option("--seed", flags->seed, "With --to moe: of the routers (0)");
-  command->add_option("--dtype", flags->dtype, "Of the tensors; default: as stored")->check(CLI::IsMember({"fp32", "fp16", "bf16"}));
-  command->add_option("--max-shard-bytes", flags->max_shard_bytes, "Of one file; beyond it, several with an index")->capture_default_str();
-  command->callback([flags, &exit_code] { exit_code = convert(*flags); });
+      .add_option("--to", flags->to,
+                  "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers")
+      .required()
+      .one_of({"hf", "moe"});
+  command.add_option("--experts", flags->experts, "With --to moe: experts of a block (8)");
+  command.add_option("--experts-per-token", flags->experts_per_token, "With --to moe: experts that a token visits (2)");
+  command.add_option("--seed", flags->seed, "With --to moe: of the routers (0)");
+  command.add_option("--dtype", flags->dtype, "Of the tensors; default: as stored").one_of({"fp32", "fp16", "bf16"});
+  command.add_option("--max-shard-bytes", flags->max_shard_bytes, "Of one file; beyond it, several with an index").shows_default();
+  command.when_chosen([flags, &exit_code] { exit_code = convert(*flags); });
 }
 
 }  // namespace tessera::cli

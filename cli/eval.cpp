@@ -123,24 +123,23 @@ int eval(const EvalFlags& flags) {
 
 }  // namespace
 
-void add_eval(CLI::App& app, int& exit_code) {
+void add_eval(Command app, int& exit_code) {
   auto flags = std::make_shared<EvalFlags>();
-  auto* command = app.add_subcommand("eval", "Mean loss of a model on a text");
-  command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
-  command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
-  command->add_option("--file", flags->file, "Text: plain, .gz or .dz")->required();
-  command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
-  command->add_option("--seq-len", flags->seq_len, "Tokens of a window")->required();
-  command->add_option("--micro-size", flags->micro_size, "Windows of a forward pass")->capture_default_str();
+  auto command = app.add_command("eval", "Mean loss of a model on a text");
+  command.add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
+  command.add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
+  command.add_option("--file", flags->file, "Text: plain, .gz or .dz").required();
+  command.add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
+  command.add_option("--seq-len", flags->seq_len, "Tokens of a window").required();
+  command.add_option("--micro-size", flags->micro_size, "Windows of a forward pass").shows_default();
   command
-      ->add_option("--nproc", flags->nproc,
-                   "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, mesh.pp=N or mesh.cp=N, parts of it")
-      ->capture_default_str();
-  command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
-  add_device_option(*command, flags->sets);
-  command->add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");
-  command->add_flag("--json", flags->json, "Print one line of JSON");
-  command->callback([flags, &exit_code] { exit_code = eval(*flags); });
+      .add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, mesh.pp=N or mesh.cp=N, parts of it")
+      .shows_default();
+  command.add_option("--set", flags->sets, "key=value, over the model's configuration").one_at_a_time();
+  add_device_option(command, flags->sets);
+  command.add_option("--dump-logits", flags->dump_logits, "Write the logits of the first windows (--micro-size of them) as safetensors");
+  command.add_flag("--json", flags->json, "Print one line of JSON");
+  command.when_chosen([flags, &exit_code] { exit_code = eval(*flags); });
 }
 
 }  // namespace tessera::cli

@@ -204,31 +204,31 @@ int generate_text(const GenerateFlags& flags) {
 
 }  // namespace
 
-void add_generate(CLI::App& app, int& exit_code) {
+void add_generate(Command app, int& exit_code) {
   auto flags = std::make_shared<GenerateFlags>();
-  auto* command = app.add_subcommand("generate", "Continue a prompt with a trained model");
-  command->add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
-  command->add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
-  command->add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
+  auto command = app.add_command("generate", "Continue a prompt with a trained model");
+  command.add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
+  command.add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
+  command.add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command
-      ->add_option("--prompt", flags->prompts,
-                   "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said; may be given several times")
-      ->required()
-      ->allow_extra_args(false);
-  command->add_option("--samples", flags->samples, "Texts to make of each prompt, with seed, seed + 1, ...")->capture_default_str();
-  command->add_option("--max-tokens", flags->max_tokens, "Tokens to write at most")->capture_default_str();
-  command->add_option("--temperature", flags->sample.temperature, "0: always the most likely token")->capture_default_str();
-  command->add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all")->capture_default_str();
-  command->add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability")->capture_default_str();
-  command->add_option("--seed", flags->seed, "The same text for the same seed; 0 to 9223372036854775807")->capture_default_str();
+      .add_option("--prompt", flags->prompts,
+                  "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said; may be given several times")
+      .required()
+      .one_at_a_time();
+  command.add_option("--samples", flags->samples, "Texts to make of each prompt, with seed, seed + 1, ...").shows_default();
+  command.add_option("--max-tokens", flags->max_tokens, "Tokens to write at most").shows_default();
+  command.add_option("--temperature", flags->sample.temperature, "0: always the most likely token").shows_default();
+  command.add_option("--top-k", flags->sample.top_k, "Only the k most likely tokens; 0: all").shows_default();
+  command.add_option("--top-p", flags->sample.top_p, "Only the most likely tokens that together reach this probability").shows_default();
+  command.add_option("--seed", flags->seed, "The same text for the same seed; 0 to 9223372036854775807").shows_default();
   command
-      ->add_option(
+      .add_option(
           "--nproc", flags->nproc,
           "Ranks to start on this machine, with --set mesh.tp=N to cut the layers over them, mesh.pp=N to deal them as stages, or mesh.cp=N to cut the prompt")
-      ->capture_default_str();
-  command->add_option("--set", flags->sets, "key=value, over the model's configuration")->allow_extra_args(false);
-  add_device_option(*command, flags->sets);
-  command->callback([flags, &exit_code] { exit_code = generate_text(*flags); });
+      .shows_default();
+  command.add_option("--set", flags->sets, "key=value, over the model's configuration").one_at_a_time();
+  add_device_option(command, flags->sets);
+  command.when_chosen([flags, &exit_code] { exit_code = generate_text(*flags); });
 }
 
 }  // namespace tessera::cli

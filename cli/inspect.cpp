@@ -124,20 +124,19 @@ std::string table(const json& found) {
 
 }  // namespace
 
-void add_inspect(CLI::App& app, int& exit_code) {
+void add_inspect(Command app, int& exit_code) {
   struct Flags {
     std::string path;
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
-  auto* command =
-      app.add_subcommand("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
-  command->add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
-  command->add_flag("--json", flags->json, "Print JSON");
-  add_inspect_record(*command, exit_code);
-  add_inspect_device(*command, exit_code);
-  command->callback([flags, command, &exit_code] {
-    if (!command->get_subcommands().empty()) return;
+  auto command = app.add_command("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
+  command.add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
+  command.add_flag("--json", flags->json, "Print JSON");
+  add_inspect_record(command, exit_code);
+  add_inspect_device(command, exit_code);
+  command.when_chosen([flags, command, &exit_code] {
+    if (command.has_chosen_command()) return;
     require(!flags->path.empty(),
             "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, `record` and a folder of flight records, or `device`");
     const json found = describe(flags->path);

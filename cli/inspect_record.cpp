@@ -81,18 +81,18 @@ json describe(const flight::Merge& merge, const flight::Verdict& verdict, const 
 
 }  // namespace
 
-void add_inspect_record(CLI::App& inspect, int& exit_code) {
+void add_inspect_record(Command inspect, int& exit_code) {
   struct Flags {
     std::string dir;
     bool json = false;
     size_t calls = 1;
   };
   auto flags = std::make_shared<Flags>();
-  auto* command = inspect.add_subcommand("record", "Who kept whom waiting, as the flight records of a run say");
-  command->add_option("dir", flags->dir, "Folder of the records, such as log.dir/record")->required();
-  command->add_flag("--json", flags->json, "Print JSON");
-  command->add_option("--calls", flags->calls, "Last calls of each rank in the JSON")->capture_default_str();
-  command->callback([flags, &exit_code] {
+  auto command = inspect.add_command("record", "Who kept whom waiting, as the flight records of a run say");
+  command.add_option("dir", flags->dir, "Folder of the records, such as log.dir/record").required();
+  command.add_flag("--json", flags->json, "Print JSON");
+  command.add_option("--calls", flags->calls, "Last calls of each rank in the JSON").shows_default();
+  command.when_chosen([flags, &exit_code] {
     const auto records = flight::read_records(flags->dir);
     const flight::Merge merge(records);
     const auto verdict = flight::explain(merge);

@@ -117,19 +117,19 @@ void say_longest(const plan::LongestSequence& found, const Config& config, bool 
 
 }  // namespace
 
-void add_plan(CLI::App& app, int& exit_code) {
+void add_plan(Command app, int& exit_code) {
   auto flags = std::make_shared<PlanFlags>();
-  auto* command = app.add_subcommand("plan", "What a run needs on each rank, from a dry run of its very step");
-  command->add_option("what", flags->what, "Configuration (TOML), or the name of a preset")->required();
-  command->add_option("--world", flags->world, "Ranks")->capture_default_str();
-  command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
-  auto* device = command->add_option("--device", flags->device,
-                                     "Device on which a step is timed and has to fit: a name such as h100, or a file like those in tessera/plan/hardware");
-  command->add_option("--devices-per-node", flags->devices_per_node, "Devices of a host, in place of what --device says")->needs(device);
-  command->add_flag("--json", flags->json, "Print JSON");
-  command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
-  command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
-  command->callback([flags, &exit_code] {
+  auto command = app.add_command("plan", "What a run needs on each rank, from a dry run of its very step");
+  command.add_option("what", flags->what, "Configuration (TOML), or the name of a preset").required();
+  command.add_option("--world", flags->world, "Ranks").shows_default();
+  command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
+  command.add_option("--device", flags->device,
+                     "Device on which a step is timed and has to fit: a name such as h100, or a file like those in tessera/plan/hardware");
+  command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a host, in place of what --device says").needs("--device");
+  command.add_flag("--json", flags->json, "Print JSON");
+  command.add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
+  command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
+  command.when_chosen([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     Config config = planned(*flags);

@@ -56,13 +56,11 @@ std::optional<std::string> variable(const std::string& name) {
 
 }  // namespace
 
-void add_run(CLI::App& app, int&) {
-  auto* command = app.add_subcommand("run", "Start ranks of any program on this and other machines (torchrun's flags)");
-  command->set_help_flag();
-  command->prefix_command();
-  command->allow_extras();
+void add_run(Command app, int&) {
+  auto command = app.add_command("run", "Start ranks of any program on this and other machines (torchrun's flags)");
+  command.takes_all_that_follows();
   // Read as they were written: what follows the program is the program's, "--" and "--help" included.
-  command->callback([] {
+  command.when_chosen([] {
     std::vector<std::string> arguments = launch::self_command();
     arguments.erase(arguments.begin(), std::ranges::find(arguments, "run") + 1);
     const bool help = !arguments.empty() && (arguments.front() == "--help" || arguments.front() == "-h");

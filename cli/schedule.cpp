@@ -181,32 +181,32 @@ int show_schedule(const ScheduleFlags& flags) {
 
 }  // namespace
 
-void add_schedule(CLI::App& app, int& exit_code) {
+void add_schedule(Command app, int& exit_code) {
   auto flags = std::make_shared<ScheduleFlags>();
-  auto* command = app.add_subcommand("schedule", "A pipeline's schedule: its grid, bubble and peak of activations");
+  auto command = app.add_command("schedule", "A pipeline's schedule: its grid, bubble and peak of activations");
   auto& request = flags->request;
-  command->add_option("name", request.name, "Name of a schedule (--list), or a CSV file in PyTorch's text");
-  command->add_option("--stages", request.ranks, "Ranks of the pipeline");
-  command->add_option("--micro-batches", request.micro_batches, "Micro-batches of a step");
-  command->add_option("--virtual", request.chunks, "Chunks of the model per rank (default: 1, or the 2 that a schedule demands)");
+  command.add_option("name", request.name, "Name of a schedule (--list), or a CSV file in PyTorch's text");
+  command.add_option("--stages", request.ranks, "Ranks of the pipeline");
+  command.add_option("--micro-batches", request.micro_batches, "Micro-batches of a step");
+  command.add_option("--virtual", request.chunks, "Chunks of the model per rank (default: 1, or the 2 that a schedule demands)");
   command
-      ->add_option("--costs", flags->costs,
-                   "F,B,W,comm of a stage, any one unit: forward, backward of inputs and of weights, a message; and F&B, of both at once; or what each stage "
-                   "cost a run with log.timeline_every: its folder, or timeline.jsonl")
-      ->capture_default_str();
-  command->add_option("--per-rank", flags->per_rank, "A factor of these costs for each rank: 1,1,1,1.2");
-  command->add_option("--memory-limit", request.memory_limit, "zb_auto: micro-batches whose activations a rank may hold");
-  command->add_option("--kept", request.kept, "zb_1p, zb_2p, zb_auto: share of the activations that gradients of weights still need")->capture_default_str();
-  command->add_option("--group", request.group, "interleaved: micro-batches that pass a chunk before the next, as Megatron has it");
-  command->add_option("--per-update", request.per_update, "pipedream_2bw: micro-batches that an update sums");
-  command->add_flag("--vertical-sync", request.vertical_sync, "pipedream: one version of the weights for a micro-batch on all stages");
-  command->add_flag("--lower", flags->lower, "Add sends, receives and reductions of gradients");
-  command->add_option("--csv", flags->csv, "Write the actions, a row a rank");
-  command->add_option("--svg", flags->svg, "Draw it");
-  command->add_option("--trace", flags->trace, "Write it for Perfetto (JSON)");
-  command->add_flag("--list", flags->list, "Say which schedules there are");
-  command->add_flag("--json", flags->json, "Print JSON");
-  command->callback([flags, &exit_code] { exit_code = show_schedule(*flags); });
+      .add_option("--costs", flags->costs,
+                  "F,B,W,comm of a stage, any one unit: forward, backward of inputs and of weights, a message; and F&B, of both at once; or what each stage "
+                  "cost a run with log.timeline_every: its folder, or timeline.jsonl")
+      .shows_default();
+  command.add_option("--per-rank", flags->per_rank, "A factor of these costs for each rank: 1,1,1,1.2");
+  command.add_option("--memory-limit", request.memory_limit, "zb_auto: micro-batches whose activations a rank may hold");
+  command.add_option("--kept", request.kept, "zb_1p, zb_2p, zb_auto: share of the activations that gradients of weights still need").shows_default();
+  command.add_option("--group", request.group, "interleaved: micro-batches that pass a chunk before the next, as Megatron has it");
+  command.add_option("--per-update", request.per_update, "pipedream_2bw: micro-batches that an update sums");
+  command.add_flag("--vertical-sync", request.vertical_sync, "pipedream: one version of the weights for a micro-batch on all stages");
+  command.add_flag("--lower", flags->lower, "Add sends, receives and reductions of gradients");
+  command.add_option("--csv", flags->csv, "Write the actions, a row a rank");
+  command.add_option("--svg", flags->svg, "Draw it");
+  command.add_option("--trace", flags->trace, "Write it for Perfetto (JSON)");
+  command.add_flag("--list", flags->list, "Say which schedules there are");
+  command.add_flag("--json", flags->json, "Print JSON");
+  command.when_chosen([flags, &exit_code] { exit_code = show_schedule(*flags); });
 }
 
 }  // namespace tessera::cli

@@ -62,21 +62,20 @@ void pack(const TokenizeFlags& flags) {
 
 }  // namespace
 
-void add_tokenize(CLI::App& app, int& exit_code) {
+void add_tokenize(Command app, int& exit_code) {
   auto flags = std::make_shared<TokenizeFlags>();
-  auto* command = app.add_subcommand("tokenize", "Train a SentencePiece tokenizer, or pack text with one");
-  command->add_flag("--train", flags->train, "Train a tokenizer on FILES");
-  auto* size = command->add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
-  auto* type = command->add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram")->capture_default_str();
-  auto* sample =
-      command->add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it")->capture_default_str();
-  command->add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
-  command->add_option("--documents", flags->documents, "Cut FILES into documents, as data.documents: none, files, paragraphs or lines")->capture_default_str();
-  command->add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
-  command->add_option("files", flags->files, "Text: plain, .gz or .dz")->required();
-  command->callback([flags, size, type, sample, &exit_code] {
-    for (const auto* of_training : {size, type, sample}) {
-      if (!flags->train && of_training->count() > 0) log().warn("{}: has no effect without --train", of_training->get_name());
+  auto command = app.add_command("tokenize", "Train a SentencePiece tokenizer, or pack text with one");
+  command.add_flag("--train", flags->train, "Train a tokenizer on FILES");
+  auto size = command.add_option("--vocab-size", flags->vocab_size, "Ids of the tokenizer to train");
+  auto type = command.add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram").shows_default();
+  auto sample = command.add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it").shows_default();
+  command.add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
+  command.add_option("--documents", flags->documents, "Cut FILES into documents, as data.documents: none, files, paragraphs or lines").shows_default();
+  command.add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
+  command.add_option("files", flags->files, "Text: plain, .gz or .dz").required();
+  command.when_chosen([flags, size, type, sample, &exit_code] {
+    for (const Option& of_training : {size, type, sample}) {
+      if (!flags->train && of_training.given()) log().warn("{}: has no effect without --train", of_training.name());
     }
     flags->train ? train_tokenizer(*flags) : pack(*flags);
     exit_code = 0;

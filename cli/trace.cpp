@@ -147,18 +147,18 @@ int show_trace(const TraceFlags& flags) {
 
 }  // namespace
 
-void add_trace(CLI::App& app, int& exit_code) {
+void add_trace(Command app, int& exit_code) {
   auto flags = std::make_shared<TraceFlags>();
-  auto* command = app.add_subcommand("trace", "What a pipeline really did, beside what its schedule foretells");
-  command->add_option("run", flags->from, "Folder of a run (log.dir) that was trained with log.timeline_every, or a file of timelines")->required();
-  command->add_option("--step", flags->step, "Which step (default: the last that was timed)");
-  command->add_option("--rank", flags->rank, "Which pipeline, by its first rank in the world (default: the lowest)");
-  command->add_option("--against", flags->against,
-                      "Schedule or CSV file, foretold by the measured costs, or another run or file of timelines (default: what ran, foretold)");
-  command->add_option("--svg", flags->svg, "Draw both below one another, on one scale of time");
-  command->add_option("--trace", flags->trace, "Write both for Perfetto (JSON)");
-  command->add_flag("--json", flags->json, "Print JSON");
-  command->callback([flags, &exit_code] { exit_code = show_trace(*flags); });
+  auto command = app.add_command("trace", "What a pipeline really did, beside what its schedule foretells");
+  command.add_option("run", flags->from, "Folder of a run (log.dir) that was trained with log.timeline_every, or a file of timelines").required();
+  command.add_option("--step", flags->step, "Which step (default: the last that was timed)");
+  command.add_option("--rank", flags->rank, "Which pipeline, by its first rank in the world (default: the lowest)");
+  command.add_option("--against", flags->against,
+                     "Schedule or CSV file, foretold by the measured costs, or another run or file of timelines (default: what ran, foretold)");
+  command.add_option("--svg", flags->svg, "Draw both below one another, on one scale of time");
+  command.add_option("--trace", flags->trace, "Write both for Perfetto (JSON)");
+  command.add_flag("--json", flags->json, "Print JSON");
+  command.when_chosen([flags, &exit_code] { exit_code = show_trace(*flags); });
 }
 
 }  // namespace tessera::cli

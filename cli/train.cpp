@@ -315,22 +315,22 @@ int train(const TrainFlags& flags) {
 
 }  // namespace
 
-void add_train(CLI::App& app, int& exit_code) {
+void add_train(Command app, int& exit_code) {
   auto flags = std::make_shared<TrainFlags>();
-  auto* command = app.add_subcommand("train", "Train a model as a configuration says");
-  command->add_option("file", flags->file, "Configuration (TOML)")->required();
-  command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine")->capture_default_str();
-  add_device_option(*command, flags->sets);
-  command->add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
-  command->add_option("--dump-dir", flags->dump_dir, "Where to write them");
-  command->add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
-  command->add_flag("--strict-log", flags->strict_log, "End the run where a record cannot be written, rather than say so and train on");
-  auto* report =
-      command->add_flag("--memory-report{}", flags->memory_report_file,
-                        "Draw the memory of the second step and list its largest tensors; =FILE: where the picture goes (memory_report.svg in log.dir)");
-  command->callback([flags, report, &exit_code] {
-    flags->memory_report = report->count() > 0;
+  auto command = app.add_command("train", "Train a model as a configuration says");
+  command.add_option("file", flags->file, "Configuration (TOML)").required();
+  command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
+  command.add_option("--nproc", flags->nproc, "Ranks to start on this machine").shows_default();
+  add_device_option(command, flags->sets);
+  command.add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
+  command.add_option("--dump-dir", flags->dump_dir, "Where to write them");
+  command.add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
+  command.add_flag("--strict-log", flags->strict_log, "End the run where a record cannot be written, rather than say so and train on");
+  auto report =
+      command.add_flag("--memory-report{}", flags->memory_report_file,
+                       "Draw the memory of the second step and list its largest tensors; =FILE: where the picture goes (memory_report.svg in log.dir)");
+  command.when_chosen([flags, report, &exit_code] {
+    flags->memory_report = report.given();
     exit_code = train(*flags);
   });
 }

@@ -33,16 +33,16 @@ int run_verify(const VerifyFlags& flags) {
 
 }  // namespace
 
-void add_verify(CLI::App& app, int& exit_code) {
+void add_verify(Command app, int& exit_code) {
   auto flags = std::make_shared<VerifyFlags>();
-  auto* command = app.add_subcommand("verify", "Whether a layout trains as one device does: the same steps in both, compared");
-  command->add_option("file", flags->file, "Configuration (TOML)")->required();
-  command->add_option("--mesh", flags->mesh, "Axes of the layout, such as dp_replicate=3 or dp_shard=2,tp=2; the others are 1")->required();
-  command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
-  add_device_option(*command, flags->sets);
-  command->add_option("--steps", flags->steps, "Optimizer steps to compare")->capture_default_str();
-  command->add_flag("--json", flags->json, "Print JSON");
-  command->callback([flags, &exit_code] { exit_code = run_verify(*flags); });
+  auto command = app.add_command("verify", "Whether a layout trains as one device does: the same steps in both, compared");
+  command.add_option("file", flags->file, "Configuration (TOML)").required();
+  command.add_option("--mesh", flags->mesh, "Axes of the layout, such as dp_replicate=3 or dp_shard=2,tp=2; the others are 1").required();
+  command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
+  add_device_option(command, flags->sets);
+  command.add_option("--steps", flags->steps, "Optimizer steps to compare").shows_default();
+  command.add_flag("--json", flags->json, "Print JSON");
+  command.when_chosen([flags, &exit_code] { exit_code = run_verify(*flags); });
 }
 
 }  // namespace tessera::cli

@@ -7,100 +7,100 @@
 namespace tessera::cli {
 namespace {
 
-void add_comm(CLI::App& bench, int& exit_code) {
+void add_comm(Command bench, int& exit_code) {
   auto flags = std::make_shared<BenchCommFlags>();
-  auto* command = bench.add_subcommand("comm", "Time collectives: by operation, size, algorithm and backend");
-  command->add_option("--op", flags->ops, "Operations, or all")->delimiter(',')->capture_default_str();
-  command->add_option("--backend", flags->backends, "Backends, or all")->delimiter(',')->capture_default_str();
-  command->add_option("--algorithm", flags->algorithms, "Algorithms, or all; engine is the backend's own")->delimiter(',')->capture_default_str();
-  command->add_option("--bytes", flags->bytes, "Sizes of the whole: 4096, 4K, 1M")->delimiter(',')->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks to start on this machine (default 2)");
-  command->add_option("--dtype", flags->dtype, "Type of the elements")->capture_default_str();
-  command->add_option("--buffer", flags->buffers, "plain, or shared: memory in which the backend can reduce in place")->capture_default_str();
-  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
-  command->add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)")->capture_default_str();
-  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
-  command->add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
-  command->add_option("--table", flags->table, "Write the fastest algorithm by operation and size, for comm.table");
-  command->add_option("--svg", flags->svg, "Draw time and bus bandwidth over bytes");
-  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
-  command->add_flag("--json", flags->json, "Print JSON, a row a line");
-  command->callback([flags, &exit_code] { exit_code = bench_comm(*flags); });
+  auto command = bench.add_command("comm", "Time collectives: by operation, size, algorithm and backend");
+  command.add_option("--op", flags->ops, "Operations, or all").separated_by(',').shows_default();
+  command.add_option("--backend", flags->backends, "Backends, or all").separated_by(',').shows_default();
+  command.add_option("--algorithm", flags->algorithms, "Algorithms, or all; engine is the backend's own").separated_by(',').shows_default();
+  command.add_option("--bytes", flags->bytes, "Sizes of the whole: 4096, 4K, 1M").separated_by(',').shows_default();
+  command.add_option("--nproc", flags->nproc, "Ranks to start on this machine (default 2)");
+  command.add_option("--dtype", flags->dtype, "Type of the elements").shows_default();
+  command.add_option("--buffer", flags->buffers, "plain, or shared: memory in which the backend can reduce in place").shows_default();
+  command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
+  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
+  command.add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
+  command.add_option("--table", flags->table, "Write the fastest algorithm by operation and size, for comm.table");
+  command.add_option("--svg", flags->svg, "Draw time and bus bandwidth over bytes");
+  command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
+  command.add_flag("--json", flags->json, "Print JSON, a row a line");
+  command.when_chosen([flags, &exit_code] { exit_code = bench_comm(*flags); });
 }
 
-void add_tp(CLI::App& bench, int& exit_code) {
+void add_tp(Command bench, int& exit_code) {
   auto flags = std::make_shared<BenchTpFlags>();
-  auto* command = bench.add_subcommand("tp", "Time a tensor-parallel layer's computation and communication, for growing hidden size");
-  command->add_option("--hidden", flags->hidden, "Hidden sizes of the layer")->delimiter(',')->capture_default_str();
-  command->add_option("--tokens", flags->tokens, "Tokens of the sequence that goes through it")->capture_default_str();
-  command->add_option("--head-dim", flags->head_dim, "Features of an attention head")->capture_default_str();
-  command->add_flag("--sequence-parallel", flags->sequence_parallel, "Cut norms and residual stream along the sequence (tensor.sequence_parallel)");
-  command->add_flag("--overlap", flags->overlap, "Let products hide what is sent (tensor.overlap)");
-  command->add_option("--dtype", flags->dtype, "What products compute in: fp32, bf16")->capture_default_str();
-  command->add_option("--backend", flags->backend, "Backend of the collectives")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks that the layer is cut over, started on this machine (default 2)");
-  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
-  command->add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)")->capture_default_str();
-  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
-  command->add_option("--iterations", flags->iterations, "Passes to measure of each case, instead of --seconds");
-  command->add_option("--svg,--out", flags->svg, "Draw counts and times over the hidden size, beside the square-cube law");
-  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
-  command->add_flag("--json", flags->json, "Print JSON, a row a line");
-  command->callback([flags, &exit_code] { exit_code = bench_tp(*flags); });
+  auto command = bench.add_command("tp", "Time a tensor-parallel layer's computation and communication, for growing hidden size");
+  command.add_option("--hidden", flags->hidden, "Hidden sizes of the layer").separated_by(',').shows_default();
+  command.add_option("--tokens", flags->tokens, "Tokens of the sequence that goes through it").shows_default();
+  command.add_option("--head-dim", flags->head_dim, "Features of an attention head").shows_default();
+  command.add_flag("--sequence-parallel", flags->sequence_parallel, "Cut norms and residual stream along the sequence (tensor.sequence_parallel)");
+  command.add_flag("--overlap", flags->overlap, "Let products hide what is sent (tensor.overlap)");
+  command.add_option("--dtype", flags->dtype, "What products compute in: fp32, bf16").shows_default();
+  command.add_option("--backend", flags->backend, "Backend of the collectives").shows_default();
+  command.add_option("--nproc", flags->nproc, "Ranks that the layer is cut over, started on this machine (default 2)");
+  command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
+  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
+  command.add_option("--iterations", flags->iterations, "Passes to measure of each case, instead of --seconds");
+  command.add_option("--svg,--out", flags->svg, "Draw counts and times over the hidden size, beside the square-cube law");
+  command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
+  command.add_flag("--json", flags->json, "Print JSON, a row a line");
+  command.when_chosen([flags, &exit_code] { exit_code = bench_tp(*flags); });
 }
 
-void add_pp(CLI::App& bench, int& exit_code) {
+void add_pp(Command bench, int& exit_code) {
   auto flags = std::make_shared<BenchPpFlags>();
-  auto* command = bench.add_subcommand("pp", "Time pipelines: the executor's overhead, schedules, micro-batches, and what crosses a boundary");
-  command->add_option("--dim", flags->dim, "Hidden size of the model, for overhead, schedules and micro-batches")->capture_default_str();
-  command->add_option("--layers", flags->layers, "Its blocks")->capture_default_str();
-  command->add_option("--tokens", flags->tokens, "Tokens of a sequence")->capture_default_str();
-  command->add_option("--global-size", flags->global_size, "Sequences of a step")->capture_default_str();
-  command->add_option("--schedule", flags->schedules, "Schedules to time with 8 micro-batches")->delimiter(',')->capture_default_str();
-  command->add_option("--micro-batches", flags->micro_batches, "Into how many GPipe cuts the same batch")->delimiter(',')->capture_default_str();
-  command->add_option("--hidden", flags->hidden, "Hidden sizes of the boundary")->delimiter(',')->capture_default_str();
-  command->add_option("--backend", flags->backend, "Backend of the messages")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks of the pipeline, started on this machine (default 2)");
-  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
-  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
-  command->add_option("--iterations", flags->iterations, "Steps to measure of each case, instead of --seconds");
-  command->add_option("--svg,--out", flags->svg, "Draw bubble and time over micro-batches, and the boundary beside the square-cube law");
-  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
-  command->add_flag("--json", flags->json, "Print JSON, a row a line");
-  command->callback([flags, &exit_code] { exit_code = bench_pp(*flags); });
+  auto command = bench.add_command("pp", "Time pipelines: the executor's overhead, schedules, micro-batches, and what crosses a boundary");
+  command.add_option("--dim", flags->dim, "Hidden size of the model, for overhead, schedules and micro-batches").shows_default();
+  command.add_option("--layers", flags->layers, "Its blocks").shows_default();
+  command.add_option("--tokens", flags->tokens, "Tokens of a sequence").shows_default();
+  command.add_option("--global-size", flags->global_size, "Sequences of a step").shows_default();
+  command.add_option("--schedule", flags->schedules, "Schedules to time with 8 micro-batches").separated_by(',').shows_default();
+  command.add_option("--micro-batches", flags->micro_batches, "Into how many GPipe cuts the same batch").separated_by(',').shows_default();
+  command.add_option("--hidden", flags->hidden, "Hidden sizes of the boundary").separated_by(',').shows_default();
+  command.add_option("--backend", flags->backend, "Backend of the messages").shows_default();
+  command.add_option("--nproc", flags->nproc, "Ranks of the pipeline, started on this machine (default 2)");
+  command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
+  command.add_option("--iterations", flags->iterations, "Steps to measure of each case, instead of --seconds");
+  command.add_option("--svg,--out", flags->svg, "Draw bubble and time over micro-batches, and the boundary beside the square-cube law");
+  command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
+  command.add_flag("--json", flags->json, "Print JSON, a row a line");
+  command.when_chosen([flags, &exit_code] { exit_code = bench_pp(*flags); });
 }
 
-void add_cp(CLI::App& bench, int& exit_code) {
+void add_cp(Command bench, int& exit_code) {
   auto flags = std::make_shared<BenchCpFlags>();
-  auto* command = bench.add_subcommand("cp", "Time attention to a sequence that is cut over ranks, beside one device, and show what it keeps in memory");
-  command->add_option("--length", flags->lengths, "Lengths of the sequence")->delimiter(',')->capture_default_str();
-  command->add_option("--heads", flags->heads, "Query heads")->capture_default_str();
-  command->add_option("--kv-heads", flags->kv_heads, "Key-value heads")->capture_default_str();
-  command->add_option("--head-dim", flags->head_dim, "Features of a head")->capture_default_str();
-  command->add_option("--method", flags->methods, "Ways to reach the keys of other ranks (context.method); ring_no_overlap waits for each block")
-      ->delimiter(',')
-      ->capture_default_str();
-  command->add_option("--dtype", flags->dtype, "What attention computes in: fp32, bf16")->capture_default_str();
-  command->add_option("--backend", flags->backend, "Backend of the messages")->capture_default_str();
-  command->add_option("--nproc", flags->nproc, "Ranks that the sequence is cut over, started on this machine (default 2)");
-  command->add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
-  command->add_option("--seconds", flags->seconds, "Time to measure each case")->capture_default_str();
-  command->add_option("--iterations", flags->iterations, "Rounds to measure, instead of --seconds");
-  command->add_option("--svg,--out", flags->svg, "Draw time over the length");
-  command->add_option("--rows", flags->rows)->group("");  // hidden: how copies answer
-  command->add_flag("--json", flags->json, "Print JSON, a row a line");
-  command->callback([flags, &exit_code] { exit_code = bench_cp(*flags); });
+  auto command = bench.add_command("cp", "Time attention to a sequence that is cut over ranks, beside one device, and show what it keeps in memory");
+  command.add_option("--length", flags->lengths, "Lengths of the sequence").separated_by(',').shows_default();
+  command.add_option("--heads", flags->heads, "Query heads").shows_default();
+  command.add_option("--kv-heads", flags->kv_heads, "Key-value heads").shows_default();
+  command.add_option("--head-dim", flags->head_dim, "Features of a head").shows_default();
+  command.add_option("--method", flags->methods, "Ways to reach the keys of other ranks (context.method); ring_no_overlap waits for each block")
+      .separated_by(',')
+      .shows_default();
+  command.add_option("--dtype", flags->dtype, "What attention computes in: fp32, bf16").shows_default();
+  command.add_option("--backend", flags->backend, "Backend of the messages").shows_default();
+  command.add_option("--nproc", flags->nproc, "Ranks that the sequence is cut over, started on this machine (default 2)");
+  command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
+  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
+  command.add_option("--iterations", flags->iterations, "Rounds to measure, instead of --seconds");
+  command.add_option("--svg,--out", flags->svg, "Draw time over the length");
+  command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
+  command.add_flag("--json", flags->json, "Print JSON, a row a line");
+  command.when_chosen([flags, &exit_code] { exit_code = bench_cp(*flags); });
 }
 
 }  // namespace
 
-void add_bench(CLI::App& app, int& exit_code) {
-  auto* bench = app.add_subcommand("bench", "Measure this machine");
-  bench->require_subcommand(1);
-  add_comm(*bench, exit_code);
-  add_tp(*bench, exit_code);
-  add_pp(*bench, exit_code);
-  add_cp(*bench, exit_code);
+void add_bench(Command app, int& exit_code) {
+  auto bench = app.add_command("bench", "Measure this machine");
+  bench.requires_command();
+  add_comm(bench, exit_code);
+  add_tp(bench, exit_code);
+  add_pp(bench, exit_code);
+  add_cp(bench, exit_code);
 }
 
 }  // namespace tessera::cli

@@ -211,7 +211,9 @@ void set_key(Config& config, const std::string& section, const std::string& key,
       assign(field, node_of(field), Location{detail::concat(section, ".", key), rule, origin});
     });
   });
-  require(found, "unknown key ", show(section), ".", show(key), " (", origin.place, "): the nearest known key is ", nearest_key(config, section, key));
+  if (!found)
+    throw ConfigError(
+        detail::concat("unknown key ", show(section), ".", show(key), " (", origin.place, "): the nearest known key is ", nearest_key(config, section, key)));
   config.given.insert(detail::concat(section, ".", key));
 }
 
@@ -228,12 +230,14 @@ void apply_table(Config& config, const toml::table& table, const std::filesystem
     const auto place = [&](const toml::node& node) { return detail::concat(origin, ":", node.source().begin.line); };
     const auto* keys = section_node.as_table();
     if (std::find(sections.begin(), sections.end(), section) == sections.end()) {
-      require(keys != nullptr, "unknown key ", show(section), " (", place(section_node), "): keys live in sections; the nearest known key is ",
-              nearest_key(config, "", section));
+      if (keys == nullptr)
+        throw ConfigError(detail::concat("unknown key ", show(section), " (", place(section_node), "): keys live in sections; the nearest known key is ",
+                                         nearest_key(config, "", section)));
       throw ConfigError(
           detail::concat("unknown section [", show(section), "] (", place(section_node), "): the nearest known section is [", nearest(section, sections), "]"));
     }
-    require(keys != nullptr, section, " = ", show(section_node), " (", place(section_node), "): expected a section [", section, "]");
+    if (keys == nullptr)
+      throw ConfigError(detail::concat(section, " = ", show(section_node), " (", place(section_node), "): expected a section [", section, "]"));
     for (const auto& [key, node] : *keys) {
       set_key(config, section, std::string(key.str()), Origin{base_dir, place(node)}, [&node = node](const auto&) -> const toml::node& { return node; });
     }
@@ -264,7 +268,8 @@ void apply_set(Config& config, const std::string& set) {
   require(detail::is_utf8(text), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
           "write it in UTF-8, or rename the file that it names");
   const auto dot = full_key.find('.');
-  require(dot != std::string::npos, "unknown key ", full_key, " (--set): expected section.key; the nearest known key is ", nearest_key(config, "", full_key));
+  if (dot == std::string::npos)
+    throw ConfigError(detail::concat("unknown key ", full_key, " (--set): expected section.key; the nearest known key is ", nearest_key(config, "", full_key)));
 
   const toml::value<std::string> bare(text);
   const auto parsed = parse_value(text);

@@ -61,20 +61,28 @@ class Verdict(SystemTest):
         done, _, _ = self.hang(nproc=3, count=7)
         self.assertRegex(done.stderr.splitlines()[-1], r"^rank 1 never entered all_reduce #\d+ of \S+ \(ddp\.bucket\); ranks 0, 2 wait [56] s$")
 
-    def test_a_stage_that_hangs_or_fails_is_named_with_its_micro_batch(self):
-        sets = ("mesh.pp=2", "comm.timeout_s=4", "run.steps=3")
-        # The sixth send of a rank in the first step: stage 1 sends a gradient behind each backward, stage 0 its output behind each forward.
-        for rank, action in ((1, "stage 1, backward of micro-batch 5"), (0, "stage 0, forward of micro-batch 5")):
-            done, log = self.train(f"hang_{rank}", "--inject", f"rank={rank},op=send,count=6,do=hang", nproc=2, sets=sets, expect=1)
-            last = done.stderr.splitlines()[-1]
-            never = rf"rank {rank} never entered send #1 to rank {1 - rank} of \S+ \(tag \d+\) \(stage \d, \w+ of micro-batch 5\)"
-            self.assertRegex(last, rf"^{never}; rank {1 - rank} waits [45] s; rank {rank} is at {action}$")
-            self.assertEqual(self.records(log).splitlines()[0], last)
-            found = json.loads(self.records(log, "--json"))["ranks"]
-            self.assertEqual(found[rank]["place"], action)
-            waits = found[1 - rank]["calls"][-1]["entered_s"]
-            self.assertLess(max(each["seen_s"] for each in found) - waits, 4 + 10)  # both have ended by then
-        done, _ = self.train("error", "--inject", "rank=1,op=send,count=6,do=error", nproc=2, sets=sets, expect=1)
+    # The sixth send of a rank in the first step: stage 1 sends a gradient behind each backward, stage 0 its output behind each forward.
+    STAGES = ("mesh.pp=2", "comm.timeout_s=4", "run.steps=3")
+
+    def hang_of_a_stage(self, rank, action):
+        done, log = self.train("hang", "--inject", f"rank={rank},op=send,count=6,do=hang", nproc=2, sets=self.STAGES, expect=1)
+        last = done.stderr.splitlines()[-1]
+        never = rf"rank {rank} never entered send #1 to rank {1 - rank} of \S+ \(tag \d+\) \(stage \d, \w+ of micro-batch 5\)"
+        self.assertRegex(last, rf"^{never}; rank {1 - rank} waits [45] s; rank {rank} is at {action}$")
+        self.assertEqual(self.records(log).splitlines()[0], last)
+        found = json.loads(self.records(log, "--json"))["ranks"]
+        self.assertEqual(found[rank]["place"], action)
+        waits = found[1 - rank]["calls"][-1]["entered_s"]
+        self.assertLess(max(each["seen_s"] for each in found) - waits, 4 + 10)  # both have ended by then
+
+    def test_a_first_stage_that_hangs_is_named_with_its_micro_batch(self):
+        self.hang_of_a_stage(0, "stage 0, forward of micro-batch 5")
+
+    def test_a_last_stage_that_hangs_is_named_with_its_micro_batch(self):
+        self.hang_of_a_stage(1, "stage 1, backward of micro-batch 5")
+
+    def test_a_stage_that_fails_is_named_with_its_micro_batch(self):
+        done, _ = self.train("error", "--inject", "rank=1,op=send,count=6,do=error", nproc=2, sets=self.STAGES, expect=1)
         self.assertIn("rank 1 failed with exit code 1: stage 1, backward of micro-batch 5: ", done.stderr.splitlines()[-1])
 
     def test_a_killed_rank_leaves_its_record(self):

@@ -1,0 +1,122 @@
+#include "cli/command_line.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+#include <system_error>
+
+#include <CLI/CLI.hpp>
+
+#include "tessera/config/config.h"
+#include "tessera/core/error.h"
+
+namespace tessera::cli {
+namespace {
+
+// The first word names a command or is one of few flags; the parser would only say that a command is missing.
+void refuse_unknown_word(const CLI::App& app, const std::string& word) {
+  std::vector<std::string> known;
+  for (const auto* command : app.get_subcommands({})) known.push_back(command->get_name());
+  const bool is_flag = word.starts_with('-') && app.get_option_no_throw(word) != nullptr;
+  if (word.empty() || is_flag || std::ranges::find(known, word) != known.end()) return;
+  const std::string what = word.starts_with('-') ? ": no such flag before a command" : ": no such command; did you mean " + nearest(word, known) + "?";
+  throw ConfigError(word + what + "; --help says what there is");
+}
+
+std::string problem_of_size(const std::string& text) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool beyond = error == std::errc::result_out_of_range && end == text.data() + text.size();
+  return beyond ? text + " is beyond 64 bits: expected an integer of at most 9223372036854775807" : "";
+}
+
+std::string problem_of_nothing(const std::string& text) { return text.empty() ? "is empty: give a value, or leave the flag out" : ""; }
+
+// What is beyond 64 bits the parser takes for the largest number there is. And where a variable of a script was not set, nothing would be written without a
+// word; a prompt may be empty, and --set has its own sentence.
+void refuse_clamped_and_empty_values(CLI::App& app) {
+  for (auto* command : app.get_subcommands({})) {
+    for (auto* option : command->get_options()) {
+      const bool may_be_empty = option->get_positional() || option->check_name("--prompt") || option->check_name("--set");
+      if (option->get_type_name() == "INT") option->check(problem_of_size);
+      if (option->get_type_name() == "TEXT" && !may_be_empty) option->check(problem_of_nothing);
+    }
+    refuse_clamped_and_empty_values(*command);
+  }
+}
+
+std::string refusal(const CLI::App*, const CLI::Error& error) {
+  std::string what = error.what();
+  constexpr std::string_view no_value = "Could not convert: ";
+  if (what.starts_with(no_value)) what = what.substr(no_value.size()) + ": is no value of this flag's kind, or one that is too large for it";
+  return "tessera: " + what + "; --help says what there is\n";
+}
+
+}  // namespace
+
+Option& Option::required() { return option_->required(), *this; }
+Option& Option::shows_default() { return option_->capture_default_str(), *this; }
+Option& Option::one_at_a_time() { return option_->allow_extra_args(false), *this; }
+Option& Option::separated_by(char c) { return option_->delimiter(c), *this; }
+Option& Option::one_of(const std::vector<std::string>& words) { return option_->check(CLI::IsMember(words)), *this; }
+Option& Option::needs(const std::string& flag) { return option_->needs(flag), *this; }
+Option& Option::hidden() { return option_->group(""), *this; }
+bool Option::given() const { return option_->count() > 0; }
+std::string Option::name() const { return option_->get_name(); }
+
+Command Command::add_command(const std::string& name, const std::string& about) { return Command(*app_->add_subcommand(name, about)); }
+void Command::requires_command() { app_->require_subcommand(1); }
+bool Command::has_chosen_command() const { return !app_->get_subcommands().empty(); }
+
+template <class T>
+Option Command::add_option(const std::string& names, T& value, const std::string& about) {
+  return Option(*app_->add_option(names, value, about));
+}
+template Option Command::add_option(const std::string&, std::string&, const std::string&);
+template Option Command::add_option(const std::string&, int&, const std::string&);
+template Option Command::add_option(const std::string&, int64_t&, const std::string&);
+template Option Command::add_option(const std::string&, size_t&, const std::string&);
+template Option Command::add_option(const std::string&, double&, const std::string&);
+template Option Command::add_option(const std::string&, std::vector<std::string>&, const std::string&);
+template Option Command::add_option(const std::string&, std::vector<int64_t>&, const std::string&);
+template Option Command::add_option(const std::string&, std::optional<std::string>&, const std::string&);
+template Option Command::add_option(const std::string&, std::optional<int>&, const std::string&);
+template Option Command::add_option(const std::string&, std::optional<int64_t>&, const std::string&);
+
+Option Command::add_option(const std::string& names, const std::function<void(const std::string&)>& take, const std::string& about) {
+  return Option(*app_->add_option_function<std::string>(names, take, about));
+}
+
+Option Command::add_flag(const std::string& names, bool& value, const std::string& about) { return Option(*app_->add_flag(names, value, about)); }
+Option Command::add_flag(const std::string& names, std::string& value, const std::string& about) { return Option(*app_->add_flag(names, value, about)); }
+
+void Command::takes_all_that_follows() {
+  app_->set_help_flag();
+  app_->prefix_command();
+  app_->allow_extras();
+}
+
+void Command::when_chosen(const std::function<void()>& action) { app_->callback(action); }
+
+CommandLine::CommandLine(const std::string& about, const std::string& version) : app_(std::make_unique<CLI::App>(about)) {
+  app_->set_version_flag("--version", version);
+  app_->require_subcommand(1);
+  app_->failure_message(refusal);
+}
+
+CommandLine::~CommandLine() = default;
+
+Command CommandLine::program() { return Command(*app_); }
+
+std::optional<int> CommandLine::parse(int argc, char** argv) {
+  refuse_unknown_word(*app_, argc > 1 ? argv[1] : "");
+  refuse_clamped_and_empty_values(*app_);
+  try {
+    app_->parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app_->exit(error) == 0 ? 0 : 2;
+  }
+  return std::nullopt;
+}
+
+}  // namespace tessera::cli
