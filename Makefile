@@ -46,6 +46,7 @@ soak: build
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_verify_test --gtest_also_run_disabled_tests --gtest_filter='*VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomResume.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_pipeline_test --gtest_also_run_disabled_tests --gtest_filter='RandomSplits.DISABLED_Many'
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_tensor_parallel_test --gtest_also_run_disabled_tests --gtest_filter='RandomPlans.DISABLED_Many'
 
 # Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a second of each.
 FUZZ_SECONDS ?= 600
