@@ -317,10 +317,10 @@ class RandomPlans : public ::testing::Test {
   }
 };
 
-TEST_F(RandomPlans, ThatAreTakenAreOneDevice) { run_seeds(0, 400); }
+TEST_F(RandomPlans, ThatAreTakenAreOneDevice) { run_seeds(0, 120); }
 
 TEST_F(RandomPlans, DISABLED_Many) {
-  uint64_t begin = 400, end = 20000;
+  uint64_t begin = 120, end = 20000;
   if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
   if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
     const std::string text = seeds;

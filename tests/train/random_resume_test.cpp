@@ -60,7 +60,7 @@ class RandomResume : public testing_support::ResumeFixture {
   std::map<std::string, at::Tensor> state_of(const std::pair<Config, int>& on, const std::string& resume) const {
     auto [config, ranks] = on;
     config.checkpoint.resume = (folder_ / resume / step_name(kSavedAt)).string();
-    SliceCollector state;
+    testing_support::SliceCollector state;
     comm::run_ranks(ranks, [&, config = config](comm::World& world) {
       const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world.size()));
       RankScope scope(config, world.local_size());
