@@ -433,6 +433,7 @@ TEST_P(Foreign, DrawingIntoASliceIsRefused) {
       EXPECT_THAT(refusal([&] { torch::nn::init::normal_(model->weight); }),
                   ::testing::AllOf(HasSubstr("aten::normal_"), HasSubstr("'weight'"), HasSubstr("materialize"), HasSubstr("unshard")));
       EXPECT_THAT(refusal([&] { model->reset_parameters(); }), HasSubstr("aten::uniform_"));
+      if (before.numel() == 0) return;  // libtorch divides by the number of rows before any operator
       EXPECT_THAT(refusal([&] { torch::nn::init::orthogonal_(model->weight); }), ::testing::AllOf(HasSubstr("orthogonal"), HasSubstr("'weight'")));
     };
     refused();
