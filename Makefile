@@ -38,14 +38,15 @@ parity: build
 	@tools/parity
 
 # Hundreds of kills, at any moment and during saves, every combination of stage, layout, number format and recomputation against one device, and thousands of
-# random training programs under every wrapper, of random models in stages, and of random recipes against one device. The tests do four kills of each, let every
+# random training programs under every wrapper, of random models in stages, and of random recipes and layouts against one device. The tests do four kills of each, let every
 # stage meet every one of the others, and run a hundred programs or two.
 soak: build
 	@tools/soak
 	@tools/soak --kills-in-save 200
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_verify_test --gtest_also_run_disabled_tests --gtest_filter='*VerifyMatrix.DISABLED_Everything*'
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many'
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_verify_test --gtest_also_run_disabled_tests --gtest_filter='*VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many'
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomResume.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_pipeline_test --gtest_also_run_disabled_tests --gtest_filter='RandomSplits.DISABLED_Many'
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_tensor_parallel_test --gtest_also_run_disabled_tests --gtest_filter='RandomPlans.DISABLED_Many'
 
 # Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a moment of each.
 FUZZ_SECONDS ?= 600

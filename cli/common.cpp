@@ -26,9 +26,10 @@ int world_size(int nproc) {
   return environment.size;
 }
 
-at::Device device_for(const std::string& wanted, int nproc) {
+at::Device device_for(const std::string& wanted, int nproc, const std::string& key) {
   const auto environment = comm::read_environment();
-  return resolve_device(wanted, environment.launched ? LocalRank{environment.local_rank, environment.local_size} : LocalRank{.rank = 0, .ranks = nproc});
+  const LocalRank first = environment.launched ? LocalRank{environment.local_rank, environment.local_size} : LocalRank{.rank = 0, .ranks = nproc};
+  return resolve_device(wanted, first, key);
 }
 
 std::string check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs) {

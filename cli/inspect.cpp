@@ -53,7 +53,7 @@ json parameter_counts(const std::filesystem::path& folder, const checkpoint::Man
 }
 
 json checkpoint_json(const std::filesystem::path& folder) {
-  const auto manifest = checkpoint::read_manifest(folder);
+  const auto manifest = checkpoint::read_or_name_another([&] { return checkpoint::read_manifest(folder); });
   const auto problem = checkpoint::problem_with(folder, checkpoint::Thoroughness::Hashes);
   json tensors = json::array();
   constexpr std::string_view kModel = "model.";
@@ -143,7 +143,7 @@ void add_inspect(Command app, int& exit_code) {
     const std::string text = flags->json ? found.dump(2) + "\n" : table(found);
     std::fputs(text.c_str(), stdout);
     std::fflush(stdout);
-    require(found.value("valid", true), found.value("problem", ""), "; use another checkpoint, or copy this one anew");
+    require(found.value("valid", true), found.value("problem", ""), "; name another checkpoint, or copy this one anew");
     exit_code = 0;
   });
 }

@@ -113,7 +113,7 @@ Sweep read_sweep(const BenchCommFlags& flags) {
   check_output_file("--svg", flags.svg);
   sweep.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
   sweep.nproc = bench_ranks(flags.nproc);
-  const bool on_host = device_for(flags.device, sweep.nproc).is_cpu();
+  const bool on_host = device_for(flags.device, sweep.nproc, "--device").is_cpu();
   require(on_host || sweep.buffers == Buffers::Plain, "--buffer = shared: is memory of this host, and --device = ", flags.device,
           " is not; leave one of them out");
   if (comm::read_environment().launched) {
@@ -160,7 +160,7 @@ void present(const BenchCommFlags& flags, const Sweep& sweep, std::vector<Row> r
 
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
 std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
-  const at::Device device = device_for(flags.device, sweep.nproc);
+  const at::Device device = device_for(flags.device, sweep.nproc, "--device");
   const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
   std::vector<Row> rows;
   world.guard([&] {

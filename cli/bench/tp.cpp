@@ -46,7 +46,7 @@ std::vector<LayerCase> read_cases(const BenchTpFlags& flags, int ranks) {
 }
 
 std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<LayerCase>& cases) {
-  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)));
+  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
   const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface});
   std::vector<LayerRow> rows;
   world.guard([&] {
@@ -77,7 +77,7 @@ int bench_tp(const BenchTpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = read_cases(flags, nproc);
-  device_for(flags.device, nproc);  // or a refusal
+  device_for(flags.device, nproc, "--device");  // or a refusal
   return run_bench<LayerRow>(
       flags, nproc,
       {.name = "tp",

@@ -175,7 +175,7 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
   const std::string other = family->refusal == nullptr ? "" : family->refusal(model);
   require(other.empty(), other, "; ", checkpoint.string(), " cannot be converted");
-  const Manifest manifest = read_manifest(checkpoint);
+  const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
   const auto table = options.upcycling ? upcycled_table(family->table(model)) : family->table(model);
   const auto plan = plan_tensors(file_tensors(table), manifest, checkpoint, options);
   nlohmann::json config = family->write_config(model);

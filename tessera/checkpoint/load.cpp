@@ -136,13 +136,15 @@ StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifes
 at::Tensor StoredSlices::read(const std::string& name, size_t index) {
   const StoredTensor& tensor = manifest_.tensors.at(name);
   const StoredSlice& slice = tensor.slices[index];
-  auto file = files_.find(slice.file);
-  if (file == files_.end()) file = files_.emplace(slice.file, SafetensorsFile(folder_ / slice.file)).first;
-  if (checked_.emplace(name, index).second) {
-    check_stored(file->second, name, tensor, slice, verify_);
-    read_bytes_ += file->second.entry(slice.key).bytes;
-  }
-  return file->second.tensor(slice.key);
+  return read_or_name_another([&] {
+    auto file = files_.find(slice.file);
+    if (file == files_.end()) file = files_.emplace(slice.file, SafetensorsFile(folder_ / slice.file)).first;
+    if (checked_.emplace(name, index).second) {
+      check_stored(file->second, name, tensor, slice, verify_);
+      read_bytes_ += file->second.entry(slice.key).bytes;
+    }
+    return file->second.tensor(slice.key);
+  });
 }
 
 void StoredSlices::fill(at::Tensor target, const Slice& slice) {

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/run_identity.h"
+#include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 
 namespace tessera::checkpoint {
@@ -51,5 +52,15 @@ Manifest parse_manifest(const std::string& text, const std::filesystem::path& fi
 
 /// Reads and checks `folder`/manifest.json.
 Manifest read_manifest(const std::filesystem::path& folder);
+
+/// What `read` gives of a checkpoint that its caller needs, and has no other for: to what it throws of one that is damaged or incomplete the way out is added.
+template <class Read>
+auto read_or_name_another(Read&& read) -> decltype(read()) {
+  try {
+    return read();
+  } catch (const ConfigError& problem) {
+    throw ConfigError(detail::concat(problem.what(), "; name another checkpoint, or copy this one anew"));
+  }
+}
 
 }  // namespace tessera::checkpoint

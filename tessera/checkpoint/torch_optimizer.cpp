@@ -261,7 +261,7 @@ nlohmann::json json_of(const torch::nn::Module& model, const Optimizers& optimiz
 }
 
 Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
-  Manifest manifest = read_manifest(folder);
+  Manifest manifest = read_or_name_another([&] { return read_manifest(folder); });
   require(!manifest.optimizer.empty(), folder.string(), ": saved without an optimizer; load the model alone: checkpoint::load(folder, model)");
   return manifest;
 }
@@ -318,7 +318,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 }
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, LoadOptions options) {
-  const Manifest manifest = read_manifest(folder);
+  const Manifest manifest = read_or_name_another([&] { return read_manifest(folder); });
   options.ignore_prefixes.emplace_back("optimizer.");
   return {manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, nullptr), options)};
 }

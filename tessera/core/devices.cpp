@@ -77,27 +77,26 @@ DeviceFacts device_facts(at::Device device) {
 
 void add_device_facts(at::DeviceType type, Facts facts) { facts_of_types()[static_cast<size_t>(type)] = facts; }
 
-void check_device_name(const std::string& wanted) {
-  require(read(wanted).has_value(), "run.device = ", wanted, ": there is no such device; set it to auto, cpu, cuda or cuda:N (N from 0)");
+void check_device_name(const std::string& wanted, const std::string& key) {
+  require(read(wanted).has_value(), key, " = ", wanted, ": there is no such device; set it to auto, cpu, cuda or cuda:N (N from 0)");
 }
 
-at::Device resolve_device(const std::string& wanted, LocalRank local) {
-  check_device_name(wanted);
+at::Device resolve_device(const std::string& wanted, LocalRank local, const std::string& key) {
+  check_device_name(wanted, key);
   const auto [type, automatic, index] = *read(wanted);
-  const std::string knob = "run.device = " + wanted;
+  const std::string knob = key + " = " + wanted, or_cpu = "or set " + key + " = cpu";
   const int devices = num_devices(type);
   if (type == at::kCPU || (automatic && (devices == 0 || !supports_device(type)))) return at::kCPU;
-  require(c10::impl::hasDeviceGuardImpl(type), knob,
-          ": this torch has no CUDA; build against one that has (tools/setup --cuda, make cuda), or set run.device = cpu");
-  require(supports_device(type), knob, ": this build of tessera has no CUDA kernels; build the preset cuda (make cuda), or set run.device = cpu");
-  require(devices > 0, knob, ": this process sees no CUDA device; look at what nvidia-smi and CUDA_VISIBLE_DEVICES say, or set run.device = cpu");
+  require(c10::impl::hasDeviceGuardImpl(type), knob, ": this torch has no CUDA; build against one that has (tools/setup --cuda, make cuda), ", or_cpu);
+  require(supports_device(type), knob, ": this build of tessera has no CUDA kernels; build the preset cuda (make cuda), ", or_cpu);
+  require(devices > 0, knob, ": this process sees no CUDA device; look at what nvidia-smi and CUDA_VISIBLE_DEVICES say, ", or_cpu);
   if (index) {
     require(*index < devices, knob, ": this process sees ", counted(devices, "CUDA device"),
-            devices == 1 ? ", cuda:0" : detail::concat(", cuda:0 to cuda:", devices - 1), "; name one of them, or set run.device = cuda");
+            devices == 1 ? ", cuda:0" : detail::concat(", cuda:0 to cuda:", devices - 1), "; name one of them, or set ", key, " = cuda");
     return {type, static_cast<c10::DeviceIndex>(*index)};
   }
   require(local.ranks <= devices, knob, ": ", counted(local.ranks, "rank"), " of this host see ", counted(devices, "CUDA device"), "; start ", devices,
-          " on a host, set run.device = cuda:0 where each sees one of its own or all are to share one, or set run.device = cpu");
+          " on a host, set ", key, " = cuda:0 where each sees one of its own or all are to share one, ", or_cpu);
   return {type, static_cast<c10::DeviceIndex>(local.rank)};
 }
 

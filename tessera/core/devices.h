@@ -35,14 +35,15 @@ struct LocalRank {
 };
 
 /// Refuses a text that names no device: anything but auto, cpu, cuda and cuda:N. Throws ConfigError.
-void check_device_name(const std::string& wanted);
+void check_device_name(const std::string& wanted, const std::string& key = "run.device");
 
 /// The device that `wanted`, the value of run.device, means to a rank:
 ///   cpu      the CPU
 ///   cuda     cuda:LOCAL_RANK, so that each rank of a host has one of its own
 ///   cuda:N   that one; ranks that are given the same share it
 ///   auto     as cuda where this build and torch have CUDA and a device is visible, else the CPU
-/// Nothing is allocated there. Throws ConfigError, naming the way out, for what is not there: CUDA in this torch or build, a device, one for each local rank.
-at::Device resolve_device(const std::string& wanted, LocalRank local = {});
+/// Nothing is allocated there. `key`: where it was said, for messages. Throws ConfigError, naming the way out, for what is not there: CUDA in this torch or
+/// build, a device, one for each local rank.
+at::Device resolve_device(const std::string& wanted, LocalRank local = {}, const std::string& key = "run.device");
 
 }  // namespace tessera

@@ -268,16 +268,55 @@ void OperatorTrigger::refuse_functions_over_slices() const {
   }
 }
 
+/// torch::nn::init::orthogonal_ draws beside its parameter, and copies what it made of that.
+bool OperatorTrigger::copies_drawn(const c10::FunctionSchema& schema, Arguments arguments) {
+  if (schema.name() == "aten::linalg_qr" && !at::GradMode::is_enabled()) factored_ = arguments[0].toTensor().numel();
+  if (schema.name() != "aten::copy_" || factored_ == 0) return false;
+  return std::exchange(factored_, 0) == arguments[0].toTensor().numel();
+}
+
 /// Every rank would draw its own rows from the start of one sequence: not the values of one process, and the same rows again where ranks are seeded alike.
-void OperatorTrigger::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const {
-  if (!draws_in_place(schema.name()) || !units_.are_cut()) return;
+void OperatorTrigger::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) {
+  const bool copied = copies_drawn(schema, arguments);
+  if ((!copied && !draws_in_place(schema.name())) || !units_.are_cut()) return;
   const at::Tensor& drawn = arguments[0].toTensor();
   const auto found = parameters_.find(drawn.unsafeGetTensorImpl());
-  require(found == parameters_.end() || drawn.is_meta(), "fully_shard: ", schema.name(), " was given '",
-          found == parameters_.end() ? "" : name_of(found->second),
+  std::optional<UnitPlace> place = found == parameters_.end() ? std::nullopt : std::optional(found->second);
+  if (copied) place = memory_of(drawn);
+  require(!place || drawn.is_meta(), "fully_shard: ", copied ? "an orthogonal matrix of this rank's own (torch::nn::init::orthogonal_)" : schema.name(),
+          copied ? " was copied into '" : " was given '", place ? name_of(*place) : "",
           "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
-          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard. For this rank's rows alone draw into "
-          "parameter.detach()");
+          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard",
+          copied ? "" : ". For this rank's rows alone draw into parameter.detach()");
+}
+
+/// Which parameter `tensor` lies in, be it the slice, in whatever shape, or the whole.
+std::optional<UnitPlace> OperatorTrigger::memory_of(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == storages_.end()) return std::nullopt;
+  return found->second.whole ? whole_parameter(tensor) : std::optional(found->second.place);
+}
+
+/// A module that sets its own parameter in forward (data-dependent initialization) has values for all of it, and this rank has some rows; and in a call it
+/// writes what is gathered, which is thrown away.
+void OperatorTrigger::refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!units_.are_cut() || !writes(schema) || schema.name() == "aten::set_") return;  // set_ gives other memory, which is taken in
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!arguments[i].isTensor() || !writes(schema, i)) continue;
+    const std::optional<UnitPlace> whole = whole_parameter(arguments[i].toTensor());
+    const std::optional<UnitPlace> place = whole ? whole : sliced_parameter(arguments[i].toTensor());
+    if (!place || has_all_rows(*place)) continue;
+    const at::IntArrayRef shape = units_.flats(place->unit)[place->flat].layout().parameters[place->index].shape;
+    const bool of_all = std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
+      return argument.isTensor() && argument.toTensor().defined() && argument.toTensor().sizes() == shape && !memory_of(argument.toTensor());
+    });
+    require(
+        !of_all && !(whole && in_call()), "fully_shard: ", schema.name(), " writes '", name_of(*place), "' of shape ", shape,
+        ", of which this rank has the slice ", units_.flats(place->unit)[place->flat].slice_sizes(place->index),
+        ": a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard; between steps write ",
+        "this rank's rows (nn::slice_of), or the whole before fully_shard or after unshard");
+  }
 }
 
 bool OperatorTrigger::is_gradient(const c10::IValue& value) const {
@@ -476,8 +515,10 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     }
     if (step_.running() && !step_.driven() && !in_call() && use == OperatorUse::Slice) step_.leave();
   } else if (step_.running() && !step_.driven() && !in_call() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
+    refuse_whole_values(schema, arguments);
     return leave_forward(stack, first);
   }
+  refuse_whole_values(schema, arguments);
   check_dtypes(schema, Arguments(stack.data() + first, count));
   use_met();
 }

@@ -69,6 +69,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const;
   const std::string& name_of(const UnitPlace& place) const;
   std::optional<UnitPlace> sliced_parameter(const at::Tensor& tensor) const;
+  std::optional<UnitPlace> memory_of(const at::Tensor& tensor) const;
   bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
   void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
@@ -76,7 +77,9 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
   void refuse_functions_over_slices() const;
-  void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
+  bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
+  void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool is_gradient(const c10::IValue& value) const;
@@ -106,6 +109,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::vector<Seen> seen_;           ///< and parameters that show slices
   std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
   bool replaced_ = false;            ///< and a parameter in whose place the program has put another tensor
+  int64_t factored_ = 0;             ///< elements of what was made orthogonal last, until something is copied
   bool absolute_ = false;            ///< the operator before took absolute values of a gradient
   bool evaluating_ = false;          ///< units may be held that no step knows of
   size_t last_;                      ///< unit met last; size() before the first

@@ -1,15 +1,21 @@
 #include "tessera/fsdp/sharded_units.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <tuple>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/operator_watch.h"
 
 // Two rules bound memory and keep ranks together. One reduction is under way at a time: the next waits for it, so that no more than two units' gradients are
@@ -81,6 +87,7 @@ ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const
       replicas_(options.replicate),
       limits_(options.prefetch),
       scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0),
+      turn_(plan.units.front().parameters.front().name),
       together_(options.find_unused_parameters) {
   require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
   std::shared_ptr<const HostLink> host;
@@ -178,10 +185,36 @@ void ShardedUnits::finish_gather(Unit& unit) {
   unit.memory = Memory::Ready;
 }
 
+/// Of several wrappers over the same ranks each gathers where a pass first needs it, which may be another one on another rank: their gathers would meet.
+void ShardedUnits::refuse_another_order() const {
+  const at::Tensor& parameter = units_.front().flats.front().parameters().front().tensor;
+  if (group_.size() == 1 || group_.in_backward().synchronizers <= 1 || parameter.is_meta()) return;
+  constexpr size_t kShown = 120;  // bytes of a name
+  std::array<char, sizeof(int64_t) + kShown> mine{};
+  std::memcpy(mine.data(), &turn_.number, sizeof(int64_t));
+  turn_.first_parameter.copy(mine.data() + sizeof(int64_t), kShown - 1);
+  const comm::CallSite site("fsdp.order");
+  const at::Device device = message_device(parameter, group_);
+  const at::Tensor own = at::from_blob(mine.data(), {std::ssize(mine)}, at::kByte).clone().to(device);
+  at::Tensor all = at::empty({group_.size() * own.numel()}, own.options());
+  comm::all_gather(group_, all, own);
+  all = all.cpu();
+  const auto* const bytes = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>());
+  for (int rank = 1; rank < group_.size(); ++rank) {
+    const char* const other = bytes + rank * std::ssize(mine);
+    require(
+        std::equal(other, other + mine.size(), bytes), "fully_shard: rank ", group_.world_rank(rank), " comes first to the wrapper of '",
+        other + sizeof(int64_t), "', and rank ", group_.world_rank(0), " to that of '", bytes + sizeof(int64_t),
+        "'; with find_unused_parameters each of two wrappers over the same ranks is gathered where a pass first needs it, so every rank has to come to them in "
+        "one order: call them in one order on all ranks, or make one wrapper of both modules");
+  }
+}
+
 void ShardedUnits::acquire(size_t index) {
   Unit& unit = units_[index];
   show_whole(index);
   if (unit.memory == Memory::None && together_) {
+    refuse_another_order();
     for (size_t other = 0; other < units_.size(); ++other) {
       if (units_[other].memory == Memory::None) start_gather(other);
     }

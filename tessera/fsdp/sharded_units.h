@@ -13,6 +13,7 @@
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/fsdp/use_order.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/gradient_synchronizer.h"
 
 namespace tessera {
@@ -82,6 +83,7 @@ class ShardedUnits {
     bool whole = false;  ///< its parameters have their whole shapes
   };
 
+  void refuse_another_order() const;
   std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving) const;
   void start_gather(size_t unit);
   void finish_gather(Unit& unit);
@@ -92,6 +94,7 @@ class ShardedUnits {
   comm::Group group_, replicas_;
   PrefetchLimits limits_;
   double scale_;
+  nn::Turn turn_;  ///< among wrappers, on every rank the same
   bool together_;  ///< all units are gathered at once, in one order: ranks may use different ones
   std::vector<Unit> units_;
   int64_t times_taken_in_ = 0;

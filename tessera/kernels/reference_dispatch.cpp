@@ -14,7 +14,7 @@ Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, i
   const at::Tensor ranked = chosen.t().reshape({-1});
   const at::Tensor taken = (ranked.unsqueeze(1) == at::arange(experts, chosen.options())).to(at::kLong);
   const at::Tensor before = (taken.cumsum(0) * taken).sum(1) - 1;
-  const at::Tensor kept = ranked.ge(0).logical_and(before < capacity).view({choices, tokens}).t();
+  const at::Tensor kept = ranked.ge(0).bitwise_and(before < capacity).view({choices, tokens}).t();
   const at::Tensor expert = at::where(kept, chosen, at::full({}, experts, chosen.options())).reshape({-1});
   const at::Tensor sorted = std::get<1>(at::sort(expert, /*stable=*/true, /*dim=*/0, /*descending=*/false));
   const at::Tensor counts = (expert.unsqueeze(1) == at::arange(experts, chosen.options())).sum(0);

@@ -94,6 +94,7 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
 RecomputedCall::RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
     : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
   if (keep) outputs_.emplace(std::move(keep), path_);
+  note_state(versions_);
 }
 
 nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep) {
@@ -105,9 +106,46 @@ nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn:
     if (made->outputs_) kept.emplace(made->outputs_->recorder());
     outputs = made->next_(std::move(inputs));
   }
-  made->state_.forward_done();
-  if (made->outputs_) made->outputs_->forward_done();
+  made->forward_done();
   return outputs;
+}
+
+/// Whether its elements are other ones now is what the counter of a tensor tells; of one that is read only where no counter is kept (inference), nothing.
+void RecomputedCall::note_state(std::vector<std::optional<uint32_t>>& versions) const {
+  const auto note = [&](const at::Tensor& tensor) {
+    const auto* const impl = tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
+    const bool counts = impl != nullptr && impl->version_counter().enabled();
+    versions.push_back(counts ? std::optional(impl->version_counter().current_version()) : std::nullopt);
+  };
+  for (const auto& tensor : module_->parameters()) note(tensor);
+  for (const auto& tensor : module_->buffers()) note(tensor);
+}
+
+void RecomputedCall::forward_done() {
+  state_.forward_done();
+  if (outputs_) outputs_->forward_done();
+  std::vector<std::optional<uint32_t>> after;
+  note_state(after);
+  after.resize(versions_.size());
+  for (size_t i = 0; i < versions_.size(); ++i) {
+    if (after[i] != versions_[i]) versions_[i].reset();
+  }
+}
+
+/// What is read beside the inputs, and was written since the first pass: the second would make other values than the loss was made of.
+void RecomputedCall::refuse_written() const {
+  std::vector<std::optional<uint32_t>> now;
+  note_state(now);
+  if (now.size() != versions_.size()) return;  // a module was put in or out
+  for (size_t i = 0; i < now.size(); ++i) {
+    if (!versions_[i] || now[i] == versions_[i]) continue;
+    const auto parameters = module_->named_parameters();
+    const bool parameter = i < parameters.size();
+    const std::string name = parameter ? parameters[i].key() : module_->named_buffers()[i - parameters.size()].key();
+    throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(), "): ", parameter ? "parameter '" : "buffer '", name,
+                                     "' was written between forward and backward, and computed again the module would make other values than its output was ",
+                                     "made of; write it after backward, or take the module out of recompute.modules"));
+  }
 }
 
 at::Tensor RecomputedCall::unpack(size_t index) {
@@ -123,6 +161,7 @@ void RecomputedCall::compute_again() {
   const auto self = shared_from_this();
   const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& entry) { return entry.alive; });
   const auto wanted = static_cast<size_t>(entries_.rend() - last);
+  refuse_written();
   nn::Values inputs = inputs_.restore();  // which may be dropped, too: then the module around this one is computed again first
   const nn::RecomputingScope recomputing;
   const at::AutoGradMode recorded(true);

@@ -45,6 +45,9 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
 
   at::Tensor unpack(size_t index);
   void compute_again();
+  void note_state(std::vector<std::optional<uint32_t>>& versions) const;
+  void forward_done();
+  void refuse_written() const;
   [[noreturn]] void refuse(size_t index, const std::string& found) const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -54,6 +57,7 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
   ThreadState state_;
   std::optional<KeptOutputs> outputs_;
   std::vector<Entry> entries_;
+  std::vector<std::optional<uint32_t>> versions_;  ///< of the module's parameters and buffers; of a buffer that its forward writes, none
 };
 
 }  // namespace tessera

@@ -273,6 +273,17 @@ void check_overlapped_units(const Config& config, const torch::nn::Module& model
   }
 }
 
+/// Each tile gathers anew what is inside, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
+void check_tiled_units(const Config& config, const torch::nn::Module& model) {
+  const std::string inside = detail::concat(kFeedForward, ".*.**");
+  for (const auto& item : model.named_modules()) {
+    require(!nn::matches(inside, item.key()) || !nn::matches(config.zero.wrap, item.key()), "zero.wrap = ", config.zero.wrap, ": makes '", item.key(),
+            "' a unit by itself, which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
+            ", and ranks of mesh.cp may have more tiles than others; wrap what is around it (zero.wrap = layers.* or layers.*.*), or set ",
+            "recompute.ffn_tile = 0");
+  }
+}
+
 }  // namespace
 
 void check_modules(const Config& config, int tensor_ranks) {
@@ -284,6 +295,7 @@ void check_modules(const Config& config, int tensor_ranks) {
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
   if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);
+  if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, *model);
   fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
 }
 

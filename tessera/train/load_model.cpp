@@ -57,7 +57,11 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets) {
   FoundCheckpoint found;
   found.folder = checkpoint_folder(given, flag, found.remarks);
-  found.manifest = checkpoint::read_manifest(found.folder);
+  found.manifest = checkpoint::read_or_name_another([&] {
+    const auto problem = checkpoint::problem_with(found.folder, checkpoint::Thoroughness::Sizes);
+    require(!problem, problem.value_or(""));
+    return checkpoint::read_manifest(found.folder);
+  });
   const std::string source = found.folder.string();
   Config saved = config_of(found.manifest.progress, source);
   saved.checkpoint = {};  // how that run resumed, and over which ranks it was cut, is not how its checkpoint is to be read

@@ -49,12 +49,13 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   const int terms = data_ranks * column_ranks;  // of each gradient's sum
   const double crossing = terms > 1 ? roundoff(wire) : fp32;
   const bool experts = layout.mesh.ep > 1 || layout.mesh.expert_tp > 1;
-  const double split = world > data_ranks || layout.mesh.expert_tp > 1 ? compute : fp32;  // products are split inside a micro-batch
-  const double joined = experts ? compute : fp32;                                         // an expert's gradient is one product of several ranks' rows
+  const bool tiles = layout.recompute.ffn_tile > 0 && !layout.run.deterministic;                   // which one device has only under run.deterministic
+  const double split = world > data_ranks || layout.mesh.expert_tp > 1 || tiles ? compute : fp32;  // products are split inside a micro-batch
+  const double joined = experts ? compute : fp32;                                                  // an expert's gradient is one product of several ranks' rows
   const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
 
   VerifyBounds bounds;
-  bounds.bit_for_bit = world == 1 || (layout.run.deterministic && world == data_ranks && crossing == fp32);
+  bounds.bit_for_bit = (world == 1 && !tiles) || (layout.run.deterministic && world == data_ranks && crossing == fp32);
   bounds.output_roundoff = compute;
   if (bounds.bit_for_bit) return bounds;
   const auto micro_batches = static_cast<double>(layout.batch.global_size / layout.batch.micro_size);

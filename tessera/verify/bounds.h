@@ -18,7 +18,7 @@ namespace tessera {
 ///   losses     u          of the compute type in that last case
 ///   weights    2 u        of the type they are kept in: one may round up where the other rounds down
 ///   routing    32 u       of the compute type: scores of experts that differ by less may be ranked either way
-/// Everything 0 where the arithmetic is the same: one rank, or data ranks alone with run.deterministic.
+/// Everything 0 where the arithmetic is the same: one rank, or data ranks alone with run.deterministic. Tiles of tokens (recompute.ffn_tile) split products.
 struct VerifyBounds {
   bool bit_for_bit = false;
   double losses = 0, gradient_norms = 0, gradients = 0, weights = 0, routing = 0;

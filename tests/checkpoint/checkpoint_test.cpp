@@ -189,7 +189,7 @@ TEST(Load, NamesTensorAndOffsetOfDamage) {
   flip_byte(file, fs::file_size(file) - 1);
   const auto targets = local_tensors(Layout::Replicated, 1, 0, false);
   EXPECT_THAT([&] { load(checkpoint, read_manifest(checkpoint), targets); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("'scalar'"), HasSubstr("at offset"), HasSubstr("damaged"))));
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("'scalar'"), HasSubstr("at offset"), HasSubstr("damaged"), HasSubstr("name another checkpoint"))));
   load(checkpoint, read_manifest(checkpoint), targets, {.verify = false});
 }
 

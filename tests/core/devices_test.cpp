@@ -33,6 +33,12 @@ TEST(Devices, WhatIsNoDeviceIsRefused) {
   }
 }
 
+TEST(Devices, ARefusalNamesTheKnobThatWasTurned) {
+  EXPECT_THAT([] { resolve_device("gpu", {}, "--device"); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("--device = gpu: there is no such device")));
+  if (num_devices(at::kCUDA) > 0) GTEST_SKIP() << "this machine has CUDA";
+  EXPECT_THAT([] { resolve_device("cuda", {}, "--device"); }, ::testing::ThrowsMessage<ConfigError>(EndsWith("or set --device = cpu")));
+}
+
 TEST(Devices, WithoutCudaAutoIsTheCpuAndCudaIsRefusedWithTheWayOut) {
   if (num_devices(at::kCUDA) > 0) GTEST_SKIP() << "this machine has CUDA";
   EXPECT_EQ(resolve_device("auto", {.rank = 3, .ranks = 4}), at::Device(at::kCPU));

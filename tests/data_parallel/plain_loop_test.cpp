@@ -150,6 +150,29 @@ TEST(DdpPlainLoop, ClearingAfterAFailureClearsIt) {
   }
 }
 
+/// What a pass under no_sync() added to was zeroed before one that failed: it does not come back.
+TEST(DdpPlainLoop, ClearingBeforeAFailureClearsIt) {
+  for (const bool set_to_none : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net, reference;
+      const auto ddp = make_ddp(net, world.group());
+      backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      {
+        const Attachment local = ddp->no_sync();
+        backward(net, part_of(whole_batch(samples, 1), 2, world.rank()));
+      }
+      net.zero_grad(set_to_none);
+      const at::Tensor loss = loss_of(net.forward(whole_batch(samples).x), whole_batch(samples).y, samples) * 1;
+      loss.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in backward"); });
+      EXPECT_THROW((loss * 2).backward(), std::runtime_error);
+      for (const at::Tensor& parameter : net.parameters()) EXPECT_TRUE(!parameter.grad().defined() || !parameter.grad().any().item<bool>());
+      backward(net, part_of(whole_batch(samples, 2), 2, world.rank()));
+      backward(reference, whole_batch(samples, 2));
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+    });
+  }
+}
+
 /// What was carried over the pass would not be scaled with what it left.
 TEST(DdpPlainLoop, AGradientWrittenWithinAnAccumulationIsRefused) {
   run_ranks(2, [&](World& world) {

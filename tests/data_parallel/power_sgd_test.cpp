@@ -244,12 +244,13 @@ TEST(PowerSgd, SmallTensorsAndShapesOfOneOrNoElementCrossWhole) {
     torch::nn::Module model;
     std::vector<at::Tensor> parameters;
     for (const auto& [name, shape] : std::vector<std::pair<std::string, std::vector<int64_t>>>{
-             {"matrix", {11, 13}}, {"scalar", {}}, {"empty", {0, 4}}, {"one", {1, 1}}, {"row", {1, 20}}, {"cube", {6, 5, 7}}, {"bias", {3}}}) {
+             {"matrix", {11, 13}}, {"scalar", {}}, {"empty", {0, 4}}, {"one", {1, 1}}, {"row", {1, 20}}, {"cube", {6, 5, 7}}, {"bias", {3}}, {"page", {1, 8, 9}}}) {
       parameters.push_back(model.register_parameter(name, random_tensor(shape, name)));
     }
+    parameters.push_back(model.register_parameter("pages", random_tensor({1, 8, 9}, "pages").permute({1, 0, 2})));  // [8, 1, 9], the one outermost in memory
     const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 0});
     DistributedDataParallel ddp(model, world.group(), {.hook = hook});
-    EXPECT_EQ(hook->state().size(), 4);  // errors and Q of "matrix" and "cube"
+    EXPECT_EQ(hook->state().size(), 8);  // errors and Q of "matrix", "cube", and of what has a dimension of one: "page" and "pages"
     ddp.begin_step();
     at::Tensor loss = at::zeros({});
     for (const at::Tensor& parameter : parameters) loss = loss + parameter.sum() * static_cast<double>(world.rank() + 1);
@@ -258,7 +259,7 @@ TEST(PowerSgd, SmallTensorsAndShapesOfOneOrNoElementCrossWhole) {
     for (const at::Tensor& parameter : parameters) {
       if (parameter.numel() > 0) EXPECT_LT((parameter.grad() - 6).abs().max().item<double>(), 1e-4);
     }
-    EXPECT_EQ(ddp.statistics().bytes, 4 * (11 + 13 + 6 + 35 + 1 + 1 + 20 + 3));
+    EXPECT_EQ(ddp.statistics().bytes, 4 * (11 + 13 + 6 + 35 + 2 * (8 + 9) + 1 + 1 + 20 + 3));
   });
 }
 

@@ -330,6 +330,27 @@ TEST(FullyShardLoop, AWrapperOfOneRankOwnsItsParameters) {
   });
 }
 
+/// Each gathers where a pass first needs it: gathers of two wrappers would meet, whatever their sizes.
+TEST(FullyShardLoop, TwoWrappersThatRanksComeToInDifferentOrdersAreRefusedOnAllRanks) {
+  for (const int ranks : {2, 3}) {
+    for (const bool other_order : {false, true}) {
+      run_ranks(ranks, [&](World& world) {
+        DeepNet student, teacher;
+        auto one = fully_shard(student, world.group(), {.wrap = "block*", .find_unused_parameters = true});
+        auto other = fully_shard(teacher, world.group(), {.wrap = "block*", .find_unused_parameters = true});
+        const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+        const auto run = [&] {
+          const bool turned = other_order && world.rank() == ranks - 1;
+          const at::Tensor y = turned ? teacher(mine.x) : student(mine.x), z = turned ? student(mine.x) : teacher(mine.x);
+          (y * z).sum().backward();
+        };
+        if (!other_order) return run();
+        EXPECT_THAT(run, ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("comes first to the wrapper of"), HasSubstr("in one order on all ranks"))));
+      });
+    }
+  }
+}
+
 /// A failed pass leaves no marks: what nobody uses afterwards has no gradient.
 TEST(FullyShardLoop, AFailedPassUsedNothing) {
   run_ranks(2, [&](World& world) {

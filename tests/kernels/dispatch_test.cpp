@@ -55,6 +55,14 @@ TEST(Dispatch, ACapacityDropsSecondChoicesBeforeFirstOnes) {
   EXPECT_TRUE(at::equal(where.order, ids({2, 4, 0, 3})));
 }
 
+TEST(Dispatch, TheReferenceRunsWithoutMemory) {
+  const at::Tensor scores = at::empty({3, 4}, at::TensorOptions(at::kMeta));
+  const Dispatch where = reference::dispatch(reference::choose_experts(scores, 2), 4, /*capacity=*/2, /*places=*/6);
+  EXPECT_EQ(where.order.sizes(), at::IntArrayRef({6}));
+  const at::Tensor rows = reference::gather_rows(at::empty({3, 5}, at::TensorOptions(at::kMeta)), where);
+  EXPECT_EQ(reference::combine_rows(rows, at::empty({3, 2}, at::TensorOptions(at::kMeta)), where).sizes(), at::IntArrayRef({3, 5}));
+}
+
 void expect_same_dispatch(const Dispatch& actual, const Dispatch& expected, const std::string& what) {
   EXPECT_TRUE(at::equal(actual.counts, expected.counts)) << what;
   EXPECT_TRUE(at::equal(actual.order, expected.order)) << what;

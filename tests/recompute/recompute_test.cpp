@@ -238,6 +238,50 @@ TEST(Recompute, AnInputChangedInPlaceIsRefused) {
   EXPECT_THAT(refusal([&] { loss.backward(); }), HasSubstr("changed in place"));
 }
 
+/// What autograd refuses without recomputation, where it was saved.
+TEST(Recompute, AParameterWrittenBeforeBackwardIsRefusedByName) {
+  const auto with_write = [](const std::function<void(Net&)>& write) {
+    Net net(2);
+    const auto again = recompute(net);
+    const at::Tensor loss = net(input()).sum();
+    {
+      const at::NoGradGuard no_grad;
+      write(net);
+    }
+    return refusal([&] { loss.backward(); });
+  };
+  EXPECT_THAT(with_write([](Net& net) { net->layers[1]->w1->weight.mul_(0.9); }),
+              AllOf(HasSubstr("recompute 'layers.1'"), HasSubstr("parameter 'w1.weight' was written between forward and backward")));
+  EXPECT_EQ(with_write([](Net&) {}), "not refused");
+}
+
+/// Scales by a buffer, and counts its calls in another.
+struct ScaledImpl : nn::Module {
+  ScaledImpl() {
+    scale = register_buffer("scale", at::ones({8}));
+    seen = register_buffer("seen", at::zeros({}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::NoGradGuard no_grad;
+    seen.add_(1);
+    const at::AutoGradMode on(true);
+    return (x * scale).exp();
+  }
+  at::Tensor scale, seen;
+};
+TESSERA_MODULE(Scaled);
+
+TEST(Recompute, ABufferWrittenBeforeBackwardIsRefusedUnlessItsForwardWritesIt) {
+  Scaled scaled;
+  const auto again = recompute(scaled, {.modules = ""});
+  const at::Tensor first = scaled(input().requires_grad_()).sum(), second = scaled(input().requires_grad_()).sum();
+  first.backward();
+  second.backward();
+  const at::Tensor third = scaled(input().requires_grad_()).sum();
+  scaled->scale.mul_(2);
+  EXPECT_THAT(refusal([&] { third.backward(); }), HasSubstr("buffer 'scale' was written between forward and backward"));
+}
+
 /// Writes what an operator before has saved.
 struct OverwriterImpl : nn::Module {
   using Between = std::function<at::Tensor(at::Tensor)>;

@@ -18,7 +18,8 @@ class Device(SystemTest):
         for command in self.commands():
             device = ("--set", "run.device=gpu") if command[0] == "plan" else ("--device", "gpu")
             line = self.refusal(run(*command, *device))
-            self.assertIn("run.device = gpu: there is no such device; set it to auto, cpu, cuda or cuda:N", line)
+            knob = "--device" if command[0] == "bench" else "run.device"
+            self.assertIn(f"{knob} = gpu: there is no such device; set it to auto, cpu, cuda or cuda:N", line)
 
     def test_what_there_is(self):
         found = json.loads(run("inspect", "device", "--json").stdout)

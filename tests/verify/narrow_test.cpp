@@ -59,6 +59,15 @@ TEST_F(Narrow, AStepThatBothSidesSkip) {
   }
 }
 
+/// Tiles of tokens split the products of one rank, which one device has whole.
+TEST_F(Narrow, TilesOfTokens) {
+  for (const char* format : {"precision.compute=fp32", "precision.compute=bf16", "precision.params=bf16"}) {
+    for (const char* fixed : {"run.deterministic=false", "run.deterministic=true"}) {
+      expect_passes("dp_replicate=1", "llama", {"recompute.ffn_tile=3", "run.threads=1", "batch.global_size=40", "batch.micro_size=2", format, fixed});
+    }
+  }
+}
+
 /// A query with one key: neither has a gradient but for rounding.
 TEST_F(Narrow, SequencesOfOneToken) {
   for (const char* format : {"precision.compute=bf16", "precision.compute=fp8"}) {

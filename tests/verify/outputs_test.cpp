@@ -2,13 +2,52 @@
 
 #include "tessera/verify/outputs.h"
 
+#include <algorithm>
+
 #include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/recompute/recompute.h"
 
 namespace tessera {
 namespace {
+
+/// Twice a layer.
+struct HeardImpl : nn::Module {
+  HeardImpl() { register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(layer(at::tanh(layer(x)))); }
+  nn::Linear layer{3, 3};
+};
+TESSERA_MODULE(Heard);
+
+/// A module that is computed again in backward is heard once.
+TEST(Tap, HearsACallOnce) {
+  struct Sink : OutputSink {
+    void output(const OutputKey& key, const at::Tensor&, const nn::OutputLayout&) override { keys.push_back(key); }
+    std::vector<OutputKey> keys;
+  };
+  Heard module;
+  nn::assign_paths(*module);
+  for (const char* recomputed : {"", "layer"}) {
+    Sink plain, again;
+    const auto run = [&](Sink& sink) {
+      const Attachment tap = tap_outputs(*module, {.begin = 0, .end = 4}, sink);
+      const nn::SampleScope sample({.seed = 1, .step = 1});
+      module(at::ones({2, 3}).requires_grad_()).sum().backward();
+    };
+    run(plain);
+    const Attachment recomputing = recompute(*module, {.modules = recomputed});
+    run(again);
+    EXPECT_EQ(plain.keys.size(), 6) << "three calls, forward and backward";
+    EXPECT_EQ(again.keys.size(), plain.keys.size()) << recomputed;
+    for (const OutputKey& key : again.keys) EXPECT_EQ(std::ranges::count(plain.keys, key), 1) << key.module << " " << key.call;
+  }
+}
 
 constexpr BatchShape kBatch{.global_size = 8, .micro_size = 2};
 constexpr int64_t kRows = 6, kColumns = 5;

@@ -121,6 +121,9 @@ TEST_F(VerifyTest, BadInputIsRefused) {
   for (const char* mesh : {"", "tp", "tp=2,", ",tp=2"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("is no axis=size")) << mesh;
   EXPECT_THAT(refusal([&] { run("tp=2,dp_shard=2", "llama", {"zero.stage=3", "tensor.overlap=true", "zero.wrap=layers.*.attention.*"}); }),
               AllOf(HasSubstr("zero.wrap = layers.*.attention.*: makes 'layers.0.attention.wq' a unit by itself"), HasSubstr("tensor.overlap = false")));
+  // Ranks of 7 and of 6 columns: three tiles and two, each of which would gather.
+  EXPECT_THAT(refusal([&] { run("cp=2", "llama", {"zero.stage=3", "zero.wrap=**", "recompute.ffn_tile=3", "data.seq_len=13"}); }),
+              AllOf(HasSubstr("zero.wrap = **: makes 'layers.0.feed_forward.w1' a unit by itself"), HasSubstr("set recompute.ffn_tile = 0")));
   EXPECT_THAT(refusal([&] { run("dp_replicate=8"); }), HasSubstr("batch.global_size = 14"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=257"); }), HasSubstr("at most 256"));
   EXPECT_THAT(refusal([&] { run("dp_shard=2"); }), HasSubstr("zero.stage"));

@@ -1,0 +1,260 @@
+// Draws recipes in layouts: all axes of the mesh in any order, stages of sharding, schedules, number formats, recomputation, optimizers, terms of the loss, on
+// small models of odd sizes.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::testing_support {
+
+struct RandomLayout {
+  std::string family;
+  std::vector<std::string> sets;
+
+  std::string text() const {
+    std::string text = family;
+    for (const std::string& set : sets) text += " --set " + set;
+    return text;
+  }
+  /// Whether a setting says how ranks share the work, and not what they compute.
+  static bool is_of_layout(const std::string& set) {
+    const auto sections = {"mesh.", "zero.", "tensor.", "context.", "pipeline.", "recompute.", "offload.", "comm."};
+    return std::ranges::any_of(sections, [&](const char* section) { return set.starts_with(section); });
+  }
+};
+
+/// Draws a layout, setting by setting. What does not fit together is refused, and drawn again; what follows of what is drawn early keeps that rare.
+class LayoutDice {
+ public:
+  LayoutDice(uint64_t seed, std::string lines) : engine_(seed * 7919 + 5), lines_(std::move(lines)) {}
+
+  RandomLayout draw() {
+    draw_mesh();
+    draw_model();
+    draw_batch();
+    draw_sharding();
+    draw_pipeline();
+    draw_tensor_and_columns();
+    draw_recomputation();
+    draw_precision();
+    draw_optimizer();
+    draw_rest();
+    return {.family = family_, .sets = std::move(sets_)};
+  }
+
+ private:
+  int below(int n) { return static_cast<int>(engine_() % static_cast<uint64_t>(n)); }
+  bool once_in(int n) { return below(n) == 0; }
+  template <class T>
+  T one_of(std::initializer_list<T> choices) {
+    return *(choices.begin() + below(static_cast<int>(choices.size())));
+  }
+  std::string word(std::initializer_list<const char*> choices) { return one_of(choices); }
+  void set(const std::string& key, const std::string& value) { sets_.push_back(key + "=" + value); }
+  void set(const std::string& key, int value) { set(key, std::to_string(value)); }
+  void set_once_in(int n, const std::string& key, const std::string& value) {
+    if (once_in(n)) set(key, value);
+  }
+  int divisor_of(int n) {
+    std::vector<int> all;
+    for (int i = 1; i <= n; ++i) {
+      if (n % i == 0) all.push_back(i);
+    }
+    return all[static_cast<size_t>(below(static_cast<int>(all.size())))];
+  }
+
+  /// At most eight ranks, over a few axes.
+  void draw_mesh() {
+    std::vector<std::pair<std::string, int*>> axes{{"dp_replicate", &replicate_}, {"dp_shard", &shard_}, {"pp", &pp_}, {"cp", &cp_}, {"tp", &tp_}};
+    std::shuffle(axes.begin(), axes.end(), engine_);
+    int left = 8;
+    for (auto& [name, size] : axes) {
+      *size = std::min(left, one_of({1, 1, 2, 2, 3, 4, 5}));
+      left /= *size;
+    }
+    stage_ = shard_ > 1 ? 1 + below(3) : below(4);
+    for (const auto& [name, size] : axes) {
+      if (*size > 1 || name == "dp_shard") set("mesh." + name, *size);
+    }
+    if (once_in(3)) {
+      std::string order;
+      for (const auto& [name, size] : axes) order += (order.empty() ? "\"" : ", \"") + name + "\"";
+      set("mesh.order", "[" + order + "]");
+    }
+  }
+
+  void draw_model() {
+    family_ = cp_ > 1 ? word({"llama", "llama", "gpt2", "mixtral"}) : word({"llama", "llama", "gpt2", "mixtral", "mixtral", "mlp"});
+    const int heads = std::max(one_of({1, 2, 3, 4, 6, 8}), tp_);
+    set("model.heads", heads);
+    set("model.dim", heads * (family_ == "gpt2" ? one_of({3, 4, 5}) : one_of({2, 4, 6})));
+    if (family_ == "llama" || family_ == "mixtral") set("model.kv_heads", divisor_of(heads));
+    ffn_ = one_of({8, 11, 24, 36, 40});
+    set("model.ffn_dim", ffn_);
+    set("model.vocab_size", 256 + below(14));
+    chunks_ = pp_ > 1 ? one_of({1, 1, 2, 2, 3}) : 1;
+    const int stages = pp_ * chunks_;
+    layers_ = std::max(1, stages - one_of({0, 1, 2})) + below(3);  // the embedding and the head may be stages by themselves
+    set("model.layers", layers_);
+    set_once_in(3, "model.tie_embeddings", "true");
+    set_once_in(3, "model.dropout", "0.1");
+    set_once_in(6, "model.norm_eps", "1e-3");
+    if (family_ != "mixtral") return;
+    const int experts = one_of({1, 2, 3, 4, 6, 8});
+    const std::string router = cp_ > 1 ? word({"softmax", "sigmoid"}) : word({"softmax", "softmax", "sigmoid", "expert_choice"});
+    const int each = std::min(experts, 1 + below(3));
+    set("model.experts", experts);
+    set("model.experts_per_token", each);
+    set("model.router", router);
+    if (each == 1 || once_in(4)) set("model.norm_topk", "false");
+    if (once_in(3)) set("model.shared_ffn_dim", one_of({5, 12}));
+    if (sets_.back().starts_with("model.shared")) set_once_in(2, "model.shared_gate", "true");
+    set_once_in(4, "moe.balance_loss", "0");
+    set_once_in(4, "moe.z_loss", "0.1");
+    if (cp_ == 1) set_once_in(4, "moe.capacity_factor", "1");
+    const int over = stage_ > 0 ? shard_ * cp_ * tp_ : tp_;
+    const int ep = std::gcd(divisor_of(over), experts);
+    if (ep > 1) set("mesh.ep", ep);
+    const int expert_tp = std::gcd(divisor_of(over / ep), ffn_);
+    if (expert_tp > 1) set("mesh.expert_tp", expert_tp);
+  }
+
+  void draw_batch() {
+    const bool packed = once_in(5);
+    const int micro = one_of({1, 1, 2, 3}), data = replicate_ * shard_;
+    micro_batches_ = pp_ > 1 && once_in(2) ? data * pp_ * (1 + below(2)) : data + below(2 * data + 2);
+    set("batch.micro_size", micro);
+    set("batch.global_size", micro * micro_batches_);
+    set("data.seq_len", packed ? 28 + below(6) : std::max(cp_, one_of({1, 2, 7, 13, 16})));
+    if (packed) {
+      sets_.push_back(lines_);
+      set("data.documents", "lines");
+    }
+    set_once_in(6, "data.shuffle", "false");
+  }
+
+  void draw_sharding() {
+    set("zero.stage", stage_);
+    if (once_in(2)) set("zero.bucket_bytes", one_of({1, 3000, 8000}));
+    if (stage_ >= 2) set_once_in(2, "zero.accumulate", "whole");
+    if (stage_ < 3) return;
+    if (once_in(3)) set("zero.wrap", word({"**", "layers.*.*", "layers.0"}));
+    if (once_in(2)) set("zero.prefetch", below(4));
+    set_once_in(5, "zero.prefetch_bytes", "4000");
+    set_once_in(3, "zero.reshard_after_forward", "false");
+    if (once_in(4)) {
+      for (const char* what : {"offload.params", "offload.gradients", "offload.optimizer"}) set(what, "host");
+    }
+  }
+
+  void draw_pipeline() {
+    if (pp_ == 1) return;
+    set("pipeline.virtual_stages", chunks_);
+    set("pipeline.schedule", chunks_ == 1   ? word({"gpipe", "1f1b", "zb_h1", "zb_h2", "naive", "zb_1p", "zb_2p", "zb_auto"})
+                             : chunks_ == 2 ? word({"interleaved", "breadth_first", "zb_v", "dualpipev", "v_half", "v_min"})
+                                            : word({"interleaved", "breadth_first"}));
+    if (sets_.back().ends_with("zb_auto")) set("pipeline.memory_limit", pp_ + below(4));
+    set_once_in(5, "pipeline.split", "[\"cost\"]");
+    set_once_in(4, "pipeline.post_validate", "true");
+  }
+
+  void draw_tensor_and_columns() {
+    if (tp_ > 1 && once_in(2)) {
+      set("tensor.sequence_parallel", "true");
+      set_once_in(3, "tensor.keep_gathered", "true");
+    }
+    if (tp_ > 1) set_once_in(2, "tensor.overlap", "true");
+    if (cp_ == 1) return;
+    set("context.method", word({"ring", "ring_full", "ulysses", "ulysses_ring", "all_gather"}));
+    set_once_in(3, "context.balance", "contiguous");
+  }
+
+  void draw_recomputation() {
+    switch (below(8)) {
+      case 0:
+        set("recompute.mode", "full");
+        set_once_in(3, "recompute.every", "2");
+        break;
+      case 1:
+        set("recompute.mode", "full");
+        set("recompute.modules", word({"layers.*.feed_forward", "layers.0", "layers.*.*"}));
+        break;
+      case 2:
+        set("recompute.mode", "selective");
+        if (once_in(2) || family_ == "mlp") set("recompute.keep", "[\"aten::mm\", \"aten::addmm\"]");
+        break;
+      case 3:
+        set("recompute.mode", "full");
+        set("recompute.budget_bytes", one_of({1, 20000, 100000}));
+        break;
+      default:
+        break;
+    }
+    if (family_ != "mixtral") set_once_in(6, "recompute.ffn_tile", "3");
+  }
+
+  /// Every second one is fp32, where least hides.
+  void draw_precision() {
+    const auto types = [&](const char* params, const char* compute, const char* more = "") {
+      set("precision.params", params);
+      set("precision.compute", compute);
+      if (*more != '\0') sets_.emplace_back(more);
+    };
+    switch (below(18)) {
+      case 0:
+        return types("fp32", "bf16");
+      case 1:
+        return types("bf16", "bf16", once_in(2) ? "precision.reduce=bf16" : "");
+      case 2:
+        return types("fp16", "fp16", "precision.loss_scale=8192");
+      case 3:
+        return types("fp32", "fp16", "precision.loss_scale=8192");
+      case 4:
+        return types("fp32", "fp8", once_in(2) ? "precision.fp8_scales=row" : "");
+      case 5:
+        return types("bf16", "bf16", "precision.master=bf16");
+      case 6:
+        return types("bf16", "fp32");
+      case 7:
+        return types("fp32", "fp32", once_in(2) ? "precision.reduce=bf16" : "comm.compression=bf16");
+      case 8:
+        return types("fp32", "tf32");
+      default:
+        return;
+    }
+  }
+
+  void draw_optimizer() {
+    const std::string name = word({"adamw", "adamw", "sgd", "lion", "adafactor", "adam8bit"});
+    set("optim.name", name);
+    if (name == "sgd" || name == "adafactor") set_once_in(2, "optim.momentum", "0.8");
+    set_once_in(3, "optim.weight_decay", "0.1");
+    set_once_in(3, "optim.decay_on", "matrices");
+    if (once_in(2)) set("optim.max_grad_norm", word({"0", "0.05"}));
+    if (once_in(4)) set("optim.schedule", word({"linear", "cosine"}));
+    set_once_in(4, "optim.betas", "[0.8, 0.95]");
+  }
+
+  void draw_rest() {
+    set_once_in(4, "loss.label_smoothing", "0.1");
+    set_once_in(4, "loss.z_loss", "0.01");
+    set_once_in(6, "run.kernels", "reference");
+    if (stage_ == 0) set_once_in(4, "run.deterministic", "true");
+    set_once_in(5, "comm.backend", "gloo");
+    set_once_in(5, "comm.check", "true");
+    if (once_in(6)) set("comm.algorithm", word({"all_reduce=ring", "all_reduce=binomial_tree", "all_gather=ring,reduce_scatter=ring"}));
+    set("run.seed", below(100));
+  }
+
+  std::mt19937_64 engine_;
+  const std::string lines_;
+  std::string family_;
+  std::vector<std::string> sets_;
+  int replicate_ = 1, shard_ = 1, pp_ = 1, cp_ = 1, tp_ = 1, stage_ = 0, chunks_ = 1, layers_ = 1, ffn_ = 8, micro_batches_ = 1;
+};
+
+}  // namespace tessera::testing_support

@@ -1,0 +1,98 @@
+// Random recipes in random layouts against one device: all axes of the mesh in any order, stages of sharding, schedules, number formats, recomputation,
+// optimizers and terms of the loss, on small models of odd sizes, each compared module by module. Whatever a recipe says together, it is refused before a rank
+// begins, or trains as one device does. A recipe that does not is printed with what can be left out of it left out.
+//
+// TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
+
+#include <atomic>
+#include <cstdlib>
+#include <iostream>
+
+#include "tessera/core/error.h"
+#include "tests/train/random_layout.h"
+#include "tests/verify/fixture.h"
+
+namespace tessera {
+namespace {
+
+using testing_support::LayoutDice;
+using testing_support::RandomLayout;
+using Settings = std::vector<std::string>;
+
+class RandomLayouts : public testing_support::VerifyFixture {
+ protected:
+  RandomLayout draw(uint64_t seed) const { return LayoutDice(seed, write_lines()).draw(); }
+
+  /// What is wrong with it: empty where nothing is. Nothing where it is refused before a rank has begun, which is other tests' business.
+  std::optional<std::string> fault_of(const RandomLayout& layout) const {
+    // Attention stays soft (matrix_test.cpp).
+    Settings sets{"run.steps=2", "run.threads=1", "optim.lr=1e-3", "comm.timeout_s=120", "mesh.dp_replicate=1"};
+    sets.insert(sets.end(), layout.sets.begin(), layout.sets.end());
+    std::atomic<bool> began = false;
+    VerifyOptions options;
+    options.plant.network = [&](std::shared_ptr<comm::Engine> engine, const comm::GroupInfo&) {
+      began = true;
+      return engine;
+    };
+    try {
+      const Config made = config(layout.family, sets);
+      const VerifyReport report = verify(made, made.mesh, options);
+      const bool found = parts(report.forward.first) || parts(report.backward.first) || report.forward.unseen + report.backward.unseen > 0;
+      return report.passed() && !found && report.skipped < report.steps ? "" : to_string(report);
+    } catch (const ConfigError& refusal) {
+      if (began) return refusal.what();
+      if (std::getenv("TESSERA_SHOW_REFUSALS") != nullptr) std::cout << refusal.what() << "\n";
+      return std::nullopt;
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  }
+
+  /// Beyond what rounding explains of one module. What is zero in exact arithmetic is rounding alone: gradients of queries and keys where each has one partner.
+  /// And as the small difference of large numbers, where it has two, they are off by more than rounding of their size.
+  static bool parts(const std::optional<Parting>& first) {
+    if (!first || first->value <= 30 * first->allowed) return false;
+    return !first->module.ends_with("attention.wq") && !first->module.ends_with("attention.wk");
+  }
+
+  /// The same with nothing in it that can be left out.
+  RandomLayout smallest(RandomLayout layout) const {
+    for (size_t i = layout.sets.size(); i-- > 0;) {
+      if (layout.sets[i].starts_with("precision.loss_scale")) continue;  // without which fp16 loses gradients
+      RandomLayout less = layout;
+      less.sets.erase(less.sets.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!fault_of(less).value_or("").empty()) layout = std::move(less);
+    }
+    return layout;
+  }
+
+  void run_seeds(uint64_t begin, uint64_t end, bool shrink) const {
+    uint64_t ran = 0;
+    for (uint64_t seed = begin; seed < end; ++seed) {
+      const RandomLayout layout = draw(seed);
+      const auto fault = fault_of(layout);
+      if (!fault) continue;
+      ++ran;
+      if (fault->empty()) continue;
+      const RandomLayout least = shrink ? smallest(layout) : layout;
+      ADD_FAILURE() << "seed " << seed << ": " << least.text() << "\n" << (shrink ? fault_of(least).value_or("") : *fault);
+    }
+    if (end - begin > 1) EXPECT_GE(2 * ran, end - begin) << "most layouts are refused: the dice test nothing";
+  }
+};
+
+TEST_F(RandomLayouts, AreOneDevice) { run_seeds(0, 24, /*shrink=*/false); }
+
+TEST_F(RandomLayouts, DISABLED_Many) {
+  uint64_t begin = 24, end = 3000;
+  if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
+  if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
+    const std::string text = seeds;
+    begin = std::stoull(text);
+    end = std::stoull(text.substr(text.find(',') + 1));
+  }
+  run_seeds(begin, end, /*shrink=*/true);
+}
+
+}  // namespace
+}  // namespace tessera
