@@ -92,10 +92,8 @@ void FlatParameters::cut() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
-    const auto [first, count] = rows_of(layout_, i, group_.rank());
     before_.push_back(nn::slice_of(parameter));
-    Slice slice = cut_rows(before_.back(), first, count);
-    slice.name = parameters_[i].name;
+    Slice slice = slice_on(group_.rank(), i);
     const at::Tensor rows = local_rows(slices_, i);
     slice_sizes_.push_back(rows.sizes().vec());
     slice_storages_.push_back(nn::part_storage(rows));
@@ -104,6 +102,13 @@ void FlatParameters::cut() {
     nn::keep_memory(parameter);
   }
   show_slices();
+}
+
+Slice FlatParameters::slice_on(int rank, size_t index) const {
+  const auto [first, count] = rows_of(layout_, index, rank);
+  Slice slice = cut_rows(before_[index], first, count);
+  slice.name = parameters_[index].name;
+  return slice;
 }
 
 /// This rank's rows of `whole` -> its slice of parameter `index`.

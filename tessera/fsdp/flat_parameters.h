@@ -37,6 +37,8 @@ class FlatParameters {
 
   const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
   const UnitLayout& layout() const { return layout_; }
+  /// What `rank` of the group has of parameter `index`.
+  Slice slice_on(int rank, size_t index) const;
   /// Whether any of them had requires_grad set when follow_requires_grad was called last.
   bool trained() const { return trained_; }
   void follow_requires_grad();

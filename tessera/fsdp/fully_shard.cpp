@@ -232,6 +232,17 @@ class FullyShardedDataParallel::Impl {
     return held;
   }
 
+  Slice slice_on(int rank, const at::Tensor& updated) const {
+    for (size_t unit = 0; active() && unit < units_->size(); ++unit) {
+      for (const FlatParameters& flat : std::as_const(*units_).flats(unit)) {
+        for (size_t i = 0; i < flat.parameters().size(); ++i) {
+          if (flat.parameters()[i].tensor.is_same(updated)) return flat.slice_on(rank, i);
+        }
+      }
+    }
+    return nn::slice_of(updated);
+  }
+
   std::vector<ShardUnit> units() const {
     std::vector<ShardUnit> described;
     if (!active()) return described;
@@ -369,6 +380,7 @@ void FullyShardedDataParallel::after_update() { impl_->after_update(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }
 const SynchronizationStatistics& FullyShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<int64_t> FullyShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
+Slice FullyShardedDataParallel::slice_on(int rank, const at::Tensor& updated) const { return impl_->slice_on(rank, updated); }
 std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const {
   impl_->take_in();
   return impl_->own_parameters();

@@ -158,6 +158,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   std::vector<nn::NamedParameter> updated() const override;
   comm::Group norm_group() const override;
   std::vector<int64_t> held_elements(int rank) const override;
+  Slice slice_on(int rank, const at::Tensor& updated) const override;
 
   /// Gives the whole module back: every parameter in memory of its own, without gradient. Collective, between steps. Afterwards the module can be wrapped
   /// anew, in another layout, and this object refuses to be called.

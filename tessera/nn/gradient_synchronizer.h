@@ -106,6 +106,9 @@ class GradientSynchronizer {
   /// How many elements of each parameter that is updated `rank` of the sharding group holds, for every rank the same list; empty where all hold the same.
   virtual std::vector<int64_t> held_elements(int /*rank*/) const { return {}; }
 
+  /// What `rank` of the sharding group updates of the parameter of which this rank updates `updated`.
+  virtual Slice slice_on(int /*rank*/, const at::Tensor& updated) const { return nn::slice_of(updated); }
+
  protected:
   /// What no_sync() counts: gradients meet in passes that run while it is 0.
   const std::shared_ptr<int>& holds() const { return holds_; }

@@ -52,6 +52,19 @@ Patterns patterns_of(const Slice& slice) {
   return patterns;
 }
 
+/// Each rank has an entry for each holder.
+const int64_t* entry_of(const at::Tensor& table, int64_t number) { return table.const_data_ptr<int64_t>() + number * kEntry; }
+
+void write(const Slice& slice, const at::Tensor& table, int64_t number) {
+  const Patterns patterns = patterns_of(slice);
+  invariant(std::ssize(patterns) <= kMostPatterns, "a slice of '", slice.name, "' has ", patterns.size(), " patterns");
+  int64_t* entry = table.mutable_data_ptr<int64_t>() + number * kEntry;
+  *entry++ = std::ssize(patterns);
+  for (const auto& [first, count, stride, times] : patterns) {
+    for (const int64_t value : {first, count, stride, times}) *entry++ = value;
+  }
+}
+
 Patterns patterns_in(const int64_t* entry) {
   Patterns patterns;
   for (int64_t i = 0; i < entry[0]; ++i) patterns.push_back({entry[1 + 4 * i], entry[2 + 4 * i], entry[3 + 4 * i], entry[4 + 4 * i]});
@@ -119,29 +132,24 @@ at::Tensor gradient_of(const at::Tensor& tensor) { return tensor.grad(); }
 
 }  // namespace
 
-TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bool last_follows)
+TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bool last_follows, const Answer& answer)
     : ranks_(std::move(ranks)), holders_(holders), copies_(std::move(copies)), last_follows_(last_follows) {
   invariant(!last_follows || holders == 2, "of ", holders, " copies the last follows");
   const comm::CallSite site(kTiedSite);
   const at::Tensor mine = at::zeros({holders, kEntry}, at::device(at::kCPU).dtype(at::kLong));
-  for (const Copy& copy : copies_) {
-    const Patterns patterns = patterns_of(nn::slice_of(copy.tensor));
-    invariant(std::ssize(patterns) <= kMostPatterns, "a slice of '", nn::slice_of(copy.tensor).name, "' has ", patterns.size(), " patterns");
-    int64_t* entry = mine.mutable_data_ptr<int64_t>() + copy.holder * kEntry;
-    *entry++ = std::ssize(patterns);
-    for (const auto& [first, count, stride, times] : patterns) {
-      for (const int64_t number : {first, count, stride, times}) *entry++ = number;
+  for (const Copy& copy : copies_) write(nn::slice_of(copy.tensor), mine, copy.holder);
+  table_ = at::zeros({ranks_.size() * holders, kEntry}, mine.options());
+  comm::all_gather(ranks_.ahead, table_, mine);
+  for (int rank = 0; answer && rank < ranks_.size(); ++rank) {
+    for (int holder = 0; holder < holders; ++holder) {
+      if (const auto slice = answer(rank, holder)) write(*slice, table_, rank * holders + holder);
     }
   }
-  table_ = at::zeros({ranks_.size() * holders, kEntry}, mine.options());
-  table_.narrow(0, ranks_.rank() * holders, holders).copy_(mine);  // what a dry run, where nobody answers, knows of the tables
-  comm::all_gather(ranks_.ahead, table_, mine);
   for (size_t c = 0; c < copies_.size(); ++c) {
-    const Patterns own = patterns_of(nn::slice_of(copies_[c].tensor));
     for (int peer = 0; peer < ranks_.size(); ++peer) {
       for (int holder = 0; holder < holders; ++holder) {
         if (holder == copies_[c].holder) continue;
-        Runs runs = shared(own, patterns_in(table_.const_data_ptr<int64_t>() + (peer * holders + holder) * kEntry));
+        Runs runs = shared_runs(ranks_.rank(), copies_[c].holder, peer, holder);
         const int64_t numel = numel_of(runs);
         if (numel > 0) exchanges_.push_back({.copy = c, .peer = peer, .holder = holder, .runs = std::move(runs), .numel = numel});
       }
@@ -149,8 +157,27 @@ TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bo
   }
 }
 
+/// Of what `rank` has of the copy of `own`, what `peer` has of the copy of `other`.
+Runs TiedCopies::shared_runs(int rank, int own, int peer, int other) const {
+  return shared(patterns_in(entry_of(table_, rank * holders_ + own)), patterns_in(entry_of(table_, peer * holders_ + other)));
+}
+
+std::vector<int64_t> TiedCopies::exchanged_by(int rank) const {
+  std::vector<int64_t> exchanged;
+  for (int own = 0; own < holders_; ++own) {
+    for (int peer = 0; peer < ranks_.size(); ++peer) {
+      for (int other = 0; other < holders_; ++other) {
+        if (other == own) continue;
+        const Runs runs = shared_runs(rank, own, peer, other);
+        if (!runs.empty()) exchanged.insert(exchanged.end(), {peer == rank ? -numel_of(runs) : numel_of(runs), std::ssize(runs)});
+      }
+    }
+  }
+  return exchanged;
+}
+
 void TiedCopies::check_complete(const std::string& name) const {
-  const auto entry = [&](int rank, int holder) { return patterns_in(table_.const_data_ptr<int64_t>() + (rank * holders_ + holder) * kEntry); };
+  const auto entry = [&](int rank, int holder) { return patterns_in(entry_of(table_, rank * holders_ + holder)); };
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     for (int own = 0; own < holders_; ++own) {
       const Patterns patterns = entry(rank, own);
@@ -245,7 +272,7 @@ void TiedCopies::add(const Messages& messages) const {
     at::Tensor sum;
     for (int holder = holders_ - 1; holder >= 0; --holder) {
       const at::Tensor term = holder == own ? gradient : from(messages, c, holder);
-      if (!term.defined()) continue;  // in a dry run
+      invariant(term.defined(), "no rank has sent holder ", holder, "'s term of '", nn::slice_of(tensor).name, "'");
       if (!sum.defined()) {
         sum = term;
       } else if (holder == own) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/comm/collectives.h"
+#include "tessera/layout/slice.h"
 #include "tessera/pipeline/channels.h"
 
 namespace tessera::pipeline {
@@ -35,13 +37,20 @@ class TiedCopies {
     at::Tensor tensor;  ///< the parameter, or what is updated in its place; with its slice set
   };
 
+  /// What `rank` has of the copy of `holder`; nothing where that is none of its.
+  using Answer = std::function<std::optional<Slice>(int rank, int holder)>;
+
   /// Collective over `ranks`: those that hold stages, with those over which slices are cut. `copies`: this rank's, none where its stages do not use the
-  /// parameter. `last_follows`: of two holders, each on the same ranks as the other.
-  TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bool last_follows = false);
+  /// parameter. `last_follows`: of two holders, each on the same ranks as the other. `answer`: for a dry run, where nobody answers, what the ranks would.
+  TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bool last_follows = false, const Answer& answer = {});
 
   /// Throws ConfigError, on every rank, unless each element of a copy lies on one rank of each other holder: where slices are cut over more ranks than these,
   /// or replicas are among them.
   void check_complete(const std::string& name) const;
+
+  /// What `rank` exchanges for its copies: of each message, or of what stays on it (below zero), the elements and their runs. Ranks of which that is equal move
+  /// and hold as much.
+  std::vector<int64_t> exchanged_by(int rank) const;
 
   /// Once a step, when the gradients have met over the data ranks. Collective over the ranks that have copies.
   void sum();
@@ -73,6 +82,7 @@ class TiedCopies {
   /// Which tensor of a copy is meant: its values, or its gradient.
   using Which = std::function<at::Tensor(const at::Tensor& tensor)>;
 
+  Runs shared_runs(int rank, int own, int peer, int other) const;
   bool has_terms() const;
   bool gives(int holder) const { return !last_follows_ || holder == 1; }
   void pack(Messages& messages, const std::function<bool(int holder)>& giving, const Which& which) const;

@@ -16,6 +16,7 @@
 #include "tessera/models/flops.h"
 #include "tessera/nn/record_events.h"
 #include "tessera/plan/agreement.h"
+#include "tessera/plan/cpu_memory.h"
 #include "tessera/plan/rank_classes.h"
 #include "tessera/plan/rehearsal.h"
 #include "tessera/precision/compute_format.h"
@@ -105,6 +106,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   memory.keep_details(options.largest);
   RankScope scope(config, 1, memory);
   Stepper stepper(config, mesh, at::kMeta, scope);
+  const nn::OperatorScope taking(std::make_shared<CpuMemory>());
   std::optional<MemoryWatch> watch;
   if (options.largest) watch.emplace(memory, stepper.run());
   const data::LoaderOptions loader = loader_options(config, mesh);

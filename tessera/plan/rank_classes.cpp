@@ -67,7 +67,12 @@ Held held_elements(const Config& config, int world_size, int rank, bool apart) {
   for (int rank = 0; rank < std::min(run.shard.size(), kWeighedRanks); ++rank) {
     Elements elements = run.synchronizer->held_elements(rank);
     held.total.push_back(std::accumulate(elements.begin(), elements.end(), int64_t{0}));
-    if (apart) held.of_each.push_back(std::move(elements));
+    if (!apart) continue;
+    if (run.tied) {  // parts of as many elements may meet others of the other end
+      const int world_rank = mesh.members(mesh_roles(config).shard)[static_cast<size_t>(rank)];
+      std::ranges::copy(run.tied->exchanged_by(mesh.rank(world_rank, mesh_roles(config).tied)), std::back_inserter(elements));
+    }
+    held.of_each.push_back(std::move(elements));
   }
   return held;
 }

@@ -53,12 +53,19 @@ class Tiles final : public nn::Interceptor {
   int64_t tile_;
 };
 
+/// A tile of several rows lies in pieces: put together once, in what is computed again, each layer that takes it need not do so by itself.
+class InOnePiece final : public nn::Interceptor {
+ public:
+  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override { return next({inputs[0].toTensor().contiguous()}); }
+};
+
 }  // namespace
 
 Attachment tile_tokens(torch::nn::Module& root, const std::string& pattern, int64_t tile) {
   require(tile >= 1, "recompute.ffn_tile = ", tile, ": expected 1 token or more in a tile");
   Attachment attached;
   for (const auto& [path, module] : nn::interceptable_modules(root, pattern)) {
+    attached.add(nn::attach(*module, std::make_shared<InOnePiece>()));
     attached.add(nn::attach(*module, std::make_shared<Tiles>(tile)));
     attached.add(nn::expect_call(*module, "recompute.ffn_tile"));
   }

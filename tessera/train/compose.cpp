@@ -31,6 +31,7 @@
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/train/synchronize.h"
+#include "tessera/train/tie_stages.h"
 
 // A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
 // since it sets the types that are cut and drawn. Experts are dealt before other layers are cut, which then leave them alone, and both before parameters are
@@ -70,25 +71,6 @@ void resume_compression(const Config& config, const Mesh& mesh, const std::optio
 
 ParallelPlan plan_of(const Config& config, const LanguageModel& model) {
   return parallel_plan(model, config.tensor.sequence_parallel, config.tensor.keep_gathered);
-}
-
-/// What the first and the last stage both use: each has a copy of its own, under the embedding's name.
-void tie_stages(const Config& config, const Mesh& mesh, Composition& run) {
-  if (run.parts.empty() || !config.model.tie_embeddings) return;
-  const int first_rank = run.rank_of_stage.front(), last_rank = run.rank_of_stage.back();
-  std::vector<pipeline::TiedCopies::Copy> copies;
-  for (const auto& parameter : run.synchronizer->updated()) {
-    if (nn::slice_of(parameter.tensor).name != kTiedWeight) continue;
-    const at::Tensor whole = nn::updated_for(parameter.tensor);
-    const bool first = first_rank == run.pipeline.rank() && !nn::follows(whole);
-    copies.push_back({.holder = first ? 0 : 1, .tensor = parameter.tensor});
-    if (!first && first_rank != last_rank) nn::add_sharing(whole, {.axis = "pipeline.tied", .rank = 1, .first = 0, .holders = 2});  // counted at the other end
-  }
-  const Axes axes = mesh_roles(config).tied;
-  pipeline::Channels ranks = mesh[axes];
-  // In the midst of a step its messages meet those of the schedule, with which they are in no order.
-  if (updates_within_steps(config, run.pipeline.size())) ranks = {mesh.another(axes, "tied"), mesh.another(axes, "tied.back"), {}};
-  run.tied.emplace(std::move(ranks), /*holders=*/2, std::move(copies), /*last_follows=*/first_rank == last_rank);
 }
 
 /// In the order of the parts; of each part tied ones once.
@@ -299,7 +281,10 @@ void check_modules(const Config& config, int tensor_ranks) {
   fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
 }
 
-Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
+namespace {
+
+/// All but what the ends of a pipeline share.
+Composition compose_alone(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt) {
   const MeshRoles roles = mesh_roles(config);
   Composition run;
   run.device = device;
@@ -340,7 +325,14 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
 
   refuse_coupled_batches(config, mesh, *run.model);
   if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);
-  tie_stages(config, mesh, run);
+  return run;
+}
+
+}  // namespace
+
+Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume) {
+  Composition run = compose_alone(config, mesh, device, resume);
+  tie_stages(config, mesh, run, [&](const Mesh& there) { return compose_alone(config, there, device); });
   if (device != at::kMeta) resume_compression(config, mesh, resume, run);
   return run;
 }

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "tessera/core/error.h"
 #include "tessera/nn/gradient_synchronizer.h"
 
 namespace tessera {
@@ -67,13 +69,22 @@ class PartSynchronizers final : public GradientSynchronizer {
   std::vector<int64_t> held_elements(int rank) const override {
     std::vector<int64_t> all;
     for (const Share& share : shares_) {
-      const int place = share.places.empty() ? rank : share.places[static_cast<size_t>(rank)];
-      for (const int64_t elements : share.synchronizer->held_elements(place)) all.push_back(elements);
+      for (const int64_t elements : share.synchronizer->held_elements(place_of(rank, share))) all.push_back(elements);
     }
     return all;
   }
+  Slice slice_on(int rank, const at::Tensor& updated) const override {
+    for (const Share& share : shares_) {
+      const auto own = share.synchronizer->updated();
+      if (std::ranges::none_of(own, [&](const nn::NamedParameter& one) { return one.tensor.is_same(updated); })) continue;
+      return share.synchronizer->slice_on(place_of(rank, share), updated);
+    }
+    throw InternalError("internal error: no part updates this tensor");
+  }
 
  private:
+  static int place_of(int rank, const Share& share) { return share.places.empty() ? rank : share.places[static_cast<size_t>(rank)]; }
+
   std::vector<Share> shares_;
   SynchronizationStatistics statistics_;
 };

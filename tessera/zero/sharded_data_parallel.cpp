@@ -126,6 +126,12 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     return held;
   }
 
+  Slice slice_on(int rank, const at::Tensor& updated) const {
+    const auto found = std::ranges::find_if(shards_, [&](const nn::NamedParameter& shard) { return shard.tensor.is_same(updated); });
+    invariant(found != shards_.end(), "sharded data parallelism: a tensor that it does not update");
+    return active() ? slice_of(static_cast<size_t>(found - shards_.begin()), rank) : nn::slice_of(updated);
+  }
+
  private:
   struct Place {
     size_t bucket, slot;
@@ -175,11 +181,21 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     set_slots(std::move(slots));
   }
 
-  /// Elements of a parameter that this rank owns, and where they begin in this rank's part of the bucket.
+  /// Elements of a parameter that a rank owns.
+  ShardLayout::Run owned_by(int rank, size_t i) const {
+    const auto& plan = buckets_[slot_of_[i].bucket].plan();
+    return layout_.owned(plan, plan.slots[slot_of_[i].slot], rank);
+  }
+  Slice slice_of(size_t i, int rank) const {
+    const auto [begin, size] = owned_by(rank, i);
+    return elements(nn::slice_of(parameters_[i].tensor), begin, size);
+  }
+
+  /// Those that this rank owns, and where they begin in its part of the bucket.
   std::pair<ShardLayout::Run, int64_t> owned(size_t i) const {
     const auto [b, s] = slot_of_[i];
     const auto& plan = buckets_[b].plan();
-    const auto run = layout_.owned(plan, plan.slots[s], groups_.shard.rank());
+    const auto run = owned_by(groups_.shard.rank(), i);
     return {run, run.size > 0 ? plan.slots[s].offset + run.begin - groups_.shard.rank() * plan.part : 0};
   }
 
@@ -187,7 +203,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     const c10::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto [run, begin] = owned(i);
-      Slice slice = elements(nn::slice_of(parameters_[i].tensor), run.begin, run.size);
+      Slice slice = slice_of(i, groups_.shard.rank());
       const at::Tensor piece = buckets_[slot_of_[i].bucket].parameter_part().narrow(0, begin, run.size).view(slice.local_shape());
       nn::NamedParameter shard{parameters_[i].name, piece, parameters_[i].aliases};
       shard.tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
@@ -431,6 +447,7 @@ std::vector<nn::NamedParameter> ShardedDataParallel::updated() const { return im
 comm::Group ShardedDataParallel::norm_group() const { return impl_->norm_group(); }
 void ShardedDataParallel::clear_gradients() { impl_->clear_gradients(); }
 std::vector<int64_t> ShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
+Slice ShardedDataParallel::slice_on(int rank, const at::Tensor& updated) const { return impl_->slice_on(rank, updated); }
 const std::vector<nn::NamedParameter>& ShardedDataParallel::shards() const { return impl_->shards(); }
 const ShardLayout& ShardedDataParallel::layout() const { return impl_->layout(); }
 

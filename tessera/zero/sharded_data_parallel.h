@@ -94,6 +94,7 @@ class ShardedDataParallel final : public GradientSynchronizer {
   comm::Group norm_group() const override;
   void clear_gradients() override;
   std::vector<int64_t> held_elements(int rank) const override;
+  Slice slice_on(int rank, const at::Tensor& updated) const override;
 
   /// What this rank updates: of each floating-point parameter the part it owns, as a view with its slice set, in the order of registration; a part may be
   /// empty. It requires a gradient where its parameter does, and has none while that is frozen.

@@ -60,6 +60,23 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunToTheByte) {
   expect_real_peak(config("mlp", {"comm.backend=gloo", "comm.algorithm=all_reduce=recursive_doubling"}), 2);
 }
 
+/// Where the engine of autograd adds up terms, and a layer's bias, in place on a CPU and not on meta.
+TEST_F(DryRunTest, PeakEqualsTheRealRunOfTiles) {
+  for (const std::string tile : {"recompute.ffn_tile=5", "recompute.ffn_tile=8", "recompute.ffn_tile=28"}) {
+    const std::vector<std::string> tiled{tile, "batch.micro_size=7", "run.threads=1", "run.steps=3"};
+    expect_real_peak(config("llama", tiled), 1);
+    expect_real_peak(config("gpt2", tiled), 1);
+    auto both = tiled;
+    both.insert(both.end(), {"model.tie_embeddings=true", "recompute.mode=full"});
+    expect_real_peak(config("gpt2", both), 1);
+  }
+}
+
+TEST_F(DryRunTest, PeakEqualsTheRealRunOfRoutersTerms) {
+  // Every token visits every expert, so that no routing tells the two apart.
+  expect_real_peak(config("mixtral", {"model.experts=2", "model.experts_per_token=2", "moe.z_loss=0.5", "data.seq_len=64", "run.threads=1", "run.steps=3"}), 1);
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunUnderSharding) {
   for (const std::string stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
     SCOPED_TRACE(stage);

@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <optional>
+#include <vector>
 
+#include <ATen/WrapDimUtils.h>
 #include <ATen/ops/clamp_min.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -27,6 +30,18 @@ at::Tensor dropout_backward(const at::Tensor& grad, const at::Tensor& mask, doub
 /// Smallest or largest of all elements.
 at::Tensor extreme(const at::Tensor& self) { return at::empty({}, self.options()); }
 
+/// Libtorch's own works on meta, but resizes a result that it makes without elements, which nobody is told of there.
+at::Tensor logsumexp(const at::Tensor& self, at::IntArrayRef dims, bool keepdim) {
+  std::vector<int64_t> kept = self.sizes().vec(), result;
+  for (const int64_t dim : dims) kept[static_cast<size_t>(at::maybe_wrap_dim(dim, self.dim()))] = 1;
+  for (int64_t dim = 0; dim < self.dim(); ++dim) {
+    const bool reduced = std::ranges::any_of(dims, [&](int64_t one) { return at::maybe_wrap_dim(one, self.dim()) == dim; });
+    if (keepdim || !reduced) result.push_back(kept[static_cast<size_t>(dim)]);
+  }
+  const at::Tensor largest = at::empty(kept, self.options()), terms = at::empty_like(self);
+  return at::empty(result, self.options());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
@@ -37,6 +52,7 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   implement(m, "native_dropout_backward", dropout_backward);
   implement(m, "max", extreme);
   implement(m, "min", extreme);
+  implement(m, "logsumexp", logsumexp);
 }
 
 }  // namespace tessera::kernels::meta
