@@ -305,6 +305,7 @@ Composition compose(const Config& config, const Mesh& mesh, at::Device device, c
   run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
+  run.expert_elements = deals_experts_over_replicas(config, mesh.shape()) ? expert_mesh(config, mesh)[{"pp", "ep", "expert_tp"}] : run.elements;
   let_routers_meet(config, mesh, *run.model);
   run.experts = deal_experts(*run.model, expert_ranks(config, mesh));
   cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });

@@ -68,6 +68,16 @@ TEST_F(VerifyMixture, CutLayersAreOneDevice) {
   }
 }
 
+/// Bits: experts lie on data ranks, which have all else alike.
+TEST_F(VerifyMixture, ExpertsInAFixedOrderHaveTheBitsOfOneDevice) {
+  for (const auto& [mesh, sets] :
+       {std::pair{"dp_replicate=2,ep=2", std::vector<std::string>{}}, {"dp_replicate=4,ep=2", {"recompute.mode=full", "model.shared_ffn_dim=20"}}}) {
+    auto all = sets;
+    all.insert(all.end(), {"model.experts=4", "run.deterministic=true"});
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
 TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
     auto all = sets;
