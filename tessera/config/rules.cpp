@@ -305,10 +305,6 @@ void validate_recompute(const Config& config) {
   at_least("recompute.every", recompute.every, 1);
   at_least("recompute.budget_bytes", recompute.budget_bytes, 0);
   at_least("recompute.ffn_tile", recompute.ffn_tile, 0);
-  require(recompute.ffn_tile == 0 || config.model.experts == 0, "recompute.ffn_tile = ", recompute.ffn_tile,
-          ": a mixture of experts routes all tokens of a micro-batch at once; set recompute.ffn_tile = 0");
-  require(recompute.ffn_tile == 0 || !config.tensor.sequence_parallel, "recompute.ffn_tile = ", recompute.ffn_tile,
-          ": tensor.sequence_parallel = true gathers whole sequences for each layer; set one of the two");
   require(recompute.keep.empty() || recompute.mode == "selective", "recompute.keep: recompute.mode = ", recompute.mode,
           " keeps no operator's output; set recompute.mode = selective");
   require(recompute.mode != "selective" || !recompute.keep.empty() || has_attention(config.model),
