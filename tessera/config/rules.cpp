@@ -305,10 +305,6 @@ void validate_recompute(const Config& config) {
   at_least("recompute.every", recompute.every, 1);
   at_least("recompute.budget_bytes", recompute.budget_bytes, 0);
   at_least("recompute.ffn_tile", recompute.ffn_tile, 0);
-  require(recompute.ffn_tile == 0 || config.model.experts == 0, "recompute.ffn_tile = ", recompute.ffn_tile,
-          ": a mixture of experts routes all tokens of a micro-batch at once; set recompute.ffn_tile = 0");
-  require(recompute.ffn_tile == 0 || !config.tensor.sequence_parallel, "recompute.ffn_tile = ", recompute.ffn_tile,
-          ": tensor.sequence_parallel = true gathers whole sequences for each layer; set one of the two");
   require(recompute.keep.empty() || recompute.mode == "selective", "recompute.keep: recompute.mode = ", recompute.mode,
           " keeps no operator's output; set recompute.mode = selective");
   require(recompute.mode != "selective" || !recompute.keep.empty() || has_attention(config.model),
@@ -346,12 +342,17 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
           " gives a rank a part; set model.router = softmax or sigmoid, or ", whole);
   require(!in_parts || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
           ": drops by the order of all tokens of a forward pass, of which ", parts, " gives a rank a part; set moe.capacity_factor = 0, or ", whole);
-  validate_experts_over_ranks(config, config.zero.stage > 0 ? regrouped : size_along("tp"));
+  const bool over_replicas = config.run.deterministic && config.zero.stage == 0 && !tensor && !columns;
+  validate_experts_over_ranks(config, config.zero.stage > 0 ? regrouped : size_along(over_replicas ? "dp_replicate" : "tp"), over_replicas);
+  if (!over_replicas || config.mesh.ep * config.mesh.expert_tp == 1) return;
+  const std::string& optimizer = config.optim.name;
+  require(optimizer == "adamw" || optimizer == "sgd" || optimizer == "lion", "optim.name = ", optimizer, ": looks at more of a model than each element, and ",
+          "run.deterministic with experts over data ranks has no order for that; set optim.name = adamw, sgd or lion, or mesh.ep = 1 and mesh.expert_tp = 1");
 }
 
 }  // namespace
 
-void validate_experts_over_ranks(const Config& config, int ranks) {
+void validate_experts_over_ranks(const Config& config, int ranks, bool over_replicas) {
   const auto& [mesh, model] = std::tie(config.mesh, config.model);
   at_least("mesh.ep", mesh.ep, 1);
   at_least("mesh.expert_tp", mesh.expert_tp, 1);
@@ -360,12 +361,14 @@ void validate_experts_over_ranks(const Config& config, int ranks) {
                                                : detail::concat("mesh.ep = ", mesh.ep, ", mesh.expert_tp = ", mesh.expert_tp);
   const int64_t apart = int64_t{mesh.ep} * mesh.expert_tp;
   require(apart == 1 || model.experts > 0, keys, ": model.family = ", model.family, " has no experts; set mesh.ep = 1 and mesh.expert_tp = 1");
-  const std::string over = config.zero.stage > 0
-                               ? detail::concat("dp_shard x cp x tp = ", ranks)
-                               : detail::concat("mesh.tp = ", ranks, " (with zero.stage = 0, whose other ranks hold all that they have alike)");
+  const std::string over = config.zero.stage > 0 ? detail::concat("dp_shard x cp x tp = ", ranks)
+                           : over_replicas       ? detail::concat("mesh.dp_replicate = ", ranks, " (with run.deterministic, which shards nothing)")
+                                           : detail::concat("mesh.tp = ", ranks, " (with zero.stage = 0, whose other ranks hold all that they have alike)");
   require(ranks % apart == 0, keys, ": deals experts over ", apart, " of the ranks of ", over, ", and must divide that; set ",
-          config.zero.stage > 0 ? "a mesh.dp_shard, mesh.cp or mesh.tp that makes it so"
-                                : "zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or such a mesh.tp",
+          config.zero.stage > 0      ? "a mesh.dp_shard, mesh.cp or mesh.tp that makes it so"
+          : over_replicas            ? "a mesh.dp_replicate that makes it so"
+          : config.run.deterministic ? "a mesh.tp that makes it so, or mesh.cp = 1 and mesh.tp = 1 with such a mesh.dp_replicate"
+                                     : "zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or such a mesh.tp",
           ", or mesh.ep = 1 and mesh.expert_tp = 1");
   require(mesh.ep == 1 || model.experts % mesh.ep == 0, "mesh.ep = ", mesh.ep, ": cannot deal model.experts = ", model.experts,
           " evenly; set mesh.ep to a divisor of it");

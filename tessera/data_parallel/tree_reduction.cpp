@@ -18,12 +18,16 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/step_protocol.h"
+#include "tessera/nn/weight_gradients.h"
 #include "tessera/nn/write_watch.h"
 
 // Floating-point addition does not associate, so bits that are to be the same for any number of ranks need one order of additions that knows no ranks: a binary
 // tree over the micro-batches' index. A leaf is the gradient of one micro-batch, hence each begins at zero and nothing accumulates between them. Within a
 // rank's run partial sums merge as carries do in a binary counter, with a logarithm of them alive; what does not fit into a run is exchanged in one order that
 // all ranks follow, so that blocking messages cannot wait in a circle.
+//
+// A pass may bring gradients of several ranks' micro-batches (experts that are dealt over data ranks). Each source then has a leaf and partial sums of its own;
+// their runs are neighbours, so what they come to are again subtrees of one run.
 
 namespace tessera {
 
@@ -34,30 +38,33 @@ class TreeReduction::Impl {
         module_(module),
         group_(std::move(group)),
         options_(options),
-        parameters_(floating_parameters(module)),
-        schedule_(make_tree_schedule(options.num_micro_batches, group_.size())),
+        parameters_(floating_parameters(module, options.only)),
+        schedule_(make_tree_schedule(options.num_micro_batches, group_.size(), options.sources)),
         used_(parameters_),
-        stack_(options.num_micro_batches),
         protocol_("TreeReduction", self.holds(), nn::Turn(parameters_.front().name),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass =
                        [this](bool) {
-                         if (!padding_ && !leaf_.defined()) begin_leaf();
+                         if (!padding_ && leaf_.empty()) begin_leaf();
                        },
                    .end_pass = [this](bool last, bool complete) { end_leaf(last, complete); },
                    .complete = [this] { complete(); },
-                   .abandon = [this] { abandon(); }}) {
+                   .abandon = [this] { abandon(); },
+                   .plain_loop_refusal = several() ? "an engine that tells apart whose micro-batch a gradient is of calls begin_step before" : ""}) {
     const comm::CallSite site("tree.start");
-    equalize_replicas(module_, group_, options_.replicas);
+    equalize_replicas(module_, group_, options_.replicas, options_.only);
     if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
       hooks_.add(dispatcher.claim(&self_));
       hooks_.add(dispatcher.listen_arriving([this, i, &dispatcher](const at::Tensor&) {
-        if (dispatcher.owner() == &self_) protocol_.arriving(parameters_[i].name);
+        if (dispatcher.owner() != &self_) return;
+        protocol_.arriving(parameters_[i].name);
+        if (several()) show(i, source_at_hand(i));
       }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
         require_summable(parameters_[i]);
+        if (several()) keep(i, source_at_hand(i));
         if (!padding_) used_.mark(i);
       }));
     }
@@ -78,11 +85,11 @@ class TreeReduction::Impl {
     protocol_.before(action, position);
     if (action == ActionKind::Weights) return reopen_leaf();
     // With its forward where no other runs ahead: then its backward comes next.
-    if (leaf_.defined() || (action == ActionKind::Forward && protocol_.calls().alive() > 1)) return;
-    padding_ = position.padding;
+    if (!leaf_.empty() || (action == ActionKind::Forward && protocol_.calls().alive() > 1)) return;
+    padding_ = several() ? !any_more() : position.padding;
     if (padding_) return clear_gradients();
-    invariant(position.index == next_index_, "micro-batch ", position.index, " came where ", next_index_,
-              " was expected: a rank's run is taken in ascending order");
+    invariant(position.padding || std::ranges::any_of(sources_, [&](const Source& source) { return position.index == source.run.begin + begun_; }),
+              "micro-batch ", position.index, " came where ", sources_.front().run.begin + begun_, " was expected: a rank's run is taken in ascending order");
     begin_leaf();
   }
 
@@ -91,6 +98,38 @@ class TreeReduction::Impl {
   const TreeSchedule& schedule() const { return schedule_; }
 
  private:
+  /// One of the ranks whose micro-batches are summed here: its run of them, and what they have come to.
+  struct Source {
+    TreeSchedule::Run run;
+    TreeStack stack;
+    std::vector<at::Tensor> sums{};  ///< of the stack's nodes
+    bool has(int64_t pass) const { return pass < run.size; }
+  };
+  /// Of a pass, the flat gradient of each source's micro-batch; none of a source that has no more.
+  using Leaf = std::vector<at::Tensor>;
+
+  bool several() const { return options_.sources > 1; }
+  bool any_more() const {
+    return std::ranges::any_of(sources_, [&](const Source& source) { return source.has(begun_); });
+  }
+
+  size_t source_at_hand(size_t parameter) const {
+    const auto source = nn::GradientSource::current();
+    invariant(source && *source < options_.sources, "TreeReduction: nobody says whose micro-batch the gradient of '", parameters_[parameter].name, "' is of");
+    return static_cast<size_t>(*source);
+  }
+
+  /// What comes for a parameter is added to the leaf of its source; of padding to nothing.
+  void show(size_t parameter, size_t source) {
+    set_gradient(parameters_[parameter].tensor, padding_ || views_[source].empty() ? at::Tensor() : views_[source][parameter]);
+  }
+
+  /// What came lies there.
+  void keep(size_t parameter, size_t source) {
+    const bool kept = !padding_ && !views_[source].empty();
+    kept ? recover_gradient(parameters_[parameter].tensor, views_[source][parameter]) : set_gradient(parameters_[parameter].tensor, {});
+  }
+
   void open(bool plain) {
     plain_ = plain;
     lay_out();
@@ -105,13 +144,17 @@ class TreeReduction::Impl {
   }
 
   void start_run() {
-    sums_.clear();
-    stack_ = TreeStack(options_.num_micro_batches);
+    sources_.clear();
+    for (int i = 0; i < options_.sources; ++i) {
+      const auto [begin, size] = chunk(options_.num_micro_batches, group_.size() * options_.sources, group_.rank() * options_.sources + i);
+      sources_.push_back({.run = {begin, size}, .stack = TreeStack(options_.num_micro_batches)});
+    }
     waiting_.clear();
-    next_index_ = next_sum_ = run().begin;
+    begun_ = summed_ = 0;
     used_.clear();
   }
 
+  /// Of all sources.
   TreeSchedule::Run run() const { return schedule_.runs[group_.rank()]; }
 
   /// Where the gradient of each parameter that is trained now lies in a flat one.
@@ -132,20 +175,26 @@ class TreeReduction::Impl {
 
   /// Views of a flat tensor of zeros, so that autograd adds into it and nothing is copied.
   void begin_leaf() {
-    if (plain_ && next_index_ > run().begin) settle_cleared();
+    if (plain_ && begun_ > 0) settle_cleared();
     forms_.require_same("TreeReduction", parameters_);
-    require(next_index_ < run().begin + run().size, "TreeReduction: backward pass ", next_index_ - run().begin + 1, " of a step in which rank ", group_.rank(),
-            " has ", run().size, " of ", options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
-    show_leaf(new_flat(/*zeroed=*/true));
+    require(any_more(), "TreeReduction: backward pass ", begun_ + 1, " of a step in which rank ", group_.rank(), " has ", run().size, " of ",
+            options_.num_micro_batches, " micro-batches (num_micro_batches); run all of them but the last under no_sync()");
+    Leaf leaf;
+    for (const Source& source : sources_) leaf.push_back(source.has(begun_) ? new_flat(/*zeroed=*/true) : at::Tensor());
+    show_leaf(std::move(leaf));
   }
 
-  void show_leaf(at::Tensor leaf) {
+  void show_leaf(Leaf leaf) {
     leaf_ = std::move(leaf);
-    views_.assign(parameters_.size(), {});
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (!trained_[i]) continue;
-      views_[i] = gradient_view(leaf_, offsets_[i], parameters_[i].tensor);
-      set_gradient(parameters_[i].tensor, views_[i]);
+    views_.assign(sources_.size(), {});
+    for (size_t source = 0; source < sources_.size(); ++source) {
+      if (!leaf_[source].defined()) continue;
+      views_[source].resize(parameters_.size());
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (!trained_[i]) continue;
+        views_[source][i] = gradient_view(leaf_[source], offsets_[i], parameters_[i].tensor);
+        if (!several()) set_gradient(parameters_[i].tensor, views_[source][i]);
+      }
     }
   }
 
@@ -157,16 +206,16 @@ class TreeReduction::Impl {
   }
 
   void end_leaf(bool last, bool complete) {
-    if (leaf_.defined()) {
+    if (!leaf_.empty()) {
       const at::NoGradGuard no_grad;
-      for (size_t i = 0; i < parameters_.size(); ++i) {
-        if (trained_[i]) recover_gradient(parameters_[i].tensor, views_[i]);
+      for (size_t i = 0; i < parameters_.size() && !several(); ++i) {
+        if (trained_[i]) recover_gradient(parameters_[i].tensor, views_.front()[i]);
       }
       if (complete) {
         add_leaf();
       } else {
         waiting_.push_back(std::exchange(leaf_, {}));
-        ++next_index_;
+        ++begun_;
       }
     }
     padding_ = false;
@@ -176,13 +225,35 @@ class TreeReduction::Impl {
   }
 
   void add_leaf() {
-    sums_.push_back(std::exchange(leaf_, {}));
-    for (int merges = stack_.push(next_sum_++); merges > 0; --merges) {
-      const at::Tensor right = std::move(sums_.back());
-      sums_.pop_back();
-      sums_.back().add_(right);
+    const Leaf leaf = std::exchange(leaf_, {});
+    for (size_t i = 0; i < sources_.size(); ++i) {
+      Source& source = sources_[i];
+      if (leaf[i].defined()) add(source.sums, leaf[i], source.stack.push(source.run.begin + summed_));
     }
-    next_index_ = std::max(next_index_, next_sum_);
+    begun_ = std::max(begun_, ++summed_);
+  }
+
+  /// Puts `sum` behind the others, of which so many then go into their left neighbours.
+  static void add(std::vector<at::Tensor>& sums, at::Tensor sum, int merges) {
+    sums.push_back(std::move(sum));
+    for (; merges > 0; --merges) {
+      const at::Tensor right = std::move(sums.back());
+      sums.pop_back();
+      sums.back().add_(right);
+    }
+  }
+
+  /// The sources' partial sums as those of one run, by node.
+  std::map<TreeNode, at::Tensor> partial_sums() {
+    TreeStack stack(options_.num_micro_batches);
+    std::vector<at::Tensor> sums;
+    for (Source& source : sources_) {
+      for (size_t i = 0; i < source.sums.size(); ++i) add(sums, std::move(source.sums[i]), stack.push(source.stack.nodes()[i]));
+      source.sums.clear();
+    }
+    std::map<TreeNode, at::Tensor> held;
+    for (size_t i = 0; i < sums.size(); ++i) held.emplace(stack.nodes()[i], std::move(sums[i]));
+    return held;
   }
 
   /// Between the passes of a run there is no gradient: what stands in its place tells an optimizer so, and us that the program cleared it.
@@ -222,7 +293,8 @@ class TreeReduction::Impl {
   }
 
   void complete() {
-    const int64_t done = next_sum_ - run().begin;
+    int64_t done = 0;
+    for (const Source& source : sources_) done += std::min(summed_, source.run.size);
     require(done == run().size, "TreeReduction: the step ended after ", done, " of the ", run().size, " micro-batches of rank ", group_.rank(),
             " (num_micro_batches = ", options_.num_micro_batches, "); each has a backward pass of its own, in the plain loop all but the last under no_sync()");
     const at::NoGradGuard no_grad;
@@ -236,10 +308,10 @@ class TreeReduction::Impl {
   }
 
   void abandon() {
-    const bool between_passes = plain_ && !leaf_.defined() && next_index_ > run().begin;
-    leaf_.reset();
+    const bool between_passes = plain_ && leaf_.empty() && begun_ > 0;
+    leaf_.clear();
     waiting_.clear();
-    sums_.clear();
+    for (Source& source : sources_) source.sums.clear();
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (trained_[i]) set_gradient(parameters_[i].tensor, between_passes && !is_guarded(i) ? at::Tensor() : carried_[i]);
     }
@@ -261,9 +333,7 @@ class TreeReduction::Impl {
   at::Tensor exchange() {
     const comm::CallSite site("tree.exchange");
     const int rank = group_.rank();
-    std::map<TreeNode, at::Tensor> held;
-    for (size_t i = 0; i < sums_.size(); ++i) held.emplace(schedule_.kept[rank][i], std::move(sums_[i]));
-    sums_.clear();
+    std::map<TreeNode, at::Tensor> held = partial_sums();
     for (const TreeMerge& merge : schedule_.merges) {
       if (merge.owner == rank) {
         const auto left = held.extract(merge.left);
@@ -335,18 +405,17 @@ class TreeReduction::Impl {
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;
 
-  bool plain_ = false;      ///< the step is one of the plain loop
-  int64_t next_index_ = 0;  ///< of the micro-batch that comes
-  int64_t next_sum_ = 0;    ///< of the one whose gradient is complete next
+  bool plain_ = false;  ///< the step is one of the plain loop
+  int64_t begun_ = 0;   ///< passes of this step whose leaves have begun
+  int64_t summed_ = 0;  ///< of these, the ones whose gradients are complete and added up
   bool padding_ = false;
-  std::vector<at::Tensor> carried_;  ///< gradients from before this step
-  at::Tensor leaf_;                  ///< of the micro-batch at hand
-  std::deque<at::Tensor> waiting_;   ///< of those whose weights' gradients come later
-  std::vector<at::Tensor> views_;    ///< into leaf_
-  std::vector<at::Tensor> sums_;     ///< of stack_'s nodes
-  std::vector<at::Tensor> guards_;   ///< by parameter, once they were needed: what stands for its gradient between the passes of a run
+  std::vector<at::Tensor> carried_;             ///< gradients from before this step
+  std::vector<Source> sources_;                 ///< by place among those whose micro-batches are summed here
+  Leaf leaf_;                                   ///< of the pass at hand; empty between passes
+  std::deque<Leaf> waiting_;                    ///< of those whose weights' gradients come later
+  std::vector<std::vector<at::Tensor>> views_;  ///< into leaf_, by source and parameter
+  std::vector<at::Tensor> guards_;              ///< by parameter, once they were needed: what stands for its gradient between the passes of a run
   UsedParameters used_;
-  TreeStack stack_;
   SynchronizationStatistics statistics_;
   StepProtocol protocol_;
   Attachment hooks_;

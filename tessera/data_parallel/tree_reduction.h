@@ -19,6 +19,11 @@ struct TreeReductionOptions {
   ReplicaStart replicas = ReplicaStart::Check;
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> gradient_dtype = {};  ///< in which real gradients are handed over; default: the parameter's
+  nn::ParameterFilter only = {};                      ///< which of the module's parameters
+  /// Each backward pass brings the gradients of so many micro-batches, of neighbours among the ranks that these are dealt over, each said to be of its place
+  /// among them (nn::GradientSource): of experts, to which several ranks send rows. Rank r of the group has those of the ranks r * sources .. in one order with
+  /// the others'. Takes so many times the memory; by explicit calls alone.
+  int sources = 1;
 };
 
 /// Sums micro-batch gradients in one fixed binary tree over their index in the global batch (`run.deterministic`): the same bits for any number of ranks and

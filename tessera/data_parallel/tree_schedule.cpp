@@ -36,9 +36,9 @@ TreeStack::TreeStack(int64_t num_micro_batches) : num_micro_batches_(num_micro_b
   invariant(num_micro_batches >= 1, "a tree over ", num_micro_batches, " micro-batches");
 }
 
-int TreeStack::push(int64_t index) {
-  invariant(index >= 0 && index < num_micro_batches_, "micro-batch ", index, " of ", num_micro_batches_);
-  nodes_.push_back(promoted({0, index}, num_micro_batches_, root_level_));
+int TreeStack::push(TreeNode node) {
+  invariant(node.index >= 0 && first_leaf(node) < num_micro_batches_, "micro-batch ", first_leaf(node), " of ", num_micro_batches_);
+  nodes_.push_back(promoted(node, num_micro_batches_, root_level_));
   int merges = 0;
   while (nodes_.size() >= 2) {
     const TreeNode right = nodes_.back();
@@ -51,15 +51,19 @@ int TreeStack::push(int64_t index) {
   return merges;
 }
 
-TreeSchedule make_tree_schedule(int64_t num_micro_batches, int ranks) {
-  invariant(num_micro_batches >= 1 && ranks >= 1, "a tree over ", num_micro_batches, " micro-batches on ", ranks, " ranks");
+TreeSchedule make_tree_schedule(int64_t num_micro_batches, int ranks) { return make_tree_schedule(num_micro_batches, ranks, /*sources=*/1); }
+
+TreeSchedule make_tree_schedule(int64_t num_micro_batches, int ranks, int sources) {
+  invariant(num_micro_batches >= 1 && ranks >= 1 && sources >= 1, "a tree over ", num_micro_batches, " micro-batches on ", ranks, " ranks of ", sources);
   const int root_level = tree_root_level(num_micro_batches);
   TreeSchedule schedule;
   schedule.num_micro_batches = num_micro_batches;
 
   std::map<TreeNode, int> owner_of;  // what exists at the level being merged, or above
   for (int rank = 0; rank < ranks; ++rank) {
-    const auto [begin, size] = chunk(num_micro_batches, ranks, rank);
+    const int64_t begin = chunk(num_micro_batches, ranks * sources, rank * sources).first;
+    const auto [last, of_last] = chunk(num_micro_batches, ranks * sources, (rank + 1) * sources - 1);
+    const int64_t size = last + of_last - begin;
     TreeStack stack(num_micro_batches);
     for (int64_t index = begin; index < begin + size; ++index) stack.push(index);
     schedule.runs.push_back({begin, size});

@@ -43,6 +43,9 @@ struct TreeSchedule {
 /// The schedule for `num_micro_batches` (at least 1) dealt over `ranks` (at least 1) by `chunk`. Throws InternalError otherwise.
 TreeSchedule make_tree_schedule(int64_t num_micro_batches, int ranks);
 
+/// The same where each rank has the runs of `sources` neighbours of those that they are dealt over: `ranks` times as many.
+TreeSchedule make_tree_schedule(int64_t num_micro_batches, int ranks, int sources);
+
 /// What a rank's partial sums do when micro-batches arrive one by one, left to right: after each arrival, as many merges of the two rightmost partial
 /// sums as the tree has complete there. Shared by the schedule and its executor.
 class TreeStack {
@@ -50,7 +53,10 @@ class TreeStack {
   explicit TreeStack(int64_t num_micro_batches);
 
   /// The next micro-batch is `index`. Returns how often the rightmost sum is added into its left neighbor.
-  int push(int64_t index);
+  int push(int64_t index) { return push(TreeNode{.level = 0, .index = index}); }
+
+  /// The same of a partial sum that begins where the rightmost one ends.
+  int push(TreeNode node);
 
   const std::vector<TreeNode>& nodes() const { return nodes_; }
 

@@ -9,6 +9,7 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/split_with_sizes.h>
 #include <ATen/ops/tensor.h>
 
 #include "tessera/comm/collectives.h"
@@ -25,6 +26,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meanwhile.h"
+#include "tessera/nn/weight_gradients.h"
 
 // The model has sorted its rows by expert, so what goes to a rank lies together: one all-to-all, without packing. What comes lies by rank, and within that by
 // expert; a permutation of rows makes it lie by expert, which is all that the grouped product asks for. Both ways back are the same two steps mirrored, and so
@@ -47,8 +49,13 @@ std::vector<int64_t> even_load(int64_t rows, int64_t experts) {
   return load;
 }
 
-/// The exchange of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
-Exchange meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows) {
+/// Rows of each expert that a rank sends to each rank, and that come from each, as make_exchange takes them.
+struct Loads {
+  std::vector<int64_t> own, arriving;
+};
+
+/// Those of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
+Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows) {
   const int64_t blocks = group.size() / sharers;
   const at::Tensor sent = counts.view({blocks, 1, -1}).expand({blocks, sharers, -1}).reshape({-1}), arriving = at::empty_like(sent);
   comm::all_to_all(group, arriving, sent);
@@ -57,11 +64,11 @@ Exchange meet(const comm::Group& group, int sharers, const at::Tensor& counts, i
     const auto here = own.size() / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
     std::vector<int64_t> come(own.size());
     for (size_t i = 0; i < come.size(); ++i) come[i] = own[first + i % here];
-    return experts::make_exchange(own, come, group.size());
+    return {own, std::move(come)};
   }
   const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({sent, arriving}), 0));
   const auto middle = both.begin() + static_cast<std::ptrdiff_t>(both.size() / 2);
-  return experts::make_exchange({both.begin(), middle}, {middle, both.end()}, group.size());
+  return {{both.begin(), middle}, {middle, both.end()}};
 }
 
 at::Tensor index(const std::vector<int64_t>& values, at::Device device) { return at::tensor(values, at::TensorOptions(at::kLong)).to(device); }
@@ -79,7 +86,8 @@ at::Tensor counts_within(const at::Tensor& counts, int64_t begin, int64_t size) 
 
 class Exchanged : public nn::Interceptor {
  public:
-  Exchanged(comm::Group group, int sharers, comm::Group same_tokens) : group_(std::move(group)), sharers_(sharers), same_tokens_(std::move(same_tokens)) {}
+  Exchanged(comm::Group group, const ExpertParallelOptions& options)
+      : group_(std::move(group)), sharers_(options.sharers), same_tokens_(options.same_tokens), apart_(options.apart) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
@@ -95,9 +103,9 @@ class Exchanged : public nn::Interceptor {
  private:
   at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const Exchange exchange = meet(group_, sharers_, counts, rows.size(0));
+    const Loads loads = meet(group_, sharers_, counts, rows.size(0));
+    const Exchange exchange = experts::make_exchange(loads.own, loads.arriving, group_.size());
     const at::Device device = rows.device();
-    const at::Tensor order = index(exchange.order, device), places = index(experts::inverse(exchange.order), device);
     const int64_t own = exchange.sent() / sharers_, empty = rows.size(0) - own;
     at::Tensor moving = empty > 0 ? rows.narrow(0, 0, own) : rows;
     kernels::Dispatch copies;
@@ -107,10 +115,31 @@ class Exchanged : public nn::Interceptor {
       moving = kernels::gather_rows(moving, copies);
     }
     moving = sent_to_experts(moving, exchange);
-    moving = next(nn::Values{permuted(moving, order, places), index(exchange.counts, device)})[0].toTensor();
-    moving = comm::differentiable::all_to_all(group_, permuted(moving, places, order), exchange.to, exchange.from);
+    moving = apart_ ? computed_apart(moving, exchange.from, loads.arriving, next) : computed_together(moving, exchange, next);
+    moving = comm::differentiable::all_to_all(group_, moving, exchange.to, exchange.from);
     if (sharers_ > 1) moving = kernels::combine_rows(moving, at::ones({own, sharers_}, moving.options().dtype(at::kFloat).requires_grad(false)), copies);
     return empty > 0 ? at::constant_pad_nd(moving, {0, 0, 0, empty}) : moving;
+  }
+
+  at::Tensor computed_together(const at::Tensor& came, const Exchange& exchange, const nn::Next& next) const {
+    const at::Tensor order = index(exchange.order, came.device()), places = index(experts::inverse(exchange.order), came.device());
+    return permuted(next(nn::Values{permuted(came, order, places), index(exchange.counts, came.device())})[0].toTensor(), places, order);
+  }
+
+  /// `from` each rank come so many rows, of each expert `arriving`.
+  at::Tensor computed_apart(const at::Tensor& came, const std::vector<int64_t>& from, const std::vector<int64_t>& arriving, const nn::Next& next) const {
+    const auto& later = nn::LeaveWeightGradients::current();
+    const nn::LeaveWeightGradients leave(later ? later : std::make_shared<nn::WeightGradients>(nn::WeightGradients::When::AtOnce));
+    const std::vector<at::Tensor> rows = came.split_with_sizes(from);
+    std::vector<at::Tensor> results;
+    auto counts = arriving.begin();
+    for (size_t rank = 0; rank < rows.size(); ++rank) {
+      const nn::GradientSource source(static_cast<int>(rank));
+      const auto end = counts + static_cast<std::ptrdiff_t>(arriving.size() / rows.size());
+      results.push_back(next(nn::Values{rows[rank], index({counts, end}, came.device())})[0].toTensor());
+      counts = end;
+    }
+    return at::cat(results);
   }
 
   /// While the rows are on their way, what waits for nothing is computed; and so it is in backward, when their gradients come back.
@@ -124,6 +153,7 @@ class Exchanged : public nn::Interceptor {
   comm::Group group_;
   int sharers_;
   comm::Group same_tokens_;
+  bool apart_;
 };
 
 /// Rows `begin` .. `begin + size` of each of `experts` blocks of `rows`, from block `first` on.
@@ -165,7 +195,7 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
             " sharers do not divide; use a number of sharers that does");
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
     if (group.size() > 1) cut_experts(*held, group, options.sharers);
-    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options.sharers, options.same_tokens)));
+    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
   }
   return std::make_unique<ExpertParallel>(std::move(group), std::move(attached));

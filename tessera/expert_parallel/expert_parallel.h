@@ -20,6 +20,10 @@ struct ExpertParallelOptions {
   /// Ranks, of `group` or not, that route the same tokens, as those of tensor parallelism do: each takes its part of the rows to the experts, and all have all
   /// results. A row is then computed once.
   comm::Group same_tokens = comm::Group::self();
+  /// Computes each rank's rows by themselves, as that rank would if it had these experts: products have the rows of one micro-batch, and gradients of weights
+  /// are delivered apart, each said to be of the rank that sent (nn::GradientSource). For whoever sums micro-batches in an order that knows no ranks
+  /// (run.deterministic). Costs ranks times as many products, each so many times smaller.
+  bool apart = false;
 };
 
 /// Experts dealt over the ranks of a group (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), each rank with tokens of its own; made by expert_parallel.

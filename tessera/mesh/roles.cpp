@@ -26,8 +26,13 @@ bool deals_experts(const Config& config, const MeshShape& shape) {
   return config.model.experts > 0 && (config.mesh.ep > 1 || config.mesh.expert_tp > 1 || size_along(shape, "tp") > 1);
 }
 
+bool deals_experts_over_replicas(const Config& config, const MeshShape& shape) {
+  const bool deals = config.model.experts > 0 && config.mesh.ep * config.mesh.expert_tp > 1;
+  return deals && config.run.deterministic && config.zero.stage == 0 && size_along(shape, {"cp", "tp"}) == 1;
+}
+
 ExpertGrid expert_grid(const Config& config, const MeshShape& shape) {
-  const Axes over = config.zero.stage > 0 ? Axes{"dp_shard", "cp", "tp"} : Axes("tp");
+  const Axes over = config.zero.stage > 0 ? Axes{"dp_shard", "cp", "tp"} : deals_experts_over_replicas(config, shape) ? Axes("dp_replicate") : Axes("tp");
   const int apart = config.mesh.ep * config.mesh.expert_tp;
   return {.over = over, .into = {{"edp", size_along(shape, over) / apart}, {"ep", config.mesh.ep}, {"expert_tp", config.mesh.expert_tp}}};
 }

@@ -26,12 +26,16 @@ struct MeshRoles {
 
 MeshRoles mesh_roles(const Config& config);
 
+/// Whether it is data ranks that experts are dealt over though nothing is sharded: their gradients are summed micro-batch by micro-batch all the same.
+bool deals_experts_over_replicas(const Config& config, const MeshShape& shape);
+
 /// Whether experts are dealt over other ranks than the rest of the model.
 bool deals_experts(const Config& config, const MeshShape& shape);
 
 /// The ranks of `over` numbered anew for experts (mesh.ep, mesh.expert_tp), "edp" x "ep" x "expert_tp", neighbours along the last: ranks along "ep" hold
 /// different experts, those along "expert_tp" different rows of the same, those along "edp" the same rows, which they shard; the other axes stay. `over` is
-/// dp_shard x cp x tp; where nothing is sharded (zero.stage = 0) tp alone, for then the other ranks are replicas of a parameter whatever it is.
+/// dp_shard x cp x tp; where nothing is sharded (zero.stage = 0) tp alone, for then the other ranks are replicas of a parameter whatever it is, but for
+/// run.deterministic on models whose layers and sequences are whole: dp_replicate.
 struct ExpertGrid {
   Axes over;
   MeshShape into;

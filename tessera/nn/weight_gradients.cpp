@@ -22,6 +22,7 @@ namespace tessera::nn {
 namespace {
 
 const Ambient<std::shared_ptr<WeightGradients>> leaving;
+const Ambient<std::optional<int>> source_at_hand;
 
 /// To whom a layer leaves them, and of which parameters.
 struct Destination : torch::CustomClassHolder {
@@ -89,6 +90,7 @@ struct GroupedDestination : torch::CustomClassHolder {
   at::Tensor weight;
   std::vector<int64_t> sizes;
   std::optional<Fp8Products> fp8;
+  std::optional<int> source;  ///< whose rows these are
 };
 
 struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLater> {
@@ -104,9 +106,10 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
     const at::Tensor x = saved[0].detach(), dy = grads[0].detach().contiguous();
     const auto destination = c10::static_intrusive_pointer_cast<GroupedDestination>(context->saved_data["destination"].toCapsule());
     if (const at::Tensor& parameter = destination->weight; accumulates_into(parameter)) {
-      destination->later->leave(parameter, [x, dy, destination, dtype = saved[1].scalar_type()] {
+      const auto compute = [x, dy, destination, dtype = saved[1].scalar_type()] {
         return kernels::grouped_weight_gradient(dy, x, destination->sizes, destination->fp8, dtype).flatten(0, 1);
-      });
+      };
+      destination->later->leave(parameter, compute, destination->source);
     }
     return once_differentiable(
         "grouped_linear", "multiply each group by itself, with nn::project", grads,
@@ -152,15 +155,17 @@ WeightGradients::~WeightGradients() {
   }
 }
 
-void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient) {
+void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient, std::optional<int> source) {
   GradientDispatcher::of(parameter).expect();
-  left_.push_back({parameter, std::move(gradient)});
+  left_.push_back({parameter, std::move(gradient), source});
+  if (when_ == When::AtOnce) compute();
 }
 
 void WeightGradients::compute() {
   const at::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Gradients);
   for (Left& left : std::exchange(left_, {})) {
+    const GradientSource source(left.source);
     GradientDispatcher::of(left.parameter).deliver(left.gradient());
     left.gradient = nullptr;  // what it was made of goes at once
   }
@@ -171,6 +176,12 @@ LeaveWeightGradients::LeaveWeightGradients(std::shared_ptr<WeightGradients> late
 LeaveWeightGradients::~LeaveWeightGradients() { *leaving = std::move(outer_); }
 
 const std::shared_ptr<WeightGradients>& LeaveWeightGradients::current() { return *leaving; }
+
+GradientSource::GradientSource(std::optional<int> source) : outer_(std::exchange(*source_at_hand, source)) {}
+
+GradientSource::~GradientSource() { *source_at_hand = outer_; }
+
+std::optional<int> GradientSource::current() { return *source_at_hand; }
 
 bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> parameters) {
   return *leaving && at::GradMode::is_enabled() && x.requires_grad() &&
@@ -199,6 +210,7 @@ at::Tensor grouped_with_weights_later(const at::Tensor& x, const at::Tensor& wei
   destination->weight = of_weight;
   destination->sizes = sizes;
   destination->fp8 = fp8;
+  destination->source = *source_at_hand;
   return GroupedWithWeightsLater::apply(x, weight.detach(), destination);
 }
 

@@ -25,13 +25,16 @@ namespace tessera::nn {
 /// Memory: of each layer its input and its output's gradient, from backward until compute. One micro-batch, one thread.
 class WeightGradients {
  public:
-  WeightGradients() = default;
+  enum class When { Later, AtOnce };  ///< at once: in the midst of backward, as nobody had left them, but each delivered by itself
+
+  explicit WeightGradients(When when = When::Later) : when_(when) {}
   ~WeightGradients();  ///< what was not computed is promised no more
   WeightGradients(const WeightGradients&) = delete;
   WeightGradients& operator=(const WeightGradients&) = delete;
 
-  /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect).
-  void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient);
+  /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect). It is delivered as one of `source`
+  /// (GradientSource).
+  void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient, std::optional<int> source = std::nullopt);
 
   /// Computes what was left, in that order, and delivers it (GradientDispatcher::deliver): listeners and synchronizers see each as it comes. So do hooks
   /// that a program has put on the weight itself (Tensor::register_hook).
@@ -43,8 +46,26 @@ class WeightGradients {
   struct Left {
     at::Tensor parameter;
     std::function<at::Tensor()> gradient;
+    std::optional<int> source;
   };
+  When when_;
   std::vector<Left> left_;
+};
+
+/// Where a layer computes micro-batches of several ranks one after the other: whose is at hand. While alive, stacked weights that this thread multiplies by
+/// leave their gradients as ones of `source`; when these are delivered, it says so to whoever listens to the dispatcher.
+class GradientSource {
+ public:
+  explicit GradientSource(std::optional<int> source);
+  ~GradientSource();
+  GradientSource(const GradientSource&) = delete;
+  GradientSource& operator=(const GradientSource&) = delete;
+
+  /// Of the innermost scope of this thread; nothing outside.
+  static std::optional<int> current();
+
+ private:
+  std::optional<int> outer_;
 };
 
 /// While alive, layers that this thread calls leave their weights' gradients to `later`, where that is not null. Scopes nest.

@@ -44,6 +44,19 @@ std::vector<std::vector<int64_t>> tree_roles(const TreeSchedule& schedule) {
   return roles;
 }
 
+/// The same with what it does in the tree of experts, to which `sources` neighbours bring their micro-batches.
+std::vector<std::vector<int64_t>> tree_roles(int64_t micro_batches, int ranks, int sources) {
+  auto roles = tree_roles(make_tree_schedule(micro_batches, ranks));
+  if (sources == 1) return roles;
+  const auto of_experts = tree_roles(make_tree_schedule(micro_batches, ranks / sources, sources));
+  for (size_t rank = 0; rank < roles.size(); ++rank) {
+    const size_t holder = rank / static_cast<size_t>(sources);
+    for (int source = 0; source < sources; ++source) roles[rank].push_back(chunk(micro_batches, ranks, static_cast<int>(holder) * sources + source).second);
+    roles[rank].insert(roles[rank].end(), of_experts[holder].begin(), of_experts[holder].end());
+  }
+  return roles;
+}
+
 /// Whether the ranks that layers are cut over all hold as much of each, and of the columns between them. Those of a ring are told apart, by their neighbours.
 bool cut_evenly(const Config& config, int ranks) {
   const auto& model = config.model;
@@ -135,7 +148,8 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size)
 
   const int data_ranks = mesh.size(axes.batch);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
-  const auto roles = config.run.deterministic ? tree_roles(make_tree_schedule(micro_batches, data_ranks)) : std::vector<std::vector<int64_t>>{};
+  const int sources = deals_experts_over_replicas(config, shape) ? config.mesh.ep * config.mesh.expert_tp : 1;
+  const auto roles = config.run.deterministic ? tree_roles(micro_batches, data_ranks, sources) : std::vector<std::vector<int64_t>>{};
   const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns));
   const std::vector<int64_t> no_role;
   const Elements none;

@@ -8,10 +8,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/tensor.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/grouped_linear.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/experts.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/recompute/recomputed_call.h"
 
@@ -22,32 +25,101 @@ namespace tessera {
 
 namespace {
 
+nn::Values of_tile(nn::Module& module, nn::Values part, const nn::Next& next) {
+  const bool again = at::GradMode::is_enabled() && module.is_training();
+  return again ? RecomputedCall::call(module, std::move(part), next, nullptr) : next(std::move(part));
+}
+
+/// Of how many columns here each tile is, and of how many positions on all ranks.
+struct TileSize {
+  int64_t columns, positions;
+};
+
 class Tiles final : public nn::Interceptor {
  public:
-  explicit Tiles(int64_t tile) : tile_(tile) {}
+  Tiles(int64_t tile, TiledParts parts) : tile_(tile), parts_(std::move(parts)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     require(inputs.size() == 1 && inputs[0].isTensor() && inputs[0].toTensor().dim() == 3, "recompute.ffn_tile: '", module.path(),
             "' does not take one tensor [B, S, D], which could be cut into tiles of tokens");
     const at::Tensor x = inputs[0].toTensor();
-    const int64_t columns = std::max<int64_t>(1, tile_ / std::max<int64_t>(1, x.size(0)));
+    const std::vector<TileSize> tiles = sizes(x);
+    std::vector<int64_t> columns;
+    for (const TileSize& tile : tiles) columns.push_back(tile.columns);
     std::vector<at::Tensor> outputs;
     int64_t begin = 0;
-    for (const at::Tensor& part : x.split(columns, 1)) {
+    for (const at::Tensor& part : x.split_with_sizes(columns, 1)) {
       nn::SampleContext here = nn::SampleScope::current();
       if (here.seq_len == 0) here.seq_len = x.size(1);
       here.first_column += begin;
       begin += part.size(1);
       const nn::SampleScope scope(here);
-      outputs.push_back(of_tile(module, part, next));
+      nn::Values given{part};
+      if (parts_.ranks > 1) given.emplace_back(tiles[outputs.size()].positions);  // for TileOfParts
+      outputs.push_back(of_tile(module, std::move(given), next).at(0).toTensor());
     }
     return {outputs.size() == 1 ? outputs.front() : at::cat(outputs, 1)};
   }
 
  private:
-  static at::Tensor of_tile(nn::Module& module, const at::Tensor& part, const nn::Next& next) {
-    const bool again = at::GradMode::is_enabled() && module.is_training();
-    return (again ? RecomputedCall::call(module, {part}, next, nullptr) : next({part})).at(0).toTensor();
+  /// As many on every rank: those that hold one position more have it in their last tile.
+  std::vector<TileSize> sizes(const at::Tensor& x) const {
+    const int64_t ranks = parts_.ranks, whole = ranks > 1 ? parts_.sequence() : x.size(1), least = whole / ranks;
+    const int64_t columns = std::max<int64_t>(1, tile_ / std::max<int64_t>(1, x.size(0) * ranks));
+    std::vector<TileSize> tiles;
+    int64_t begin = 0;
+    for (; begin + columns < least; begin += columns) tiles.push_back({columns, columns * ranks});
+    tiles.push_back({x.size(1) - begin, whole - begin * ranks});
+    return tiles;
+  }
+
+  int64_t tile_;
+  TiledParts parts_;
+};
+
+/// Next to Tiles, and inside of what is computed again: says how long the sequence is that the ranks' parts of a tile make up.
+class TileOfParts final : public nn::Interceptor {
+ public:
+  explicit TileOfParts(TiledParts parts) : parts_(std::move(parts)) {}
+
+  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+    const int64_t whole = parts_.sequence();
+    parts_.set_sequence(inputs.at(1).toInt());
+    const Attachment after([&] { parts_.set_sequence(whole); });
+    return next({inputs[0]});
+  }
+
+ private:
+  TiledParts parts_;
+};
+
+class ExpertTiles final : public nn::Interceptor {
+ public:
+  explicit ExpertTiles(int64_t tile) : tile_(tile) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const at::Tensor rows = inputs[0].toTensor(), counts = inputs[1].toTensor();
+    std::vector<at::Tensor> outputs;
+    int64_t begin = 0;
+    const std::vector<int64_t> sizes = kernels::group_sizes(counts, rows.size(0));
+    for (const at::Tensor& part : rows.split(tile_)) {
+      outputs.push_back(of_tile(module, {part, counts_within(counts, sizes, begin, part.size(0))}, next).at(0).toTensor());
+      begin += part.size(0);
+    }
+    return {outputs.size() == 1 ? outputs.front() : at::cat(outputs)};
+  }
+
+ private:
+  /// How many of `rows` rows from `begin` on are of each expert. In a dry run, which has no counts, all alike.
+  static at::Tensor counts_within(const at::Tensor& counts, const std::vector<int64_t>& sizes, int64_t begin, int64_t rows) {
+    if (counts.is_meta()) return counts;
+    std::vector<int64_t> within;
+    int64_t first = 0;
+    for (const int64_t size : sizes) {
+      within.push_back(std::max<int64_t>(0, std::min(first + size, begin + rows) - std::max(first, begin)));
+      first += size;
+    }
+    return at::tensor(within, at::TensorOptions(at::kLong));
   }
 
   int64_t tile_;
@@ -59,17 +131,34 @@ class InOnePiece final : public nn::Interceptor {
   nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override { return next({inputs[0].toTensor().contiguous()}); }
 };
 
-}  // namespace
+using Interceptors = std::vector<std::shared_ptr<nn::Interceptor>>;  ///< the innermost first
 
-Attachment tile_tokens(torch::nn::Module& root, const std::string& pattern, int64_t tile) {
+Attachment attach_tiles(torch::nn::Module& root, const std::string& pattern, int64_t tile, const std::function<Interceptors(const nn::Module&)>& make) {
   require(tile >= 1, "recompute.ffn_tile = ", tile, ": expected 1 token or more in a tile");
   Attachment attached;
   for (const auto& [path, module] : nn::interceptable_modules(root, pattern)) {
-    attached.add(nn::attach(*module, std::make_shared<InOnePiece>()));
-    attached.add(nn::attach(*module, std::make_shared<Tiles>(tile)));
+    for (auto& interceptor : make(*module)) attached.add(nn::attach(*module, interceptor));
     attached.add(nn::expect_call(*module, "recompute.ffn_tile"));
   }
   return attached;
+}
+
+}  // namespace
+
+Attachment tile_tokens(torch::nn::Module& root, const std::string& pattern, int64_t tile, const TiledParts& parts) {
+  return attach_tiles(root, pattern, tile, [&](const nn::Module&) {
+    Interceptors made{std::make_shared<InOnePiece>()};
+    if (parts.ranks > 1) made.push_back(std::make_shared<TileOfParts>(parts));
+    made.push_back(std::make_shared<Tiles>(tile, parts));
+    return made;
+  });
+}
+
+Attachment tile_experts(torch::nn::Module& root, const std::string& pattern, int64_t tile) {
+  return attach_tiles(root, pattern, tile, [&](const nn::Module& module) {
+    require(dynamic_cast<const nn::GroupedExpertsImpl*>(&module) != nullptr, "tile_experts: '", module.path(), "' is no GroupedExperts but ", module.name());
+    return Interceptors{std::make_shared<ExpertTiles>(tile)};
+  });
 }
 
 }  // namespace tessera

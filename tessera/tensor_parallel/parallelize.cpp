@@ -287,6 +287,8 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
 
 void TensorParallel::set_sequence(int64_t length) { context_->sequence = length; }
 
+int64_t TensorParallel::sequence() const { return context_->sequence; }
+
 std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
                                                    const TensorParallelOptions& options) {
   const auto context = std::make_shared<tensor_parallel::Context>(tensor_parallel::Context{.group = std::move(group)});

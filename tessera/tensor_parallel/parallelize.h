@@ -29,6 +29,7 @@ class TensorParallel {
 
   /// Says how long the whole sequence is in the passes that follow, where a part of it comes in (a stage of a pipeline). Who cuts a sequence knows by itself.
   void set_sequence(int64_t length);
+  int64_t sequence() const;
 
  private:
   comm::Group group_;

@@ -302,9 +302,19 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   run.columns = {mesh[roles.columns], column_rule(config.context)};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
+  run.expert_elements = deals_experts_over_replicas(config, mesh.shape()) ? expert_mesh(config, mesh)[{"pp", "ep", "expert_tp"}] : run.elements;
   let_routers_meet(config, mesh, *run.model);
+  run.recomputed = tile_routed(config, *run.model);
   run.experts = deal_experts(*run.model, expert_ranks(config, mesh));
-  cut_model(config, layout, run, [&] { run.recomputed = recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len)); });
+  cut_model(config, layout, run, [&] {
+    TiledParts parts;
+    if (config.tensor.sequence_parallel && run.tensor) {
+      parts = {.ranks = run.layers.size(),
+               .sequence = [tensor = run.tensor.get()] { return tensor->sequence(); },
+               .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
+    }
+    run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
+  });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
   run.parameters = parameters_of(run);

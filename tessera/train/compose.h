@@ -42,6 +42,7 @@ struct Composition : CutModel {
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
   comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
+  comm::Group expert_elements;                 ///< the same of experts, which under run.deterministic may be more
   std::unique_ptr<optim::Optimizer> optimizer;
   precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
   std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole

@@ -26,6 +26,7 @@ ExpertRanks expert_ranks(const Config& config, const Mesh& mesh) {
   const comm::Group layers = mesh[mesh_roles(config).layers];
   ranks.exchange = grid[{"ep", "expert_tp"}];
   ranks.sharers = config.mesh.expert_tp;
+  ranks.apart = deals_experts_over_replicas(config, mesh.shape());
   if (layers.size() == 1) return ranks;
   if (!config.tensor.sequence_parallel) ranks.same_tokens = layers;
   ranks.sharing = shared_over(layers, config, config.zero.stage > 0 ? 1 : grid.size("edp"));
@@ -37,7 +38,7 @@ std::unique_ptr<ExpertParallel> deal_experts(LanguageModel& model, const ExpertR
     for (const auto& parameter : nn::unique_parameters(model, experts_of(model, true))) nn::add_sharing(parameter.tensor, *ranks.sharing);
   }
   if (ranks.exchange.size() == 1 && ranks.same_tokens.size() == 1) return nullptr;
-  return expert_parallel(model, ranks.exchange, {.sharers = ranks.sharers, .same_tokens = ranks.same_tokens});
+  return expert_parallel(model, ranks.exchange, {.sharers = ranks.sharers, .same_tokens = ranks.same_tokens, .apart = ranks.apart});
 }
 
 }  // namespace tessera

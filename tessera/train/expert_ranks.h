@@ -17,6 +17,7 @@ struct ExpertRanks {
   comm::Group exchange;                ///< together they hold all experts of a layer once
   int sharers = 1;                     ///< neighbours of it that hold rows of the same experts
   comm::Group same_tokens;             ///< ranks that route the same tokens: those of tp, unless each has a part of the sequence
+  bool apart = false;                  ///< each rank's rows are computed by themselves (run.deterministic over data ranks)
   std::optional<nn::Sharing> sharing;  ///< what the ranks of tp hold of the experts' weights; nothing where that is one rank
 };
 

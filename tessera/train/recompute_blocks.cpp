@@ -21,7 +21,19 @@ std::shared_ptr<LanguageModel> like_on_meta(const Config& config) {
   return model;
 }
 
+Attachment tile_layers(const Config& config, LanguageModel& model, const TiledParts& parts) {
+  const bool any = config.recompute.ffn_tile > 0 && (config.model.experts == 0 || config.model.shared_ffn_dim > 0);
+  return any ? tile_tokens(model, tiled_layers(config), config.recompute.ffn_tile, parts) : Attachment();
+}
+
 }  // namespace
+
+std::string tiled_layers(const Config& config) { return config.model.experts > 0 ? "layers.*.feed_forward.shared" : "layers.*.feed_forward"; }
+
+Attachment tile_routed(const Config& config, LanguageModel& model) {
+  const bool any = config.recompute.ffn_tile > 0 && config.model.experts > 0;
+  return any ? tile_experts(model, "layers.*.feed_forward.experts", config.recompute.ffn_tile) : Attachment();
+}
 
 void check_pattern(const char* key, LanguageModel& model, const std::string& pattern) {
   try {
@@ -31,10 +43,9 @@ void check_pattern(const char* key, LanguageModel& model, const std::string& pat
   }
 }
 
-Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns) {
+Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns, const TiledParts& parts) {
   const auto& asked = config.recompute;
-  Attachment tiled;
-  if (asked.ffn_tile > 0) tiled = tile_tokens(model, kFeedForward, asked.ffn_tile);
+  Attachment tiled = tile_layers(config, model, parts);
   if (asked.mode == "none") return tiled;
   check_pattern("recompute.modules", model, asked.modules);
   RecomputeOptions options{.modules = asked.modules,
@@ -48,7 +59,8 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
     MemoryTracker aside;  // what the measurement takes on meta is no part of the run
     const TrackMemory not_counted(aside);
     measured = like_on_meta(config);
-    if (asked.ffn_tile > 0) measured_tiles = tile_tokens(*measured, kFeedForward, asked.ffn_tile);
+    measured_tiles = tile_routed(config, *measured);
+    measured_tiles.add(tile_layers(config, *measured, {}));
     options.measured = measured.get();
     options.example = [&config, columns, model = measured.get()] {
       const at::Tensor tokens =

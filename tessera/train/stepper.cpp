@@ -17,6 +17,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/sharing.h"
@@ -39,23 +40,34 @@ kernels::KernelChoice choice_of(const Config& config) {
   return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
 }
 
-/// `device` is that of the model, whose engine adds up. `meanwhile` runs while it does.
+/// Whose rows lie on the ranks of `elements`. `device` is that of the model, whose engine adds up. `meanwhile` runs while it does.
+optim::NormGroup norm_group(std::vector<nn::NamedParameter> parameters, const comm::Group& elements, at::Device device,
+                            const std::function<void()>& meanwhile) {
+  optim::NormGroup group{.parameters = std::move(parameters), .reduce = {}};
+  if (elements.size() == 1) return group;
+  group.reduce = [elements, device, meanwhile](at::Tensor& sums) {
+    const comm::CallSite site("norm");
+    const at::Tensor message = sums.to(device);
+    comm::Pending on_its_way = comm::all_reduce_async(elements, message);
+    if (meanwhile) meanwhile();
+    on_its_way.wait();
+    if (!message.is_same(sums)) sums.copy_(message);
+  };
+  return group;
+}
+
 at::Tensor norm_of(const Config& config, const Composition& run, at::Device device, const std::function<void()>& meanwhile) {
   // A rank's own rows are added up in a tree in any case. Where layers are cut, it is that of this mesh.tp, as the products' sums are, for any data ranks.
   // Stages have different rows: each adds its own up.
   const auto order = config.run.deterministic && !run.tensor && run.parts.empty() ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
-  optim::NormGroup group{.parameters = nn::counted_once(run.updated), .reduce = {}};
-  if (run.elements.size() > 1) {
-    group.reduce = [&run, device, &meanwhile](at::Tensor& sums) {
-      const comm::CallSite site("norm");
-      const at::Tensor message = sums.to(device);
-      comm::Pending on_its_way = comm::all_reduce_async(run.elements, message);
-      if (meanwhile) meanwhile();
-      on_its_way.wait();
-      if (!message.is_same(sums)) sums.copy_(message);
-    };
-  }
-  return optim::global_norm(std::vector{std::move(group)}, order);
+  const auto counted = nn::counted_once(run.updated);
+  if (!config.run.deterministic || config.model.experts == 0) return optim::global_norm({norm_group(counted, run.elements, device, meanwhile)}, order);
+  // Experts may lie on ranks that have all else alike. They are added up by themselves wherever they lie: one order for one device, too.
+  const auto of_experts = experts_of(*run.model, true);
+  std::vector<nn::NamedParameter> rest, experts;
+  for (const auto& parameter : counted) (of_experts(parameter) ? experts : rest).push_back(parameter);
+  return optim::global_norm({norm_group(std::move(rest), run.elements, device, meanwhile), norm_group(std::move(experts), run.expert_elements, device, {})},
+                            order);
 }
 
 /// Of the ranks that hold the last stage, and so have the losses, one of those that have the same.

@@ -206,12 +206,33 @@ std::vector<std::optional<BucketLayout>> saved_plans(const ResumePoint& resume, 
   return plans;
 }
 
-std::unique_ptr<GradientSynchronizer> reduce_in_a_tree(const Config& config, const comm::Group& data, torch::nn::Module& root) {
+/// The fixed tree of each part; where experts lie on several data ranks, one of all else and one of the experts, to which each of these ranks' micro-batches
+/// come apart.
+void reduce_in_trees(const Config& config, const Mesh& mesh, Composition& run) {
   TreeReductionOptions options;
   options.num_micro_batches = config.batch.global_size / config.batch.micro_size;
   options.buffers = BufferBroadcast::AtStart;
   options.gradient_dtype = precision::policy_from(config.precision).gradient_dtype();
-  return std::make_unique<TreeReduction>(root, data, options);
+  const comm::Group data = mesh[mesh_roles(config).gradients];
+  std::vector<PartSynchronizers::Share> shares;
+  const std::vector<torch::nn::Module*> roots = roots_of(run);
+  const auto add = [&](size_t part, const comm::Group& group, const TreeReductionOptions& own) {
+    if (nn::unique_parameters(*roots[part], own.only).empty()) return;
+    shares.push_back({.part = static_cast<int>(part), .synchronizer = std::make_unique<TreeReduction>(*roots[part], group, own)});
+  };
+  const bool over_replicas = deals_experts_over_replicas(config, mesh.shape());
+  const comm::Group holders = over_replicas ? expert_mesh(config, mesh)["edp"] : comm::Group::self();
+  for (size_t part = 0; part < roots.size(); ++part) {
+    TreeReductionOptions rest = options, experts = options;
+    if (over_replicas) rest.only = experts_of(*roots[part], false);
+    add(part, data, rest);
+    if (!over_replicas) continue;
+    experts.only = experts_of(*roots[part], true);
+    experts.sources = config.mesh.ep * config.mesh.expert_tp;
+    experts.buffers = BufferBroadcast::Never;
+    add(part, holders, experts);
+  }
+  run.synchronizer = as_one(std::move(shares));
 }
 
 }  // namespace
@@ -225,9 +246,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
   };
   if (config.run.deterministic) {
     run.terms = mesh[mesh_roles(config).columns];
-    for (torch::nn::Module* root : roots_of(run)) add(reduce_in_a_tree(config, data, *root));
-    run.synchronizer = as_one(std::move(parts));
-    return;
+    return reduce_in_trees(config, mesh, run);
   }
   DdpOptions options;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;

@@ -113,7 +113,7 @@ class Verification {
     return {.instead = instead,
             .column_axis = column_axis_,
             .routes_parts = routes_parts_,
-            .unheard = layout_.recompute.ffn_tile > 0 ? detail::concat(kFeedForward, ".*") : ""};
+            .unheard = layout_.recompute.ffn_tile > 0 ? tiled_layers(layout_) + ".*" : ""};
   }
   std::vector<std::vector<SlicedTensor>> shown_tensors() const;
   bool compare_gradients(int64_t step, const Composition& reference);

@@ -7,6 +7,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/weight_gradients.h"
 
 namespace tessera {
 namespace {
@@ -59,6 +60,56 @@ TEST_P(TreeWorldSizes, TheSameBitsForAnyDealing) {
       }
     });
   }
+}
+
+/// One weight, of which a rank's pass brings the gradients of several ranks' micro-batches, the last of them first.
+struct Told : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", at::zeros({5, 3}, testing_support::test_device()));
+  static at::Tensor gradient(int64_t micro_batch) { return (at::arange(15, at::kFloat).view({5, 3}) * (micro_batch + 0.37)).sin(); }
+};
+
+at::Tensor told_by_sources(int ranks, int sources, int64_t count) {
+  at::Tensor sum;
+  run_ranks(ranks, [&](World& world) {
+    Told module;
+    TreeReduction tree(module, world.group(), {.num_micro_batches = count, .sources = sources});
+    nn::WeightGradients told(nn::WeightGradients::When::AtOnce);
+    const auto run_of = [&](int source) { return chunk(count, ranks * sources, world.rank() * sources + source); };
+    const auto [begin, size] = run_of(sources - 1);  // of this rank itself, which may have padding where others have none
+    tree.begin_step();
+    const int64_t passes = chunk(count, ranks * sources, 0).second;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const MicroBatchPosition position{.index = begin + pass, .last = pass + 1 == passes, .padding = pass >= size};
+      tree.before_micro_batch(position);
+      for (int source = sources - 1; source >= 0; --source) {
+        const auto [first, own] = run_of(source);
+        const at::Tensor gradient = Told::gradient(pass < own ? first + pass : 99);
+        told.leave(module.weight, [&] { return gradient.mul(0.75); }, source);  // in two parts
+        told.leave(module.weight, [&] { return gradient.mul(0.25); }, source);
+      }
+      tree.after_micro_batch(position);
+    }
+    tree.finish();
+    if (world.rank() == 0) sum = module.weight.grad().clone();
+  });
+  return sum;
+}
+
+TEST(Tree, TheSameBitsWhereAPassBringsSeveralMicroBatches) {
+  for (const int64_t count : {int64_t{1}, int64_t{3}, int64_t{8}, int64_t{13}}) {
+    const at::Tensor expected = told_by_sources(1, 1, count);
+    for (const auto& [ranks, sources] : {std::pair{1, 2}, {2, 2}, {1, 5}, {3, 2}, {2, 4}}) {
+      EXPECT_TRUE(at::equal(told_by_sources(ranks, sources, count), expected)) << count << " micro-batches, " << ranks << " ranks of " << sources;
+    }
+  }
+}
+
+TEST(Tree, RefusesAGradientOfNobodysMicroBatch) {
+  Told module;
+  TreeReduction tree(module, comm::Group::self(), {.num_micro_batches = 4, .sources = 2});
+  tree.begin_step();
+  tree.before_micro_batch({.index = 0});
+  EXPECT_THROW(module.weight.sum().backward(), InternalError);
 }
 
 TEST(Tree, EqualsThePlainSumWithinParity) {

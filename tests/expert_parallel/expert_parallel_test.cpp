@@ -15,8 +15,10 @@
 #include "tessera/layout/slice.h"
 #include "tessera/models/mixture.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/weight_gradients.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
 
@@ -141,6 +143,43 @@ TEST(ExpertParallel, KeepsCapacityAndSharedExpertsAsTheyAre) {
     }
     const Tensors expected = passes(whole, x), found = passes(mixture, x);
     for (const char* name : {"out", "x", "router.weight", "shared.w1.weight"}) expect_near(found.at(name), expected.at(name), name);
+  });
+}
+
+/// Computed apart, results have the bits of a rank that has all experts, and so have gradients of weights, each of which is said to be of the rank that sent.
+TEST(ExpertParallel, ComputesEachRanksRowsByThemselves) {
+  ModelConfig config = sizes(6);
+  config.shared_ffn_dim = 5;
+  const std::vector<int64_t> tokens{5, 0, 9};
+  std::vector<Tensors> whole;
+  for (size_t rank = 0; rank < tokens.size(); ++rank) {
+    MixtureFeedForward mixture = on_meta_mixture(config);
+    draw(mixture);
+    whole.push_back(passes(mixture, numbers(tokens[rank], static_cast<double>(rank))));
+  }
+  run_ranks(3, [&](World& world) {
+    MixtureFeedForward mixture = on_meta_mixture(config);
+    const auto parallel = expert_parallel(*mixture, world.group(), {.apart = true});
+    draw(mixture);
+    Attachment listening;
+    std::map<std::string, std::map<int, at::Tensor>> told;
+    for (const auto& parameter : mixture->named_parameters()) {
+      if (!parameter.key().starts_with("experts.")) continue;
+      listening.add(nn::GradientDispatcher::of(parameter.value()).listen([&told, name = parameter.key()](const at::Tensor& weight) {
+        told[name][nn::GradientSource::current().value()] = std::exchange(weight.mutable_grad(), at::zeros_like(weight));
+      }));
+    }
+    const auto own = static_cast<size_t>(world.rank());
+    const Tensors found = passes(mixture, numbers(tokens[own], world.rank()));
+    for (const char* name : {"out", "x", "router.weight", "shared.w1.weight"}) EXPECT_TRUE(at::equal(found.at(name), whole[own].at(name))) << name;
+    EXPECT_EQ(told.size(), 3U);
+    for (const auto& [name, by_rank] : told) {
+      EXPECT_EQ(by_rank.size(), 3U);
+      const Slice slice = nn::slice_of(mixture->named_parameters()[name]);
+      for (const auto& [rank, gradient] : by_rank) {
+        EXPECT_TRUE(at::equal(gradient, take(whole[static_cast<size_t>(rank)].at(name), slice))) << name << " of rank " << rank;
+      }
+    }
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "tessera/memory/memory.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/experts.h"
 #include "tessera/recompute/recompute.h"
 #include "tests/recompute/net.h"
 
@@ -114,6 +115,51 @@ TEST(Tiles, KeepTheInputAndHoldOneTile) {
   EXPECT_GT(whole_kept, 2 * kTokens * kWide * kFloat);
   EXPECT_LE(kept, 3 * kTokens * kNarrow * kFloat + 4096) << "outputs, and no inner tensor";
   EXPECT_LE(peak, 6 * kTokens * kNarrow * kFloat + 6 * kTile * kWide * kFloat + 4 * kNarrow * kWide * kFloat + 4096);
+  EXPECT_LT(4 * peak, whole_peak);
+}
+
+/// Rows of several experts, or some of one, in a tile; places that nobody took come last.
+TEST(ExpertTiles, GiveWhatTheWholeGives) {
+  nn::GroupedExperts experts(4, kDim, 7, 0.5, 0.5);
+  nn::assign_paths(*experts);
+  const at::Tensor counts = at::tensor({3, 0, 9, 2}, at::kLong), data = at::sin(at::arange(16 * kDim, at::kFloat)).view({16, kDim});
+  const auto pass = [&] {
+    const at::Tensor x = data.clone().requires_grad_();
+    const at::Tensor out = experts(x, counts);
+    out.backward(at::cos(at::arange(out.numel(), at::kFloat)).view_as(out));
+    std::vector<at::Tensor> all{out.detach(), x.grad()};
+    for (auto& parameter : experts->parameters()) all.push_back(std::exchange(parameter.mutable_grad(), {}));
+    return all;
+  };
+  const auto whole = pass();
+  for (const int64_t tile : {1, 3, 5, 14, 16, 100}) {
+    SCOPED_TRACE(tile);
+    const auto tiled = tile_experts(*experts, "", tile);
+    expect_near(pass(), whole);
+  }
+  Around model(kDim, kWidth);
+  EXPECT_THAT(refusal([&] { (void)tile_experts(*model, "inner", 4); }), HasSubstr("is no GroupedExperts"));
+}
+
+TEST(ExpertTiles, KeepTheRowsAndHoldOneTile) {
+  constexpr int64_t kRows = 512, kTile = 32, kWide = 64, kNarrow = 4, kFloat = 4;
+  const auto bytes = [&](int64_t tile) {
+    nn::GroupedExperts experts(2, kNarrow, kWide, 0.5, 0.5);
+    nn::assign_paths(*experts);
+    const Attachment tiled = tile > 0 ? tile_experts(*experts, "", tile) : Attachment();
+    const at::Tensor x = at::randn({kRows, kNarrow}).requires_grad_(), counts = at::tensor({400, 112}, at::kLong);
+    MemoryTracker tracker;
+    const TrackMemory tracking(tracker);
+    const at::Tensor out = experts(x, counts);
+    const int64_t kept = tracker.current();
+    tracker.reset_peak();
+    out.sum().backward();
+    return std::pair(kept, tracker.peak());
+  };
+  const auto [kept, peak] = bytes(kTile);
+  const auto [whole_kept, whole_peak] = bytes(0);
+  EXPECT_GT(whole_kept, 3 * kRows * kWide * kFloat);
+  EXPECT_LE(kept, 3 * kRows * kNarrow * kFloat + 4096);
   EXPECT_LT(4 * peak, whole_peak);
 }
 

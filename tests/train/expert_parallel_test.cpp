@@ -75,6 +75,49 @@ TEST_F(ExpertsOverRanks, WithCutSequencesGiveTheRunOfOne) {
   expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.cp=2", "mesh.dp_replicate=2", "mesh.ep=2", "zero.stage=2"}, 4);
 }
 
+/// One tree over micro-batches for what all data ranks have, and for experts that lie on several of them: the bits of one device, for any number of either.
+TEST_F(ExpertsOverRanks, GiveTheBitsOfOneInAFixedOrder) {
+  const auto expect_bits = [&](std::vector<std::string> model, const std::vector<std::string>& layout, int world) {
+    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
+    model.insert(model.begin(), {"model.experts=8", "run.deterministic=true", "optim.max_grad_norm=0.1"});
+    const Trace want = train(config("mixtral", model), 1);
+    model.insert(model.end(), layout.begin(), layout.end());
+    const Trace got = train(config("mixtral", model), world);
+    for (const auto& [name, gradient] : want.gradients) EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name;
+    for (const auto& [name, weight] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(name), weight)) << name;
+    for (size_t i = 0; i < want.steps.size(); ++i) {
+      EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
+      EXPECT_EQ(got.steps[i].grad_norm, want.steps[i].grad_norm);
+    }
+  };
+  expect_bits({}, {"mesh.ep=2"}, 2);
+  expect_bits({}, {"mesh.ep=2"}, 4);
+  expect_bits({"batch.micro_size=1"}, {"mesh.ep=2"}, 6);
+  expect_bits({"batch.micro_size=1", "model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.ep=8"}, 8);
+  expect_bits({"model.experts=6", "model.shared_ffn_dim=24"}, {"mesh.ep=3", "recompute.mode=full"}, 3);
+  expect_bits({"precision.compute=bf16"}, {"mesh.ep=4"}, 4);
+}
+
+/// Where each expert is cut over ranks, too, and where there are stages, these are part of the arithmetic, and the number of other data ranks is not.
+TEST_F(ExpertsOverRanks, GiveTheSameBitsForAnyNumberOfDataRanks) {
+  for (const auto& layout : {std::vector<std::string>{"mesh.expert_tp=2"}, {"mesh.pp=2", "mesh.ep=2"}, {"mesh.pp=2", "mesh.ep=2", "pipeline.schedule=zb_h1"}}) {
+    SCOPED_TRACE(::testing::PrintToString(layout));
+    std::vector<std::string> sets{"model.experts=8", "run.deterministic=true"};
+    sets.insert(sets.end(), layout.begin(), layout.end());
+    const int stages = layout.front() == "mesh.pp=2" ? 2 : 1;
+    const auto with = [&](const char* ranks) {
+      auto all = sets;
+      all.emplace_back(ranks);
+      return config("mixtral", all);
+    };
+    const Trace two = train(with("mesh.dp_replicate=2"), 2 * stages), four = train(with("mesh.dp_replicate=4"), 4 * stages);
+    for (const auto& [name, weight] : two.weights) EXPECT_TRUE(at::equal(four.weights.at(name), weight)) << name;
+    for (size_t i = 0; i < two.steps.size(); ++i) EXPECT_EQ(four.steps[i].loss, two.steps[i].loss);
+    const Trace one = train(config("mixtral", {"model.experts=8", "run.deterministic=true"}), 1);
+    EXPECT_LE(difference(two.gradients, one.gradients), kGradients);
+  }
+}
+
 TEST_F(ExpertsOverRanks, RecomputeByTheFirstRouting) {
   for (const auto& sets : {std::vector<std::string>{"recompute.mode=full"},
                            {"recompute.mode=full", "recompute.modules=layers.*.feed_forward"},

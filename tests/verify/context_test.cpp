@@ -95,6 +95,12 @@ TEST_P(ContextLayouts, WithFeedForwardLayersInTiles) {
   expect("cp=1,tp=2", "gpt2", {kDropout, tile, "recompute.mode=full", "batch.micro_size=3"});
   expect("cp=2,pp=2", "llama", {kShared, tile, "pipeline.schedule=zb_h1"});
   expect("cp=2,dp_shard=2", "llama", {kShared, tile, "zero.stage=3", "zero.wrap=layers.*.*", "precision.compute=bf16"});
+  // Ranks hold parts of the tiles, uneven ones, too, and none of a sequence shorter than they are.
+  expect("cp=1,tp=2", "llama", {kShared, kBySequence, kDropout, tile});
+  expect("cp=1,tp=3", "gpt2", {kBySequence, kDropout, "recompute.ffn_tile=6", "recompute.mode=full", "batch.micro_size=3"});
+  expect("cp=2,tp=2", "llama", {kShared, kBySequence, "recompute.ffn_tile=4", "tensor.overlap=true", "zero.stage=1"});
+  expect("cp=2,tp=2,pp=2", "llama", {kShared, kBySequence, "recompute.ffn_tile=2", "pipeline.schedule=zb_h1"});
+  expect("cp=1,tp=2", "llama", {kShared, kBySequence, tile, "data.seq_len=1"});
 }
 
 INSTANTIATE_TEST_SUITE_P(Methods, ContextLayouts, ::testing::Values("ring", "ulysses"), [](const auto& info) { return std::string(info.param); });

@@ -68,6 +68,29 @@ TEST_F(VerifyMixture, CutLayersAreOneDevice) {
   }
 }
 
+/// Rows that have come to a rank go through its experts in tiles, and tokens through the shared one.
+TEST_F(VerifyMixture, ExpertsInTilesAreOneDevice) {
+  for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{"moe.capacity_factor=1"}},
+                                   {"dp_shard=4,ep=2", {"zero.stage=3", "recompute.mode=full"}},
+                                   {"cp=2,ep=2", {"zero.stage=1", "data.seq_len=15", "precision.compute=bf16"}},
+                                   {"tp=2,ep=2", {"tensor.sequence_parallel=true", "data.seq_len=15"}},
+                                   {"pp=2,dp_shard=2,ep=2", {"zero.stage=2", "pipeline.schedule=zb_h1"}}}) {
+    auto all = sets;
+    all.insert(all.end(), {"model.experts=4", "model.shared_ffn_dim=20", "recompute.ffn_tile=7"});
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
+/// Bits: experts lie on data ranks, which have all else alike.
+TEST_F(VerifyMixture, ExpertsInAFixedOrderHaveTheBitsOfOneDevice) {
+  for (const auto& [mesh, sets] :
+       {std::pair{"dp_replicate=2,ep=2", std::vector<std::string>{}}, {"dp_replicate=4,ep=2", {"recompute.mode=full", "model.shared_ffn_dim=20"}}}) {
+    auto all = sets;
+    all.insert(all.end(), {"model.experts=4", "run.deterministic=true"});
+    expect_passes(mesh, "mixtral", all);
+  }
+}
+
 TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInBf16) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}}, {"dp_shard=2", {"zero.stage=3"}}, {"pp=2", {}}}) {
     auto all = sets;
