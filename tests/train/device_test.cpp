@@ -67,7 +67,7 @@ TEST_F(TrainDevice, StagesAndCutSequencesHaveTheCpusBits) {
 }
 
 TEST_F(TrainDevice, OffloadHasTheCpusBits) {
-  expect_the_same_run({"llama", 1, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}}, /*bytes=*/false);
+  for (const int world : {1, 2}) expect_the_same_run({"llama", world, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}}, /*bytes=*/false);
 }
 
 }  // namespace
