@@ -1,4 +1,6 @@
 // Optimizer step, norm and clipping on the parameters of a LLaMA of 35 million, as bytes a second: what to hold against the machine's memory bandwidth.
+#include <string>
+
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/randn.h>
 #include <benchmark/benchmark.h>
@@ -31,17 +33,24 @@ int64_t count(const std::vector<nn::NamedParameter>& parameters) {
   return elements;
 }
 
-void step(benchmark::State& state, const char* name, int64_t bytes_per_element) {
+void step(benchmark::State& state, const char* name, int64_t bytes_per_element, const char* state_dtype = "fp32") {
   const auto parameters = parameters_of_llama();
   OptimConfig config;
   config.name = name;
-  config.momentum = 0.9;
-  const auto optimizer = make_optimizer(config, parameters);
+  config.momentum = std::string(name) == "adafactor" ? 0 : 0.9;
+  config.state_dtype = state_dtype;
+  const auto optimizer = make_optimizer(config, parameters, {.looked_up = {"p0"}, .heads = {"p1"}});
   for (auto _ : state) optimizer->step(1e-4);
   state.SetBytesProcessed(state.iterations() * count(parameters) * bytes_per_element);
 }
 BENCHMARK_CAPTURE(step, adamw, "adamw", 28)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(step, sgd, "sgd", 20)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, lion, "lion", 20)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, adam8bit, "adam8bit", 22)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, adafactor, "adafactor", 28)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, muon, "muon", 28)->UseRealTime()->Unit(benchmark::kMillisecond);  // bound by its products
+BENCHMARK_CAPTURE(step, adamw_bf16_state, "adamw", 20, "bf16")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, lion_bf16_state, "lion", 16, "bf16")->UseRealTime()->Unit(benchmark::kMillisecond);
 
 void norm(benchmark::State& state) {
   const auto parameters = parameters_of_llama();

@@ -19,6 +19,15 @@ std::string quoted(std::string_view text);
 
 bool is_utf8(const std::string& text);
 
+/// Without blanks and tabs at its ends.
+std::string trimmed(std::string text);
+
+/// Sets a key as --set does: `text` is read as TOML, and where that fails, or the field is a string, as the bare string. Throws ConfigError naming `place`.
+void set_from_text(Config& config, const std::string& section, const std::string& key, const std::string& text, const std::string& place);
+
+/// The rules of optim.*, and of each of optim.groups. Throws ConfigError.
+void validate_optim(const OptimConfig& optim, int64_t steps);
+
 template <class T>
 struct is_optional : std::false_type {};
 template <class T>

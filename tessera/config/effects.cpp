@@ -5,6 +5,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 
@@ -23,10 +24,11 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
   const bool pipelined = config.mesh.pp != 1;
   return {
-      {optim.name != "sgd" && optim.name != "adafactor", with("optim.name", optim.name), {"optim.momentum"}},
-      {optim.name == "sgd" || optim.name == "adafactor", with("optim.name", optim.name), {"optim.betas"}},
-      {optim.name == "sgd" || optim.name == "lion", with("optim.name", optim.name), {"optim.eps"}},
+      {!uses_optimizer(optim, {"sgd", "adafactor", "muon"}), with("optim.name", optim.name), {"optim.momentum"}},
+      {!uses_optimizer(optim, {"adamw", "adam8bit", "lion", "muon"}), with("optim.name", optim.name), {"optim.betas"}},
+      {!uses_optimizer(optim, {"adamw", "adam8bit", "adafactor", "muon"}), with("optim.name", optim.name), {"optim.eps"}},
       {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
+      {!uses_optimizer(optim, {"muon"}), with("optim.name", optim.name), {"optim.ns_steps", "optim.split_heads"}},
       {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
       {checkpoint.dir.empty() || !checkpoint.async, "without checkpoint.async", {"checkpoint.staging_bytes"}},
       {config.run.validate_every == 0, "without run.validate_every", {"data.validation_files"}},

@@ -62,15 +62,16 @@
   X(double, bias_rate, 0.001, any(), "`model.router = sigmoid`: what a step adds to the bias of an expert below the mean load, or takes off above.")
 
 #define TESSERA_OPTIM_FIELDS(X)                                                                                                                               \
-  X(std::string, name, "adamw", one_of("adamw, sgd, lion, adafactor, adam8bit", "muon"), "Optimizer (docs/optimizers.md).")                                   \
+  X(std::string, name, "adamw", one_of("adamw, sgd, lion, adafactor, adam8bit, muon"), "Optimizer (docs/optimizers.md).")                                     \
   X(double, lr, 0.0, any(), "Learning rate at the top of the schedule.")                                                                                      \
-  X(Betas, betas, (Betas{0.9, 0.999}), any(), "Decay of the running averages of the gradient and of its square.")                                             \
+  X(Betas, betas, (Betas{0.9, 0.999}), any(), "Decay of the running averages of the gradient and of its square; Muon: of what AdamW updates beside it.")      \
   X(double, eps, 1e-8, any(), "Added to the denominator of AdamW; the root of the least squared gradient of Adafactor.")                                      \
-  X(double, momentum, 0.0, any(), "Momentum of SGD; of an average of Adafactor's updates, which needs 4 bytes an element.")                                   \
+  X(double, momentum, 0.0, any(), "Momentum of SGD; of Muon (0.95 where not given); of an average of Adafactor's updates, which needs 4 bytes an element.")   \
   X(double, weight_decay, 0.01, any(), "Weight decay (SGD: added to the gradient; all others: decoupled).")                                                   \
   X(std::string, decay_on, "all", one_of("all, matrices"), "Which parameters decay: all, or those of two and more dimensions.")                               \
-  X(std::string, state_dtype, "fp32", one_of("fp32", "bf16"), "Type in which the optimizer keeps its averages.")                                              \
+  X(std::string, state_dtype, "fp32", one_of("fp32, bf16"), "Type in which the optimizer keeps its averages; bf16 is rounded stochastically.")                \
   X(int, ns_steps, 5, any(), "Newton-Schulz steps of Muon.")                                                                                                  \
+  X(bool, split_heads, false, any(), "Muon takes the rows of each head of queries, keys and values for a matrix of its own.")                                 \
   X(std::vector<std::string>, groups, {}, any(),                                                                                                              \
     "Parameters that are treated otherwise: `pattern: key = value, ...` with the keys of this section that docs/optimizers.md lists; the first pattern that " \
     "matches counts.")                                                                                                                                        \

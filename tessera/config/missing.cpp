@@ -27,9 +27,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
       {"offload.activations", offload.activations, {"device"}, "offloading activations"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
-      {"optim.state_dtype", config.optim.state_dtype, {"fp32"}, "keeping state in 16 bits"},
-      {"optim.groups", config.optim.groups.empty() ? "" : config.optim.groups.front(), {"[]"}, "a group of parameters"},
-      {"optim.name", config.optim.name, {"adamw", "sgd", "lion", "adafactor", "adam8bit"}, "this optimizer"},
   };
   for (const auto& [key, value, present, technique] : settings) {
     if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;

@@ -254,35 +254,37 @@ std::optional<toml::table> parse_value(const std::string& text) {
   return std::nullopt;
 }
 
-std::string trimmed(std::string text) {
-  text.erase(0, std::min(text.size(), text.find_first_not_of(" \t")));
-  text.erase(text.find_last_not_of(" \t") + 1);
-  return text;
-}
-
 void apply_set(Config& config, const std::string& set) {
   const auto equals = set.find('=');
   require(equals != std::string::npos, "--set ", set, ": expected key=value, such as optim.lr=1e-3");
-  const std::string full_key = trimmed(set.substr(0, equals));
+  const std::string full_key = detail::trimmed(set.substr(0, equals));
   const std::string text = set.substr(equals + 1);
   require(detail::is_utf8(text), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
           "write it in UTF-8, or rename the file that it names");
   const auto dot = full_key.find('.');
   if (dot == std::string::npos)
     throw ConfigError(detail::concat("unknown key ", full_key, " (--set): expected section.key; the nearest known key is ", nearest_key(config, "", full_key)));
-
-  const toml::value<std::string> bare(text);
-  const auto parsed = parse_value(text);
-  set_key(config, full_key.substr(0, dot), full_key.substr(dot + 1), Origin{std::filesystem::current_path(), "--set"},
-          [&](const auto& field) -> const toml::node& {
-            const toml::node* value = parsed ? parsed->get("value") : nullptr;
-            const bool wants_string = std::is_same_v<std::decay_t<decltype(field)>, std::string>;
-            if (value && (!wants_string || value->is_string())) return *value;
-            return bare;
-          });
+  detail::set_from_text(config, full_key.substr(0, dot), full_key.substr(dot + 1), text, "--set");
 }
 
 }  // namespace
+
+std::string detail::trimmed(std::string text) {
+  text.erase(0, std::min(text.size(), text.find_first_not_of(" \t")));
+  text.erase(text.find_last_not_of(" \t") + 1);
+  return text;
+}
+
+void detail::set_from_text(Config& config, const std::string& section, const std::string& key, const std::string& text, const std::string& place) {
+  const toml::value<std::string> bare(text);
+  const auto parsed = parse_value(text);
+  set_key(config, section, key, Origin{std::filesystem::current_path(), place}, [&](const auto& field) -> const toml::node& {
+    const toml::node* value = parsed ? parsed->get("value") : nullptr;
+    const bool wants_string = std::is_same_v<std::decay_t<decltype(field)>, std::string>;
+    if (value && (!wants_string || value->is_string())) return *value;
+    return bare;
+  });
+}
 
 bool detail::is_utf8(const std::string& text) { return parse_value(detail::quoted(text)).has_value(); }
 

@@ -2,6 +2,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 
@@ -36,7 +37,8 @@ void validate_asynchronous(const Config& config, int stages) {
 
 void validate_tied_update(const Config& config, int stages) {
   if (stages == 1 || !config.model.tie_embeddings || config.zero.stage == 0) return;
-  require(config.optim.name != "adafactor", "optim.name = adafactor: scales an update by sums over the whole tensor, which ranks add up in the order of their ",
+  require(!uses_optimizer(config.optim, {"adafactor"}),
+          "optim.name = adafactor: scales an update by sums over the whole tensor, which ranks add up in the order of their ",
           "parts; with model.tie_embeddings = true the first and the last stage cut theirs at other places, and their copies would part in the last bit; set ",
           "zero.stage = 0, model.tie_embeddings = false or another optim.name");
 }

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "tessera/config/detail.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/error.h"
 
 namespace tessera::detail {
@@ -77,9 +78,9 @@ void validate_loss_scale(const Config& config) {
 
 void validate_precision(const Config& config) {
   validate_weights(config.precision);
-  require(config.precision.master != "bf16" || config.optim.name == "adamw" || config.optim.name == "sgd",
-          "precision.master = bf16: optim.name = ", config.optim.name,
-          " has no update with stochastic rounding; set precision.master = fp32, or optim.name = adamw or sgd");
+  require(config.precision.master != "bf16" || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}),
+          "precision.master = bf16: optim.name = ", config.optim.name, config.optim.groups.empty() ? "" : ", or that of one of optim.groups,",
+          " has no update with stochastic rounding; set precision.master = fp32, or optim.name = adamw, lion or sgd");
   validate_head(config);
   validate_reduce(config);
   validate_loss_scale(config);

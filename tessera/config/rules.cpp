@@ -11,6 +11,7 @@
 #include "tessera/config/expert_rules.h"
 #include "tessera/config/limits.h"
 #include "tessera/config/missing.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -198,22 +199,6 @@ void validate_loss(const LossConfig& loss) {
   require(loss.z_loss >= 0 && std::isfinite(loss.z_loss), "loss.z_loss = ", loss.z_loss, ": expected 0 or a positive weight, such as 1e-4");
 }
 
-void validate_optim(const OptimConfig& optim, int64_t steps) {
-  require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
-  for (const double beta : optim.betas) {
-    require(beta >= 0 && beta < 1, "optim.betas = [", format_float(optim.betas[0]), ", ", format_float(optim.betas[1]),
-            "]: expected two numbers from 0 to below 1");
-  }
-  require(optim.eps > 0, "optim.eps = ", optim.eps, ": expected a positive number, such as 1e-8");
-  require(optim.momentum >= 0 && optim.momentum < 1, "optim.momentum = ", optim.momentum, ": expected a number from 0 to below 1");
-  require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
-  require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
-          " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));
-  require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
-  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps);
-  require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
-}
-
 /// What every process has that computes, be it to train or to read a model.
 void validate_process(const Config& config) {
   // What waits for a socket counts milliseconds in 32 bits.
@@ -387,6 +372,7 @@ void resolve(Config& config) {
     if (model.vocab_size == 0 && config.data.tokenizer == "byte") model.vocab_size = byte_vocabulary;
   }
   if (!config.data.seed) config.data.seed = config.run.seed;
+  if (!config.given.contains("optim.momentum") && config.optim.momentum == 0) config.optim.momentum = default_momentum(config.optim.name);
   if (config.data.cache_dir.empty()) config.data.cache_dir = default_cache_dir();
   if (config.log.dir.empty()) config.log.dir = (std::filesystem::current_path() / "runs" / config.name).string();
 }
@@ -411,7 +397,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);
   validate_loss(config.loss);
   validate_moe(config);
-  validate_optim(config.optim, config.run.steps);
+  detail::validate_optim(config.optim, config.run.steps);
   validate_mesh(config, axes);
   validate_context(config, config.data.seq_len, "data.seq_len", size_of("cp"), size_of("tp"));
   detail::validate_asynchronous(config, size_of("pp"));

@@ -6,10 +6,12 @@
 
 #include "tessera/core/rng.h"
 #include "tessera/kernels/element_run.h"
+#include "tessera/kernels/lion.h"
 
-/// Optimizer steps on bf16 tensors: each element is read, updated in fp32, and rounded stochastically: up with the probability of the part that bf16 cannot
-/// hold, so that the expected value is exact and small updates are not lost, in expectation (arXiv:2010.06192). The randomness of an element is a function of
-/// the generator and of the element's index in the logical tensor, so neither threads nor the way a tensor is cut over ranks show in the bits.
+/// Optimizer steps with state in bf16, of weights in bf16 or fp32: each element is read, updated in fp32, and rounded stochastically: up with the probability
+/// of the part that bf16 cannot hold, so that the expected value is exact and small updates are not lost, in expectation (arXiv:2010.06192). The randomness of
+/// an element is a function of the generator and of the element's index in the logical tensor, so neither threads nor the way a tensor is cut over ranks show
+/// in the bits.
 namespace tessera::kernels {
 
 struct StochasticAdamW {
@@ -24,10 +26,15 @@ struct StochasticSgd {
 /// `value` in bf16, rounded up or down by the low 16 bits of `random`. Infinities and NaN stay what they are.
 uint16_t stochastic_bf16(float value, uint32_t random);
 
-/// Updates `parameter` and its averages, bf16 and contiguous, from `gradient`, bf16 or fp32. Traffic: 14 bytes an element (16 from fp32 gradients).
+/// Updates `parameter`, bf16 or fp32, and its averages, bf16, from `gradient`, bf16 or fp32, all contiguous. A weight in fp32 is not rounded.
+/// Traffic: 14 bytes an element (2 more from fp32 gradients, 4 more for fp32 weights).
 /// CPU; nothing on meta; ConfigError elsewhere.
 void stochastic_adamw_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const ElementRun& run,
                        const StochasticAdamW& options, const CounterRng& rng);
+
+/// The same for Lion (kernels/lion.h). Traffic: 10 bytes an element.
+void stochastic_lion_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& exp_avg, const ElementRun& run, const LionStep& options,
+                      const CounterRng& rng);
 
 /// The same for SGD; `momentum_buffer` is undefined without momentum.
 void stochastic_sgd_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& momentum_buffer, const ElementRun& run,

@@ -140,8 +140,8 @@ at::Tensor Adafactor::direction(size_t index, size_t box, const at::Tensor& grad
   return estimate.clamp_min_(options_.eps * options_.eps).rsqrt_().mul_(box_of(gradient, slice(index), box));
 }
 
-void Adafactor::prepare(const std::vector<Batch>& batches, double /*lr*/) {
-  if (parameters_.empty() && !model_.meet) return;
+void Adafactor::prepare(const std::vector<Batch>& batches) {
+  if (parameters_.empty() && !model_.meets()) return;
   const at::Device device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().tensor.device();
   const auto numbers = at::TensorOptions(device).dtype(at::kDouble);
   const auto for_each = [&](const auto& visit) {
@@ -152,7 +152,7 @@ void Adafactor::prepare(const std::vector<Batch>& batches, double /*lr*/) {
     }
   };
   // What several ranks hold alike is one rank's to add.
-  const auto counts = [&](size_t index) { return !model_.meet || !model_.held_elsewhere.contains(parameters_[index].name); };
+  const auto counts = [&](size_t index) { return !model_.meets() || !model_.held_elsewhere.contains(parameters_[index].name); };
   const auto of = [&](const at::Tensor& all, const Places& places, size_t index, int64_t count) {
     return all.narrow(0, places.of(parameters_[index].name), count);
   };
@@ -162,7 +162,7 @@ void Adafactor::prepare(const std::vector<Batch>& batches, double /*lr*/) {
   for_each([&](size_t index, const at::Tensor& gradient) {
     if (counts(index)) add_squares(index, gradient, sums_of(sums, index));
   });
-  if (model_.meet) model_.meet(sums, Meeting::Sum);
+  if (model_.meets()) model_.meet(sums, Meeting::Sum);
 
   size_ = at::zeros({scalars_.size()}, numbers);
   excess_ = at::zeros({scalars_.size()}, numbers);
@@ -174,19 +174,19 @@ void Adafactor::prepare(const std::vector<Batch>& batches, double /*lr*/) {
     if (!counts(index)) return;
     for (size_t b = 0; b < slice(index).boxes.size(); ++b) of(excess_, scalars_, index, 1).add_(squares_of(direction(index, b, gradient)).sum().div_(elements));
   });
-  if (model_.meet) model_.meet(excess_, Meeting::Sum);
+  if (model_.meets()) model_.meet(excess_, Meeting::Sum);
   excess_.sqrt_().clamp_min_(1);
 }
 
-void Adafactor::update(const Batch& batch, double lr) {
+void Adafactor::update(const Batch& batch) {
   for (size_t k = 0; k < batch.indices.size(); ++k) {
     const size_t index = batch.indices[k];
     if (slice(index).numel() == 0) continue;
     const int64_t place = scalars_.of(parameters_[index].name);
-    const double share = std::min(lr, 1 / std::sqrt(static_cast<double>(counts_[index])));
+    const double share = std::min(batch.lr, 1 / std::sqrt(static_cast<double>(counts_[index])));
     const at::Tensor step = size_[place].mul(share).to(at::kFloat), less = excess_[place].reciprocal().to(at::kFloat);
     const at::Tensor parameter = batch.parameters[k].detach();  // which in a forward of the plain loop would be a use of it
-    if (batch.weight_decay != 0) parameter.mul_(1 - lr * batch.weight_decay);
+    if (batch.weight_decay != 0) parameter.mul_(1 - batch.lr * batch.weight_decay);
     for (size_t b = 0; b < slice(index).boxes.size(); ++b) {
       at::Tensor moved = direction(index, b, batch.gradients[k]).mul_(less);
       if (exp_avg_[index].defined()) {

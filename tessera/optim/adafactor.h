@@ -40,8 +40,8 @@ class Adafactor : public Optimizer {
   /// Of the update that comes: the share of the new in averages of squares.
   double share_of_new(size_t index) const;
 
-  void prepare(const std::vector<Batch>& batches, double lr) override;
-  void update(const Batch& batch, double lr) override;
+  void prepare(const std::vector<Batch>& batches) override;
+  void update(const Batch& batch) override;
   bool by_rows() const override { return true; }
   void hold(size_t index) override;
 

@@ -115,15 +115,15 @@ std::vector<StateTensor> Adam8bit::state() const {
   return state;
 }
 
-kernels::Adam8bitStep Adam8bit::step_of(double weight_decay, double lr, int64_t update) const {
-  return {.lr = lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = weight_decay, .step = update};
+kernels::Adam8bitStep Adam8bit::step_of(const Batch& batch, int64_t update) const {
+  return {.lr = batch.lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps, .weight_decay = batch.weight_decay, .step = update};
 }
 
-void Adam8bit::prepare(const std::vector<Batch>& batches, double lr) {
+void Adam8bit::prepare(const std::vector<Batch>& batches) {
   const at::Device device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().tensor.device();
   // One tensor for all blocks of the model, whichever of them are held here: what ranks meet over has to be of one form.
   std::vector<at::Tensor> all;
-  if (model_.meet) all = at::zeros({2, places_.size()}, at::TensorOptions(device).dtype(at::kFloat)).unbind();
+  if (model_.meets()) all = at::zeros({2, places_.size()}, at::TensorOptions(device).dtype(at::kFloat)).unbind();
   fresh_.assign(parameters_.size(), {});
   const auto exchange = [&](size_t index, bool out) {
     for (size_t b = 0; b < quantized_[index].scales.boxes.size(); ++b) {
@@ -141,19 +141,18 @@ void Adam8bit::prepare(const std::vector<Batch>& batches, double lr) {
       if (!is_quantized(index)) continue;
       const auto& [state, runs, scales] = quantized_[index];
       fresh_[index] = {at::zeros_like(state.exp_avg_scale), at::zeros_like(state.exp_avg_sq_scale)};
-      kernels::adam8bit_scales(batch.gradients[k].to(at::kFloat), state, runs, step_of(batch.weight_decay, lr, counts_[index] + 1), fresh_[index][0],
-                               fresh_[index][1]);
-      if (model_.meet) exchange(index, true);
+      kernels::adam8bit_scales(batch.gradients[k].to(at::kFloat), state, runs, step_of(batch, counts_[index] + 1), fresh_[index][0], fresh_[index][1]);
+      if (model_.meets()) exchange(index, true);
     }
   }
-  if (!model_.meet) return;
+  if (!model_.meets()) return;
   for (const at::Tensor& scales : all) model_.meet(scales, Meeting::Max);
   for (size_t i = 0; i < fresh_.size(); ++i) {
     if (fresh_[i][0].defined()) exchange(i, false);
   }
 }
 
-void Adam8bit::update(const Batch& batch, double lr) {
+void Adam8bit::update(const Batch& batch) {
   std::vector<at::Tensor> parameters, gradients, averages, squares, steps;
   for (size_t k = 0; k < batch.indices.size(); ++k) {
     const size_t index = batch.indices[k];
@@ -161,7 +160,7 @@ void Adam8bit::update(const Batch& batch, double lr) {
       const auto& [state, runs, scales] = quantized_[index];
       auto& [average, square] = fresh_[index];
       invariant(average.defined(), "adam8bit: '", parameters_[index].name, "' has a gradient that it had not when the step began");
-      kernels::adam8bit_update_(batch.parameters[k], batch.gradients[k], state, runs, step_of(batch.weight_decay, lr, counts_[index]), average, square);
+      kernels::adam8bit_update_(batch.parameters[k], batch.gradients[k], state, runs, step_of(batch, counts_[index]), average, square);
       fresh_[index] = {};
       continue;
     }
@@ -172,7 +171,7 @@ void Adam8bit::update(const Batch& batch, double lr) {
     steps.push_back(at::full({}, static_cast<double>(counts_[index]), parameters.back().options().requires_grad(false)));
   }
   if (parameters.empty()) return;
-  at::_fused_adamw_(parameters, gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2, batch.weight_decay,
+  at::_fused_adamw_(parameters, gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, batch.lr, options_.beta1, options_.beta2, batch.weight_decay,
                     options_.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 

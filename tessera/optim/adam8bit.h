@@ -37,9 +37,9 @@ class Adam8bit : public Optimizer {
   };
 
   bool is_quantized(size_t index) const { return quantized_[index].scales.shape.size() == 1; }
-  kernels::Adam8bitStep step_of(double weight_decay, double lr, int64_t update) const;
-  void prepare(const std::vector<Batch>& batches, double lr) override;
-  void update(const Batch& batch, double lr) override;
+  kernels::Adam8bitStep step_of(const Batch& batch, int64_t update) const;
+  void prepare(const std::vector<Batch>& batches) override;
+  void update(const Batch& batch) override;
   bool by_rows() const override { return true; }
   void hold(size_t index) override;
 

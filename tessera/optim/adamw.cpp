@@ -30,7 +30,7 @@ std::vector<StateTensor> AdamW::state() const {
   return state;
 }
 
-void AdamW::update(const Batch& batch, double lr) {
+void AdamW::update(const Batch& batch) {
   std::vector<at::Tensor> averages, squares, steps;
   for (const size_t i : batch.indices) {
     averages.push_back(exp_avg_[i]);
@@ -39,8 +39,8 @@ void AdamW::update(const Batch& batch, double lr) {
   }
   const auto skip = batch.skip.defined() ? std::optional(batch.skip) : std::nullopt;
   at::_foreach_add_(steps, 1);
-  at::_fused_adamw_(batch.parameters, batch.gradients_as_parameters(), averages, squares, /*max_exp_avg_sqs=*/{}, steps, lr, options_.beta1, options_.beta2,
-                    batch.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
+  at::_fused_adamw_(batch.parameters, batch.gradients_as_parameters(), averages, squares, /*max_exp_avg_sqs=*/{}, steps, batch.lr, options_.beta1,
+                    options_.beta2, batch.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
   if (skip) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), skip->squeeze(0)));  // the operator left all else alone
 }
 

@@ -22,7 +22,7 @@ class AdamW : public Optimizer {
   std::vector<StateTensor> state() const override;
 
  private:
-  void update(const Batch& batch, double lr) override;
+  void update(const Batch& batch) override;
   void counts_changed() override;
   void hold(size_t index) override;
 

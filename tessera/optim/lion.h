@@ -20,7 +20,7 @@ class Lion : public Optimizer {
   std::vector<StateTensor> state() const override { return named_state("exp_avg", exp_avg_); }
 
  private:
-  void update(const Batch& batch, double lr) override;
+  void update(const Batch& batch) override;
   void hold(size_t index) override;
 
   LionOptions options_;

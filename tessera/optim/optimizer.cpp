@@ -12,23 +12,8 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/memory/memory.h"
-#include "tessera/optim/adafactor.h"
-#include "tessera/optim/adam8bit.h"
-#include "tessera/optim/adamw.h"
-#include "tessera/optim/lion.h"
-#include "tessera/optim/sgd.h"
 
 namespace tessera::optim {
-
-std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& parameters, const std::string& decay_on, double weight_decay) {
-  if (decay_on == "all") return {{parameters, weight_decay}};
-  require(decay_on == "matrices", "optim.decay_on = ", decay_on, ": must be one of all, matrices");
-  ParameterGroup decayed{{}, weight_decay}, rest{{}, 0};
-  for (const auto& parameter : parameters) {
-    (nn::slice_of(parameter.tensor).shape.size() >= 2 ? decayed : rest).parameters.push_back(parameter);
-  }
-  return {std::move(decayed), std::move(rest)};
-}
 
 Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
   std::set<const void*> seen;
@@ -53,11 +38,12 @@ std::vector<at::Tensor> Optimizer::Batch::gradients_as_parameters() const {
   return own;
 }
 
-std::vector<Optimizer::Batch> Optimizer::batches(std::vector<std::pair<at::Tensor, at::Tensor>>& apart) {
+std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pair<at::Tensor, at::Tensor>>& apart) {
   std::vector<Batch> batches;
   size_t index = 0;
   for (const auto& group : groups_) {
     Batch& batch = batches.emplace_back();
+    batch.lr = lr * group.lr_factor;
     batch.weight_decay = group.weight_decay;
     for (const auto& parameter : group.parameters) {
       const size_t i = index++;
@@ -80,7 +66,7 @@ std::vector<Optimizer::Batch> Optimizer::batches(std::vector<std::pair<at::Tenso
 }
 
 void Optimizer::step(double lr, const at::Tensor& skip) {
-  counts_before_ = counts_;
+  remember_counts();
   at::Tensor undecided = skip.is_meta() ? at::Tensor() : skip;
   if (undecided.defined() && (undecided.is_cpu() || !skips_on_device())) {
     if ((undecided.is_cpu() ? *undecided.const_data_ptr<float>() : host_read(undecided, 0)) != 0) return;
@@ -94,19 +80,21 @@ void Optimizer::begin(double lr) {
   if (!needs_begin()) return;
   const c10::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> read;
-  prepare(batches(read), lr);
+  prepare(batches(lr, read));
 }
 
 void Optimizer::apply(double lr, const at::Tensor& skip) {
   const c10::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
-  for (Batch& batch : batches(apart)) {
+  for (Batch& batch : batches(lr, apart)) {
     batch.skip = skip;
     for (const size_t i : batch.indices) ++counts_[i];
-    if (!batch.indices.empty()) update(batch, lr);
+    if (!batch.indices.empty()) update(batch);
   }
   for (auto& [parameter, updated] : apart) parameter.copy_(updated);
 }
+
+void Optimizer::remember_counts() { counts_before_ = counts_; }
 
 void Optimizer::take_back_count() {
   counts_ = counts_before_;
@@ -131,7 +119,7 @@ std::map<std::string, int64_t> Optimizer::update_counts() const {
   return counts;
 }
 
-void Optimizer::set_update_counts(const std::map<std::string, int64_t>& counts) {
+void Optimizer::require_counts_of_all(const std::map<std::string, int64_t>& counts) const {
   std::set<std::string> unknown;
   for (const auto& [name, count] : counts) unknown.insert(name);
   std::string problems;
@@ -140,6 +128,10 @@ void Optimizer::set_update_counts(const std::map<std::string, int64_t>& counts) 
   }
   for (const auto& name : unknown) problems += " unknown " + name + ";";
   require(problems.empty(), "the optimizer state is of another model:", problems, " resume with the same model");
+}
+
+void Optimizer::set_update_counts(const std::map<std::string, int64_t>& counts) {
+  require_counts_of_all(counts);
   for (size_t i = 0; i < parameters_.size(); ++i) counts_[i] = counts.at(parameters_[i].name);
   counts_changed();
 }
@@ -166,18 +158,6 @@ std::vector<StateTensor> Optimizer::named_state(const std::string& state, const 
     named.push_back({parameters_[i].name, state, tensors[i], nn::slice_of(parameters_[i].tensor)});
   }
   return named;
-}
-
-std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model) {
-  auto groups = decay_groups(parameters, config.decay_on, config.weight_decay);
-  const auto [beta1, beta2] = config.betas;
-  if (config.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{beta1, beta2, config.eps});
-  if (config.name == "sgd") return std::make_unique<Sgd>(std::move(groups), SgdOptions{config.momentum});
-  if (config.name == "lion") return std::make_unique<Lion>(std::move(groups), LionOptions{beta1, beta2});
-  if (config.name == "adafactor")
-    return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = config.eps, .momentum = config.momentum}, std::move(model));
-  if (config.name == "adam8bit") return std::make_unique<Adam8bit>(std::move(groups), AdamWOptions{beta1, beta2, config.eps}, std::move(model));
-  throw ConfigError(detail::concat("optim.name = ", config.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit"));
 }
 
 }  // namespace tessera::optim

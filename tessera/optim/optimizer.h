@@ -16,10 +16,12 @@
 
 namespace tessera::optim {
 
-/// Parameters that share a weight decay. What is updated is each tensor's own memory, so a tensor may be a whole parameter or one rank's slice of it.
+/// Parameters that share a weight decay and a learning rate. What is updated is each tensor's own memory, so a tensor may be a whole parameter or one rank's
+/// slice of it.
 struct ParameterGroup {
   std::vector<nn::NamedParameter> parameters;
   double weight_decay = 0;
+  double lr_factor = 1;  ///< of the learning rate that a step is made with
 };
 
 /// Deals parameters into groups: `matrices` decays those whose logical tensor has two dimensions or more (embeddings and heads are matrices; biases and
@@ -51,12 +53,14 @@ class Optimizer {
   void step(double lr, const at::Tensor& skip = {});
 
   /// The last step was skipped: it does not count.
-  void take_back_count();
+  virtual void take_back_count();
 
   /// step() in two: what has to be known of all gradients together (sums over a matrix, scales of blocks), on every rank and once a step; then the update of
   /// the parameters that have a gradient by now, which may be called for some of them at a time.
-  void begin(double lr);
-  void apply(double lr, const at::Tensor& skip = {});
+  virtual void begin(double lr);
+  virtual void apply(double lr, const at::Tensor& skip = {});
+  /// What take_back_count() goes back to; step() calls it.
+  virtual void remember_counts();
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
@@ -69,17 +73,17 @@ class Optimizer {
   virtual void hold_state(const std::map<std::string, int64_t>& counts);
 
   /// How many updates each parameter has had, by logical name; it sets AdamW's bias correction. Equal to the number of steps unless a parameter sat some out.
-  std::map<std::string, int64_t> update_counts() const;
+  virtual std::map<std::string, int64_t> update_counts() const;
 
   /// Restores what update_counts() gave. Throws ConfigError with the full list of parameters that are missing or unknown.
-  void set_update_counts(const std::map<std::string, int64_t>& counts);
+  virtual void set_update_counts(const std::map<std::string, int64_t>& counts);
 
   const std::vector<ParameterGroup>& groups() const { return groups_; }
 
  protected:
   /// What a step updates: parameters of one group that have a gradient, by position in construction order.
   struct Batch {
-    double weight_decay = 0;
+    double lr = 0, weight_decay = 0;
     std::vector<size_t> indices;
     std::vector<at::Tensor> parameters, gradients;
     at::Tensor skip{};  ///< undefined: the update is made; else a device that the host does not read decides
@@ -90,11 +94,13 @@ class Optimizer {
 
   explicit Optimizer(std::vector<ParameterGroup> groups);
 
-  virtual void update(const Batch& batch, double lr) = 0;
+  virtual void update(const Batch& batch) = 0;
   /// Of all groups, before any is updated; update number counts_ + 1 of each. Called on every rank, where needs_begin().
-  virtual void prepare(const std::vector<Batch>& /*batches*/, double /*lr*/) {}
+  virtual void prepare(const std::vector<Batch>& /*batches*/) {}
   /// Whether what is updated has to be contiguous, not only without gaps: where memory is read by rows.
   virtual bool by_rows() const { return false; }
+  /// Throws ConfigError with the list of parameters that `counts` lacks, or that are not here.
+  void require_counts_of_all(const std::map<std::string, int64_t>& counts) const;
   virtual void counts_changed() {}        ///< after set_update_counts
   virtual void hold(size_t /*index*/) {}  ///< makes the state of this parameter, unless it is there
 
@@ -105,7 +111,7 @@ class Optimizer {
   std::vector<StateTensor> named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const;
 
   /// Of these parameters, as of now: what has a gradient, by groups; `apart`: parameters with gaps, and what is updated in their place.
-  std::vector<Batch> batches(std::vector<std::pair<at::Tensor, at::Tensor>>& apart);
+  std::vector<Batch> batches(double lr, std::vector<std::pair<at::Tensor, at::Tensor>>& apart);
 
   std::vector<ParameterGroup> groups_;
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
@@ -116,8 +122,9 @@ class Optimizer {
 /// Whether an update has to be skipped: fp32 [1], 1 where `norm` is not finite, else 0; on its device, without a read.
 at::Tensor not_finite(const at::Tensor& norm);
 
-/// Builds what `optim.name` names, for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest, where they are parts. Throws
-/// ConfigError on a name that is not available.
-std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model = {});
+/// Builds what `optim.name` and `optim.groups` say (groups.h), for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest,
+/// where they are parts, and `seed` draws what rounds state in 16 bits. Throws ConfigError on a name that is not available.
+std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model = {},
+                                          uint64_t seed = 0);
 
 }  // namespace tessera::optim

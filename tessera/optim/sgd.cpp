@@ -17,14 +17,15 @@ void Sgd::hold(size_t index) {
   if (!momentum_buffer_.empty() && !momentum_buffer_[index].defined()) momentum_buffer_[index] = zeros_like_parameter(index);
 }
 
-void Sgd::update(const Batch& batch, double lr) {
+void Sgd::update(const Batch& batch) {
   std::vector<at::Tensor> buffers;
   if (!momentum_buffer_.empty()) {
     for (const size_t i : batch.indices) buffers.push_back(momentum_buffer_[i]);
   }
   const auto skip = batch.skip.defined() ? std::optional(batch.skip) : std::nullopt;
   // A buffer of zeros takes the gradient as it is at the first update, so there is no first step to tell apart, and none to remember over a restart.
-  at::_fused_sgd_(batch.parameters, batch.gradients_as_parameters(), buffers, batch.weight_decay, options_.momentum, lr, /*dampening=*/0, /*nesterov=*/false,
+  at::_fused_sgd_(batch.parameters, batch.gradients_as_parameters(), buffers, batch.weight_decay, options_.momentum, batch.lr, /*dampening=*/0,
+                  /*nesterov=*/false,
                   /*maximize=*/false,
                   /*is_first_step=*/false, /*grad_scale=*/{}, skip);
 }

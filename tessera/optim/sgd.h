@@ -20,7 +20,7 @@ class Sgd : public Optimizer {
   std::vector<StateTensor> state() const override;
 
  private:
-  void update(const Batch& batch, double lr) override;
+  void update(const Batch& batch) override;
   void hold(size_t index) override;
 
   SgdOptions options_;

@@ -2,9 +2,34 @@
 
 #include <utility>
 
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 
 namespace tessera::optim {
+
+void WholeModel::meet(const at::Tensor& numbers, Meeting meeting) const {
+  const comm::CallSite site("optimizer");
+  const at::Tensor message = numbers.to(device.value_or(numbers.device()));
+  comm::all_reduce(ranks, message, meeting == Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
+  if (!message.is_same(numbers)) at::Tensor(numbers).copy_(message);
+}
+
+void WholeModel::collect(const at::Tensor& all, const at::Tensor& mine) const {
+  const comm::CallSite site("optimizer");
+  const at::Device there = device.value_or(all.device());
+  const at::Tensor message = mine.to(there);
+  comm::reduce_scatter(ranks, message, all.view({-1}).to(there));
+  if (!message.is_same(mine)) at::Tensor(mine).copy_(message);
+}
+
+void WholeModel::spread(const at::Tensor& mine, const at::Tensor& all) const {
+  const comm::CallSite site("optimizer");
+  const at::Device there = device.value_or(all.device());
+  const at::Tensor message = all.view({-1}).to(there);
+  comm::all_gather(ranks, message, mine.to(there));
+  if (there != all.device()) at::Tensor(all).view({-1}).copy_(message);
+}
 
 Places::Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers) {
   for (const Slice& whole : parameters) {
@@ -23,7 +48,7 @@ int64_t Places::of(const std::string& name) const {
 WholeModel settled(WholeModel model, const std::vector<nn::NamedParameter>& parameters, const char* name) {
   for (const auto& parameter : parameters) {
     const Slice& slice = nn::slice_of(parameter.tensor);
-    require(model.meet || slice.is_whole() || slice.logical_numel() == 0, "optim.name = ", name, ": '", parameter.name, "' is a part of a tensor ",
+    require(model.meets() || slice.is_whole() || slice.logical_numel() == 0, "optim.name = ", name, ": '", parameter.name, "' is a part of a tensor ",
             at::IntArrayRef(slice.shape), ", and its update needs sums over the whole; pass optim::WholeModel with the ranks that hold the rest, or use adamw");
   }
   if (!model.parameters.empty()) return model;

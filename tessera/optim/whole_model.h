@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/comm/group.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
 
@@ -20,14 +22,23 @@ enum class Meeting { Sum, Max };
 /// parameters there are, and how numbers of the ranks that hold other elements of them meet.
 struct WholeModel {
   /// All parameters that the ranks hold together, whole, in one order that is the same on all of them. Empty: those that the optimizer is given.
-  std::vector<Slice> parameters;
+  std::vector<Slice> parameters{};
   /// Of these, by name, those that this rank holds, and another answers for in a sum: what several ranks hold alike counts on one of them.
-  std::set<std::string> held_elsewhere;
-  /// Of these, by name, the ones whose rows are looked up: embeddings.
-  std::set<std::string> looked_up;
-  /// Adds a tensor up, or takes its largest numbers, element by element and in place, over the ranks that hold other elements: one all-reduce. Unset where
-  /// every rank holds all of them.
-  std::function<void(const at::Tensor&, Meeting)> meet;
+  std::set<std::string> held_elsewhere{};
+  /// Of these, by name, the ones whose rows are looked up: embeddings. And those that make logits: output heads.
+  std::set<std::string> looked_up{}, heads{};
+  /// Of these, by name, the ones that are several matrices of as many rows, one below the other, and how many: experts.
+  std::map<std::string, int64_t> stacks{};
+  /// The ranks that hold other elements, and where their messages lie, unless beside the parameters. Of one rank: it holds all.
+  comm::Group ranks{};
+  std::optional<at::Device> device{};
+
+  bool meets() const { return ranks.size() > 1; }
+  /// Adds a tensor up, or takes its largest numbers, element by element and in place, over the ranks: one all-reduce.
+  void meet(const at::Tensor& numbers, Meeting meeting) const;
+  /// mine [k] <- this rank's row of the sum of the ranks' all [ranks, k]: one reduce_scatter. And back, all <- every rank's mine: one all_gather.
+  void collect(const at::Tensor& all, const at::Tensor& mine) const;
+  void spread(const at::Tensor& mine, const at::Tensor& all) const;
 };
 
 /// Where each parameter's numbers lie in one flat tensor that ranks meet over: those of all parameters one after another, whichever of them a rank holds.

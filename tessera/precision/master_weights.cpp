@@ -10,7 +10,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
 #include "tessera/memory/memory.h"
-#include "tessera/precision/stochastic_rounding.h"
 
 // The optimizer inside knows nothing of 16 bits: it is handed masters as its parameters, and a gradient each. All gradients in fp32 at once would be a second
 // set of masters; instead its step is called several times, with the gradients of a few parameters each and none for the others, which it leaves alone. That is
@@ -18,7 +17,7 @@
 
 namespace tessera::precision {
 
-MasterWeights::MasterWeights(std::vector<optim::ParameterGroup> groups, const Build& build) : Optimizer(std::move(groups)) {
+MasterWeights::MasterWeights(const std::vector<nn::NamedParameter>& weights, const Build& build) : Optimizer(std::vector{optim::ParameterGroup{weights}}) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
   for (const auto& weight : parameters_) {
@@ -80,26 +79,26 @@ void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   }
 }
 
-void MasterWeights::prepare(const std::vector<Batch>& batches, double lr) {
+void MasterWeights::prepare(const std::vector<Batch>& batches) {
   follow_weights(batches);
   if (!inner_->needs_begin()) return;
   for (const Batch& batch : batches) {
     for (size_t i = 0; i < batch.indices.size(); ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i];
   }
-  inner_->begin(lr);
+  inner_->begin(batches.front().lr);
   for (const Batch& batch : batches) {
     for (const size_t index : batch.indices) masters_[index].tensor.mutable_grad() = at::Tensor();
   }
 }
 
-void MasterWeights::update(const Batch& batch, double lr) {
+void MasterWeights::update(const Batch& batch) {
   for (size_t begin = 0; begin < batch.indices.size();) {
     const size_t end = staged_end(batch, begin);
     {
       const MemoryScope staging(MemoryCategory::Other);
       for (size_t i = begin; i < end; ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i].to(at::kFloat);
     }
-    inner_->apply(lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& master = masters_[batch.indices[i]].tensor;
       batch.parameters[i].copy_(master);
@@ -113,11 +112,14 @@ void MasterWeights::counts_changed() { inner_->set_update_counts(update_counts()
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config, const Policy& policy, uint64_t seed,
                                                  const std::vector<nn::NamedParameter>& parameters, optim::WholeModel model) {
-  if (policy.rounds_stochastically()) return make_stochastic_rounding(config, seed, parameters);
-  if (!policy.has_masters()) return optim::make_optimizer(config, parameters, std::move(model));
+  if (policy.rounds_stochastically()) {
+    OptimConfig narrow = config;
+    narrow.state_dtype = "bf16";
+    return optim::make_optimizer(narrow, parameters, std::move(model), seed);
+  }
+  if (!policy.has_masters()) return optim::make_optimizer(config, parameters, std::move(model), seed);
   return std::make_unique<MasterWeights>(
-      optim::decay_groups(parameters, config.decay_on, config.weight_decay),
-      [&](const std::vector<nn::NamedParameter>& masters) { return optim::make_optimizer(config, masters, std::move(model)); });
+      parameters, [&](const std::vector<nn::NamedParameter>& masters) { return optim::make_optimizer(config, masters, std::move(model), seed); });
 }
 
 }  // namespace tessera::precision

@@ -28,8 +28,8 @@ class MasterWeights final : public optim::Optimizer {
   /// fp32 copies of gradients that are made together.
   static constexpr int64_t kStagingBytes = int64_t{64} << 20;
 
-  /// `groups` of weights, as the optimizer inside deals its own; those that are fp32 already get a master all the same.
-  MasterWeights(std::vector<optim::ParameterGroup> groups, const Build& build);
+  /// Weights that are fp32 already get a master all the same.
+  MasterWeights(const std::vector<nn::NamedParameter>& weights, const Build& build);
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
@@ -38,8 +38,8 @@ class MasterWeights final : public optim::Optimizer {
   void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
 
  private:
-  void update(const Batch& batch, double lr) override;
-  void prepare(const std::vector<Batch>& batches, double lr) override;
+  void update(const Batch& batch) override;
+  void prepare(const std::vector<Batch>& batches) override;
   void counts_changed() override;
   void follow_weights(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
@@ -48,7 +48,8 @@ class MasterWeights final : public optim::Optimizer {
   std::unique_ptr<optim::Optimizer> inner_;
 };
 
-/// The optimizer that `config` names, as `policy` wants its numbers kept: plain for fp32 weights, MasterWeights, or StochasticRounding (drawn from `seed`).
+/// The optimizer that `config` names, as `policy` wants its numbers kept: plain for fp32 weights, MasterWeights, or weights and state in bf16, rounded
+/// stochastically (optim/rounded.h, drawn from `seed`).
 /// `parameters` appear once each and have their values; they may be whole or a rank's slices (`model`: optim::make_optimizer). Throws ConfigError on what is
 /// not available.
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimConfig& config, const Policy& policy, uint64_t seed,

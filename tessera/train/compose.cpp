@@ -20,10 +20,13 @@
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
+#include "tessera/nn/experts.h"
+#include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/expert_ranks.h"
@@ -93,7 +96,16 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
   for (torch::nn::Module* root : roots_of(run)) {
     for (const auto& module : root->modules()) {
       if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) whole.looked_up.insert(nn::slice_of(embedding->weight).name);
+      if (const auto* head = dynamic_cast<const nn::LanguageModelHeadImpl*>(module.get())) whole.heads.insert(nn::slice_of(head->weight).name);
+      if (const auto* experts = dynamic_cast<const nn::GroupedExpertsImpl*>(module.get())) {
+        for (const at::Tensor& weight : {experts->w1, experts->w2, experts->w3}) whole.stacks[nn::slice_of(weight).name] = experts->experts();
+      }
     }
+  }
+  for (const Slice& parameter : whole.parameters) {
+    if (!config.optim.split_heads) break;
+    if (parameter.name.ends_with(".wq.weight")) whole.stacks[parameter.name] = config.model.heads;
+    if (parameter.name.ends_with(".wk.weight") || parameter.name.ends_with(".wv.weight")) whole.stacks[parameter.name] = *config.model.kv_heads;
   }
   // Where it is tied, the last stage has it as the head's alone, and both ends update it alike.
   if (config.model.tie_embeddings) whole.looked_up.emplace(kTiedWeight);
@@ -102,12 +114,8 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
   for (const auto& parameter : run.updated) {
     if (!counted.contains(parameter.name)) whole.held_elsewhere.insert(parameter.name);
   }
-  whole.meet = [ranks = run.cut, device](const at::Tensor& numbers, optim::Meeting meeting) {
-    const comm::CallSite site("optimizer");
-    const at::Tensor message = numbers.to(device);
-    comm::all_reduce(ranks, message, meeting == optim::Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
-    if (!message.is_same(numbers)) at::Tensor(numbers).copy_(message);
-  };
+  whole.ranks = run.cut;
+  whole.device = device;
   return whole;
 }
 
@@ -274,6 +282,7 @@ void check_modules(const Config& config, int tensor_ranks) {
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
   const Attachment recomputed = recompute_blocks(config, *model);
+  optim::check_groups(config.optim, nn::unique_parameters(*model));
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
   if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);

@@ -20,6 +20,7 @@
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/optim/groups.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/train/progress.h"
 
@@ -94,11 +95,11 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
 }
 
 /// An optimizer with momentum carries what it does not without.
-void check_momentum(const Config& saved, const Config& config, const std::string& folder) {
-  if (config.optim.name != "sgd" && config.optim.name != "adafactor") return;
-  require((saved.optim.momentum == 0) == (config.optim.momentum == 0), "optim.momentum = ", format_float(config.optim.momentum), ": ", folder,
-          saved.optim.momentum == 0 ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost",
-          "; set optim.momentum ", saved.optim.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
+void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std::string& whose, const std::string& folder) {
+  if (now.name != "sgd" && now.name != "adafactor") return;
+  require((saved.momentum == 0) == (now.momentum == 0), "optim.momentum = ", format_float(now.momentum), whose, ": ", folder,
+          saved.momentum == 0 ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
+          saved.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
 std::vector<std::string> parameter_names(const ModelConfig& config) {
@@ -106,6 +107,18 @@ std::vector<std::string> parameter_names(const ModelConfig& config) {
   std::vector<std::string> names;
   for (const auto& parameter : nn::unique_parameters(*model)) names.push_back(parameter.name);
   return names;
+}
+
+/// Rates and decay of a parameter may change; what its state is may not.
+void check_optimizers(const Config& saved, const Config& config, const std::string& folder) {
+  if (saved.optim.groups.empty() && config.optim.groups.empty()) return check_momentum(saved.optim, config.optim, "", folder);
+  const auto before = optim_groups(saved.optim), now = optim_groups(config.optim);
+  for (const auto& name : parameter_names(config.model)) {
+    const OptimConfig was = optim::settings_of(saved.optim, before, name, 2).settings, is = optim::settings_of(config.optim, now, name, 2).settings;
+    require(was.name == is.name, "optim.groups: '", name, "' would be updated by ", is.name, ", and ", folder, " holds what ", was.name,
+            " kept of it; give it name = ", was.name, " again, or start anew with checkpoint.resume = \"\"");
+    check_momentum(was, is, detail::concat(" for '", name, "'"), folder);
+  }
 }
 
 void check_fit(const Config& config, const Inputs& inputs) {
@@ -121,7 +134,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
                  .seed = static_cast<uint64_t>(*config.data.seed)});
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
-  check_momentum(config_of(manifest.progress, folder), config, folder);
+  check_optimizers(config_of(manifest.progress, folder), config, folder);
   if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config.model));
 }
 

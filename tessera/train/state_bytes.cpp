@@ -12,9 +12,10 @@ BytesPerParameter bytes_per_parameter(const Config& config) {
   const auto bytes = [](at::ScalarType dtype) { return static_cast<double>(c10::elementSize(dtype)); };
   const auto state_of = [&](double master) {  // of an element of a large matrix; Adafactor's sums of rows and columns are next to nothing
     const OptimConfig& optim = config.optim;
-    if (optim.name == "adamw") return 2 * master;
+    const double average = optim.state_dtype == "bf16" ? bytes(at::kBFloat16) : master;
+    if (optim.name == "adamw") return 2 * average;
     if (optim.name == "adam8bit") return 2 + 8.0 / kernels::kAdam8bitBlock;
-    return optim.name == "lion" || optim.momentum > 0 ? master : 0;
+    return optim.name == "lion" || optim.name == "muon" || optim.momentum > 0 ? average : 0;
   };
   return {.weight = bytes(policy.params),
           .gradient = bytes(policy.gradient_dtype().value_or(policy.params)),

@@ -9,6 +9,7 @@
 #include "tessera/config/config.h"
 #include "tessera/config/defaults.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
@@ -382,8 +383,7 @@ TEST(Validate, ListedValuesAreThoseOfThisBuild) {
   });
   EXPECT_GT(listed, 25);
   EXPECT_GT(known, 10);
-  EXPECT_THAT(refused("optim.name=adamv"),
-              AllOf(HasSubstr("expected one of adamw, sgd, lion, adafactor, adam8bit; did you mean adamw?"), Not(HasSubstr("muon"))));
+  EXPECT_THAT(refused("optim.name=adamv"), AllOf(HasSubstr("expected one of adamw, sgd, lion, adafactor, adam8bit, muon; did you mean adamw?")));
 }
 
 TEST(Validate, AutomaticProductsKeepTheOtherRules) {
@@ -403,6 +403,53 @@ TEST(Validate, WeightsInFp16NeedAKernelThatTakesThem) {
   EXPECT_EQ(fp16("fp32", "reference"), "(accepted)");
 }
 
+TEST(Validate, GroupsOfParameters) {
+  const auto refused = [](const std::string& group) { return refusal([&](Config& c) { c.optim.groups = {group}; }); };
+  EXPECT_EQ(refused("**.*norm: weight_decay = 0"), "(accepted)");
+  EXPECT_EQ(refused("embed*: name = sgd, momentum = 0.9, lr = 1e-4, betas = [0.8, 0.9], eps = 1e-6"), "(accepted)");
+  const auto of = [](const std::string& group) { return StartsWith("optim.groups, \"" + group + "\""); };
+  EXPECT_THAT(refused("embed*"), AllOf(of("embed*"), HasSubstr("expected 'pattern: key = value, ...'")));
+  EXPECT_THAT(refused(" : lr = 1"), HasSubstr("there is no pattern"));
+  EXPECT_THAT(refused("a:"), AllOf(of("a:"), HasSubstr("is no 'key = value'")));
+  EXPECT_THAT(refused("a: lr = 1,"), HasSubstr("is no 'key = value'"));
+  EXPECT_THAT(refused("a: wieght_decay = 0"), AllOf(HasSubstr("no key 'wieght_decay'"), HasSubstr("the nearest is weight_decay")));
+  EXPECT_THAT(refused("a: schedule = cosine"), HasSubstr("there are lr, lr_factor, weight_decay, name, betas, eps, momentum"));
+  EXPECT_THAT(refused("a: weight_decay = much"),
+              AllOf(StartsWith("optim.weight_decay = \"much\" (optim.groups, \"a: weight_decay = much\")"), HasSubstr("a number")));
+  EXPECT_THAT(refused("a: betas = 0.9"), HasSubstr("expected a list of two numbers"));
+  EXPECT_THAT(refused("a: name = adamv"), HasSubstr("did you mean adamw?"));
+  EXPECT_THAT(refused("a: lr = 0"), HasSubstr("expected a positive number"));
+  EXPECT_THAT(refused("a: lr = 1, lr = 2"), HasSubstr("lr is set twice"));
+  EXPECT_THAT(refused("a: lr = 1e-3, lr_factor = 2"), HasSubstr("set one of them"));
+  EXPECT_THAT(refused("a: betas = [0.9, 1.5]"), AllOf(of("a: betas = [0.9, 1.5]"), HasSubstr("two numbers from 0 to below 1")));
+  EXPECT_THAT(refused("a: lr = 0.5, weight_decay = 3"), HasSubstr("set a weight_decay of at most 2"));
+  EXPECT_THAT(refusal([](Config& c) { c.precision.params = c.precision.compute = c.precision.master = "bf16", c.optim.groups = {"a: name = adafactor"}; }),
+              AllOf(StartsWith("precision.master = bf16"), HasSubstr("one of optim.groups")));
+}
+
+TEST(Settings, GroupsTakeTheirFactorAlongTheSchedule) {
+  OptimConfig config;
+  config.lr = 0.02, config.min_lr = 0.01, config.momentum = 0.3;
+  config.groups = {"a.*: lr = 0.004", "b: lr_factor = 3, weight_decay = 0", "c: name = \"sgd\"", "d: name = muon", "e: name = sgd, momentum = 0.5"};
+  const auto groups = optim_groups(config);
+  ASSERT_EQ(groups.size(), 5);
+  EXPECT_EQ(groups[0].pattern, "a.*");
+  EXPECT_DOUBLE_EQ(groups[0].lr_factor, 0.2);
+  EXPECT_EQ(groups[0].settings.lr, 0.004);
+  EXPECT_DOUBLE_EQ(groups[0].settings.min_lr, 0.002);
+  EXPECT_EQ(groups[0].settings.weight_decay, config.weight_decay);
+  EXPECT_EQ(groups[0].settings.momentum, 0.3) << "the section's, as the optimizer is";
+  EXPECT_EQ(groups[1].lr_factor, 3);
+  EXPECT_DOUBLE_EQ(groups[1].settings.lr, 0.06);
+  EXPECT_EQ(groups[1].settings.weight_decay, 0);
+  EXPECT_EQ(groups[2].settings.momentum, 0) << "another optimizer's own";
+  EXPECT_EQ(groups[3].settings.momentum, 0.95);
+  EXPECT_EQ(groups[4].settings.momentum, 0.5);
+  EXPECT_EQ(groups[4].given, (std::set<std::string>{"name", "momentum"}));
+  EXPECT_TRUE(uses_optimizer(config, {"muon"}));
+  EXPECT_FALSE(uses_optimizer(config, {"lion", "adafactor"}));
+}
+
 TEST(Settings, WithoutEffectAreNamedWithTheReason) {
   const auto said = [](const std::vector<std::string>& sets, int world_size = 1) {
     Config config = parse_config("[optim]\nname = \"adamw\"\nmomentum = 0.9\n", "/", sets);
@@ -412,6 +459,8 @@ TEST(Settings, WithoutEffectAreNamedWithTheReason) {
   EXPECT_THAT(said({}), ElementsAre("optim.momentum = 0.9: has no effect with optim.name = adamw"));
   EXPECT_THAT(said({"optim.name=sgd", "optim.betas=[0.8, 0.9]", "optim.eps=1e-8"}),
               ElementsAre("optim.betas = [0.8, 0.9]: has no effect with optim.name = sgd"));
+  EXPECT_THAT(said({"optim.groups=[\"norm: name = sgd\"]"}), ::testing::IsEmpty()) << "a group has momentum";
+  EXPECT_THAT(said({"optim.name=sgd", "optim.ns_steps=4"}), ElementsAre("optim.ns_steps = 4: has no effect with optim.name = sgd"));
   EXPECT_THAT(said({"optim.name=sgd", "checkpoint.keep=2", "checkpoint.async=true", "recompute.every=3", "zero.accumulate=whole", "zero.wrap=head"}),
               ElementsAre("checkpoint.keep = 2: has no effect without checkpoint.dir", "checkpoint.async = true: has no effect without checkpoint.dir",
                           "recompute.every = 3: has no effect with recompute.mode = none", "zero.wrap = \"head\": has no effect with zero.stage = 0",
@@ -473,7 +522,9 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
             "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
   EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));
-  EXPECT_THAT(refusal([](Config& c) { c.optim.name = "muon"; }), AllOf(StartsWith("optim.name = muon"), HasSubstr("set optim.name = adamw or sgd or lion")));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.name = "muon", c.optim.state_dtype = "bf16"; }),
+              AllOf(StartsWith("optim.state_dtype = bf16: optim.name = muon"), HasSubstr("set optim.state_dtype = fp32")));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.ns_steps = 0; }), StartsWith("optim.ns_steps = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.precision.loss_scale = "dynamic"; }), StartsWith("precision.loss_scale = dynamic"));
 }
 

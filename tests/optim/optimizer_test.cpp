@@ -52,7 +52,7 @@ void expect_close(const std::vector<nn::NamedParameter>& actual, const std::vect
 }
 
 class EveryOptimizer : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Kinds, EveryOptimizer, testing::Values("adamw", "sgd", "lion", "adafactor", "adam8bit"));
+INSTANTIATE_TEST_SUITE_P(Kinds, EveryOptimizer, testing::Values("adamw", "sgd", "lion", "adafactor", "adam8bit", "muon"));
 
 /// Those that libtorch has; the others are held against their papers' formulas (references_test.cpp).
 class TorchOptimizer : public EveryOptimizer {};
@@ -240,16 +240,19 @@ TEST(Optimizer, DecaysMatricesOnlyWhereAsked) {
     for (const auto& parameter : group.parameters) list.push_back(parameter.name);
     return list;
   };
-  const auto all = decay_groups(parameters, "all", 0.1);
+  OptimConfig config = config_of("adamw");
+  const auto all = make_optimizer(config, parameters)->groups();
   ASSERT_EQ(all.size(), 1);
   EXPECT_THAT(names(all[0]), testing::ElementsAre("p0", "p1", "p2", "p3"));
-  const auto matrices = decay_groups(parameters, "matrices", 0.1);
+  config.decay_on = "matrices";
+  const auto matrices = make_optimizer(config, parameters)->groups();
   ASSERT_EQ(matrices.size(), 2);
   EXPECT_THAT(names(matrices[0]), testing::ElementsAre("p0", "p2"));
   EXPECT_EQ(matrices[0].weight_decay, 0.1);
   EXPECT_THAT(names(matrices[1]), testing::ElementsAre("p1", "p3"));
   EXPECT_EQ(matrices[1].weight_decay, 0);
-  EXPECT_THROW(decay_groups(parameters, "none", 0.1), ConfigError);
+  config.decay_on = "none";
+  EXPECT_THROW(make_optimizer(config, parameters), ConfigError);
 }
 
 TEST(Optimizer, UndecayedParametersDoNotMoveWithoutGradient) {

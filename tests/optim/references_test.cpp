@@ -102,6 +102,67 @@ void expect_reference(const OptimConfig& config, const std::function<void(Plain&
   }
 }
 
+/// U f(S) V^T of a singular value decomposition, f being the polynomial of the iteration.
+at::Tensor plain_orthogonal(const at::Tensor& d, int steps) {
+  auto [u, s, v] = at::linalg_svd(d, /*full_matrices=*/false);
+  s = s / s.square().sum().sqrt();
+  for (int step = 0; step < steps; ++step) s = 3.4445 * s - 4.7750 * s.pow(3) + 2.0315 * s.pow(5);
+  return at::mm(u * s, v);
+}
+
+void plain_muon(Plain& plain, const at::Tensor& g, const OptimConfig& config, double lr) {
+  if (g.dim() != 2 || g.numel() == 0) {  // AdamW's
+    at::Tensor &m = plain.keep("exp_avg", g.sizes()), &v = plain.keep("exp_avg_sq", g.sizes());
+    const auto [beta1, beta2] = config.betas;
+    const auto k = static_cast<double>(plain.updates);
+    m = beta1 * m + (1 - beta1) * g;
+    v = beta2 * v + (1 - beta2) * g * g;
+    plain.p = plain.p * (1 - lr * config.weight_decay) - lr * (m / (1 - std::pow(beta1, k))) / ((v / (1 - std::pow(beta2, k))).sqrt() + config.eps);
+    return;
+  }
+  at::Tensor& m = plain.keep("momentum_buffer", g.sizes());
+  m = config.momentum * m + (1 - config.momentum) * g;
+  const at::Tensor u = plain_orthogonal(config.momentum * m + (1 - config.momentum) * g, config.ns_steps);
+  plain.p = plain.p * (1 - lr * config.weight_decay) - lr * 0.2 * std::sqrt(static_cast<double>(std::max(g.size(0), g.size(1)))) * u;
+}
+
+TEST(Muon, IsThePapersAndAdamWBesideIt) { expect_reference(reference_config("muon", 0.9), plain_muon); }
+TEST(Muon, TakesAsManyStepsAsAsked) {
+  OptimConfig config = reference_config("muon", 0.9);
+  config.ns_steps = 3;
+  expect_reference(config, plain_muon);
+}
+
+/// Experts, or heads: a parameter of several matrices is updated as these by themselves.
+TEST(Muon, MatricesOfAStackAreOrthogonalEachByItself) {
+  const auto stacked = make_parameters({{12, 5}, {9, 7}});
+  std::vector<nn::NamedParameter> apart;
+  for (int i = 0; i < 4; ++i) apart.push_back({"m" + std::to_string(i), stacked[0].tensor.detach().narrow(0, 3 * i, 3).clone().requires_grad_(), {}});
+  WholeModel model;
+  model.stacks["p0"] = 4;
+  const auto optimizer = make_optimizer(reference_config("muon", 0.9), stacked, model), reference = make_optimizer(reference_config("muon", 0.9), apart);
+  for (int step = 1; step <= 3; ++step) {
+    draw_gradients(stacked, step);
+    for (int i = 0; i < 4; ++i) apart[i].tensor.mutable_grad() = stacked[0].tensor.grad().narrow(0, 3 * i, 3).clone();
+    optimizer->step(0.05);
+    reference->step(0.05);
+  }
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(at::allclose(stacked[0].tensor.narrow(0, 3 * i, 3), apart[i].tensor, 1e-5, 1e-6)) << i;
+  model.stacks["p0"] = 5;
+  EXPECT_THAT([&] { make_optimizer(reference_config("muon"), stacked, model); },
+              testing::ThrowsMessage<ConfigError>(testing::HasSubstr("the 12 rows of 'p0' are not 5 matrices")));
+}
+
+TEST(Muon, IsNotForEmbeddingsAndHeads) {
+  const auto parameters = make_parameters({{6, 4}, {6, 4}, {6, 4}, {4}});
+  const auto optimizer = make_optimizer(reference_config("muon", 0.9), parameters, {.looked_up = {"p0"}, .heads = {"p2"}});
+  EXPECT_EQ(optimizer->kind(), "muon");
+  std::map<std::string, std::string> kept;
+  for (const auto& state : optimizer->state()) kept[state.parameter] += state.state + " ";
+  const std::string adamw = "exp_avg exp_avg_sq ";
+  EXPECT_EQ(kept, (std::map<std::string, std::string>{{"p0", adamw}, {"p1", "momentum_buffer "}, {"p2", adamw}, {"p3", adamw}}));
+}
+
 TEST(Lion, IsThePapers) { expect_reference(reference_config("lion"), plain_lion); }
 TEST(Adafactor, IsThePapers) { expect_reference(reference_config("adafactor"), plain_adafactor); }
 TEST(Adafactor, WithMomentumIsThePapers) { expect_reference(reference_config("adafactor", 0.9), plain_adafactor); }
@@ -199,10 +260,12 @@ TEST(Adam8bit, KeepsSmallTensorsAndEmbeddingsInFp32) {
 }
 
 TEST(Optimizer, SayWhatTheyKeep) {
-  const auto bytes = [](const char* name, double momentum) {
+  const auto bytes = [](const char* name, double momentum, const char* state_dtype = "fp32") {
     const auto parameters = make_parameters({{512, 256}});
+    OptimConfig config = reference_config(name, momentum);
+    config.state_dtype = state_dtype;
     int64_t sum = 0;
-    for (const auto& state : make_optimizer(reference_config(name, momentum), parameters)->state()) sum += static_cast<int64_t>(state.tensor.nbytes());
+    for (const auto& state : make_optimizer(config, parameters)->state()) sum += static_cast<int64_t>(state.tensor.nbytes());
     return static_cast<double>(sum) / (512 * 256);
   };
   EXPECT_EQ(bytes("adamw", 0), 8);
@@ -210,6 +273,11 @@ TEST(Optimizer, SayWhatTheyKeep) {
   EXPECT_EQ(bytes("adam8bit", 0), 2 + 8.0 / 256);
   EXPECT_EQ(bytes("adafactor", 0), 4.0 * (512 + 256) / (512 * 256));
   EXPECT_EQ(bytes("adafactor", 0.5), 4 + 4.0 * (512 + 256) / (512 * 256));
+  EXPECT_EQ(bytes("muon", 0.95), 4);
+  EXPECT_EQ(bytes("adamw", 0, "bf16"), 4);
+  EXPECT_EQ(bytes("lion", 0, "bf16"), 2);
+  EXPECT_EQ(bytes("sgd", 0, "bf16"), 0);
+  EXPECT_EQ(bytes("sgd", 0.5, "bf16"), 2);
 }
 
 // ---- in parts ----
@@ -245,12 +313,9 @@ std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cu
     const comm::Group& group = world.group();
     WholeModel model;
     model.looked_up = {"p7"};
+    model.stacks = {{"p1", 7}};
     for (size_t i = 0; i < whole.size(); ++i) model.parameters.push_back(Slice::whole(whole[i].name, kCutShapes[i]));
-    if (ranks > 1) {
-      model.meet = [&](const at::Tensor& numbers, Meeting meeting) {
-        comm::all_reduce(group, numbers, meeting == Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
-      };
-    }
+    model.ranks = group;
     std::vector<nn::NamedParameter> mine;
     for (size_t i = 0; i < whole.size(); ++i) {
       const Slice part = part_of(cut, whole[i].name, kCutShapes[i], ranks, group.rank());
@@ -278,7 +343,8 @@ std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cu
     std::map<std::string, StateTensor> held;
     for (const auto& state : optimizer->state()) held.emplace(state.parameter + "." + state.state, state);
     std::map<std::string, Slice> named;
-    for (const auto& state : make_optimizer(config, whole, {.looked_up = {"p7"}})->state()) named.emplace(state.parameter + "." + state.state, state.slice);
+    for (const auto& state : make_optimizer(config, whole, {.looked_up = {"p7"}, .stacks = {{"p1", 7}}})->state())
+      named.emplace(state.parameter + "." + state.state, state.slice);
     for (const auto& [name, slice] : named) {
       const auto found = held.find(name);  // on every rank, if with nothing in it: a checkpoint is loaded by names
       ASSERT_NE(found, held.end()) << name;
@@ -291,19 +357,19 @@ std::map<std::string, at::Tensor> trained_in_parts(const OptimConfig& config, Cu
 
 class InParts : public testing::TestWithParam<std::tuple<std::string, Cut, int>> {};
 INSTANTIATE_TEST_SUITE_P(Cuts, InParts,
-                         testing::Combine(testing::Values("adam8bit", "adafactor", "lion"), testing::Values(Cut::Elements, Cut::Rows, Cut::Columns, Cut::Whole),
-                                          testing::Values(2, 3, 8)));
+                         testing::Combine(testing::Values("adam8bit", "adafactor", "lion", "muon"),
+                                          testing::Values(Cut::Elements, Cut::Rows, Cut::Columns, Cut::Whole), testing::Values(2, 3, 8)));
 
 TEST_P(InParts, IsTheWhole) {
   const auto& [name, cut, ranks] = GetParam();
-  const OptimConfig config = reference_config(name, name == "adafactor" ? 0.8 : 0);
+  const OptimConfig config = reference_config(name, name == "adafactor" || name == "muon" ? 0.8 : 0);
   const auto whole = trained_in_parts(config, Cut::Whole, 1), parts = trained_in_parts(config, cut, ranks);
   ASSERT_EQ(whole.size(), parts.size());
   for (const auto& [what, expected] : whole) {
     ASSERT_TRUE(parts.contains(what)) << what;
     const at::Tensor& actual = parts.at(what);
     // libtorch's fused AdamW, which takes what is kept in fp32, rounds the elements behind the last whole vector otherwise.
-    const bool in_fp32 = name == "adam8bit" && !whole.contains(what.substr(0, 2) + ".exp_avg_scale");
+    const bool in_fp32 = name != "lion" && whole.contains(what.substr(0, 2) + ".exp_avg") && !whole.contains(what.substr(0, 2) + ".exp_avg_scale");
     if (name == "adafactor" || in_fp32) {
       EXPECT_TRUE(at::allclose(actual, expected, 1e-5, 1e-6)) << what << (actual - expected).abs().max();
     } else {
@@ -313,7 +379,7 @@ TEST_P(InParts, IsTheWhole) {
 }
 
 TEST(InParts, NeedsToKnowWhoHoldsTheRest) {
-  for (const char* name : {"adafactor", "adam8bit"}) {
+  for (const char* name : {"adafactor", "adam8bit", "muon"}) {
     const auto parameters = make_parameters({{4, 3}});
     nn::set_slice(parameters[0].tensor, Slice::along("p0", {10, 3}, 0, 2, 4));
     EXPECT_THAT([&] { make_optimizer(reference_config(name), parameters); },

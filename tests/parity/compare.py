@@ -26,6 +26,18 @@ class Comparison:
         return self.worst <= self.bound  # false for nan
 
 
+class Planted(Comparison):
+    """A comparison with a planted bug: passes exactly when the comparison finds it, and finds it in a difference of numbers."""
+
+    @property
+    def passed(self) -> bool:
+        return self.bound < self.worst < float("inf")
+
+
+def must_fail(plant: str, found: Comparison) -> Comparison:
+    return Planted(f"{found.what} must fail: {plant}", found.worst, found.bound, found.where)
+
+
 def logits(ours: torch.Tensor, theirs: torch.Tensor) -> Comparison:
     if ours.shape != theirs.shape:
         return Comparison("logits", math.inf, LOGITS_ATOL, f"shape {list(ours.shape)}, theirs {list(theirs.shape)}")

@@ -1,7 +1,7 @@
 """`make parity`: tessera against Hugging Face's transformers on PyTorch, same weights, same windows, fp32 on CPU.
 
 Per family: logits and loss; gradients of step 1, tensor by tensor; losses, gradient norms and weights of 20 steps of SGD with momentum and of AdamW;
-fp16 and bf16 files; 2 and 3 processes; the events as TensorBoard itself reads them. Then the same comparisons against references with a planted bug, which must fail.
+fp16 and bf16 files; 2 and 3 processes; the events as TensorBoard itself reads them. Beside other optimizers: optimizers.py. Then the same comparisons against references with a planted bug, which must fail.
 
   tools/parity [--binary build/release/bin/tessera] [--only llama]
 """
@@ -16,10 +16,11 @@ from pathlib import Path
 
 import compare
 import models
+import optimizers
 import reference
 import torch
 from command import Command, CommandFailed, tensorboard_series
-from compare import Comparison
+from compare import Comparison, Planted, must_fail
 from reference import Plan, Plant, Windows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -103,18 +104,6 @@ class Family:
             yield "sgd", must_fail(plant.name, compare.weights(f"weights after step {SGD.steps}", sgd.weights, bad.weights[-1]))
 
 
-class Planted(Comparison):
-    """A comparison with a planted bug: passes exactly when the comparison finds it, and finds it in a difference of numbers."""
-
-    @property
-    def passed(self) -> bool:
-        return self.bound < self.worst < float("inf")
-
-
-def must_fail(plant: str, found: Comparison) -> Comparison:
-    return Planted(f"{found.what} must fail: {plant}", found.worst, found.bound, found.where)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", type=Path, default=ROOT / "build" / "release" / "bin" / "tessera")
@@ -129,21 +118,23 @@ def main() -> int:
         text = Path(scratch) / "text.txt"
         write_text(text)
         print(f"{'family':<11} {'setting':<13} {'check':<72} {'difference':>10}    {'bound':>7}")
-        for family in models.FAMILIES:
-            if options.only not in family.name:
+        command = Command(options.binary.resolve(), Path(scratch))
+        everything = {family.name: Family(family, command, text).checks() for family in models.FAMILIES} | {"optimizers": optimizers.checks(command, text)}
+        for family, checks in everything.items():
+            if options.only not in family:
                 continue
             try:
-                for setting, check in Family(family, Command(options.binary.resolve(), Path(scratch)), text).checks():
+                for setting, check in checks:
                     passed, failed = passed + check.passed, failed + (not check.passed)
                     sign = ">" if isinstance(check, Planted) else "<="
                     print(
-                        f"{family.name:<11} {setting:<13} {check.what:<72} {check.worst:10.2e} {sign:>2} {check.bound:7.0e}  "
+                        f"{family:<11} {setting:<13} {check.what:<72} {check.worst:10.2e} {sign:>2} {check.bound:7.0e}  "
                         + ("ok" if check.passed else f"FAILED {check.where}"),
                         flush=True,
                     )
             except CommandFailed as error:
                 failed += 1
-                print(f"{family.name:<11} FAILED {error}", flush=True)
+                print(f"{family:<11} FAILED {error}", flush=True)
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 class Plan:
     """A run of both sides."""
 
-    optimizer: str  # sgd or adamw
+    optimizer: str  # sgd, adamw, or one of optimizers.py
     lr: float
     weight_decay: float
     max_grad_norm: float
@@ -99,9 +99,9 @@ def copies(tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in as_filed(tensors).items()}
 
 
-def train(model: PreTrainedModel, windows: Windows, plan: Plan, plant: Plant = NO_PLANT) -> Run:
+def train(model: PreTrainedModel, windows: Windows, plan: Plan, plant: Plant = NO_PLANT, make: callable = make_optimizer) -> Run:
     """Trains `model` in place."""
-    optimizer, run = make_optimizer(model, plan), Run()
+    optimizer, run = make(model, plan), Run()
     parameters = dict(model.named_parameters())
     tokens_per_step = plan.global_size * SEQ_LEN
     for step in range(plan.steps):

@@ -108,12 +108,7 @@ TEST(ClipWrapped, AdafactorStepsInThePlainLoopOfEveryWrapper) {
       Net net;
       const auto wrapped = wrap(net, world);
       optim::WholeModel whole = all;
-      const comm::Group ranks = wrapped->norm_group();
-      if (ranks.size() > 1) {
-        whole.meet = [ranks](const at::Tensor& numbers, optim::Meeting how) {
-          comm::all_reduce(ranks, numbers, how == optim::Meeting::Sum ? comm::Op::Sum : comm::Op::Max);
-        };
-      }
+      whole.ranks = wrapped->norm_group();
       auto parts = zero_optimizer(net, [&](const std::vector<nn::NamedParameter>& updated) { return make(updated, whole); });
       for (int step = 0; step < steps; ++step) {
         net.zero_grad();

@@ -210,6 +210,8 @@ TEST_F(FullSharding, RefusesPatternsAndUnitsBeforeThereAreRanks) {
             std::string::npos)
       << large;
   check_modules(few("llama", {"run.memory_limit_bytes=30000"}));
+  const std::string group = refused({"optim.groups=[\"layers.*.atention: lr_factor = 2\"]"});
+  EXPECT_NE(group.find("'layers.*.atention' matches no module and no parameter; the nearest path is 'layers.0.attention'"), std::string::npos) << group;
   const std::string again = refused({"recompute.mode=full", "recompute.modules=blocks.*"});
   EXPECT_NE(again.find("recompute.modules = 'blocks.*': no module matches 'blocks.*'"), std::string::npos) << again;
 }

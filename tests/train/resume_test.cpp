@@ -63,7 +63,7 @@ TEST_F(Resume, ExpertsGoOnCutByTheirWidthAndOverTheRanksOfLayers) {
 
 /// State that is not laid out as its parameter: sums of rows, scales of blocks; in parts where a rank holds nothing of some matrix.
 class ResumeOptimizer : public Resume, public ::testing::WithParamInterface<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Kinds, ResumeOptimizer, ::testing::Values("adam8bit", "adafactor", "lion"));
+INSTANTIATE_TEST_SUITE_P(Kinds, ResumeOptimizer, ::testing::Values("adam8bit", "adafactor", "lion", "muon"));
 
 TEST_P(ResumeOptimizer, GoesOnInOtherLayouts) {
   const std::vector<Layout> layouts{{"stage 1 of 3", 3, {"zero.stage=1"}},

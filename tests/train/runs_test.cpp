@@ -179,6 +179,18 @@ TEST_F(Runs, MomentumThatACheckpointDoesNotHoldIsRefused) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.momentum = 0.9"), HasSubstr("was written without momentum"))));
 }
 
+TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {
+  run_into("a", 2, {"optim.groups=[\"embed_tokens: name = lion, lr = 0.001\"]"});
+  const std::string said = run_into("a", 4, {"optim.groups=[\"embed_tokens: name = lion, lr = 0.002\", \"norm: lr_factor = 2\"]", "checkpoint.resume=latest"});
+  EXPECT_THAT(said, AllOf(HasSubstr("optim.groups = "), HasSubstr("lr_factor = 2"), HasSubstr("lr = 0.001")));
+  const auto refused = [&](const std::string& groups, const std::string& sentence) {
+    EXPECT_THAT(([&] { run_into("a", 6, {"optim.groups=" + groups, "checkpoint.resume=latest"}); }),
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.groups: 'embed_tokens.weight' would be updated by " + sentence))));
+  };
+  refused("[]", "adamw, and");
+  refused("[\"embed_tokens: name = sgd\"]", "sgd, and");
+}
+
 TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
   run_into("a", 4, {"optim.schedule=cosine"});
   const std::string said = run_into("a", 8, {"optim.schedule=cosine", "checkpoint.resume=latest"});

@@ -27,8 +27,9 @@ tessera_sim_suite(kernels LEFT_OUT
   Loops.*                           # the CPU's loops by their pointers
   Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
 tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
+                  *StochasticOptimizer* RoundedState.*        # refused on CUDA, by name
                   ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
-tessera_sim_suite(precision LEFT_OUT *StochasticOptimizer*    # refused on CUDA, by name
+tessera_sim_suite(precision LEFT_OUT
                   Policy.NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights)  # fp16 on a CPU
 tessera_sim_suite(recompute LEFT_OUT
   RecomputeState.Autocast* RecomputeState.DrawsTheSameRandomNumbersAndGoesOnAsWithout  # the CPU's autocast and generator

@@ -1,4 +1,4 @@
-#include "tessera/precision/stochastic_rounding.h"
+#include "tessera/optim/rounded.h"
 
 #include <cmath>
 #include <limits>
@@ -11,7 +11,7 @@
 #include "tessera/kernels/stochastic_update.h"
 #include "tests/test_device.h"
 
-namespace tessera::precision {
+namespace tessera::optim {
 namespace {
 
 float widened(uint16_t bits) { return static_cast<float>(c10::BFloat16(bits, c10::BFloat16::from_bits())); }
@@ -19,6 +19,7 @@ float widened(uint16_t bits) { return static_cast<float>(c10::BFloat16(bits, c10
 OptimConfig rounded_config(const std::string& name) {
   OptimConfig config;
   config.name = name;
+  config.state_dtype = "bf16";
   config.momentum = 0.9;
   return config;
 }
@@ -54,13 +55,17 @@ TEST(StochasticRounding, KeepsWhatBf16HoldsAndWhatIsNotFinite) {
   }
 }
 
-class StochasticOptimizer : public ::testing::TestWithParam<std::string> {
+class StochasticOptimizer : public ::testing::TestWithParam<std::tuple<std::string, at::ScalarType>> {
  protected:
+  static std::string name() { return std::get<0>(GetParam()); }
+  /// Of the weights: bf16, or fp32 beside state in bf16.
+  static at::ScalarType dtype() { return std::get<1>(GetParam()); }
+
   /// Parameter and state after `steps` updates of `part` of the logical tensor "w" [9, 14].
   std::vector<at::Tensor> run(const Slice& part, int steps, at::ScalarType gradient_dtype) const {
-    const at::Tensor weight = take(rounded_values({9, 14}, "w"), part).to(at::kBFloat16).contiguous();
+    const at::Tensor weight = take(rounded_values({9, 14}, "w"), part).to(dtype()).contiguous();
     nn::set_slice(weight, part);
-    const auto optimizer = make_stochastic_rounding(rounded_config(GetParam()), 7, {{"w", weight, {}}});
+    const auto optimizer = make_optimizer(rounded_config(name()), {{"w", weight, {}}}, {}, 7);
     for (int step = 0; step < steps; ++step) {
       const at::Tensor gradient = take(rounded_values({9, 14}, "g" + std::to_string(step), 0.1f), part).to(at::kBFloat16).to(gradient_dtype);
       at::Tensor target = weight;
@@ -76,7 +81,7 @@ class StochasticOptimizer : public ::testing::TestWithParam<std::string> {
 TEST_P(StochasticOptimizer, BitsDoNotDependOnTheCut) {
   const std::vector<int64_t> shape{9, 14};
   const auto whole = run(Slice::whole("w", shape), 5, at::kFloat);
-  EXPECT_EQ(whole.size(), GetParam() == "adamw" ? 3 : 2);
+  EXPECT_EQ(whole.size(), name() == "adamw" ? 3 : 2);
   std::vector<Slice> parts;
   for (const int64_t dim : {0, 1}) {
     for (int index = 0; index < 5; ++index) {
@@ -103,8 +108,8 @@ TEST_P(StochasticOptimizer, BitsDoNotDependOnTheThreads) {
   std::vector<std::vector<at::Tensor>> seen;
   for (const int threads : {1, 2, 3}) {
     at::set_num_threads(threads);
-    at::Tensor weight = rounded_values({n}, "w").to(at::kBFloat16);
-    const auto optimizer = make_stochastic_rounding(rounded_config(GetParam()), 7, {{"w", weight, {}}});
+    at::Tensor weight = rounded_values({n}, "w").to(dtype());
+    const auto optimizer = make_optimizer(rounded_config(name()), {{"w", weight, {}}}, {}, 7);
     for (int step = 0; step < 2; ++step) {
       weight.mutable_grad() = rounded_values({n}, "g" + std::to_string(step), 0.1f);
       optimizer->step(1e-2);
@@ -128,11 +133,12 @@ TEST_P(StochasticOptimizer, TakesGradientsOfEitherType) {
 TEST_P(StochasticOptimizer, FollowsFp32OnTheAverage) {
   constexpr int64_t n = 4096;
   for (const double decay : {0.0, 10.0}) {
-    OptimConfig config = rounded_config(GetParam());
+    OptimConfig config = rounded_config(name());
     config.weight_decay = decay;
-    at::Tensor narrow = at::ones({n}, at::kBFloat16), wide = at::ones({n});
-    const auto rounded = make_stochastic_rounding(config, 3, {{"w", narrow, {}}});
-    const auto exact = optim::make_optimizer(config, {{"w", wide, {}}});
+    at::Tensor narrow = at::ones({n}, dtype()), wide = at::ones({n});
+    const auto rounded = make_optimizer(config, {{"w", narrow, {}}}, {}, 3);
+    config.state_dtype = "fp32";
+    const auto exact = make_optimizer(config, {{"w", wide, {}}});
     for (int step = 0; step < 50; ++step) {
       narrow.mutable_grad() = at::full({n}, 0.25);
       wide.mutable_grad() = at::full({n}, 0.25);
@@ -145,7 +151,25 @@ TEST_P(StochasticOptimizer, FollowsFp32OnTheAverage) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Optimizers, StochasticOptimizer, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
+/// A weight in fp32 is not rounded: the first step, whose averages begin at zero, is the plain optimizer's.
+TEST(RoundedState, LeavesWeightsInFp32Exact) {
+  for (const char* name : {"adamw", "lion", "sgd"}) {
+    OptimConfig config = rounded_config(name);
+    at::Tensor ours = rounded_values({9, 14}, "w"), plain = ours.clone();
+    const auto rounded = make_optimizer(config, {{"w", ours, {}}});
+    config.state_dtype = "fp32";
+    const auto exact = make_optimizer(config, {{"w", plain, {}}});
+    ours.mutable_grad() = plain.mutable_grad() = rounded_values({9, 14}, "g", 0.1f);
+    rounded->step(1e-2);
+    exact->step(1e-2);
+    EXPECT_TRUE(at::allclose(ours, plain, 1e-6, 1e-7)) << name;
+    for (const auto& state : rounded->state()) EXPECT_EQ(state.tensor.scalar_type(), at::kBFloat16);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, StochasticOptimizer,
+                         ::testing::Combine(::testing::Values("adamw", "sgd", "lion"), ::testing::Values(at::kBFloat16, at::kFloat)),
+                         [](const auto& info) { return std::get<0>(info.param) + (std::get<1>(info.param) == at::kFloat ? "_fp32" : "_bf16"); });
 
 }  // namespace
-}  // namespace tessera::precision
+}  // namespace tessera::optim

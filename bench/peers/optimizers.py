@@ -1,0 +1,63 @@
+"""Steps of others' optimizers on the parameters that bench/optim has, a LLaMA's of 35 million: PyTorch's fused AdamW, Adafactor and Muon, lion-pytorch, bitsandbytes' CPU path.
+
+Commands come on stdin, as peer.py's: `step N` is answered with {"step_s": [...]}.
+
+  tools/peer_python bench/peers/optimizers.py lion --threads 2 <<< $'step 5\\nquit'
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+
+
+def shapes() -> list[tuple[int, ...]]:
+    layer = [(384, 384)] * 4 + [(1024, 384)] * 2 + [(384, 1024), (384,), (384,)]
+    return [(32000, 384), (32000, 384), (384,)] + 6 * layer
+
+
+def make(name: str, parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    if name == "adamw":
+        return [torch.optim.AdamW(parameters, lr=1e-4, fused=True)]
+    if name == "lion":
+        from lion_pytorch import Lion
+
+        return [Lion(parameters, lr=1e-4, weight_decay=0.01)]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(parameters, lr=1e-4, weight_decay=0.01)]
+    if name == "adam8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return [AdamW8bit(parameters[1:], lr=1e-4), torch.optim.AdamW(parameters[:1], lr=1e-4, fused=True)]
+    hidden = [p for p in parameters[2:] if p.dim() == 2]
+    rest = parameters[:2] + [p for p in parameters[2:] if p.dim() != 2]
+    return [torch.optim.Muon(hidden, lr=1e-4, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(rest, lr=1e-4, fused=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["adamw", "lion", "adafactor", "adam8bit", "muon"])
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes()]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizers = make(options.name, parameters)
+    for line in sys.stdin:
+        command, *count = line.split()
+        if command == "quit":
+            return
+        seconds = []
+        for _ in range(int(count[0])):
+            begin = time.perf_counter()
+            for optimizer in optimizers:
+                optimizer.step()
+            seconds.append(time.perf_counter() - begin)
+        print(json.dumps({"step_s": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

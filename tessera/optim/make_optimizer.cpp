@@ -1,0 +1,44 @@
+#include <utility>
+
+#include "tessera/core/error.h"
+#include "tessera/optim/adafactor.h"
+#include "tessera/optim/adam8bit.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/optim/groups.h"
+#include "tessera/optim/lion.h"
+#include "tessera/optim/muon.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/rounded.h"
+#include "tessera/optim/several.h"
+#include "tessera/optim/sgd.h"
+
+namespace tessera::optim {
+
+namespace {
+
+std::unique_ptr<Optimizer> make_named(const OptimConfig& settings, std::vector<ParameterGroup> groups, WholeModel model, uint64_t seed) {
+  if (settings.state_dtype == "bf16") return make_rounded(settings, std::move(groups), seed);
+  require(settings.state_dtype == "fp32", "optim.state_dtype = ", settings.state_dtype, ": must be one of fp32, bf16");
+  const auto [beta1, beta2] = settings.betas;
+  if (settings.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{beta1, beta2, settings.eps});
+  if (settings.name == "sgd") return std::make_unique<Sgd>(std::move(groups), SgdOptions{settings.momentum});
+  if (settings.name == "lion") return std::make_unique<Lion>(std::move(groups), LionOptions{beta1, beta2});
+  if (settings.name == "adafactor")
+    return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = settings.eps, .momentum = settings.momentum}, std::move(model));
+  if (settings.name == "adam8bit") return std::make_unique<Adam8bit>(std::move(groups), AdamWOptions{beta1, beta2, settings.eps}, std::move(model));
+  if (settings.name == "muon") return std::make_unique<Muon>(std::move(groups), MuonOptions{settings.momentum, settings.ns_steps}, std::move(model));
+  throw ConfigError(detail::concat("optim.name = ", settings.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit, muon"));
+}
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model, uint64_t seed) {
+  auto shares = deal_groups(config, parameters, model);
+  if (shares.empty()) return make_named(config, {}, std::move(model), seed);
+  std::vector<std::unique_ptr<Optimizer>> optimizers;
+  for (auto& [settings, groups, whole] : shares) optimizers.push_back(make_named(settings, std::move(groups), std::move(whole), seed));
+  if (optimizers.size() == 1 && optimizers.front()->kind() == config.name) return std::move(optimizers.front());
+  return std::make_unique<Several>(config.name, std::move(optimizers));
+}
+
+}  // namespace tessera::optim
