@@ -5,6 +5,7 @@ happens on the machine meets both; ratios are of such pairs. A section's tables 
 build/bench/results.md and results.json (every step's time).
 
   tools/bench [--quick] [--only "vocab bf16"]
+  tools/bench --against OTHER/build/release/bin/tessera [--only vocab]     this build beside another, in turns, in the settings of --quick
 """
 
 import argparse
@@ -18,13 +19,14 @@ import sys
 import time
 from pathlib import Path
 
+import against
 import compression
 import context
 import mixture
 import plan
 import recompute
 from communication import CommunicationReport
-from comparisons import Setting
+from comparisons import QUICK_SETTINGS, Setting
 from report import Report, table
 from sides import ROOT, TIME_WAS_OVER, WARMUP_STEPS, Clock, OutOfTime, Peer, SideFailed, Tessera, output_of
 from spread import goes_on, turn_order
@@ -33,6 +35,7 @@ sys.path.insert(0, str(ROOT / "bench" / "peers"))
 STANDARD_FIELDS = {"real_time", "cpu_time", "bytes_per_second", "items_per_second"}  # of Google Benchmark; other numbers are a benchmark's own
 TEXT_BYTES = 200_000  # more than the windows of any run here, so that no step sees a text again
 PAIRS, QUICK_PAIRS = (3, 8), (2, 5)  # of turns: at least, at most
+AGAINST_PAIRS = 5
 QUICK_WARMUP_STEPS = 2  # of every process: less is warm then, on both sides
 # What ONEDNN_MAX_CPU_ISA may name that has no bf16 products (tessera/kernels/products.cpp).
 WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
@@ -221,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", type=Path, default=ROOT / "build" / "release" / "bin" / "tessera")
     parser.add_argument("--quick", action="store_true", help="at most 3 minutes: the smaller settings and all-reduce, as many turns as there is time for")
+    parser.add_argument("--against", type=Path, metavar="BINARY", help="another build of tessera, in place of peers")
     parser.add_argument("--only", help="sections whose name contains this, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the sections that would run, and end")
     parser.add_argument("--no-parts", action="store_true", help="leave out the rooms' own benchmarks")
@@ -242,6 +246,10 @@ def main() -> int:
     clock = Clock(plan.QUICK_S, plan.TAIL_S) if options.quick else Clock()
     out = ROOT / "build" / "bench"
     write_text(out / "text.txt")
+    if options.against:
+        settings = tuple(setting for setting in QUICK_SETTINGS if (options.only or "") in setting.name)
+        print(machine(), against.measure(settings, options.binary, options.against, out / "against", AGAINST_PAIRS, Clock()), sep="\n\n")
+        return 0
     results = Results(machine(), out)
     failed = False
     for index, section in enumerate(sections):

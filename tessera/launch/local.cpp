@@ -6,8 +6,6 @@
 #include <cstring>
 #include <fstream>
 
-#include <signal.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "tessera/core/error.h"
@@ -47,12 +45,6 @@ bool report_failure(Failure kind, std::string_view reason) {
   std::ofstream file(path, std::ios::trunc);
   file << write_report({kind, std::string(reason)}) << std::flush;
   return file.good();
-}
-
-void install_parent_watch() {
-  const pid_t parent = getppid();
-  invariant(prctl(PR_SET_PDEATHSIG, SIGKILL) == 0, "prctl: ", std::strerror(errno));
-  if (getppid() != parent) std::_Exit(1);  // it ended meanwhile
 }
 
 }  // namespace tessera::launch

@@ -38,7 +38,4 @@ enum class Failure { Config, Comm, Other };
 /// (TESSERA_ERROR_FILE unset or not writable): print it yourself.
 bool report_failure(Failure kind, std::string_view reason);
 
-/// Worker's side: end this process when its parent ends. For workers behind a wrapper; direct children of run_local have it already.
-void install_parent_watch();
-
 }  // namespace tessera::launch

@@ -60,7 +60,7 @@ void expect_offload_changes_nothing(World& world, const comm::Group& shard, Full
 }
 
 class OffloadOver : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(FullyShard, OffloadOver, ::testing::Values(1, 2, 3, 5));
+INSTANTIATE_TEST_SUITE_P(FullyShard, OffloadOver, ::testing::Values(1, 3, 5));
 
 TEST_P(OffloadOver, IsBitForBit) {
   const int ranks = GetParam();

@@ -33,12 +33,8 @@ class Precision(SystemTest):
         steps = ["run.steps=50", "optim.lr=3e-3"]
         fp32 = self.log("fp32", steps)
         self.assertLess(fp32[-1]["loss"], 0.7 * fp32[0]["loss"])
-        for tag, sets, nproc in (  # the others: tests/train/precision_test.cpp
-            ("fp16-stage2", [*FP16, "precision.reduce=fp16", "zero.stage=2"], 2),
-            ("bf16-stage3", [*BF16, "precision.reduce=bf16", "zero.stage=3"], 2),
-        ):
-            losses = self.log(tag, [*steps, *sets], nproc)
-            self.assertLessEqual(abs(losses[-1]["loss"] - fp32[-1]["loss"]), 0.01 * fp32[-1]["loss"], tag)
+        bf16 = self.log("bf16", [*steps, *BF16, "precision.reduce=bf16", "zero.stage=3"], nproc=2)  # others in tests/train/precision_test.cpp
+        self.assertLessEqual(abs(bf16[-1]["loss"] - fp32[-1]["loss"]), 0.01 * fp32[-1]["loss"])
 
     def test_a_dynamic_scale_follows_its_rule_and_the_schedule_waits(self):
         growth = 3

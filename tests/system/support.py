@@ -31,8 +31,8 @@ def environment(**extra):
 def run(*arguments, timeout=120, **extra):
     """Runs the command to its end; returns the finished process with text output."""
     words = [str(argument) for argument in arguments]
-    if is_one_process(words) and not extra:
-        return run_forked(words, timeout)
+    if is_one_process(words) and all(name.startswith("TESSERA_") for name in extra):  # others are for libraries to read as they are loaded
+        return run_forked(words, timeout, extra)
     return subprocess.run([TESSERA, *words], capture_output=True, text=True, timeout=timeout, env=environment(**extra))
 
 
@@ -49,7 +49,7 @@ def command():
     return ctypes.CDLL(str(pathlib.Path(TESSERA).parent.parent / "lib/libtessera_cli.so"), mode=os.RTLD_LAZY | os.RTLD_GLOBAL).tessera_command
 
 
-def run_forked(words, timeout):
+def run_forked(words, timeout, extra):
     """The command in a copy of this process."""
     call, argv = command(), [os.fsencode(word) for word in (TESSERA, *words)]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -60,6 +60,7 @@ def run_forked(words, timeout):
                 os.dup2(err.fileno(), 2)
                 for variable in LAUNCHER_VARIABLES:
                     os.environ.pop(variable, None)
+                os.environ.update(extra)
                 for number in (signal.SIGINT, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)
                 os._exit(call(len(argv), (ctypes.c_char_p * (len(argv) + 1))(*argv, None)))

@@ -15,7 +15,7 @@ using namespace tessera::testing_support;
 class ExpertsOverRanks : public MixtureFixture {
  protected:
   void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
-    expect_same_run({"model.experts=8"}, model, layout, world);
+    expect_same_run({"model.experts=8", "run.steps=3"}, model, layout, world);
   }
 };
 
@@ -122,7 +122,7 @@ TEST_F(ExpertsOverRanks, RecomputeByTheFirstRouting) {
   for (const auto& sets : {std::vector<std::string>{"recompute.mode=full"},
                            {"recompute.mode=full", "recompute.modules=layers.*.feed_forward"},
                            {"recompute.mode=selective", "recompute.keep=[\"mm\"]"}}) {
-    auto plain = std::vector<std::string>{"model.experts=8", "zero.stage=3", "mesh.ep=2"};
+    auto plain = std::vector<std::string>{"model.experts=8", "zero.stage=3", "mesh.ep=2", "run.steps=3"};
     const Trace want = train(config("mixtral", plain), 4);
     plain.insert(plain.end(), sets.begin(), sets.end());
     const Trace got = train(config("mixtral", plain), 4);

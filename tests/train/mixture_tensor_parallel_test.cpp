@@ -19,7 +19,7 @@ class CutMixtures : public MixtureFixture {
  protected:
   /// Under SGD, for AdamW makes a step of a rounding, and with large terms of the router, which are of all tokens wherever they are.
   void expect_like_one_device(const Sets& model, const Sets& layout, int world) const {
-    Sets base{"model.experts=8", "moe.balance_loss=1", "moe.z_loss=0.1", "optim.name=sgd", "optim.lr=0.02", "run.steps=2"};
+    Sets base{"model.experts=8", "moe.balance_loss=1", "moe.z_loss=0.1", "optim.name=sgd", "optim.lr=0.02", "run.steps=2", "batch.global_size=10"};
     expect_same_run(base, model, layout, world);
   }
   void expect_with_and_without_sequences(const Sets& model, Sets layout, int world) const {

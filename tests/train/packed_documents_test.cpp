@@ -20,7 +20,7 @@ using Sets = std::vector<std::string>;
 class PackedDocuments : public testing_support::TrainFixture {
  protected:
   Config lines(const std::string& family, Sets sets = {}) const {
-    sets.insert(sets.begin(), {write_lines(), "data.documents=lines", "data.seq_len=29", "batch.global_size=6"});
+    sets.insert(sets.begin(), {write_lines(), "data.documents=lines", "data.seq_len=29", "batch.global_size=6", "run.steps=3"});
     return config(family, sets);
   }
   data::MicroBatch first_micro_batch(const Config& settings) const {

@@ -19,7 +19,7 @@ namespace tessera::testing_support {
 using testing_support::SliceCollector;
 using Sets = std::vector<std::string>;
 
-inline constexpr int64_t kSaved = 3, kLast = 6;
+inline constexpr int64_t kSaved = 3, kLast = 5;
 
 struct Layout {
   const char* name;

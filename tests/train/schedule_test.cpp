@@ -103,11 +103,12 @@ class Scheduled : public TrainFixture {
   }
 
   void expect_one_result(int world, std::vector<std::string> sets, const std::string& family = "llama", const Schedules& schedules = usual_schedules()) const {
+    sets.insert(sets.begin(), "batch.global_size=10");  // uneven over 3 and 4 ranks
     sets.insert(sets.end(), {"batch.micro_size=1", "zero.bucket_bytes=20000", "run.threads=1"});
     const Config config = TrainFixture::config(family, sets);
     const auto plain = run(config, world, {});
     for (const auto& [name, schedule] : schedules) {
-      SCOPED_TRACE(std::to_string(world) + " ranks" + (sets.empty() ? "" : ", " + sets.front()) + ", " + name);
+      SCOPED_TRACE(std::to_string(world) + " ranks, " + ::testing::PrintToString(sets) + ", " + name);
       EXPECT_EQ(difference(run(config, world, schedule), plain), "");
     }
   }

@@ -45,7 +45,7 @@ class Sharding : public TrainFixture {
 };
 
 TEST_F(Sharding, StagesTrainAsOneDeviceDoes) {
-  expect_equal_runs("llama", {"model.kv_heads=2", "run.steps=20"},
+  expect_equal_runs("llama", {"model.kv_heads=2", "run.steps=8"},
                     {{2, {"zero.stage=1"}},
                      {5, {"zero.stage=1"}},
                      {3, {"zero.stage=2"}},

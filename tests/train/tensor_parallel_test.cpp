@@ -11,6 +11,12 @@ using testing_support::kLosses;
 
 class TensorParallelRuns : public TrainFixture {
  protected:
+  /// Of three steps: what an update spoils shows in the next.
+  Config config(const std::string& family, std::vector<std::string> sets) const {
+    sets.emplace_back("run.steps=3");
+    return TrainFixture::config(family, sets);
+  }
+
   void expect_equal(const std::string& family, const std::vector<std::string>& common, const std::vector<std::pair<int, std::vector<std::string>>>& layouts) {
     const Trace one = train(config(family, common), 1);
     for (const auto& [ranks, sets] : layouts) {

@@ -54,6 +54,7 @@ tessera_sim_suite(tensor_parallel LEFT_OUT
 tessera_sim_suite(context_parallel)
 tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*)  # reads counts by their pointer
 tessera_sim_suite(fsdp LEFT_OUT
+  FullyShard/OffloadOver.IsBitForBit/2         # five ranks: the longest, and in the order of three
   *Foreign.RecurrentLanguageModel*             # CUDA's own kernels of recurrent networks
   *Foreign.AFrozenModelPassesGradientsOn* *Foreign.AGradientPenalty* FullyShardLoop.WeightsAreLoadedAfterWrapping  # gradients of another rank's tensors
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
