@@ -45,6 +45,8 @@ at::Tensor norm_of(const Config& config, const Composition& run, at::Device devi
   // Stages have different rows: each adds its own up.
   const auto order = config.run.deterministic && !run.tensor && run.parts.empty() ? optim::NormOrder::FixedTree : optim::NormOrder::Fast;
   optim::NormGroup group{.parameters = nn::counted_once(run.updated), .reduce = {}};
+  // A rank may count nothing (a last stage that is a tied head, on all of its tensor ranks but the first): its zero lies where the others' sums do.
+  if (group.parameters.empty()) group.parameters.push_back({.name = "nothing", .tensor = at::empty({0}, at::TensorOptions(device)), .aliases = {}});
   if (run.elements.size() > 1) {
     group.reduce = [&run, device, &meanwhile](at::Tensor& sums) {
       const comm::CallSite site("norm");
