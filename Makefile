@@ -38,8 +38,8 @@ parity: build
 	@tools/parity
 
 # Hundreds of kills, at any moment and during saves, every combination of stage, layout, number format and recomputation against one device, and thousands of
-# random training programs under every wrapper, of random models in stages, and of random recipes and layouts against one device. The tests do four kills of each, let every
-# stage meet every one of the others, and run a hundred programs or two.
+# random programs: training loops under every wrapper, models in stages, recipes in layouts, plans of tensor parallelism (docs/testing.md). The tests do four
+# kills of each, let every stage meet every one of the others, and run a hundred programs or two.
 soak: build
 	@tools/soak
 	@tools/soak --kills-in-save 200

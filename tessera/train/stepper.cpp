@@ -44,6 +44,8 @@ kernels::KernelChoice choice_of(const Config& config) {
 optim::NormGroup norm_group(std::vector<nn::NamedParameter> parameters, const comm::Group& elements, at::Device device,
                             const std::function<void()>& meanwhile) {
   optim::NormGroup group{.parameters = std::move(parameters), .reduce = {}};
+  // A rank may count nothing (a last stage that is a tied head, on all of its tensor ranks but the first): its zero lies where the others' sums do.
+  if (group.parameters.empty()) group.parameters.push_back({.name = "nothing", .tensor = at::empty({0}, at::TensorOptions(device)), .aliases = {}});
   if (elements.size() == 1) return group;
   group.reduce = [elements, device, meanwhile](at::Tensor& sums) {
     const comm::CallSite site("norm");

@@ -88,6 +88,12 @@ TEST_F(PipelinePlanTest, ABubbleIsThatOfTheScheduleWhereStagesAreAlike) {
   EXPECT_GT(idle("1f1b", {"pipeline.costs=[1, 1, 1, 0.5]"}), bubble + 0.01) << "messages take time where they are said to";
 }
 
+/// The last stage is a norm, which the first of its tensor ranks counts, and a tied head, which the first stage counts.
+TEST_F(PipelinePlanTest, ARankThatCountsNothingInTheNorm) {
+  const auto planned = plan::dry_run(piped({"mesh.pp=2", "mesh.tp=2", "model.tie_embeddings=true", "pipeline.split=[\"7\", \"1\"]"}), 4);
+  EXPECT_EQ(planned.ranks.size(), 4u);
+}
+
 TEST_F(PipelinePlanTest, SharesAndLinksOfStages) {
   const auto plan =
       plan::plan_pipeline(piped({"mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "pipeline.split=[\"1\", \"3\", \"3\", \"1\"]"}), 2);
