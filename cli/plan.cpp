@@ -20,6 +20,8 @@
 #include "tessera/core/format.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/explain.h"
+#include "tessera/plan/formats.h"
 #include "tessera/plan/longest.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
@@ -34,19 +36,21 @@ struct PlanFlags {
   std::string what;
   std::vector<std::string> sets;
   int world = 1;
-  bool json = false, longest = false, events = false;
+  bool json = false, longest = false, events = false, explain = false;
 };
 
-Config planned(const PlanFlags& flags) {
-  if (is_there(flags.what)) return read_config(flags.what, flags.sets);
-  if (auto config = plan::preset(flags.what, flags.sets)) {
-    resolve(*config);
-    return *config;
+/// A file has no name that speaks of a number of parameters, and no source.
+plan::Preset planned(const PlanFlags& flags) {
+  if (is_there(flags.what)) return {.config = read_config(flags.what, flags.sets)};
+  if (auto found = plan::preset(flags.what, flags.sets)) {
+    resolve(found->config);
+    return *found;
   }
   std::string names;
   for (const auto& name : plan::preset_names()) names += " " + name;
   const auto near = nearest(flags.what, plan::preset_names());
-  throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names));
+  throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names,
+                                   ", or a number of parameters such as 7e9"));
 }
 
 /// Above it, lists of ranks alone take longer than anybody waits; the largest machines have a tenth of it.
@@ -92,6 +96,16 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
   return json;
 }
 
+void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
+  const auto explanation = plan::explain(of.config, of.parameters, flags.world > 1 ? flags.world : 8);
+  if (flags.json) {
+    std::printf("%s\n", plan::to_json(explanation).dump(2).c_str());
+    return;
+  }
+  const std::string source = of.source.empty() ? "" : " (shape: " + of.source + ")";
+  std::printf("%s%s: %s\n%s", of.config.name.c_str(), source.c_str(), plan::to_string(explanation).c_str(), plan::to_string(plan::number_formats()).c_str());
+}
+
 void say_longest(const plan::LongestSequence& found, const Config& config, bool json) {
   if (json) {
     std::printf("%s\n", nlohmann::json{{"longest", found.seq_len}, {"peak_bytes", found.peak}, {"limit", config.run.memory_limit_bytes}}.dump().c_str());
@@ -112,16 +126,24 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_flag("--json", flags->json, "Print JSON");
   command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
+  command->add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
   command->callback([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
-    Config config = planned(*flags);
-    validate(config, flags->world, Purpose::Plan);
+    plan::Preset what = planned(*flags);
+    Config& config = what.config;
+    require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
+    validate(config, flags->explain ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
     if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
+    if (flags->explain) {
+      say_explanation(what, *flags);
+      exit_code = 0;
+      return;
+    }
     if (flags->longest) {
       say_longest(plan::longest_sequence(config, flags->world), config, flags->json);
       exit_code = 0;
