@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -19,6 +20,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/kernels/products.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/explain.h"
 #include "tessera/plan/formats.h"
@@ -33,7 +35,7 @@ namespace tessera::cli {
 namespace {
 
 struct PlanFlags {
-  std::string what;
+  std::string what, device;
   std::vector<std::string> sets;
   int world = 1;
   bool json = false, longest = false, events = false, explain = false;
@@ -90,10 +92,18 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
-nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
+nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device) {
   nlohmann::json json = plan::to_json(run);
   json["compute"] = config.precision.compute;  // what auto became
+  if (device) json["device"] = device->key;
   return json;
+}
+
+/// A step may need no more than the device has.
+void limit_to(const plan::Device& device, Config& config) {
+  const auto memory = static_cast<int64_t>(device.memory_bytes);
+  int64_t& limit = config.run.memory_limit_bytes;
+  limit = limit == 0 ? memory : std::min(limit, memory);
 }
 
 void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
@@ -126,6 +136,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--set", flags->sets, "key=value, over the file; may be given again")->allow_extra_args(false);
   command->add_flag("--json", flags->json, "Print JSON");
   command->add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
+  command->add_option("--device", flags->device, "The device of each rank: what fits in its memory; a name, or a file like those of plan/hardware");
   command->add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command->add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for")->needs("--json");
   command->callback([flags, &exit_code] {
@@ -133,6 +144,8 @@ void add_plan(CLI::App& app, int& exit_code) {
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     plan::Preset what = planned(*flags);
     Config& config = what.config;
+    std::optional<plan::Device> device;
+    if (!flags->device.empty()) limit_to(device.emplace(plan::find_device(flags->device)), config);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
     validate(config, flags->explain ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
@@ -153,7 +166,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ProgressLine line;
       return plan::dry_run(config, flags->world, {.events = flags->events, .progress = std::ref(line)});
     }();
-    std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
+    std::string text = flags->json ? json_of(run, config, device).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
