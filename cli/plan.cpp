@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -19,7 +20,10 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/kernels/products.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/explain.h"
+#include "tessera/plan/formats.h"
 #include "tessera/plan/longest.h"
 #include "tessera/plan/machine.h"
 #include "tessera/plan/out_of_memory.h"
@@ -32,24 +36,24 @@ namespace tessera::cli {
 namespace {
 
 struct PlanFlags {
-  std::string what;
+  std::string what, device;
   std::vector<std::string> sets;
-  int world = 1;
-  std::string device;
-  int devices_per_node = 0;
-  bool json = false, longest = false, events = false;
+  int world = 1, devices_per_node = 0;
+  bool json = false, longest = false, events = false, explain = false;
 };
 
-Config planned(const PlanFlags& flags) {
-  if (is_there(flags.what)) return read_config(flags.what, flags.sets);
-  if (auto config = plan::preset(flags.what, flags.sets)) {
-    resolve(*config);
-    return *config;
+/// A file has no name that speaks of a number of parameters, and no source.
+plan::Preset planned(const PlanFlags& flags) {
+  if (is_there(flags.what)) return {.config = read_config(flags.what, flags.sets)};
+  if (auto found = plan::preset(flags.what, flags.sets)) {
+    resolve(found->config);
+    return *found;
   }
   std::string names;
   for (const auto& name : plan::preset_names()) names += " " + name;
   const auto near = nearest(flags.what, plan::preset_names());
-  throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names));
+  throw ConfigError(detail::concat(flags.what, ": neither a file nor a preset", near.empty() ? "" : "; did you mean " + near + "?", "; presets:", names,
+                                   ", or a number of parameters such as 7e9"));
 }
 
 /// Above it, lists of ranks alone take longer than anybody waits; the largest machines have a tenth of it.
@@ -89,20 +93,35 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
-/// What a device of the machine holds is the limit, unless the configuration has one.
-std::optional<plan::Machine> machine_of(const PlanFlags& flags, Config& config) {
-  require(flags.devices_per_node >= 0, "--devices-per-node ", flags.devices_per_node, ": it must be at least 1");
-  if (flags.device.empty()) return std::nullopt;
-  plan::Machine machine = plan::find_machine(flags.device);
-  if (flags.devices_per_node > 0) machine.devices_per_host = flags.devices_per_node;
-  if (config.run.memory_limit_bytes == 0) config.run.memory_limit_bytes = machine.memory_bytes;
-  return machine;
-}
-
-nlohmann::json json_of(const plan::DryRun& run, const Config& config) {
+nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device) {
   nlohmann::json json = plan::to_json(run);
   json["compute"] = config.precision.compute;  // what auto became
+  if (device) json["device"] = device->key;
   return json;
+}
+
+/// A step may need no more than the device has.
+void limit_to(const plan::Device& device, Config& config) {
+  const auto memory = static_cast<int64_t>(device.memory_bytes);
+  int64_t& limit = config.run.memory_limit_bytes;
+  limit = limit == 0 ? memory : std::min(limit, memory);
+}
+
+plan::Device device_of(const PlanFlags& flags) {
+  plan::Device device = plan::find_device(flags.device);
+  require(flags.devices_per_node >= 0, "--devices-per-node ", flags.devices_per_node, ": it must be at least 1");
+  if (flags.devices_per_node > 0) device.devices_per_node = flags.devices_per_node;
+  return device;
+}
+
+void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
+  const auto explanation = plan::explain(of.config, of.parameters, flags.world > 1 ? flags.world : 8);
+  if (flags.json) {
+    std::printf("%s\n", plan::to_json(explanation).dump(2).c_str());
+    return;
+  }
+  const std::string source = of.source.empty() ? "" : " (shape: " + of.source + ")";
+  std::printf("%s%s: %s\n%s", of.config.name.c_str(), source.c_str(), plan::to_string(explanation).c_str(), plan::to_string(plan::number_formats()).c_str());
 }
 
 void say_longest(const plan::LongestSequence& found, const Config& config, bool json) {
@@ -123,22 +142,31 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("what", flags->what, "Configuration (TOML), or the name of a preset").required();
   command.add_option("--world", flags->world, "Ranks").shows_default();
   command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
-  command.add_option("--device", flags->device,
-                     "Device on which a step is timed and has to fit: a name such as h100, or a file like those in tessera/plan/hardware");
-  command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a host, in place of what --device says").needs("--device");
   command.add_flag("--json", flags->json, "Print JSON");
   command.add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
+  command.add_option("--device", flags->device,
+                     "The device of each rank: what fits in its memory, and how long a step takes; a name, or a file like those of tessera/plan/hardware");
+  command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a node, in place of what --device says").needs("--device");
+  command.add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
   command.when_chosen([flags, &exit_code] {
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
-    Config config = planned(*flags);
-    validate(config, flags->world, Purpose::Plan);
-    const std::optional<plan::Machine> machine = machine_of(*flags, config);
+    plan::Preset what = planned(*flags);
+    Config& config = what.config;
+    std::optional<plan::Device> device;
+    if (!flags->device.empty()) limit_to(device.emplace(device_of(*flags)), config);
+    require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
+    validate(config, flags->explain ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
     if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
+    if (flags->explain) {
+      say_explanation(what, *flags);
+      exit_code = 0;
+      return;
+    }
     if (flags->longest) {
       say_longest(plan::longest_sequence(config, flags->world), config, flags->json);
       exit_code = 0;
@@ -146,9 +174,10 @@ void add_plan(Command app, int& exit_code) {
     }
     const auto run = [&] {
       ProgressLine line;
+      const auto machine = device ? std::optional(plan::machine_of(*device)) : std::nullopt;
       return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
     }();
-    std::string text = flags->json ? json_of(run, config).dump(2) + "\n" : plan::to_string(run);
+    std::string text = flags->json ? json_of(run, config, device).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;

@@ -1,24 +1,25 @@
-# The hardware files of the planner, as texts of the library: `tessera plan --device h100` works wherever the command is installed.
-file(GLOB hardware_files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tessera/plan/hardware/*.toml)
-set(entries "")
-foreach(file ${hardware_files})
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
-  get_filename_component(name ${file} NAME_WE)
-  file(READ ${file} text)
-  string(APPEND entries "      {\"${name}\", R\"toml(${text})toml\"},\n")
+# What makers say of devices (tessera/plan/hardware/*.toml) is part of the library, so that the command finds it wherever it was copied to.
+file(GLOB hardware CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tessera/plan/hardware/*.toml)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${hardware})
+list(LENGTH hardware hardware_count)
+set(hardware_entries "")
+foreach(path ${hardware})
+  get_filename_component(name ${path} NAME_WE)
+  file(READ ${path} text)
+  string(APPEND hardware_entries "    {\"${name}\", R\"toml(${text})toml\"},\n")
 endforeach()
-file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/generated/hardware_files.cpp CONTENT
-"// Made by cmake/TesseraHardware.cmake from tessera/plan/hardware.
-#include \"tessera/plan/hardware_files.h\"
+file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/generated/tessera/plan/hardware_files.h @ONLY CONTENT
+"// Made by cmake/TesseraHardware.cmake.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <utility>
 
 namespace tessera::plan {
 
-const std::map<std::string_view, std::string_view>& hardware_files() {
-  static const std::map<std::string_view, std::string_view> files{
-${entries}  };
-  return files;
-}
+inline constexpr std::array<std::pair<std::string_view, std::string_view>, @hardware_count@> kHardwareFiles{{
+@hardware_entries@}};
 
 }  // namespace tessera::plan
-" @ONLY)
-target_sources(tessera_plan PRIVATE ${CMAKE_BINARY_DIR}/generated/hardware_files.cpp)
+")

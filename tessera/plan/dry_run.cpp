@@ -6,11 +6,14 @@
 #include <sstream>
 #include <string_view>
 
+#include <fmt/format.h>
+
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
+#include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
@@ -227,6 +230,30 @@ StepTime timed(const Config& config, const DryRun& run, const Machine& machine) 
 
 }  // namespace
 
+namespace {
+
+EffectiveBatch effective_batch(const Config& config, int world) {
+  const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
+  const int ranks = size_along(shape, mesh_roles(config).batch);
+  return {.per_rank = config.batch.micro_size,
+          .data_ranks = ranks,
+          .accumulation = chunk(config.batch.global_size / config.batch.micro_size, ranks, 0).second,
+          .global = config.batch.global_size};
+}
+
+nlohmann::json to_json(const EffectiveBatch& batch) {
+  return {{"per_rank", batch.per_rank}, {"data_ranks", batch.data_ranks}, {"accumulation", batch.accumulation}, {"global", batch.global}};
+}
+
+std::string to_string(const EffectiveBatch& batch) {
+  const bool even = batch.per_rank * batch.data_ranks * batch.accumulation == batch.global;
+  return fmt::format("a step: {} sequences, {} a rank x {} data rank{} x {} micro-batch{}{}\n", batch.global, batch.per_rank, batch.data_ranks,
+                     batch.data_ranks == 1 ? "" : "s", batch.accumulation, batch.accumulation == 1 ? "" : "es",
+                     even ? "" : ", some of them empty on the ranks that have fewer");
+}
+
+}  // namespace
+
 bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
 
 const RankClass& largest_class(const DryRun& run) {
@@ -240,6 +267,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   DryRun run;
   run.world = world;
   run.memory_limit = config.run.memory_limit_bytes;
+  run.batch = effective_batch(config, world);
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   run.parameters = num_parameters(config.model);
   run.active_parameters = num_active_parameters(config.model);
@@ -281,6 +309,7 @@ nlohmann::json to_json(const DryRun& run) {
   nlohmann::json ranks = nlohmann::json::array();
   for (const auto& r : run.ranks) ranks.push_back(to_json(r, run.pipeline));
   nlohmann::json json = {{"world", run.world},
+                         {"batch", to_json(run.batch)},
                          {"tokens_per_step", run.tokens_per_step},
                          {"parameters", run.parameters},
                          {"active_parameters", run.active_parameters},
@@ -300,6 +329,7 @@ std::string to_string(const DryRun& run) {
   const std::string active = run.active_parameters == run.parameters ? "" : fmt::format(" ({} active for a token)", count(run.active_parameters));
   std::string out = fmt::format("{} rank{}, {} parameters{}, {} tokens a step\n", run.world, run.world == 1 ? "" : "s", count(run.parameters), active,
                                 count(run.tokens_per_step));
+  out += to_string(run.batch);
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
   if (run.time) out += to_string(*run.time);

@@ -35,9 +35,18 @@ struct RankClass {
   RankTime time;                           ///< of one step (DryRunOptions::machine)
 };
 
+/// How many sequences make up a step: those of a forward pass, times the ranks that are dealt others, times their passes.
+struct EffectiveBatch {
+  int64_t per_rank = 0;  ///< batch.micro_size
+  int64_t data_ranks = 1;
+  int64_t accumulation = 0;  ///< micro-batches of the rank that has most
+  int64_t global = 0;        ///< batch.global_size: less than the product where micro-batches do not go up in the ranks
+};
+
 /// What `tessera plan` knows of a run before a device is touched.
 struct DryRun {
   int world = 1;
+  EffectiveBatch batch;
   int64_t tokens_per_step = 0;
   int64_t parameters = 0;         ///< of the whole model, tied ones once
   int64_t active_parameters = 0;  ///< of those, what one token meets: not the experts that it does not visit

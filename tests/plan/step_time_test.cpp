@@ -19,7 +19,6 @@ namespace {
 
 using schedules::Kind;
 using testing::AllOf;
-using testing::Contains;
 using testing::HasSubstr;
 using testing_support::refusal;
 
@@ -90,7 +89,7 @@ TEST(CollectiveSeconds, AllReducesOfOneHostAreWithinAFifthOfThoseMeasured) {
   };
   const std::vector<Row> rows = {{2, 64, 404.7},    {2, 256, 1455.8}, {2, 1024, 5442.8}, {4, 16, 179.6}, {4, 64, 543.8},   {4, 256, 1929.0},
                                  {4, 1024, 7259.4}, {8, 1, 92.8},     {8, 16, 232.4},    {8, 64, 579.9}, {8, 256, 2162.3}, {8, 1024, 8193.0}};
-  const Machine a100 = find_machine("a100");
+  const Machine a100 = machine_of(find_device("a100-80gb"));
   for (const Row& row : rows) {
     const int64_t bytes = row.mib << 20;
     const CollectiveEvent call{.op = "all_reduce", .group_size = row.devices, .bytes = bytes, .sent_bytes = 2 * bytes * (row.devices - 1) / row.devices};
@@ -205,11 +204,11 @@ TEST_F(StepSeconds, TheSlowestStageAndTheSlowestClassDecide) {
 }
 
 TEST_F(StepSeconds, OfTheVeryStep) {
-  Machine machine = find_machine("h100");
+  Machine machine = machine_of(find_device("h100"));
   machine.device.launch = machine.device.collective_launch = machine.device.kernel_gap = 0;
   const auto timed = [&](int world, std::vector<std::string> sets) {
     sets.insert(sets.end(), {"model.layers=2", "data.seq_len=1024", "batch.global_size=8"});
-    Config config = preset("7b", sets).value();
+    Config config = preset("7b", sets)->config;
     resolve(config);
     return dry_run(config, world, {.machine = machine}).time.value();
   };
@@ -228,50 +227,33 @@ TEST_F(StepSeconds, OfTheVeryStep) {
   EXPECT_LT(piped.seconds, alone.seconds);
 }
 
-// ---- files
+// ---- what devices reach
 
-TEST(Machines, EachThatComesWithTheLibraryIsWhole) {
-  EXPECT_THAT(machine_names(), AllOf(Contains("h100"), Contains("a100"), Contains("v100-32"), Contains("mi300x"), Contains("cpu")));
-  for (const auto& name : machine_names()) {
-    const Machine machine = find_machine(name);
-    EXPECT_FALSE(machine.sources.empty()) << name;
-    EXPECT_GT(machine.memory_bytes, int64_t{1} << 33) << name;
-    EXPECT_TRUE(machine.device.flops.contains(at::kFloat)) << name;
-    EXPECT_LE(machine.device.product_share, 1) << name;
-    EXPECT_GT(machine.device.memory_bandwidth, machine.inside.bandwidth) << name;
+TEST(Machines, AreWhatTheMakerSaysAndWhatIsReachedOfIt) {
+  const Machine h100 = machine_of(find_device("h100"));
+  EXPECT_EQ(h100.device.flops.at(at::kBFloat16), 989.4e12);
+  EXPECT_EQ(h100.device.multiprocessors, 132);
+  EXPECT_DOUBLE_EQ(h100.inside.bandwidth, 0.8 * 450e9);
+  EXPECT_DOUBLE_EQ(h100.inside.latency, 7e-6);
+  EXPECT_DOUBLE_EQ(h100.across.bandwidth, 0.9 * 50e9);
+  for (const auto& name : device_names()) {
+    const Machine machine = machine_of(find_device(name));
+    EXPECT_GT(machine.inside.bandwidth, 0) << name;
+    EXPECT_GT(machine.across.bandwidth, 0) << name;
+    EXPECT_LT(machine.across.bandwidth, machine.device.memory_bandwidth) << name;
+    EXPECT_GE(machine.devices_per_host, 1) << name;
   }
 }
 
-TEST(Machines, WhatIsWrongInAFileIsNamedWithItsLine) {
-  const std::string good = R"(title = "t"
-sources = ["s"]
-memory_bytes = 1e9
-[device]
-multiprocessors = 4
-flops = { fp32 = 1e12 }
-memory_bandwidth = 1e11
-[links]
-devices_per_host = 2
-inside = { bandwidth = 1e10, latency = 1e-6 }
-across = { bandwidth = 1e9, latency = 1e-5 }
-)";
-  EXPECT_EQ(parse_machine(good, "m.toml").devices_per_host, 2);
-  const auto with = [&](const std::string& from, const std::string& to) {
-    std::string text = good;
-    text.replace(text.find(from), from.size(), to);
-    return refusal([&] { parse_machine(text, "m.toml"); });
-  };
-  EXPECT_THAT(with("memory_bandwidth = 1e11", ""), AllOf(HasSubstr("device.memory_bandwidth"), HasSubstr("missing")));
-  EXPECT_THAT(with("multiprocessors = 4", "multiprocessors = -4"), AllOf(HasSubstr("m.toml:5"), HasSubstr("above zero")));
-  EXPECT_THAT(with("multiprocessors", "multiprocesors"), HasSubstr("multiprocessors"));
-  EXPECT_THAT(with("fp32 = 1e12", "fp23 = 1e12"), AllOf(HasSubstr("device.flops.fp23"), HasSubstr("did you mean fp32")));
-  EXPECT_THAT(with("1e12 }", "nan }"), HasSubstr("above zero"));
-  EXPECT_THAT(with("title = \"t\"", "title = 3"), HasSubstr("title"));
-  EXPECT_THAT(with("[links]", "[links"), HasSubstr("m.toml:8"));
-}
-
-TEST(Machines, OneThatIsNotKnownIsRefusedWithTheNearest) {
-  EXPECT_THAT(refusal([] { find_machine("h10"); }), AllOf(HasSubstr("--device h10"), HasSubstr("did you mean h100?"), HasSubstr("a100-40")));
+TEST(Machines, AUsersFileMayLeaveItOutOrSayIt) {
+  const std::string plain = "name = \"mine\"\nmemory_gb = 10\nmemory_gb_per_s = 100\ndevices_per_node = 2\n[tflops]\nfp32 = 1\n";
+  EXPECT_DOUBLE_EQ(machine_of(parse_device(plain, "mine.toml")).device.product_share, DeviceRates().product_share);
+  const Machine said = machine_of(parse_device(plain + "[reaches]\nproducts = 0.5\nlaunch_us = 3\n", "mine.toml"));
+  EXPECT_DOUBLE_EQ(said.device.product_share, 0.5);
+  EXPECT_DOUBLE_EQ(said.device.launch, 3e-6);
+  const auto refused = [&](const std::string& table) { return refusal([&] { parse_device(plain + "[reaches]\n" + table, "mine.toml"); }); };
+  EXPECT_THAT(refused("products = 1.5"), AllOf(HasSubstr("mine.toml: reaches.products"), HasSubstr("at most 1")));
+  EXPECT_THAT(refused("product = 0.5"), AllOf(HasSubstr("reaches.product is unknown"), HasSubstr("did you mean products?")));
 }
 
 }  // namespace

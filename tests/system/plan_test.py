@@ -57,6 +57,19 @@ class Plan(SystemTest):
                 predicted = max(c["peak_bytes"]["total"] for c in classes)
                 self.assertLessEqual(abs(predicted - real), 0.001 * real, f"predicted {predicted}, real {real}")
 
+    def test_memory_is_explained_by_a_name_or_a_number(self):
+        for name in ("7b", "7e9"):
+            with self.subTest(name=name):
+                answer = self.plan(name, "--explain")
+                self.assertEqual(answer["parameters"], 7e9)
+                self.assertEqual([round(states["bytes"] / 2**30, 2) for states in answer["states"]], [104.31, 104.31, 52.15])
+                self.assertLess(abs(answer["counted"] / 7e9 - 1), 0.05)
+        verdict = self.plan("30b", "--explain", sets=["run.memory_limit_bytes=80000000000"])["verdict"]
+        self.assertEqual(verdict["states"], 480_000_000_000)
+        self.assertFalse(verdict["fits"])
+        self.assertGreater(verdict["smallest"], 6)
+        self.assertLessEqual(verdict["needed_there"], 80e9)
+
     def test_all_reduced_bytes_are_the_gradients(self):
         answer = self.plan(self.recipe, "--world", 2)
         (ranks,) = answer["ranks"]

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <memory>
 
@@ -6,7 +7,9 @@
 #include <torch/nn.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
+#include <unistd.h>
 
+#include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
@@ -73,7 +76,8 @@ struct TiedLayout {
   schedules::Schedule (*schedule)(int, int) = &schedules::one_f_one_b;
   at::ScalarType dtype = at::kFloat;
   int chunks = 1;
-  bool frozen = false;  ///< the shared weight
+  bool frozen = false;                       ///< the shared weight
+  std::filesystem::path saves{}, resumes{};  ///< a folder, behind the first step, with which it ends; a checkpoint, in the place of the first step
 
   int data() const { return shard * replicas; }
   auto build() const {
@@ -123,12 +127,14 @@ void expect_part(const at::Tensor& part, const at::Tensor& value, const at::Tens
   EXPECT_LE((value.reshape({-1}).to(at::kDouble) - want).abs().max().item<double>(), bound * whole.abs().max().item<double>()) << what << " of " << slice.name;
 }
 
-void expect_tied_alike(const TiedLayout& layout) {
+/// The checkpoint, if one was to be made.
+std::filesystem::path expect_tied_alike(const TiedLayout& layout) {
   SCOPED_TRACE(testing::Message() << layout.how << ", " << layout.stages << " ranks of a pipeline, " << layout.shard << " x " << layout.replicas
                                   << " data ranks, " << layout.dtype);
   const TiedRun want = tied_on_one(layout);
   // Of bf16, sums of 8 terms and more that are rounded one after the other, here and there in another order.
   const double bound = layout.dtype == at::kFloat ? 1e-5 : 3e-2;
+  std::filesystem::path checkpoint;
   comm::run_ranks(layout.stages * layout.data(),
                   [&](comm::World& world) {
                     const Mesh mesh(world, {{"replicate", layout.replicas}, {"dp", layout.shard}, {"pp", layout.stages}});
@@ -168,7 +174,12 @@ void expect_tied_alike(const TiedLayout& layout) {
                     };
                     pipeline::Executor executor(plan, split.crossings(), by_number,
                                                 {.ranks = pipe, .around = layout.chunks > 1 ? pipeline::Around(around) : pipeline::Around()});
-                    for (int step = 0; step < kTiedSteps; ++step) {
+                    if (!layout.resumes.empty()) {
+                      checkpoint::LoadOptions others;
+                      for (const auto& [name, stored] : checkpoint::read_manifest(layout.resumes).tensors) others.expected.push_back(name);
+                      checkpoint::load(layout.resumes, *own, optimizer.inner(), others);
+                    }
+                    for (int step = layout.resumes.empty() ? 0 : 1; step < kTiedSteps; ++step) {
                       optimizer.zero_grad();
                       executor.run();
                       pipeline::sum_shared_gradients(split, plan, pipe, layout.how == "ddp" ? comm::Group() : mesh[{"dp", "pp"}]);
@@ -182,11 +193,16 @@ void expect_tied_alike(const TiedLayout& layout) {
                       EXPECT_NEAR(pipeline::clip_grad_norm(split, plan, pipe, kTiedNorm).item<double>(), want.norms[static_cast<size_t>(step)],
                                   bound * want.norms[static_cast<size_t>(step)]);
                       optimizer.step();
+                      if (layout.saves.empty()) continue;
+                      const auto saved = checkpoint::save(layout.saves, 1, *own, optimizer.inner(), world.group());
+                      if (world.rank() == 0) checkpoint = saved;
+                      return;
                     }
                     for (const auto& [name, tensor, aliases] : wrapper->updated())
                       expect_part(tensor, tensor.detach(), want.weights.at(nn::slice_of(tensor).name), bound, "weight");
                   },
                   {.timeout = std::chrono::seconds(30)});
+  return checkpoint;
 }
 
 TEST(SplitTied, PartsOfASharedWeightMeetWhereverTheyLie) {
@@ -200,6 +216,19 @@ TEST(SplitTied, PartsOfASharedWeightMeetWhereverTheyLie) {
 TEST(SplitTied, FrozenSharedWeightsStay) {
   for (const std::string how : {"ddp", "zero 1", "zero 2", "fully_shard"}) expect_tied_alike({.how = how, .shard = 2, .stages = 3, .frozen = true});
   expect_tied_alike({.how = "zero 2", .schedule = &schedules::zb_v, .chunks = 2, .frozen = true});
+}
+
+/// Saved by one split under one wrapper, taken up by others, whose stages are cut elsewhere and whose parts of the shared weight are others.
+TEST(SplitTied, ACheckpointIsTakenUpInAnotherSplit) {
+  const auto folder = std::filesystem::temp_directory_path() / ("tessera-tied-" + std::to_string(getpid()));
+  for (const std::string how : {"ddp", "zero 2", "fully_shard"}) {
+    const auto saved = expect_tied_alike({.how = how, .stages = 2, .saves = folder / how});
+    for (const std::string then : {"ddp", "zero 1", "fully_shard"}) {
+      SCOPED_TRACE(how + ", then " + then);
+      expect_tied_alike({.how = then, .stages = 3, .resumes = saved});
+    }
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(SplitTied, ReplicasOfParts) {

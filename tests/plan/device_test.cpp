@@ -1,0 +1,96 @@
+// What is known of devices: the files that tessera brings, and a user's own.
+
+#include "tessera/plan/device.h"
+
+#include <fstream>
+
+#include <gmock/gmock.h>
+
+#include "tests/refusal.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+
+constexpr const char* kPlain = R"(name = "Mine"
+memory_gb = 10
+memory_gb_per_s = 100
+devices_per_node = 2
+[tflops]
+bf16 = 3.5
+[inside]
+link = "wire"
+gb_per_s = 8
+latency_us = 2
+)";
+
+std::string refused(const std::string& text) {
+  return testing_support::refusal([&] { (void)plan::parse_device(text, "mine.toml"); });
+}
+
+std::string with(std::string text, const std::string& old, const std::string& fresh) {
+  text.replace(text.find(old), old.size(), fresh);
+  return text;
+}
+
+TEST(Devices, ThoseThatTesseraBringsNameTheirSources) {
+  for (const char* const fixed : {"v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x", "rtx4090", "tpu-v5p", "cpu"}) {
+    EXPECT_THAT(plan::device_names(), Contains(fixed));
+  }
+  for (const std::string& name : plan::device_names()) {
+    SCOPED_TRACE(name);
+    const plan::Device device = plan::find_device(name);
+    EXPECT_EQ(device.key, name);
+    EXPECT_TRUE(device.sources.contains("device"));
+    EXPECT_GE(device.memory_bytes, 24e9);
+    // Narrower formats are as fast or faster, and no device of ours reads its memory in less than a millisecond or more than two seconds.
+    double before = 0;
+    for (const char* const format : {"fp32", "tf32", "bf16", "fp8", "fp4"}) {
+      const auto found = device.flops_per_s.find(format);
+      if (found == device.flops_per_s.end()) continue;
+      EXPECT_GE(found->second, before) << format;
+      before = found->second;
+    }
+    EXPECT_GT(device.memory_bytes / device.memory_bytes_per_s, 1e-3);
+    EXPECT_LT(device.memory_bytes / device.memory_bytes_per_s, 2);
+    if (device.between) {
+      ASSERT_TRUE(device.inside);
+      EXPECT_LT(device.between->bytes_per_s, device.inside->bytes_per_s);
+    }
+  }
+  const plan::Device h100 = plan::find_device("h100");
+  EXPECT_EQ(h100.memory_bytes, 80e9);
+  EXPECT_EQ(h100.flops_per_s.at("bf16"), 989.4e12);
+  EXPECT_EQ(h100.inside->bytes_per_s, 450e9);
+  EXPECT_EQ(h100.devices_per_node, 8);
+  EXPECT_FALSE(plan::find_device("v100-32gb").flops_per_s.contains("bf16"));
+}
+
+TEST(Devices, AUsersOwnFile) {
+  const auto path = ::testing::TempDir() + "/tessera-mine.toml";
+  std::ofstream(path) << kPlain;
+  const plan::Device device = plan::find_device(path);
+  EXPECT_EQ(device.name, "Mine");
+  EXPECT_EQ(device.flops_per_s.at("bf16"), 3.5e12);
+  EXPECT_EQ(device.inside->latency_s, 2e-6);
+  EXPECT_FALSE(device.between);
+  EXPECT_FALSE(device.power_w);
+}
+
+TEST(Devices, BadFilesAndNamesAreRefused) {
+  EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device("h10"); }), AllOf(HasSubstr("--device = h10"), HasSubstr("did you mean h100?")));
+  EXPECT_THAT(refused("name = "), HasSubstr("mine.toml"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "")), HasSubstr("mine.toml: memory_gb is missing"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = -1")), HasSubstr("mine.toml: memory_gb: expected a number above 0"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = \"10\"")), HasSubstr("expected a number"));
+  EXPECT_THAT(refused(with(kPlain, "bf16", "bf61")), AllOf(HasSubstr("mine.toml: tflops.bf61 is unknown"), HasSubstr("bf16")));
+  EXPECT_THAT(refused(with(kPlain, "latency_us", "latency")), HasSubstr("mine.toml: inside.latency is unknown; did you mean latency_us?"));
+  EXPECT_THAT(refused(with(kPlain, "devices_per_node = 2", "devices_per_node = 1.5")), HasSubstr("expected a whole number"));
+  EXPECT_THAT(refused(with(kPlain, "link = \"wire\"\n", "")), HasSubstr("inside.link is missing"));
+}
+
+}  // namespace
+}  // namespace tessera
