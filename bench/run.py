@@ -207,7 +207,7 @@ def run_section(section: plan.Section, options, results: Results, clock: Clock, 
         markdown, missed = context.measure(options.binary, clock)
         results.add(section.name, markdown, missed=missed)
     elif section.kind == plan.MIXTURE:
-        markdown, missed = mixture.measure(options.binary, clock)
+        markdown, missed = mixture.measure(options.binary, out / "mixture", clock)
         results.add(section.name, markdown, missed=missed)
     else:
         results.add(section.name, micro_benchmarks(options.binary, clock))

@@ -37,12 +37,13 @@ struct EvalFlags {
   bool json = false;
 };
 
-// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]. All ranks that the model is cut over compute
-// them.
+// The oracle of `make parity`: logits of the first windows, as one fp32 tensor [windows, seq_len, vocabulary]; of packed documents, each as if it were alone,
+// windows as PackedWindows has them. All ranks that the model is cut over compute them.
 void write_logits(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, const EvalFlags& flags, const std::string& file, int64_t micro_size,
                   bool writes) {
-  data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size);
-  const at::Tensor logits = engine.logits(loader.next()->tokens);
+  data::SequentialLoader loader(std::move(corpus), flags.seq_len, micro_size, /*rank=*/0, /*ranks=*/1, engine.reads(), engine.columns().share());
+  const at::Tensor rows = engine.logits(*loader.next());
+  const at::Tensor logits = rows.view({micro_size, flags.seq_len, rows.size(-1)});
   if (!writes) return;
   checkpoint::SafetensorsWriter writer(file, {{"logits", at::kFloat, logits.sizes().vec()}});
   writer.write(logits);
@@ -75,8 +76,6 @@ int eval(const EvalFlags& flags) {
                         {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
-  require(dump.empty() || config.data.documents == "none", "--dump-logits: of packed documents windows are no sequences; leave it out, or --set ",
-          "data.documents=none");
   const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
   const auto remarks = reading_remarks(source, flags.sets);
   const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents));

@@ -126,11 +126,19 @@ StepBatch numbered(const LoaderOptions& options, int64_t step, const Targets& ta
 std::vector<at::Tensor*> tensors_of(MicroBatch& micro) { return defined_of<at::Tensor>(micro); }
 std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro) { return defined_of<const at::Tensor>(micro); }
 
+std::vector<int64_t> dry_documents(const LoaderOptions& options) {
+  std::vector<int64_t> lengths(static_cast<size_t>(options.micro_size), options.seq_len);
+  const bool even = options.columns.rule == static_cast<CutRule>(&SequenceCut::contiguous);
+  if (options.packed && options.columns.cut() && !even) lengths.back() += 2 * options.columns.ranks;
+  return lengths;
+}
+
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {
   const int64_t of_one = options.micro_size * options.seq_len;
   StepBatch batch = numbered(options, step, [&](int64_t) { return of_one; });
+  const std::vector<int64_t> lengths = dry_documents(options);
   for (MicroBatch& micro : batch.micro_batches) {
-    shape(micro, std::vector<int64_t>(static_cast<size_t>(options.micro_size), options.seq_len), options.packed, options.seq_len, options.columns);
+    shape(micro, lengths, options.packed, options.seq_len, options.columns);
     allocate(micro, options.packed, options.reads, options.columns, device);
     if (micro.index >= 0) micro.valid_tokens = micro.rows * columns_of(micro, options.columns);
   }

@@ -133,9 +133,13 @@ class Loader {
 Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& options);
 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
-/// and no corpus; packed windows as if each were one document, all of it read. With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get
-/// a padding micro-batch alone.
+/// and no corpus; packed windows as if each were one document, all of it read, and of as many columns on each rank as any documents could bring it. With fewer
+/// micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
+
+/// Lengths of the documents of its rows, one for each window. Where head and tail of packed documents are dealt over ranks, a rank may have a column more than
+/// its even share: so the last is so much longer that every rank has at least that, and at most three.
+std::vector<int64_t> dry_documents(const LoaderOptions& options);
 
 /// Fills a micro-batch with windows of `seq_len` tokens; -1 stands for one of padding. Sets all but its place in the batch.
 void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_t seq_len, Reads reads, const ColumnShare& columns, MicroBatch& micro);

@@ -30,13 +30,25 @@ int64_t for_groups(const std::vector<int64_t>& sizes, const std::function<void(i
   return first;
 }
 
+/// Where MKL's results depend on nothing but shapes.
+bool is_aligned(const at::Tensor& x) {
+  constexpr uintptr_t kLine = 64;
+  return !x.is_cpu() || reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kLine == 0;
+}
+
+/// A group's rows begin where those before it end, which says nothing of the group: its product is to have the same bits wherever it lies. Rows of whole cache
+/// lines, as most are, always begin with one.
+at::Tensor aligned(const at::Tensor& x) { return is_aligned(x) ? x : x.clone(); }
+
 /// out <- a b
 void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   at::Tensor to = out;
-  if (!is_widened(a)) {
-    at::mm_out(to, a, b);
-  } else {
+  if (is_widened(a)) {
     to.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
+  } else if (is_aligned(to)) {
+    at::mm_out(to, aligned(a), aligned(b));
+  } else {
+    to.copy_(at::mm(aligned(a), aligned(b)));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/data/loader.h"
 #include "tessera/data_parallel/tree_schedule.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
@@ -97,8 +98,12 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
   const bool exchanges = config.context.method == "ulysses" || config.context.method == "ulysses_ring";
   const int64_t keys = config.model.kv_heads.value_or(config.model.heads);
   const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
-  const auto documents = static_cast<size_t>(config.data.documents == "none" ? 1 : config.batch.micro_size);
-  const SequenceCut cut = column_rule(config.context)(std::vector<int64_t>(documents, config.data.seq_len), ranks);
+  const bool packed = config.data.documents != "none";
+  const CutRule rule = column_rule(config.context);
+  const SequenceCut cut = rule(
+      data::dry_documents(
+          {.seq_len = config.data.seq_len, .micro_size = packed ? config.batch.micro_size : 1, .columns = {.rule = rule, .ranks = ranks}, .packed = packed}),
+      ranks);
   const auto columns_of = [&](int rank) {
     nn::AttentionColumns columns{.rows = {{}}};
     int64_t column = 0;

@@ -1,5 +1,6 @@
 #include "tessera/train/forward_engine.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -20,14 +21,14 @@ namespace {
 
 class LogitsPass final : public Pass {
  public:
-  /// `positions`: of the tokens in sequences of `seq_len`; undefined: they are whole.
-  LogitsPass(at::Tensor tokens, const at::Tensor& positions, int64_t seq_len, std::shared_ptr<const SequenceCut> cut)
-      : tokens_(std::move(tokens)), seq_len_(seq_len), cut_(std::move(cut)) {
-    if (positions.defined()) positions_ = positions;
-  }
+  explicit LogitsPass(const data::MicroBatch& micro) : micro_(micro) {}
 
-  Size size(int /*micro_batch*/) const override { return {.rows = tokens_.size(0), .seq_len = seq_len_, .columns = tokens_.size(1), .cut = cut_}; }
-  at::Tensor run(int /*micro_batch*/, const Compute& compute) override { return compute({.tokens = tokens_, .positions = positions_}); }
+  Size size(int /*micro_batch*/) const override { return {.rows = micro_.rows, .seq_len = micro_.seq_len, .columns = micro_.columns(), .cut = micro_.cut}; }
+  at::Tensor run(int /*micro_batch*/, const Compute& compute) override {
+    const auto given = [](const at::Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; };
+    return compute(
+        {.tokens = micro_.tokens, .positions = given(micro_.places.defined() ? micro_.places : micro_.positions), .document_ids = given(micro_.document_ids)});
+  }
   at::Tensor finish(int /*micro_batch*/, const at::Tensor& given) override {
     logits = given.to(at::kFloat);
     return {};
@@ -36,17 +37,14 @@ class LogitsPass final : public Pass {
   at::Tensor logits;
 
  private:
-  at::Tensor tokens_;
-  std::optional<at::Tensor> positions_;
-  int64_t seq_len_;
-  std::shared_ptr<const SequenceCut> cut_;
+  const data::MicroBatch& micro_;
 };
 
 /// The whole of what each rank has some columns of: [B, columns, V] -> [B, S, V] on every rank.
-at::Tensor gather_columns(const ColumnRanks& ranks, int64_t length, const at::Tensor& own) {
+at::Tensor gather_columns(const ColumnRanks& ranks, const SequenceCut& cut, int64_t length, const at::Tensor& own) {
   const comm::CallSite site("context_parallel.logits");
-  const SequenceCut cut = ranks.of(length);
-  const int64_t most = ranks.most(length);
+  int64_t most = 0;
+  for (int rank = 0; rank < cut.ranks(); ++rank) most = std::max(most, cut.columns(rank));
   const at::Tensor padded = at::zeros({own.size(0), most, own.size(2)}, own.options());
   padded.narrow(1, 0, own.size(1)).copy_(own);
   const at::Tensor all = at::empty({cut.ranks(), own.size(0), most, own.size(2)}, own.options());
@@ -99,17 +97,25 @@ at::Tensor ForwardEngine::loss_sums(const std::vector<data::MicroBatch>& given) 
 }
 
 at::Tensor ForwardEngine::logits(const at::Tensor& given) {
-  const at::Tensor tokens = given.to(device_);
-  const int64_t length = tokens.size(1);
-  const auto cut = columns_.cut() ? std::make_shared<const SequenceCut>(columns_.of(length)) : nullptr;
-  const at::Tensor positions = cut ? cut->positions(columns_.group.rank(), tokens.device()) : at::Tensor();
-  const at::Tensor read = positions.defined() ? tokens.index_select(1, positions) : tokens;
-  LogitsPass pass(read, positions, length, cut);
+  data::MicroBatch micro{.tokens = given.to(device_), .rows = given.size(0), .seq_len = given.size(1)};
+  if (columns_.cut()) {
+    micro.cut = std::make_shared<const SequenceCut>(columns_.of(micro.seq_len));
+    micro.positions = micro.cut->positions(columns_.group.rank(), device_);
+    micro.tokens = micro.tokens.index_select(1, micro.positions);
+  }
+  return logits(micro);
+}
+
+at::Tensor ForwardEngine::logits(const data::MicroBatch& given) {
+  std::vector<data::MicroBatch> here{given};
+  move_to(here, device_);
+  const data::MicroBatch& micro = here.front();
+  LogitsPass pass(micro);
   run(pass, 1);
   const at::Tensor logits = holds_end() ? pass.logits.contiguous()
-                                        : at::empty({read.size(0), read.size(1), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));
+                                        : at::empty({micro.rows, micro.columns(), model_.config().vocab_size}, at::TensorOptions(at::kFloat).device(device_));
   share(logits);
-  return columns_.cut() ? gather_columns(columns_, length, logits) : logits;
+  return columns_.cut() ? gather_columns(columns_, *micro.cut, micro.seq_len, logits) : logits;
 }
 
 void ForwardEngine::share(const at::Tensor& tensor) const {

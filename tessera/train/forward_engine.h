@@ -36,6 +36,8 @@ class ForwardEngine {
 
   /// Logits of tokens [B, S], fp32 [B, S, V], on every rank.
   at::Tensor logits(const at::Tensor& tokens);
+  /// Of the whole rows of a micro-batch of which this rank has its columns, fp32 [rows, seq_len, V], on every rank.
+  at::Tensor logits(const data::MicroBatch& micro);
 
   /// Every pass of the engine: takes `micro_batches` of `pass` through the stages.
   void run(Pass& pass, int micro_batches);

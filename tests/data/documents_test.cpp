@@ -212,6 +212,15 @@ TEST_F(DocumentsTest, ADryBatchHasTheirShapesAndAnEvaluationReadsEachOnce) {
       EXPECT_EQ((dry.micro_batches.at(i).*tensor).sizes(), (real.micro_batches[i].*tensor).sizes());
     }
   }
+  LoaderOptions balanced = options;
+  balanced.columns.rule = &SequenceCut::head_tail;
+  const int64_t columns = dry_batch(balanced, 1, at::kMeta).micro_batches.front().columns();
+  EXPECT_GE(columns, 3 * 17 / 2 + 2);
+  EXPECT_LE(columns, 3 * 17 / 2 + 4);
+  Loader all(data, balanced);
+  for (int step = 0; step < 5; ++step) {
+    for (const MicroBatch& micro : all.next().micro_batches) EXPECT_LE(micro.columns(), columns) << "a plan is never too low";
+  }
   for (const int ranks : {1, 2}) {
     int64_t valid = 0, bytes = 0;
     for (int rank = 0; rank < ranks; ++rank) {

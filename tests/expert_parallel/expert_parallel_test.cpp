@@ -12,11 +12,13 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
+#include "tessera/core/events.h"
 #include "tessera/layout/slice.h"
 #include "tessera/models/mixture.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/record_events.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tests/refusal.h"
@@ -305,6 +307,37 @@ TEST(ExpertParallel, ComputesSharedExpertsWhileRowsAreOnTheirWay) {
     mixture->named_parameters()["shared.w2.weight"].register_hook([&](const at::Tensor&) { note(); });
     passes(mixture, numbers(5, world.rank()));
     EXPECT_THAT(calls, ::testing::ElementsAre(2, 5));  // counts and rows; results, and both ways back
+  });
+}
+
+/// The same in what the rank does: between the start of the message that takes rows out and the wait for it, products of the shared expert, and no others; in
+/// backward those of its gradients, while the rows' gradients come back.
+TEST(ExpertParallel, HidesProductsBehindTheExchange) {
+  ModelConfig config = sizes(6);
+  config.shared_ffn_dim = 5;
+  run_ranks(3, [&](World& world) {
+    MixtureFeedForward mixture = on_meta_mixture(config);
+    const auto parallel = expert_parallel(*mixture, world.group());
+    draw(mixture);
+    EventStream stream;
+    {
+      const nn::RecordEvents recording(stream);
+      passes(mixture, numbers(5, world.rank()));
+    }
+    std::vector<double> hidden;  // FLOPs between each all-to-all of rows and the wait for it
+    bool on_its_way = false;
+    for (const Event& event : stream.take()) {
+      if (const auto* call = std::get_if<CollectiveEvent>(&event.what)) {
+        on_its_way = call->op == "all_to_all" && call->dtype == at::kFloat;
+        if (on_its_way) hidden.push_back(0);
+      } else if (std::holds_alternative<WaitEvent>(event.what)) {
+        on_its_way = false;
+      } else if (const auto* done = std::get_if<OperatorEvent>(&event.what); done != nullptr && on_its_way) {
+        hidden.back() += done->flops;
+      }
+    }
+    const double product = 2.0 * 5 * kDim * 5;  // tokens, width, the shared expert's width
+    EXPECT_THAT(hidden, ::testing::ElementsAre(3 * product, 0, 0, 6 * product));
   });
 }
 

@@ -1,7 +1,9 @@
 #include "tessera/layout/sequence_cut.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
+#include <random>
 
 #include <gtest/gtest.h>
 
@@ -70,6 +72,23 @@ std::vector<int64_t> packed_work(const SequenceCut& cut, const std::vector<int64
     for (const int64_t column : columns_of(cut, rank)) work.back() += seen[static_cast<size_t>(column)];
   }
   return work;
+}
+
+/// What a plan relies on, which knows no lengths: a column more than an even share at the most.
+TEST(PackedWork, GivesNoRankMoreThanAColumnBeyondItsShare) {
+  std::mt19937 random(7);
+  const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
+  for (int i = 0; i < 400; ++i) {
+    const int ranks = std::array{2, 3, 4, 5, 8, 16}[static_cast<size_t>(i % 6)];
+    const int64_t length = ranks + below(i % 3 == 0 ? 2000 : 100);
+    const int64_t most = i % 2 == 0 ? length : 2 * ranks + 3;  // of a document
+    std::vector<int64_t> documents;
+    for (int64_t left = length; left > 0; left -= documents.back()) documents.push_back(std::min(left, 1 + below(most)));
+    const SequenceCut cut = SequenceCut::head_tail(documents, ranks);
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_LE(cut.columns(rank), (length + ranks - 1) / ranks + 1) << ::testing::PrintToString(documents) << " over " << ranks;
+    }
+  }
 }
 
 TEST(PackedWork, IsEvenWhereEachDocumentIsDealt) {

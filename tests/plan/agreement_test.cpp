@@ -107,6 +107,8 @@ TEST_F(DryRunAgreement, OfExpertsThatOtherRanksShare) {
                                              {"mesh.tp=2", "mesh.ep=2", "model.shared_ffn_dim=20"},
                                              {"mesh.expert_tp=2", "mesh.ep=2", "mesh.pp=2"},
                                              {"mesh.tp=4", "mesh.ep=2", "zero.stage=0"},
+                                             {"mesh.ep=2", "zero.stage=0", "run.deterministic=true"},
+                                             {"mesh.ep=2", "mesh.pp=2", "zero.stage=0", "run.deterministic=true", "batch.global_size=14", "batch.micro_size=2"},
                                              {"mesh.tp=4", "mesh.expert_tp=2", "zero.stage=0", "mesh.dp_replicate=2"}}) {
     auto all = mixture;
     all.insert(all.end(), sets.begin(), sets.end());

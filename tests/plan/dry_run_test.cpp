@@ -80,6 +80,40 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfRoutersTerms) {
   expect_real_peak(config("mixtral", {"model.experts=2", "model.experts_per_token=2", "moe.z_loss=0.5", "data.seq_len=64", "run.threads=1", "run.steps=3"}), 1);
 }
 
+/// Windows are taken for one document each, while packing deals columns a little unevenly.
+TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
+  for (const std::vector<std::string>& sets :
+       {std::vector<std::string>{"mesh.cp=2"}, {"mesh.cp=3", "context.method=all_gather"}, {"mesh.cp=2", "context.method=ulysses"}}) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    std::vector<std::string> all{write_lines(), "data.documents=lines", "data.seq_len=64", "batch.global_size=4", "batch.micro_size=2", "run.steps=4"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config packed = config("llama", all);
+    const int ranks = sets.front() == "mesh.cp=3" ? 3 : 2;
+    const auto planned = plan::dry_run(packed, ranks);
+    const auto real = train(packed, ranks).peak_of_rank;
+    for (const auto& kind : planned.ranks) {
+      for (const int rank : kind.examples) {
+        EXPECT_LE(real[static_cast<size_t>(rank)], total_of(kind.peak_bytes)) << rank;
+        EXPECT_GE(1.08 * static_cast<double>(real[static_cast<size_t>(rank)]), static_cast<double>(total_of(kind.peak_bytes)))
+            << "three columns of 43 and more";
+      }
+    }
+  }
+}
+
+/// `ep` deals experts, and not what they are given: rows come from as many ranks as there are.
+TEST_F(DryRunTest, ExpertsOverRanksDivideWeightsAndNotRoutedActivations) {
+  const auto peaks = [&](const char* ep) {
+    const Config dealt = config("mixtral", {"model.experts=8", "model.ffn_dim=64", "zero.stage=1", ep});
+    return plan::dry_run(dealt, 4).ranks.at(0).peak_bytes;
+  };
+  const auto whole = peaks("mesh.ep=1"), dealt = peaks("mesh.ep=4");
+  const auto of = [](const MemoryByCategory& bytes, MemoryCategory category) { return static_cast<double>(bytes[static_cast<size_t>(category)]); };
+  EXPECT_LT(of(dealt, MemoryCategory::Parameters), 0.5 * of(whole, MemoryCategory::Parameters));
+  EXPECT_GE(of(dealt, MemoryCategory::Activations), of(whole, MemoryCategory::Activations));
+  EXPECT_LE(of(dealt, MemoryCategory::Activations), 1.5 * of(whole, MemoryCategory::Activations));
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunUnderSharding) {
   for (const std::string stage : {"zero.stage=1", "zero.stage=2", "zero.stage=3"}) {
     SCOPED_TRACE(stage);

@@ -82,7 +82,7 @@ class TrainFixture : public ::testing::Test {
   Trace train(const Config& config, int world, const std::function<void(Composition&)>& plant = {}, int64_t recorded_step = 2) const {
     Trace trace;
     trace.peak_of_rank.resize(world);
-    const bool sharded = config.zero.stage > 0 || config.mesh.tp != 1 || config.mesh.pp > 1;
+    const bool sharded = config.zero.stage > 0 || config.mesh.tp != 1 || config.mesh.pp > 1 || config.mesh.ep * config.mesh.expert_tp > 1;
     testing_support::SliceCollector gradients, weights;
     const auto text = corpus(config);
     const auto body = [&](comm::World& ranks) {

@@ -41,6 +41,7 @@ TEST_F(MixtureTraining, StagesGiveTheRunOfOne) {
 TEST_F(MixtureTraining, EveryRouterGivesTheRunOfOne) {
   expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"zero.stage=2"}, 2);
   expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.pp=2"}, 4);
+  expect_like_one_device({"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.pp=2", "pipeline.split=[\"1\",\"3\"]"}, 2);  // a stage without a mixture
   expect_like_one_device({"model.router=expert_choice"}, {}, 2);
   expect_like_one_device({"model.norm_topk=false", "model.shared_ffn_dim=24", "model.shared_gate=true"}, {"zero.stage=3"}, 2);
   expect_like_one_device({"moe.capacity_factor=1"}, {}, 3);

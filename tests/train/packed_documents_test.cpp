@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 
+#include "tessera/data/sequential_loader.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
@@ -151,6 +152,40 @@ TEST_F(PackedDocuments, EvaluateAlikeInEveryLayout) {
     EXPECT_NEAR(many.loss, one.loss, 1e-5 * one.loss);
     EXPECT_NEAR(many.bits_per_byte, one.bits_per_byte, 1e-5 * one.bits_per_byte);
   }
+}
+
+/// What `eval --dump-logits` writes: of whole rows, each document as if it were alone.
+TEST_F(PackedDocuments, GiveLogitsAlikeInEveryLayout) {
+  const auto logits = [&](const Config& settings, int ranks) {
+    at::Tensor found;
+    const auto text = corpus(settings);
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      const Mesh mesh(world, mesh_shape(settings.mesh, settings.zero.stage, ranks));
+      RankScope scope(settings, ranks);
+      Stepper stepper(settings, mesh, at::kCPU, scope);
+      ForwardEngine& engine = stepper.forward_only();
+      data::SequentialLoader loader(text, 29, 3, 0, 1, engine.reads(), engine.columns().share());
+      const at::Tensor own = engine.logits(*loader.next());
+      if (world.rank() == ranks - 1) found = own;
+    });
+    return found;
+  };
+  const at::Tensor one = logits(lines("llama"), 1);
+  ASSERT_EQ(one.sizes(), at::IntArrayRef({1, 3 * 29, lines("llama").model.vocab_size}));
+  const double bound = 1e-5 * one.abs().max().item<double>();
+  for (const auto& [ranks, sets] : std::vector<std::pair<int, Sets>>{{3, {"mesh.cp=3"}}, {4, {"mesh.cp=2", "mesh.pp=2"}}, {2, {"mesh.tp=2"}}}) {
+    EXPECT_LE((logits(lines("llama", sets), ranks) - one).abs().max().item<double>(), bound) << ::testing::PrintToString(sets);
+  }
+  data::SequentialLoader loader(corpus(lines("llama")), 29, 3);
+  const data::MicroBatch micro = *loader.next();
+  const Config settings = lines("llama");
+  auto model = on_meta([&] { return make_model(settings.model); });
+  materialize(*model, static_cast<uint64_t>(settings.run.seed), at::kCPU);
+  const at::NoGradGuard no_grad;
+  int64_t end = 1;
+  while (micro.places[end].item<int64_t>() > 0) ++end;
+  ASSERT_LT(end, 29);
+  EXPECT_LE((model->forward(micro.tokens.narrow(1, 0, end)) - one.narrow(1, 0, end)).abs().max().item<double>(), bound);
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ TEST_F(Resume, ExpertsGoOnOverOtherRanksOrWhole) {
   const std::vector<Layout> dealt{{"ep2", 2, {"mesh.ep=2", "zero.stage=1"}},
                                   {"one device", 1, {}},
                                   {"ep4 of stage 3", 4, {"mesh.ep=4", "zero.stage=3"}},
+                                  {"ep2 in a fixed order", 4, {"mesh.ep=2", "run.deterministic=true"}},
                                   {"ep2 of stage 2 over 4", 4, {"mesh.ep=2", "zero.stage=2"}},
                                   {"ep2 of stage 3 in two stages", 4, {"mesh.ep=2", "mesh.pp=2", "mesh.dp_shard=2", "zero.stage=3"}}};
   expect_each_goes_on(dealt, {0, 1, 3}, mixture);
