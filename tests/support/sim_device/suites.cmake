@@ -65,11 +65,12 @@ tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* 
                   Split.LstmSendsItsStates Split.OtherShapesAndModesAreRecordedAnew  # CUDA's own kernels of recurrent networks
                   Executor.ErrorsNameStageAndMicroBatch Executor.MessagesMayMeetByTheirOrderAlone)  # receives for which a step that fails has nobody to wait
 # Of checkpoint, what moves tensors; the rest are files.
-tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load.* Forms/SaverTest.* Partial.* RestoreOptimizer.*
-                  LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*)  # bytes and files of a CPU's staging
+tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
+                  LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*  # bytes and files of a CPU's staging
+                  Checkpoint.AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint Safetensors.GivesBackEveryDtypeAndShape)  # read tensors by their pointers
 # Of verify a selection of its layouts and of the bugs that it has to find: a second device costs as much as the first.
 tessera_sim_suite(verify ONLY VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.*)
+tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
