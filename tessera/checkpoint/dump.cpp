@@ -67,7 +67,7 @@ std::vector<FileTensor> plan_file(const ModelConfig& model, const std::map<std::
 /// This rank's tensor on the host, packed; zeros where there is none.
 at::Tensor local_tensor(const std::vector<SlicedTensor>& tensors, const std::string& name, at::ScalarType dtype) {
   const auto held = std::find_if(tensors.begin(), tensors.end(), [&](const auto& each) { return each.slice.name == name; });
-  if (!held->tensor.defined()) return at::zeros(held->slice.local_shape(), dtype);
+  if (!held->tensor.defined()) return at::zeros(held->slice.local_shape(), at::device(at::kCPU).dtype(dtype));
   return held->tensor.detach().to(at::kCPU).contiguous();
 }
 
@@ -82,7 +82,7 @@ void collect(const Slice& wanted, const Sources& sources, const std::vector<Slic
         received[piece.source] = local_tensor(tensors, name, sources.dtype);
         if (owner != 0) comm::send(group, received[piece.source], 0);
       } else if (group.rank() == 0) {
-        received[piece.source] = at::empty(sources.slices[piece.source].local_shape(), sources.dtype);
+        received[piece.source] = at::empty(sources.slices[piece.source].local_shape(), at::device(at::kCPU).dtype(sources.dtype));
         comm::recv(group, received[piece.source], owner);
       }
     }
@@ -112,7 +112,7 @@ void dump(const std::filesystem::path& file, const ModelConfig& model, const std
   std::optional<SafetensorsWriter> writer;
   attempt([&] { writer.emplace(file, specs, std::map<std::string, std::string>{{"format", "pt"}}); });
   for (size_t i = 0; i < plan.size(); ++i) {
-    at::Tensor theirs = group.rank() == 0 ? at::empty(plan[i].shape, specs[i].dtype) : at::Tensor();
+    at::Tensor theirs = group.rank() == 0 ? at::empty(plan[i].shape, at::device(at::kCPU).dtype(specs[i].dtype)) : at::Tensor();
     for (const auto& row : plan[i].parts)
       collect(row.slice_of(row.ours), sources.at(row.ours), tensors, theirs.defined() ? view_of(row, theirs) : theirs, group);
     attempt([&] { writer->write(theirs); });

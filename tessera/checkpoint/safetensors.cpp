@@ -100,7 +100,7 @@ std::span<const std::byte> SafetensorsFile::bytes(const std::string& name) const
 at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   const TensorEntry& place = entry(name);
   const auto source = bytes(name);
-  const auto options = at::TensorOptions(place.dtype);
+  const auto options = at::device(at::kCPU).dtype(place.dtype);
   if (reinterpret_cast<uintptr_t>(source.data()) % c10::elementSize(place.dtype) != 0) {
     auto copy = at::empty(place.shape, options);
     std::memcpy(copy.mutable_data_ptr(), source.data(), source.size());

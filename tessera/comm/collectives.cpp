@@ -10,6 +10,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
@@ -24,14 +25,30 @@ namespace tessera::comm {
 using Clock = std::chrono::steady_clock;
 using Tensors = std::vector<at::Tensor>;
 
+namespace {
+thread_local int leaving = 0;
+}
+
+LeaveInOrder::LeaveInOrder() { ++leaving; }
+LeaveInOrder::~LeaveInOrder() { --leaving; }
+bool LeaveInOrder::now() { return leaving > 0; }
+
 struct Pending::State {
   std::string_view name;  // of the collective, in errors
   Group group;
   Call call;                       // its tensors live until the engine is done with them
   std::function<void()> finish{};  // unpacks outputs
   Clock::time_point begin = Clock::now();
-  Work work{};
+  Work work{};            // until it is waited for
   int64_t in_flight = 0;  ///< its number, where somebody listened when it started
+
+  ~State() {
+    if (!work || !LeaveInOrder::now()) return;
+    try {
+      work->synchronize();
+    } catch (...) {  // an engine that was aborted
+    }
+  }
 };
 
 namespace {
@@ -194,11 +211,12 @@ bool Pending::done() const { return !state_ || state_->work->isCompleted(); }
 void Pending::wait() {
   if (!state_) return;
   const auto state = std::exchange(state_, nullptr);
+  const Work work = std::exchange(state->work, {});
   const Waiting waiting;
   const at::NoGradGuard no_grad;
   bool completed = false;
   try {
-    completed = state->work->wait();
+    completed = work->wait();
   } catch (...) {
     fail(state->name, state->group, state->begin);
   }

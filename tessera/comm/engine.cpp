@@ -30,6 +30,10 @@ class StagedWork : public c10d::Work {
     return true;
   }
 
+  void synchronize() override {
+    for (size_t i = done_; i < stages_.size(); ++i) stages_[i].work->synchronize();
+  }
+
  private:
   std::vector<WorkStage> stages_;
   size_t done_ = 0;

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/leave_in_order.h"
 #include "tessera/core/error.h"
 #include "tessera/fsdp/call_trigger.h"
 #include "tessera/fsdp/initialize.h"
@@ -150,6 +151,9 @@ class FullyShardedDataParallel::Impl {
       attached_.detach();
       step_->abandon();
       refuse_orphans(*units_);
+      const comm::LeaveInOrder leaving;
+      step_.reset();
+      units_.reset();
     } catch (...) {
     }
   }

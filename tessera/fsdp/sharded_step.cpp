@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/leave_in_order.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/gradient_guard.h"
@@ -48,22 +49,6 @@ void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor
           ": it is of this rank's samples alone, and has met no other rank's; let backward bring gradients, or sum it over the ranks and put its rows "
           "(nn::slice_of) there");
 }
-
-/// What the engine holds while a backward pass runs. As one that failed goes, before the program sees the exception, the gradients of before come back.
-struct ShardedStep::BackwardPass {
-  ShardedStep* step;
-  std::weak_ptr<int> alive;
-
-  BackwardPass(ShardedStep* step, std::weak_ptr<int> alive) : step(step), alive(std::move(alive)) {}
-  BackwardPass(const BackwardPass&) = delete;
-  BackwardPass& operator=(const BackwardPass&) = delete;
-  ~BackwardPass() {
-    try {
-      if (!alive.expired()) step->recover();
-    } catch (...) {  // another exception is on its way; the next forward tries again
-    }
-  }
-};
 
 ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks)
     : units_(units),
@@ -202,16 +187,25 @@ void ShardedStep::after(ActionKind action) {
   }
 }
 
-bool ShardedStep::aborted() const { return in_backward_ && backward_.expired(); }
+bool ShardedStep::aborted() const { return in_backward_ && backward_.is_over(); }
 
 void ShardedStep::recover() {
   if (!aborted() || drive_ == Drive::Engine) return;
+  const comm::LeaveInOrder leaving;
   if (accumulates_) {
     put_back();
     used_.clear();
     units_.clear_sums();
   }
   leave();
+}
+
+/// Before the program sees the exception, the gradients of before come back.
+void ShardedStep::pass_failed() noexcept {
+  try {
+    recover();
+  } catch (...) {  // another exception is on its way; the next forward tries again
+  }
 }
 
 void ShardedStep::pause(bool stays) {
@@ -232,7 +226,8 @@ void ShardedStep::restart_order() {
 
 void ShardedStep::abandon() noexcept {
   try {
-    alive_.reset();
+    const comm::LeaveInOrder leaving;
+    backward_.forget();
     put_back();
     give_back_held();
     withdraw_places();
@@ -279,11 +274,7 @@ void ShardedStep::begin_backward() {
   for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   if (drive_ == Drive::Loop && accumulates_) put_aside();
-  auto pass = std::make_shared<BackwardPass>(this, alive_);
-  backward_ = pass;
-  nn::at_end_of_backward(turn_, [pass = std::move(pass)] {
-    if (!pass->alive.expired()) pass->step->end_backward();
-  });
+  backward_.begin(turn_, [this] { end_backward(); }, [this] { pass_failed(); });
 }
 
 /// Whether reductions come at one place among the collectives of others over the same ranks, though ranks use different parameters.

@@ -116,6 +116,7 @@ class ShardedStep {
   void put_aside();
   void put_back();
   void end_backward();
+  void pass_failed() noexcept;
   void end_pass(bool stays = false);
   void end_step(bool stays);
   bool accumulates() const;
@@ -156,8 +157,6 @@ class ShardedStep {
   std::deque<int64_t> alive_forwards_;     ///< of an engine's step: passes whose backward has not ended
   bool accumulates_ = false;               ///< this backward brings gradients of ours, on some rank at least
   bool waits_for_end_ = false;             ///< its reductions do, where ranks may use different parameters
-  struct BackwardPass;
-  std::weak_ptr<void> backward_;  ///< gone when the engine is done with the backward pass at hand, however it ended
   int64_t pass_ = 0;
   UseOrder order_;
   std::vector<bool> retired_;      ///< per unit, in this backward
@@ -175,7 +174,7 @@ class ShardedStep {
   };
   std::vector<Held> held_;
 
-  std::shared_ptr<int> alive_ = std::make_shared<int>(0);  ///< what callbacks of the engine hold weakly
+  nn::PassWatch backward_;  // goes before the others, which what it calls uses
   Attachment hooks_;
 };
 

@@ -1,7 +1,9 @@
 #include "tessera/nn/backward_pass.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <map>
-#include <memory>
+#include <mutex>
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
@@ -39,6 +41,54 @@ void at_end_of_backward(const Turn& turn, std::function<void()> done) {
     });
   }
   endings->emplace(turn, std::move(done));
+}
+
+struct PassWatch::Pass {
+  std::recursive_mutex mutex{};  // held while `failed` runs, which may ask
+  std::condition_variable_any ended{};
+  bool over = false, forgotten = false;
+};
+
+/// The engine's, until it is done with the pass.
+struct PassWatch::Token {
+  std::shared_ptr<Pass> pass;
+  std::function<void()> done, failed;
+  bool ended = false;  ///< as passes end, and `done` without an exception
+
+  Token(std::shared_ptr<Pass> pass, std::function<void()> done, std::function<void()> failed)
+      : pass(std::move(pass)), done(std::move(done)), failed(std::move(failed)) {}
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+  ~Token() {
+    const std::lock_guard lock(pass->mutex);
+    pass->over = true;
+    if (!ended && !pass->forgotten) failed();
+    pass->ended.notify_all();
+  }
+};
+
+void PassWatch::begin(const Turn& turn, std::function<void()> done, std::function<void()> failed) {
+  forget();
+  pass_ = std::make_shared<Pass>();
+  auto token = std::make_shared<Token>(pass_, std::move(done), std::move(failed));
+  at_end_of_backward(turn, [token = std::move(token)] {
+    if (!token->pass->forgotten) token->done();
+    token->ended = true;
+  });
+}
+
+bool PassWatch::is_over() const {
+  if (!pass_) return true;
+  std::unique_lock lock(pass_->mutex);
+  if (pass_->over) return true;
+  if (backward_pass() >= 0) return false;                                                     // this one, or one inside of it
+  return pass_->ended.wait_for(lock, std::chrono::seconds(10), [&] { return pass_->over; });  // its caller has left it: an engine's thread is about to
+}
+
+void PassWatch::forget() {
+  if (!pass_) return;
+  const std::lock_guard lock(pass_->mutex);
+  pass_->forgotten = true;
 }
 
 // The pass that ends has left its last node; one that is being evaluated on this thread is another pass's.

@@ -3,6 +3,7 @@
 #include <compare>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -27,6 +28,32 @@ struct Turn {
 /// exception, so keep no state that only `done` resets. Those of one pass are called in the order of their turns, not in that in which they were given, which
 /// follows gradients and may differ from rank to rank: what they do may be collective. Throws InternalError outside of a pass.
 void at_end_of_backward(const Turn& turn, std::function<void()> done);
+
+/// A backward pass, for who has to know that it is over, however it ended. Of a pass that an exception ended the engine tells nobody; but it drops what is to
+/// be called at its end, and that is heard here.
+///
+/// Work on a device is asked for by a thread of the engine's, which wakes the pass's caller before it lets go of the pass itself. So `failed` may run while the
+/// exception is under way already: who asks is_over() waits for it.
+class PassWatch {
+ public:
+  PassWatch() = default;
+  PassWatch(const PassWatch&) = delete;
+  PassWatch& operator=(const PassWatch&) = delete;
+  ~PassWatch() { forget(); }
+
+  /// Watches the pass that runs on this thread, and no other any more. Calls `done` as at_end_of_backward does, and `failed`, which must not throw,
+  /// where it is not called or throws.
+  void begin(const Turn& turn, std::function<void()> done, std::function<void()> failed);
+  /// Whether there is no pass under way (and within `failed`).
+  bool is_over() const;
+  /// From here on nothing is called.
+  void forget();
+
+ private:
+  struct Pass;
+  struct Token;
+  std::shared_ptr<Pass> pass_{};
+};
 
 /// For `done` of at_end_of_backward: whether the pass that ends runs inside of another's, on this thread.
 bool is_inside_of_backward();

@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/leave_in_order.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
@@ -341,6 +342,7 @@ std::vector<bool> BucketedStep::used_anywhere(bool& failed) {
 }
 
 void BucketedStep::drop_reductions() {
+  const comm::LeaveInOrder leaving;
   for (const size_t bucket : std::exchange(under_way_, {})) drop(bucket);
 }
 

@@ -4,26 +4,10 @@
 
 #include "tessera/core/error.h"
 
-// libtorch tells the end of a pass only to a callback that was queued within it, and tells of a failure nobody: the callbacks are dropped unrun. So what is
-// queued owns a Pass, and a Pass that dies without having been told of the end is the failure, noticed as the exception unwinds. The protocol itself holds it
-// weakly, or it would not die.
-
 namespace tessera {
 
-struct StepProtocol::Pass {
-  StepProtocol* protocol;
-  std::weak_ptr<int> alive;  ///< the protocol is
-  bool ended = false;        ///< as passes end
-
-  Pass(StepProtocol* protocol, std::weak_ptr<int> alive) : protocol(protocol), alive(std::move(alive)) {}
-  Pass(const Pass&) = delete;
-  Pass& operator=(const Pass&) = delete;
-  ~Pass() {
-    if (!ended && !alive.expired()) protocol->pass_failed();
-  }
-};
-
 void StepProtocol::begin_step() {
+  pass_.is_over();  // waits for what leaves a step whose pass failed
   const bool plain = plain_;
   const bool broken_off = calls_.is_broken_off();
   const bool failed = leave_step() || broken_off;
@@ -57,7 +41,7 @@ void StepProtocol::finish() {
 }
 
 void StepProtocol::arriving(const std::string& parameter) {
-  if (in_pass_ && !pass_.expired()) return;
+  if (in_pass_ && !pass_.is_over()) return;
   if (in_pass_ && plain_) leave_step();
   const bool in_backward = nn::backward_pass() >= 0;
   if (!plain_ && !calls_.in_step()) {
@@ -72,14 +56,9 @@ void StepProtocol::arriving(const std::string& parameter) {
 }
 
 void StepProtocol::begin_pass() {
-  auto pass = std::make_shared<Pass>(this, alive_);
-  pass_ = pass;
   in_pass_ = true;
   last_pass_ = *holds_ == 0 && (plain_ || calls_.is_last());
-  nn::at_end_of_backward(turn_, [pass = std::move(pass)] {
-    pass->ended = true;
-    if (!pass->alive.expired()) pass->protocol->end_of_backward();
-  });
+  pass_.begin(turn_, [this] { end_of_backward(); }, [this] { pass_failed(); });
   actions_.begin_pass(last_pass_);
 }
 
@@ -109,7 +88,7 @@ void StepProtocol::end_of_backward() {
 
 /// Called as an exception unwinds.
 void StepProtocol::pass_failed() {
-  if (plain_ && in_pass_ && pass_.expired()) leave_step();
+  if (plain_ && in_pass_) leave_step();
 }
 
 }  // namespace tessera

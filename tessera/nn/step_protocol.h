@@ -50,9 +50,6 @@ class StepProtocol {
   void arriving(const std::string& parameter);
 
  private:
-  /// What the engine holds for us while a pass runs.
-  struct Pass;
-
   void begin_pass();
   void end_of_backward();
   void pass_failed();
@@ -67,8 +64,7 @@ class StepProtocol {
   bool plain_ = false;    ///< a step of the plain loop is open
   bool in_pass_ = false;  ///< begun, and not ended as passes end
   bool last_pass_ = true;
-  std::weak_ptr<void> pass_;                               ///< gone when the engine is done with the pass, however it ended
-  std::shared_ptr<int> alive_ = std::make_shared<int>(0);  ///< what the engine's callbacks hold weakly
+  nn::PassWatch pass_;  // goes before the others, which what it calls uses
 };
 
 }  // namespace tessera

@@ -290,6 +290,9 @@ void Executor::send(const Message& message) {
   const auto made = leaving_.extract({message.crossing, message.micro_batch, message.gradient});
   invariant(!made.empty(), "nothing to send");
   const at::Tensor value = made.mapped().contiguous();
+  require(value.is_meta() || value.device().type() == options_.device.type(), "pipeline: stage ", crossings_[static_cast<size_t>(message.crossing)].from,
+          " gave a value on ", value.device(), " that crosses to another rank, and what comes from others is put on ", options_.device,
+          "; say ExecutorOptions::device");
   if (crossings_[static_cast<size_t>(message.crossing)].announced && !message.gradient) {
     sending_.push_back(comm::send_async(to(message.peer), header_of(value), message.peer, tag_of(message, crossings_.size(), /*header=*/true)));
   }

@@ -15,6 +15,7 @@
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/timed.h"
+#include "tests/test_device.h"
 
 namespace tessera::pipeline {
 namespace {
@@ -114,7 +115,7 @@ Ran run(const Schedule& schedule, double unit) {
     std::map<int, SleepingStage> stages;
     std::map<int, Stage*> pointers;
     for (const int s : schedule.stages_of(world.rank())) pointers[s] = &stages.emplace(s, SleepingStage(device, schedule.is_last(s))).first->second;
-    Executor executor(schedule, chain(schedule.stages()), pointers, {.ranks = world.group()});
+    Executor executor(schedule, chain(schedule.stages()), pointers, {.ranks = world.group(), .device = testing_support::test_device()});
     MemoryTracker tracker;
     const TrackMemory tracking(tracker);
     StepTimes times;
@@ -149,7 +150,7 @@ std::pair<double, double> run_to_the_end(const Schedule& schedule, double unit, 
     std::map<int, SleepingStage> stages;
     std::map<int, Stage*> pointers;
     for (const int s : schedule.stages_of(world.rank())) pointers[s] = &stages.emplace(s, SleepingStage(device, schedule.is_last(s))).first->second;
-    Executor executor(schedule, chain(schedule.stages()), pointers, {.ranks = world.group()});
+    Executor executor(schedule, chain(schedule.stages()), pointers, {.ranks = world.group(), .device = testing_support::test_device()});
     comm::barrier(world.group());
     const double started = lap_clock();
     executor.run();

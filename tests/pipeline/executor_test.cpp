@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tests/comm/order_alone.h"
+#include "tests/test_device.h"
 
 namespace tessera::pipeline {
 namespace {
@@ -101,7 +102,7 @@ Result through(
         std::map<int, ToyStage> stages;
         std::map<int, Stage*> pointers;
         for (const int s : schedule.stages_of(world.rank())) pointers[s] = &stages.emplace(s, ToyStage(s, unequal, s == frozen)).first->second;
-        Executor executor(schedule, with_skips(unequal), pointers, {.ranks = channels(world)});
+        Executor executor(schedule, with_skips(unequal), pointers, {.ranks = channels(world), .device = testing_support::test_device()});
         executor.run();
         const std::lock_guard lock(mutex);
         for (const auto& [s, stage] : stages) {
@@ -180,7 +181,8 @@ TEST(Executor, ErrorsNameStageAndMicroBatch) {
       comm::run_ranks(4, [&](comm::World& world) {
         ToyStage stage(world.rank(), false, false);
         if (world.rank() == 2) stage.fails_at = fails, stage.refuses_at = refuses;
-        Executor executor(schedules::one_f_one_b(4, 6), with_skips(false), {{world.rank(), &stage}}, {.ranks = world.group()});
+        Executor executor(schedules::one_f_one_b(4, 6), with_skips(false), {{world.rank(), &stage}},
+                          {.ranks = world.group(), .device = testing_support::test_device()});
         executor.run();
       });
     } catch (const std::exception& error) {
@@ -198,7 +200,9 @@ TEST(Executor, AStepAfterOneThatEndedInItsMidstIsRefused) {
   comm::run_ranks(2, [](comm::World& world) {
     ToyStage stage(world.rank(), false, false);
     stage.refuses_at = world.rank() == 0 ? 2 : 0;  // one has sent two values by then, and the other has taken one
-    const auto run = [&](const Schedule& schedule) { Executor(schedule, chain(2), {{world.rank(), &stage}}, {.ranks = world.group()}).run(); };
+    const auto run = [&](const Schedule& schedule) {
+      Executor(schedule, chain(2), {{world.rank(), &stage}}, {.ranks = world.group(), .device = testing_support::test_device()}).run();
+    };
     EXPECT_ANY_THROW(run(schedules::gpipe(2, 3)));
     stage.refuses_at = -1;
     EXPECT_THAT([&] { run(schedules::one_f_one_b(2, 3)); },
@@ -214,7 +218,7 @@ TEST(Executor, ForwardsAloneKeepNothing) {
   comm::run_ranks(4, [&](comm::World& world) {
     const at::NoGradGuard no_grad;
     ToyStage stage(world.rank(), false, false);
-    Executor executor(schedule, with_skips(false), {{world.rank(), &stage}}, {.ranks = world.group()});
+    Executor executor(schedule, with_skips(false), {{world.rank(), &stage}}, {.ranks = world.group(), .device = testing_support::test_device()});
     executor.run();
     if (world.rank() == 3) EXPECT_EQ(stage.losses, want.losses);
   });

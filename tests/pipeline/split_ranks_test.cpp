@@ -72,7 +72,7 @@ Trained on_ranks(int ranks, Build build, const pipeline::SplitSpec& splits, cons
       by_number[number] = &stages.back();
     }
     for (const auto& item : model->named_parameters()) EXPECT_EQ(item.value().is_meta(), !held.contains(item.key())) << item.key();
-    pipeline::Executor(plan, split.crossings(), by_number, {.ranks = world.group()}).run();
+    pipeline::Executor(plan, split.crossings(), by_number, {.ranks = world.group(), .device = testing_support::test_device()}).run();
     pipeline::sum_shared_gradients(split, plan, world.group());
 
     const std::lock_guard lock(mutex);
@@ -189,7 +189,8 @@ TEST(SplitRanks, StagesThatAreNeverTrainedRunNoBackward) {
       pipeline::TracedStage stage(
           split, world.rank(), [&](int i) { return inputs[static_cast<size_t>(i)]; },
           [](int i, const std::vector<at::Tensor>& made) { return loss_of(made, i); });
-      pipeline::Executor executor(schedule(3, kMicroBatches), split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()});
+      pipeline::Executor executor(schedule(3, kMicroBatches), split.crossings(), {{world.rank(), &stage}},
+                                  {.ranks = world.group(), .device = testing_support::test_device()});
       executor.run();
       for (const auto& item : own->named_parameters()) {
         const at::Tensor& gradient = expected[item.key()].grad();

@@ -133,7 +133,8 @@ TrainingResult train_in_stages(int ranks, Build build, const pipeline::SplitSpec
                       if (training.before) training.before(*model, step);
                       if (optimizer) optimizer->zero_grad();
                       if (!executor || !training.one_executor)
-                        executor = std::make_unique<pipeline::Executor>(plan, split.crossings(), by_number, pipeline::ExecutorOptions{.ranks = world.group()});
+                        executor = std::make_unique<pipeline::Executor>(plan, split.crossings(), by_number,
+                                                                        pipeline::ExecutorOptions{.ranks = world.group(), .device = test_device()});
                       executor->run();
                       pipeline::sum_shared_gradients(split, plan, world.group());
                       if (training.max_norm > 0)

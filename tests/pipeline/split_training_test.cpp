@@ -1,10 +1,10 @@
-#include "tests/test_device.h"
 #include "tests/pipeline/split_training.h"
 
 #include <gmock/gmock.h>
 #include <torch/nn.h>
 
 #include "tessera/optim/clip_grad_norm.h"
+#include "tests/test_device.h"
 
 /// Programs whose gradients go where a recording has to look twice: writes through views, parts that are frozen and unfrozen, micro-batches that differ,
 /// buffers that are read late, parameters that are shared and not trained.
@@ -215,7 +215,7 @@ TEST(SplitTraining, ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed) {
         split, world.rank(), [&](int) { return inputs; },
         [](int micro_batch, const std::vector<at::Tensor>& made) { return floating_loss(made, micro_batch); });
     const schedules::Schedule plan = schedules::one_f_one_b(2, 1);
-    pipeline::Executor executor(plan, split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()});
+    pipeline::Executor executor(plan, split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group(), .device = testing_support::test_device()});
     const at::Tensor weight = own->named_parameters()["emb.weight"];
     const auto sum = [&] {
       pipeline::sum_shared_gradients(split, plan, world.group());

@@ -12,6 +12,7 @@
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/simulate.h"
+#include "tests/test_device.h"
 
 namespace tessera::pipeline {
 namespace {
@@ -169,7 +170,7 @@ TEST(AsynchronousExecutor, EqualsListsOfVersionsBitForBit) {
         comm::run_ranks(p, [&](comm::World& world) {
           const int i = world.rank();
           Layer stage(i, p, kWidth);
-          ExecutorOptions options{.ranks = world.group()};
+          ExecutorOptions options{.ranks = world.group(), .device = testing_support::test_device()};
           options.weights = {{i, stage.weights}};
           options.update = [&](int) { descend(stage.weights); };
           Executor executor(rule.schedule, chain(p), {{i, &stage}}, options);
@@ -197,7 +198,7 @@ TEST(AsynchronousExecutor, HoldsTheVersionsOfTheFormulasInBytes) {
       const int64_t once = tracker.current(MemoryCategory::Parameters);
       EXPECT_EQ(once, (kWidth * kWidth + kWidth) * 4);
       int64_t most = 0;
-      ExecutorOptions options{.ranks = world.group()};
+      ExecutorOptions options{.ranks = world.group(), .device = testing_support::test_device()};
       options.weights = {{i, stage.weights}};
       options.update = [&](int) {
         most = std::max(most, tracker.current(MemoryCategory::Parameters));

@@ -4,6 +4,7 @@
 #include "tessera/train/batch_feed.h"
 
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
 
 #include "tests/train/fixture.h"
 
@@ -69,6 +70,21 @@ TEST_F(BatchFeeds, GoesOnWhereItIsSent) {
   reference.seek(cursor);
   EXPECT_EQ(feed.cursor(), cursor);
   expect_same(feed.next(), reference.next());
+}
+
+// The detector's: the host learns nothing of when the step is done, and the copies' stream gets the memory of its batch back.
+TEST_F(BatchFeeds, MemoryOfABatchIsGivenOutAgainBehindItsUse) {
+  const Config config = this->config("llama");
+  BatchFeed feed(loader(config), test_device());
+  at::Tensor sum = at::zeros({}, at::kLong);
+  for (int step = 1; step <= 4; ++step) {
+    {
+      const data::StepBatch batch = feed.next();
+      for (const auto& micro : batch.micro_batches) sum.add_(micro.tokens.sum());
+    }
+    feed.prepare();
+  }
+  EXPECT_GT(sum.item<int64_t>(), 0);
 }
 
 TEST_F(BatchFeeds, WhatLiesElsewhereIsMovedAndWhatIsThereStays) {

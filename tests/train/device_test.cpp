@@ -55,19 +55,19 @@ TEST_F(TrainDevice, SeveralRanksHaveTheCpusBits) {
   }
 }
 
-// Two things on a device round otherwise than on the CPU. Weights' gradients are not added up inside of products there (GradientDispatcher::adds_in_place), which
-// a pipeline does unless it recomputes or has several data ranks. And the log-sum-exps of the memory-efficient kernel lie in rows of whole multiples of 32, where
-// the CPU's lie without gaps, so that loops over them end, and leave what does not fill a vector, elsewhere: runs of 32 columns lie alike.
+// Two things on a device round otherwise than on the CPU. Weights' gradients are not added up inside of products there (GradientDispatcher::adds_in_place),
+// which a pipeline does unless it recomputes or has several data ranks. And the log-sum-exps of the memory-efficient kernel lie in rows of whole multiples of
+// 32, where the CPU's lie without gaps, so that loops over them end, and leave what does not fill a vector, elsewhere: runs of 32 columns lie alike.
 TEST_F(TrainDevice, StagesAndCutSequencesHaveTheCpusBits) {
-  for (const auto& layout : std::vector<Layout>{{"llama", 2, {"mesh.pp=2", "recompute.mode=full"}},
-                                                {"gpt2", 4, {"mesh.pp=2"}},
-                                                {"llama", 2, {"mesh.cp=2", "data.seq_len=128"}}}) {
+  for (const auto& layout :
+       std::vector<Layout>{{"llama", 2, {"mesh.pp=2", "recompute.mode=full"}}, {"gpt2", 4, {"mesh.pp=2"}}, {"llama", 2, {"mesh.cp=2", "data.seq_len=128"}}}) {
     expect_the_same_run(layout);
   }
 }
 
 TEST_F(TrainDevice, OffloadHasTheCpusBits) {
-  for (const int world : {1, 2}) expect_the_same_run({"llama", world, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}}, /*bytes=*/false);
+  for (const int world : {1, 2})
+    expect_the_same_run({"llama", world, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}}, /*bytes=*/false);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ class RecordedWork : public c10d::Work {
   bool isCompleted() override { return see_end(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
+  void synchronize() override { inner_->synchronize(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (ended_) return inner_->wait(timeout);

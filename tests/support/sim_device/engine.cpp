@@ -33,10 +33,16 @@ class SimWork final : public c10d::Work {
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
-  void synchronize() override { wait(); }
+  void synchronize() override { HappensBefore::get().block(stream_number(current_stream(device_)), end_); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    const bool ok = inner_->wait(timeout);
-    HappensBefore::get().block(stream_number(current_stream(device_)), end_);
+    bool ok = false;
+    try {
+      ok = inner_->wait(timeout);
+    } catch (...) {
+      synchronize();  // a collective that has failed is over
+      throw;
+    }
+    synchronize();
     held_ = {};
     return ok;
   }

@@ -11,7 +11,6 @@ function(tessera_sim_suite room)
 endfunction()
 
 # Of comm, what moves tensors; the rest are processes, times and files.
-# (Of checkpoint, the readers of files that write into new tensors by their pointers come first.)
 tessera_sim_suite(comm ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
                   LEFT_OUT Inject.* CollectivesRefuse.*   # which write what the device cannot be written by: from the host
                   *TwoLevel.AsynchronousCollectives* *TwoLevel.MessagesBeside*)  # ranks of hosts that are pretended, in one process
@@ -39,7 +38,6 @@ tessera_sim_suite(recompute LEFT_OUT
 tessera_sim_suite(data_parallel LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
-  FailedPass.* DdpPlainLoop.ClearingAfterAFailureClearsIt DdpPlainLoop.APassInsideOfAnotherThatComesFirstIsRefused  # what a failure leaves on its way is not waited for
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
 tessera_sim_suite(zero LEFT_OUT
@@ -60,7 +58,21 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
-  *Exception* *AFailed*  # a device thread of autograd may hold a pass that has failed for longer than its caller
-  FullyShardLoop.OneRanksFileIsNotEverybodysSlices)   # writes bytes of a file by their pointer
+  FullyShardLoop.OneRanksFileIsNotEverybodysSlices   # writes bytes of a file by their pointer
+  FullyShardLoop.AFailedSecondPassLeavesTheFirstsGradients)  # looks at gradients while autograd's thread may be about to put them back (nn::PassWatch)
+# Of pipeline, what runs stages; the rest are lists of actions.
+tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* AsynchronousExecutor.* WeightVersions.* *Tied*
+                  LEFT_OUT Split.ClassicExample Split.IntegersMasksAndViewsCross  # numbers by torch::tensor, which lie on the host
+                  SplitTraining.ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed
+                  Split.LstmSendsItsStates Split.OtherShapesAndModesAreRecordedAnew  # CUDA's own kernels of recurrent networks
+                  Executor.ErrorsNameStageAndMicroBatch Executor.MessagesMayMeetByTheirOrderAlone)  # receives for which a step that fails has nobody to wait
+# Of checkpoint, what moves tensors; the rest are files.
+tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
+                  LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*  # bytes and files of a CPU's staging
+                  Checkpoint.AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint Safetensors.GivesBackEveryDtypeAndShape)  # read tensors by their pointers
+# Of verify a selection of its layouts and of the bugs that it has to find: a second device costs as much as the first.
+tessera_sim_suite(verify ONLY VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
+                  Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
+                  PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.*)
+tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
