@@ -26,7 +26,8 @@ std::unique_ptr<Optimizer> make_named(const OptimConfig& settings, std::vector<P
   if (settings.name == "adafactor")
     return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = settings.eps, .momentum = settings.momentum}, std::move(model));
   if (settings.name == "adam8bit") return std::make_unique<Adam8bit>(std::move(groups), AdamWOptions{beta1, beta2, settings.eps}, std::move(model));
-  if (settings.name == "muon") return std::make_unique<Muon>(std::move(groups), MuonOptions{settings.momentum, settings.ns_steps}, std::move(model));
+  if (settings.name == "muon")
+    return std::make_unique<Muon>(std::move(groups), MuonOptions{.momentum = settings.momentum, .steps = settings.ns_steps}, std::move(model));
   throw ConfigError(detail::concat("optim.name = ", settings.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit, muon"));
 }
 

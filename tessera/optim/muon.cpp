@@ -59,7 +59,7 @@ std::vector<Muon::Round> Muon::deal_rounds() const {
     for (int64_t i = 0; i < count && whole.logical_numel() > 0; ++i) matrices.push_back({whole.name, i * rows, rows, whole.shape[1]});
   }
   std::ranges::stable_sort(matrices, [](const Matrix& a, const Matrix& b) { return a.numel() > b.numel(); });
-  const int64_t ranks = model_.ranks.size(), most = kRoundBytes / static_cast<int64_t>(sizeof(float));
+  const int64_t ranks = model_.ranks.size(), most = options_.round_bytes / static_cast<int64_t>(sizeof(float));
   std::vector<Round> rounds;
   for (int64_t begin = 0; begin < std::ssize(matrices); begin += ranks) {
     const int64_t size = matrices[static_cast<size_t>(begin)].numel();  // the largest of those that are dealt together

@@ -9,7 +9,8 @@ namespace tessera::optim {
 
 struct MuonOptions {
   double momentum = 0.95;
-  int steps = 5;  ///< of Newton-Schulz
+  int steps = 5;                            ///< of Newton-Schulz
+  int64_t round_bytes = int64_t{16} << 20;  ///< of a rank's matrices that meet together
 };
 
 /// Muon (Keller Jordan, 2024) for matrices of hidden layers, scaled as in Muon is Scalable for LLM Training (arXiv:2502.16982), so that AdamW's learning rate
@@ -20,14 +21,11 @@ struct MuonOptions {
 /// Where parameters are parts, matrices are dealt over the ranks: a reduce_scatter brings the parts of each to one rank, which makes it orthogonal, and an
 /// all_gather brings the results to all. So no product is made twice among them (replicas of them all make it), and parts of any form do.
 ///   state    momentum_buffer: the parameter's slice, in its dtype
-///   memory   4 bytes an element; while it steps 4 more, and where ranks meet a round of matrices: kRoundBytes, or one matrix, for each rank
+///   memory   4 bytes an element; while it steps 4 more, and where ranks meet a round of matrices: round_bytes, or one matrix, for each rank
 ///   traffic  where ranks meet, of n that hold all of a model's matrices together: 8 (n - 1) / n bytes sent for each element of all of them
 ///   work     steps * (4 r^2 c + 2 r^3) FLOPs of a matrix with r <= c, by one of those ranks
 class Muon : public Optimizer {
  public:
-  /// Matrices of a rank that meet together.
-  static constexpr int64_t kRoundBytes = int64_t{16} << 20;
-
   /// Throws ConfigError for a parameter that is no matrix, and for a stack whose rows are no multiple of its matrices.
   explicit Muon(std::vector<ParameterGroup> groups, MuonOptions options = {}, WholeModel model = {});
 

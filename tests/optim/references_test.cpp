@@ -1,5 +1,6 @@
 #include <cmath>
 #include <map>
+#include <mutex>
 #include <optional>
 
 #include <ATen/ATen.h>
@@ -11,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/adam8bit.h"
 #include "tessera/optim/adam8bit.h"
+#include "tessera/optim/muon.h"
 #include "tessera/optim/optimizer.h"
 #include "tests/optim/parameters.h"
 
@@ -375,6 +377,39 @@ TEST_P(InParts, IsTheWhole) {
     } else {
       EXPECT_TRUE(at::equal(actual, expected)) << what << " differs by " << (actual - expected).abs().max();
     }
+  }
+}
+
+/// However few matrices meet at once, on ranks that hold rows of each.
+TEST(Muon, RoundsDoNotShowInTheBits) {
+  const std::vector<std::vector<int64_t>> shapes{{9, 4}, {5, 11}, {3, 3}, {8, 8}, {1, 6}};
+  const auto whole = make_parameters(shapes);
+  draw_gradients(whole, 1);
+  std::map<std::pair<int64_t, int>, std::vector<at::Tensor>> results;
+  for (const int64_t round_bytes : {int64_t{1}, int64_t{300}, int64_t{1} << 20}) {
+    comm::run_ranks(3, [&](comm::World& world) {
+      std::vector<nn::NamedParameter> mine;
+      WholeModel model;
+      model.ranks = world.group();
+      for (size_t i = 0; i < whole.size(); ++i) {
+        const Slice part = part_of(Cut::Rows, whole[i].name, shapes[i], 3, world.rank());
+        const at::Tensor local = take(whole[i].tensor.detach(), part).clone().requires_grad_();
+        nn::set_slice(local, part);
+        at::Tensor(local).mutable_grad() = take(whole[i].tensor.grad(), part).clone();
+        mine.push_back({whole[i].name, local, {}});
+        model.parameters.push_back(Slice::whole(whole[i].name, shapes[i]));
+      }
+      Muon(std::vector{ParameterGroup{mine}}, {.round_bytes = round_bytes}, model).step(0.1);
+      std::vector<at::Tensor> tensors;
+      for (const auto& parameter : mine) tensors.push_back(parameter.tensor.detach());
+      static std::mutex held;
+      const std::lock_guard lock(held);
+      results[{round_bytes, world.rank()}] = tensors;
+    });
+  }
+  for (const auto& [key, tensors] : results) {
+    const auto& expected = results.at({int64_t{1} << 20, key.second});
+    for (size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(at::equal(tensors[i], expected[i])) << key.first << " bytes, parameter " << i;
   }
 }
 

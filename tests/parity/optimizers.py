@@ -1,6 +1,8 @@
 """Optimizers beside those that others wrote, in one small LLaMA: the same weights, windows and settings, fp32 on CPU.
 
-lion: lion-pytorch; adafactor and muon: torch.optim; adam8bit: bitsandbytes' CPU path. Muon's Newton-Schulz is in bf16 there and in fp32 here, so it is run in fp32 for the comparison.
+lion: lion-pytorch; adafactor and muon: torch.optim; adam8bit: bitsandbytes' CPU path. Two things are done there with less precision than here, and as here for the comparison:
+Muon's Newton-Schulz is in bf16; bitsandbytes' quantiser for CPUs finds codes by a table of even steps over [-1, 1], which are not the nearest for small numbers (its kernels for GPUs
+search, and keep the sign of what would be zero).
 """
 
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import bitsandbytes
+import bitsandbytes.backends.cpu.ops as cpu_ops
 import compare
 import lion_pytorch
 import models
@@ -77,25 +80,35 @@ def make(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer:
     return Pair(bitsandbytes.optim.AdamW8bit(rest, **adam), torch.optim.AdamW(embedding, **adam))
 
 
+def quantise_to_the_nearest(values: torch.Tensor, code: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, blocksize: int) -> None:
+    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % blocksize)).view(-1, blocksize)
+    absmax.copy_(blocks.abs().amax(1))
+    relative = (blocks / absmax.unsqueeze(1).clamp_min(1e-30)).flatten()[: values.numel()]
+    nearest = torch.bucketize(relative, (code[1:] + code[:-1]) / 2)
+    if code[0] < 0:
+        nearest = torch.where((code[nearest] == 0) & (relative < 0), nearest - 1, nearest)
+    out.copy_(nearest.view(out.shape))
+
+
 @contextmanager
-def bf16_is_fp32():
-    kept = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = lambda tensor: tensor.clone()
+def as_precise_as_here():
+    kept = torch.Tensor.bfloat16, cpu_ops._quant_blockwise_fp32_direct
+    torch.Tensor.bfloat16, cpu_ops._quant_blockwise_fp32_direct = lambda tensor: tensor.clone(), quantise_to_the_nearest
     try:
         yield
     finally:
-        torch.Tensor.bfloat16 = kept
+        torch.Tensor.bfloat16, cpu_ops._quant_blockwise_fp32_direct = kept
 
 
 def checks(command, text) -> Iterator[tuple[str, Comparison]]:
     folder, windows = command.scratch / FAMILY.name, reference.Windows(text)
     models.save(FAMILY, models.make(FAMILY), folder, torch.float32)
     for name, plan in PLANS.items():
-        with bf16_is_fp32():
+        with as_precise_as_here():
             theirs = reference.train(models.load(folder), windows, plan, make=make)
         ours = command.train(folder, text, plan, dump_step=1)
         yield name, compare.adam_first_weights(ours.weights, theirs.weights[0], theirs.gradients)
         yield name, compare.losses(ours.losses, theirs.losses)
-        with bf16_is_fp32():
+        with as_precise_as_here():
             other = reference.train(models.load(folder), windows, replace(plan, weight_decay=2 * plan.weight_decay), make=make)
         yield name, compare.must_fail("twice the decay", compare.losses(ours.losses, other.losses))
