@@ -1,6 +1,6 @@
-"""Optimizer steps beside others' (bench/peers/optimizers.py), in turn, for a ratio that other load on the machine leaves alone: the least of each side's times.
+"""Optimizer steps beside others' (bench/peers/optimizers.py), in turn: the least processor time of each side on one thread, a ratio that other load on the machine moves little.
 
-  tools/peer_python bench/optimizers.py [--rounds 5] [--threads 2] [NAME ...]
+  tools/peer_python bench/optimizers.py [--rounds 5] [NAME ...]
 """
 
 import argparse
@@ -14,26 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["adamw", "lion", "adafactor", "adam8bit", "muon"]
 
 
-def ours(name: str, threads: int) -> float:
+def ours(name: str) -> float:
     """Least seconds of a step."""
     done = subprocess.run(
-        [ROOT / "build/release/bin/tessera_optim_bench", f"--benchmark_filter=^step/{name}/", "--benchmark_format=json", "--benchmark_repetitions=3", "--benchmark_min_time=0.3s"],
-        capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        [ROOT / "build/release/bin/tessera_optim_bench", f"--benchmark_filter=^step/{name}/", "--benchmark_format=json", "--benchmark_repetitions=3", "--benchmark_min_time=0.3"],
+        capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     runs = [run for run in json.loads(done.stdout)["benchmarks"] if run["run_type"] == "iteration"]
-    return min(run["real_time"] for run in runs) / 1e3
+    return min(run["cpu_time"] for run in runs) / 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("names", nargs="*", default=NAMES)
     options = parser.parse_args()
     print(f"{'optimizer':<10} {'ours, ms':>9} {'theirs, ms':>10} {'theirs / ours':>14}")
     for name in options.names or NAMES:
         peer = subprocess.Popen(
-            [sys.executable, ROOT / "bench/peers/optimizers.py", name, "--threads", str(options.threads)],
+            [sys.executable, ROOT / "bench/peers/optimizers.py", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
@@ -43,7 +42,7 @@ def main() -> None:
             return min(json.loads(peer.stdout.readline())["step_s"])
 
         theirs(2)  # its state, and memory that is touched for the first time
-        times = [(ours(name, options.threads), theirs(10)) for _ in range(options.rounds)]
+        times = [(ours(name), theirs(10)) for _ in range(options.rounds)]
         peer.communicate("quit\n")
         own, other = (min(side) for side in zip(*times))
         print(f"{name:<10} {own * 1e3:9.1f} {other * 1e3:10.1f} {other / own:14.2f}", flush=True)

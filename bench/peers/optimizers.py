@@ -1,8 +1,8 @@
 """Steps of others' optimizers on the parameters that bench/optim has, a LLaMA's of 35 million: PyTorch's fused AdamW, Adafactor and Muon, lion-pytorch, bitsandbytes' CPU path.
 
-Commands come on stdin, as peer.py's: `step N` is answered with {"step_s": [...]}.
+Commands come on stdin, as peer.py's: `step N` is answered with {"step_s": [...]}, processor time on one thread.
 
-  tools/peer_python bench/peers/optimizers.py lion --threads 2 <<< $'step 5\\nquit'
+  tools/peer_python bench/peers/optimizers.py lion <<< $'step 5\\nquit'
 """
 
 import argparse
@@ -39,9 +39,8 @@ def make(name: str, parameters: list[torch.nn.Parameter]) -> list[torch.optim.Op
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["adamw", "lion", "adafactor", "adam8bit", "muon"])
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes()]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -52,10 +51,10 @@ def main() -> None:
             return
         seconds = []
         for _ in range(int(count[0])):
-            begin = time.perf_counter()
+            begin = time.process_time()
             for optimizer in optimizers:
                 optimizer.step()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.process_time() - begin)
         print(json.dumps({"step_s": seconds}), flush=True)
 
 
