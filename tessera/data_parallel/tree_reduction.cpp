@@ -64,7 +64,6 @@ class TreeReduction::Impl {
       }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
         require_summable(parameters_[i]);
-        if (several()) keep(i, source_at_hand(i));
         if (!padding_) used_.mark(i);
       }));
     }
@@ -119,15 +118,9 @@ class TreeReduction::Impl {
     return static_cast<size_t>(*source);
   }
 
-  /// What comes for a parameter is added to the leaf of its source; of padding to nothing.
+  /// What is delivered next for a parameter is added, in place, to the leaf of its source; of padding to nothing that is kept.
   void show(size_t parameter, size_t source) {
     set_gradient(parameters_[parameter].tensor, padding_ || views_[source].empty() ? at::Tensor() : views_[source][parameter]);
-  }
-
-  /// What came lies there.
-  void keep(size_t parameter, size_t source) {
-    const bool kept = !padding_ && !views_[source].empty();
-    kept ? recover_gradient(parameters_[parameter].tensor, views_[source][parameter]) : set_gradient(parameters_[parameter].tensor, {});
   }
 
   void open(bool plain) {
