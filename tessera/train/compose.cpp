@@ -265,7 +265,7 @@ void check_overlapped_units(const Config& config, const torch::nn::Module& model
 
 /// Each tile gathers anew what is inside, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
 void check_tiled_units(const Config& config, const torch::nn::Module& model) {
-  const std::string inside = detail::concat(kFeedForward, ".*.**");
+  const std::string inside = tiled_layers(config) + ".*.**";
   for (const auto& item : model.named_modules()) {
     require(!nn::matches(inside, item.key()) || !nn::matches(config.zero.wrap, item.key()), "zero.wrap = ", config.zero.wrap, ": makes '", item.key(),
             "' a unit by itself, which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
