@@ -284,7 +284,7 @@ TEST_F(SharedHashes, CheckpointsOfDifferentRunsAreRefusedOnAllRanks) {
 
 TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
   run_saving(layouts()[0], {"run.steps=6"});
-  const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest"});
+  const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest", "run.steps=6"});
   for (const int ranks : {1, 2, 3, 5}) {
     for (const auto& seen : check(latest, ranks)) {
       EXPECT_EQ(seen.step, 6);
@@ -304,9 +304,9 @@ TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
     ASSERT_FALSE(seen.remarks.empty());
     EXPECT_THAT(seen.remarks.back(), HasSubstr("starting afresh"));
   }
-  EXPECT_THAT([&] { check(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string()}), 3); },
+  EXPECT_THAT([&] { check(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "run.steps=6"}), 3); },
               ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.resume = "), HasSubstr("is damaged"), HasSubstr("name another checkpoint"))));
-  const auto trusting = settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "checkpoint.verify=false"});
+  const auto trusting = settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "checkpoint.verify=false", "run.steps=6"});
   for (const auto& seen : check(trusting, 2)) EXPECT_EQ(seen.step, 6);
 }
 

@@ -26,6 +26,7 @@ tessera_sim_suite(kernels LEFT_OUT
   Loops.*                           # the CPU's loops by their pointers
   Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
 tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
+                  Muon.RoundsDoNotShowInTheBits                              # the same
                   *StochasticOptimizer* RoundedState.*        # refused on CUDA, by name
                   ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
 tessera_sim_suite(precision LEFT_OUT
@@ -37,6 +38,7 @@ tessera_sim_suite(recompute LEFT_OUT
   Recompute.ASecondPassLeavesNoMoreThanBackwardNeeds)
 tessera_sim_suite(data_parallel LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
+  DdpPlainLoop.ClearingAfterAFailureClearsIt                   # while autograd's thread has not yet let the pass go (docs/gpu.md)
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
@@ -47,10 +49,11 @@ tessera_sim_suite(zero LEFT_OUT
   ZeroPlainLoop.AWrapperThatGoesInTheMiddleOfAStepWaitsForNobody)    # holds seconds
 tessera_sim_suite(tensor_parallel LEFT_OUT
   LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
-  *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften  # tensors of another rank's device
+  *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften RandomPlans.*  # tensors of another rank's device
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
-tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*)  # reads counts by their pointer
+tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*                # reads counts by their pointer
+                  ExpertParallel.ComputesEachRanksRowsByThemselves)       # the same bits, of MKL, whose operands are aligned on a CPU alone
 tessera_sim_suite(fsdp LEFT_OUT
   FullyShard/OffloadOver.IsBitForBit/2         # five ranks: the longest, and in the order of three
   *Foreign.RecurrentLanguageModel*             # CUDA's own kernels of recurrent networks
