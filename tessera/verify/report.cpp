@@ -119,6 +119,12 @@ std::string conclusion(const VerifyReport& report) {
   }
   if (!report.initial_weights.within())
     return fmt::format("NOT the same run: it begins with other weights, first in {}\n", first_beyond(report.initial_weights));
+  if (!report.gradients.within() && report.unscaled) {
+    return fmt::format(
+        "NOT the same run: all modules agree, and the gradient of {} does not; in fp16 small gradients underflow: set precision.loss_scale, such as 4096, and "
+        "look again\n",
+        first_beyond(report.gradients));
+  }
   if (!report.gradients.within()) {
     constexpr double fp32_bound = 1e-5, doubtful = 4;
     const bool narrow = report.gradients.bound > fp32_bound && report.gradients.worst().value < doubtful * report.gradients.bound;

@@ -350,6 +350,7 @@ VerifyReport Verification::run() {
           .micro_batches = layout_.batch.global_size / layout_.batch.micro_size,
           .skipped = skipped_,
           .bit_for_bit = bounds_.bit_for_bit,
+          .unscaled = layout_.precision.compute == "fp16" && layout_.precision.loss_scale == "none",
           .initial_weights = initial_.list(),
           .losses = losses_,
           .gradient_norms = norms_,

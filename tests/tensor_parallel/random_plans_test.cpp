@@ -321,7 +321,7 @@ class RandomPlans : public ::testing::Test {
   }
 };
 
-TEST_F(RandomPlans, ThatAreTakenAreOneDevice) { run_seeds(0, 120); }
+TEST_F(RandomPlans, ThatAreTakenAreOneDevice) { run_seeds(0, 60); }
 
 TEST_F(RandomPlans, DISABLED_Many) {
   uint64_t begin = 120, end = 20000;

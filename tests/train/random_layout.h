@@ -229,8 +229,11 @@ class LayoutDice {
   }
 
   void draw_optimizer() {
-    const std::string name = word({"adamw", "adamw", "sgd", "lion", "adafactor", "adam8bit"});
+    const std::string name = word({"adamw", "adamw", "sgd", "lion", "adafactor", "adam8bit", "muon"});
     set("optim.name", name);
+    if (name == "adamw" || name == "lion" || name == "sgd") set_once_in(6, "optim.state_dtype", "bf16");
+    if (name == "muon") set_once_in(2, "optim.split_heads", "true");
+    if (once_in(4)) set("optim.groups", word({R"(["*norm*: weight_decay = 0"])", R"(["embed_tokens: lr_factor = 0.5", "layers.0: name = sgd, lr = 0.01"])"}));
     if (name == "sgd" || name == "adafactor") set_once_in(2, "optim.momentum", "0.8");
     set_once_in(3, "optim.weight_decay", "0.1");
     set_once_in(3, "optim.decay_on", "matrices");

@@ -81,7 +81,7 @@ class RandomLayouts : public testing_support::VerifyFixture {
   }
 };
 
-TEST_F(RandomLayouts, AreOneDevice) { run_seeds(0, 24, /*shrink=*/false); }
+TEST_F(RandomLayouts, AreOneDevice) { run_seeds(0, 12, /*shrink=*/false); }
 
 TEST_F(RandomLayouts, DISABLED_Many) {
   uint64_t begin = 24, end = 3000;
