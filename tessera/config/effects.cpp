@@ -24,11 +24,11 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
   const bool pipelined = config.mesh.pp != 1;
   return {
-      {!uses_optimizer(optim, {"sgd", "adafactor", "muon"}), with("optim.name", optim.name), {"optim.momentum"}},
-      {!uses_optimizer(optim, {"adamw", "adam8bit", "lion", "muon"}), with("optim.name", optim.name), {"optim.betas"}},
-      {!uses_optimizer(optim, {"adamw", "adam8bit", "adafactor", "muon"}), with("optim.name", optim.name), {"optim.eps"}},
+      {!uses_optimizer(optim, optimizers_that_use("momentum")), with("optim.name", optim.name), {"optim.momentum"}},
+      {!uses_optimizer(optim, optimizers_that_use("betas")), with("optim.name", optim.name), {"optim.betas"}},
+      {!uses_optimizer(optim, optimizers_that_use("eps")), with("optim.name", optim.name), {"optim.eps"}},
       {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
-      {!uses_optimizer(optim, {"muon"}), with("optim.name", optim.name), {"optim.ns_steps", "optim.split_heads"}},
+      {!uses_optimizer(optim, optimizers_that_use("ns_steps")), with("optim.name", optim.name), {"optim.ns_steps", "optim.split_heads"}},
       {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
       {checkpoint.dir.empty() || !checkpoint.async, "without checkpoint.async", {"checkpoint.staging_bytes"}},
       {config.run.validate_every == 0, "without run.validate_every", {"data.validation_files"}},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "tessera/config/detail.h"
 #include "tessera/core/error.h"
@@ -49,7 +50,8 @@ void set(OptimGroup& group, const OptimConfig& section, const std::string& place
   Config config;
   detail::set_from_text(config, "optim", "lr", value, place);
   const double number = config.optim.lr;
-  require(number > 0, place, ": ", key, " = ", value, ": expected a positive number; to leave parameters as they are, freeze them");
+  require(number > 0, place, ": ", key, " = ", value,
+          ": expected a positive number, if a small one; parameters that are not to move at all are frozen in C++, by requires_grad_(false)");
   if (key == "lr") require(section.lr > 0, place, ": lr = ", value, ": is held against optim.lr, whose schedule it follows; set optim.lr, or lr_factor");
   group.lr_factor = key == "lr" ? number / section.lr : number;
   group.settings.lr = key == "lr" ? number : section.lr * number;
@@ -70,6 +72,10 @@ OptimGroup parse_group(const OptimConfig& section, const std::string& text) {
     set(group, section, place, detail::trimmed(setting.substr(0, equals)), detail::trimmed(setting.substr(equals + 1)));
   }
   const std::string& name = group.settings.name;
+  for (const auto& key : group.given) {
+    const auto& users = optimizers_that_use(key);
+    require(users.empty() || users.contains(name), place, ": ", key, " has no effect with name = ", name, "; leave it out");
+  }
   if (name != section.name && !group.given.contains("momentum")) group.settings.momentum = default_momentum(name);
   return group;
 }
@@ -85,6 +91,17 @@ std::vector<OptimGroup> optim_groups(const OptimConfig& config) {
 bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names) {
   const auto groups = optim_groups(config);
   return names.contains(config.name) || std::ranges::any_of(groups, [&](const OptimGroup& group) { return names.contains(group.settings.name); });
+}
+
+const std::set<std::string>& optimizers_that_use(const std::string& key) {
+  static const std::map<std::string, std::set<std::string>> users{{"momentum", {"sgd", "adafactor", "muon"}},
+                                                                  {"betas", {"adamw", "adam8bit", "lion", "muon"}},
+                                                                  {"eps", {"adamw", "adam8bit", "adafactor", "muon"}},
+                                                                  {"ns_steps", {"muon"}},
+                                                                  {"split_heads", {"muon"}}};
+  static const std::set<std::string> all;
+  const auto found = users.find(key);
+  return found == users.end() ? all : found->second;
 }
 
 double default_momentum(const std::string& name) { return name == "muon" ? 0.95 : 0; }

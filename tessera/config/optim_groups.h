@@ -22,6 +22,9 @@ std::vector<OptimGroup> optim_groups(const OptimConfig& config);
 /// Whether `optim.name`, or a group's, is one of these.
 bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names);
 
+/// The optimizers that look at a key of the section ("momentum"); empty: all.
+const std::set<std::string>& optimizers_that_use(const std::string& key);
+
 /// The momentum of an optimizer where nobody gives one: Muon's is 0.95, the others' 0.
 double default_momentum(const std::string& name);
 

@@ -143,7 +143,7 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
     for (const auto& [name, kind] : loaded.converted) ++kinds[kind];
     std::string list;
     for (const auto& [kind, count] : kinds) list += detail::concat(list.empty() ? "" : ", ", kind, " (", count, " tensors)");
-    log().info("{}: saved with another precision.params or precision.master; what was stored is read as {}", resume.folder.string(), list);
+    log().info("{}: saved with another precision.params, precision.master or optim.state_dtype; what was stored is read as {}", resume.folder.string(), list);
   }
   checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
   const auto& progress = resume.manifest.progress;

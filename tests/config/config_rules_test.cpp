@@ -406,7 +406,10 @@ TEST(Validate, WeightsInFp16NeedAKernelThatTakesThem) {
 TEST(Validate, GroupsOfParameters) {
   const auto refused = [](const std::string& group) { return refusal([&](Config& c) { c.optim.groups = {group}; }); };
   EXPECT_EQ(refused("**.*norm: weight_decay = 0"), "(accepted)");
-  EXPECT_EQ(refused("embed*: name = sgd, momentum = 0.9, lr = 1e-4, betas = [0.8, 0.9], eps = 1e-6"), "(accepted)");
+  EXPECT_EQ(refused("embed*: name = sgd, momentum = 0.9, lr = 1e-4"), "(accepted)");
+  EXPECT_EQ(refused("embed*: lr = 1e-4, betas = [0.8, 0.9], eps = 1e-6"), "(accepted)");
+  EXPECT_THAT(refused("a: momentum = 0.5"), HasSubstr("momentum has no effect with name = adamw; leave it out"));
+  EXPECT_THAT(refused("a: eps = 1e-6, name = lion"), HasSubstr("eps has no effect with name = lion"));
   const auto of = [](const std::string& group) { return StartsWith("optim.groups, \"" + group + "\""); };
   EXPECT_THAT(refused("embed*"), AllOf(of("embed*"), HasSubstr("expected 'pattern: key = value, ...'")));
   EXPECT_THAT(refused(" : lr = 1"), HasSubstr("there is no pattern"));
