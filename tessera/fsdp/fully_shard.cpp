@@ -290,7 +290,8 @@ class FullyShardedDataParallel::Impl {
     const std::optional<at::ScalarType> inputs = options_.cast ? std::nullopt : options_.param_dtype;
     calls_ = plain.empty() && options_.trigger != ShardTrigger::Operators;
     require(calls_ || options_.reshard_after_forward, "fully_shard: reshard_after_forward = false needs calls that can be intercepted; '",
-            plain.empty() ? "the module" : plain, "' is watched by its operators, which do not tell where forward ends");
+            plain.empty() ? "the module" : plain,
+            "' is watched by its operators, which do not tell where forward ends; leave it true, or derive the module from tessera::nn::Module");
     const auto role = calls_ ? OperatorTrigger::Role::Fallback : OperatorTrigger::Role::Trigger;
     const auto operators = std::make_shared<OperatorTrigger>(module_, *units_, *step_, role, inputs);
     watch_.emplace(operators);
