@@ -38,7 +38,8 @@ namespace {
 struct PlanFlags {
   std::string what, device;
   std::vector<std::string> sets;
-  int world = 1, devices_per_node = 0;
+  int world = 1;
+  std::optional<int> devices_per_node;
   bool json = false, longest = false, events = false, explain = false;
 };
 
@@ -109,8 +110,9 @@ void limit_to(const plan::Device& device, Config& config) {
 
 plan::Device device_of(const PlanFlags& flags) {
   plan::Device device = plan::find_device(flags.device);
-  require(flags.devices_per_node >= 0, "--devices-per-node ", flags.devices_per_node, ": it must be at least 1");
-  if (flags.devices_per_node > 0) device.devices_per_node = flags.devices_per_node;
+  if (!flags.devices_per_node) return device;
+  require(*flags.devices_per_node >= 1, "--devices-per-node = ", *flags.devices_per_node, ": it must be at least 1");
+  device.devices_per_node = *flags.devices_per_node;
   return device;
 }
 

@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <limits>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -27,6 +26,8 @@ constexpr std::array kFormats{"fp4", "fp8", "bf16", "fp16", "tf32", "fp32"};
 constexpr std::array kShares{"products", "attention", "memory", "inside", "between"};
 constexpr std::array kCounts{"multiprocessors", "inside_us", "between_us", "launch_us", "collective_launch_us", "gap_us"};
 
+constexpr double kMost = 1e9;  ///< of any figure, in the units of the file: an exabyte of memory
+
 /// Reads a table key by key, and refuses what is left.
 class DeviceTable {
  public:
@@ -36,7 +37,8 @@ class DeviceTable {
     const toml::node* node = take(key);
     if (node == nullptr) return std::nullopt;
     const auto value = node->value<double>();
-    require(value && node->is_number() && *value > 0 && *value < std::numeric_limits<double>::infinity(), name_of(key), ": expected a number above 0");
+    require(value && node->is_number() && *value > 0, name_of(key), ": expected a number above 0");
+    require(*value <= kMost, name_of(key), ": expected at most ", format_float(kMost));
     return value;
   }
   double needed(const std::string& key) {
@@ -148,6 +150,7 @@ Device find_device(const std::string& name_or_file) {
     if (name == name_or_file) return parse_device(std::string(text), std::string(name));
   }
   if (is_there(name_or_file)) {
+    require(!is_folder(name_or_file), "--device ", name_or_file, ": is a folder; name a file, or one of the devices that tessera plan knows");
     std::ifstream file(name_or_file);
     return parse_device({std::istreambuf_iterator<char>(file), {}}, name_or_file);
   }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <numeric>
+#include <string>
 #include <string_view>
 
 #include <c10/core/ScalarType.h>
@@ -26,9 +27,15 @@ constexpr double kEdge = 96;  ///< what a tile's prologue and epilogue take, in 
 
 int64_t cut(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
 
+/// As files of devices name it.
+std::string key_of(c10::ScalarType type) {
+  return type == at::kFloat ? "fp32" : type == at::kHalf ? "fp16" : type == at::kBFloat16 ? "bf16" : type == at::kFloat8_e4m3fn ? "fp8" : c10::toString(type);
+}
+
 double rate_of(c10::ScalarType type, const DeviceRates& device) {
   const auto found = device.flops.find(type);
-  require(found != device.flops.end(), "the device has no rate for matrix products in ", c10::toString(type), ": add it to its file");
+  require(found != device.flops.end(), "the step multiplies in ", key_of(type), ", for which the device of --device has no rate; add tflops.", key_of(type),
+          " to its file, or compute in another type");
   return found->second;
 }
 

@@ -82,6 +82,8 @@ TEST(Devices, AUsersOwnFile) {
 
 TEST(Devices, BadFilesAndNamesAreRefused) {
   EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device("h10"); }), AllOf(HasSubstr("--device = h10"), HasSubstr("did you mean h100?")));
+  EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device(::testing::TempDir()); }), HasSubstr("is a folder"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = 1e300")), AllOf(HasSubstr("mine.toml: memory_gb"), HasSubstr("at most 1e+09")));
   EXPECT_THAT(refused("name = "), HasSubstr("mine.toml"));
   EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "")), HasSubstr("mine.toml: memory_gb is missing"));
   EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = -1")), HasSubstr("mine.toml: memory_gb: expected a number above 0"));
