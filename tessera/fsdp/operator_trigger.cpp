@@ -366,9 +366,10 @@ void OperatorTrigger::refuse_local_norms(const c10::FunctionSchema& schema, Argu
 void OperatorTrigger::refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (schema.name() != "aten::cat" || !units_.are_cut() || !step_.looped()) return;
   const std::vector<at::Tensor> list = arguments[0].toTensorVector();
-  const auto gradients = std::ranges::count_if(parameters_, [](const auto& item) { return item.first->grad().defined(); });
-  const auto given = std::ranges::count_if(list, [this](const at::Tensor& part) { return is_gradient(part); });  // of the others it makes zeros
-  const bool all = gradients > 0 && given >= gradients;
+  int64_t elements = 0, given = 0;
+  for (const auto& item : parameters_) elements += item.first->grad().defined() ? item.first->grad().numel() : 0;
+  for (const at::Tensor& part : list) given += is_gradient(part) ? part.numel() : 0;  // of parameters without a gradient it makes zeros
+  const bool all = elements > 0 && given >= elements;
   require(!all,
           "fully_shard: aten::cat was given the gradients of all parameters, of which this rank has slices: torch::optim::LBFGS, and whoever takes products of "
           "whole gradients, would go in a direction and by steps of its own on each rank; use an optimizer that goes element by element (Adam, AdamW, SGD, "

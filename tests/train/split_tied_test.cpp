@@ -77,13 +77,15 @@ struct TiedLayout {
   at::ScalarType dtype = at::kFloat;
   int chunks = 1;
   bool frozen = false;                       ///< the shared weight
+  bool alone = false;                        ///< the shared weight is all that is trained
   std::filesystem::path saves{}, resumes{};  ///< a folder, behind the first step, with which it ends; a checkpoint, in the place of the first step
 
   int data() const { return shard * replicas; }
   auto build() const {
-    return [type = dtype, trained = !frozen] {
+    return [type = dtype, trained = !frozen, rest = !alone] {
       ThriceTied model;
       model->to(type);
+      for (const at::Tensor& parameter : model->parameters()) parameter.set_requires_grad(rest);
       model->emb->weight.set_requires_grad(trained);
       return model;
     };
@@ -216,6 +218,14 @@ TEST(SplitTied, PartsOfASharedWeightMeetWhereverTheyLie) {
 TEST(SplitTied, FrozenSharedWeightsStay) {
   for (const std::string how : {"ddp", "zero 1", "zero 2", "fully_shard"}) expect_tied_alike({.how = how, .shard = 2, .stages = 3, .frozen = true});
   expect_tied_alike({.how = "zero 2", .schedule = &schedules::zb_v, .chunks = 2, .frozen = true});
+}
+
+/// A stage's gradients are those of the shared weight, which are put together for a message in pieces.
+TEST(SplitTied, ASharedWeightMayBeAllThatIsTrained) {
+  for (const std::string how : {"ddp", "zero 2", "fully_shard"}) {
+    expect_tied_alike({.how = how, .alone = true});
+    expect_tied_alike({.how = how, .shard = 3, .stages = 3, .alone = true});
+  }
 }
 
 /// Saved by one split under one wrapper, taken up by others, whose stages are cut elsewhere and whose parts of the shared weight are others.
