@@ -448,8 +448,8 @@ class RandomPrograms : public ::testing::TestWithParam<RandomTechnique> {
 };
 INSTANTIATE_TEST_SUITE_P(Wrappers, RandomPrograms, ::testing::ValuesIn(random_techniques()), [](const auto& info) { return info.param.name; });
 
-TEST_P(RandomPrograms, AreWhatOneProcessMakesOfThem) { run_seeds(0, 20); }
-TEST_P(RandomPrograms, DISABLED_Many) { run_seeds(20, 600); }
+TEST_P(RandomPrograms, AreWhatOneProcessMakesOfThem) { run_seeds(0, 10); }
+TEST_P(RandomPrograms, DISABLED_Many) { run_seeds(10, 600); }
 
 }  // namespace
 }  // namespace tessera
