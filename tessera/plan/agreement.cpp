@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <set>
-#include <sstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "tessera/comm/dtype_name.h"
 #include "tessera/mesh/positions.h"
+#include "tessera/plan/read_events.h"
 
 // Each kind of call gets a number, so a class is a list of numbers for each group. Which ranks meet follows from the mesh: those that differ in the group's
 // axes alone. Being alike carries over, so the classes that meet are compared with the first of them and not in pairs; messages have two ends, and are. Classes
@@ -19,23 +19,13 @@ namespace {
 
 constexpr int kNobody = -1;
 
-bool is_message(const CollectiveEvent& call) { return call.op == "send" || call.op == "recv"; }
-
-/// "dp_shard+tp" -> its axes.
-std::vector<std::string> names_in(const std::string& group) {
-  std::vector<std::string> axes;
-  std::istringstream names(group);
-  for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
-  return axes;
-}
-
 bool are_axes(const std::vector<std::string>& names, const MeshShape& shape) {
   return std::ranges::all_of(names, [&](const auto& name) { return std::ranges::find(shape, name, &MeshShape::value_type::first) != shape.end(); });
 }
 
 /// All axes for a name that is no list of axes: the world's own group.
 std::vector<std::string> axes_of(const std::string& group, const MeshShape& shape) {
-  if (auto axes = names_in(group); are_axes(axes, shape)) return axes;
+  if (auto axes = axes_in(group); are_axes(axes, shape)) return axes;
   std::vector<std::string> all;
   for (const auto& [axis, size] : shape) all.push_back(axis);
   return all;
@@ -135,7 +125,7 @@ void Agreement::regroup(std::vector<std::string> over, MeshShape into) {
 }
 
 std::pair<std::vector<int>, std::vector<int>> Agreement::places_and_rows(const std::string& group) const {
-  const std::vector<std::string> names = names_in(group);
+  const std::vector<std::string> names = axes_in(group);
   if (!are_axes(names, into_)) {
     const auto axes = axes_of(group, shape_);
     return {ranks_along(shape_, axes), ranks_along(shape_, others_of(axes, shape_))};

@@ -4,13 +4,13 @@
 #include <cmath>
 #include <map>
 
+#include "tessera/plan/read_events.h"
+
 // Latency and bandwidth (Thakur, Rabenseifner, Gropp 2005), of two kinds of links. How many bytes a rank sends at least is what the recorder says of the
 // algorithm (comm/traffic.h), and the same for whatever is optimal in bandwidth.
 
 namespace tessera::plan {
 namespace {
-
-bool between_two(const CollectiveEvent& call) { return call.op == "send" || call.op == "recv"; }
 
 double levels(int among) { return among > 1 ? std::ceil(std::log2(among)) : 0; }
 
@@ -27,15 +27,14 @@ Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host
 double collective_seconds(const CollectiveEvent& call, const Placement& placement, const Machine& machine) {
   if (placement.ranks == 1) return 0;
   const bool across = placement.hosts > 1;
-  const auto sent = static_cast<double>(call.sent_bytes > 0 || !between_two(call) ? call.sent_bytes : call.bytes);
-  if (between_two(call)) {
+  if (is_message(call)) {  // of which a receiver sends nothing, and takes as long
     const LinkRates& link = across ? machine.across : machine.inside;
-    return link.latency + sent / link.bandwidth;
+    return link.latency + static_cast<double>(call.bytes) / link.bandwidth;
   }
   const double bandwidth = across ? std::min(machine.inside.bandwidth, machine.across.bandwidth * placement.per_host) : machine.inside.bandwidth;
   const double passes = call.op == "all_reduce" ? 2 : 1;
   const double latency = machine.inside.latency * levels(placement.per_host) + machine.across.latency * levels(placement.hosts);
-  return passes * latency + sent / bandwidth;
+  return passes * latency + static_cast<double>(call.sent_bytes) / bandwidth;
 }
 
 }  // namespace tessera::plan

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -84,9 +83,7 @@ std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatc
 /// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
 std::function<Placement(const std::string&)> groups_placed(const Config& config, const Mesh& mesh, const Machine& machine) {
   return [mesh, config, per_host = machine.devices_per_host](const std::string& group) {
-    std::vector<std::string> axes;
-    std::istringstream names(group.substr(0, group.find('.')));
-    for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
+    const std::vector<std::string> axes = axes_in(group.substr(0, group.find('.')));
     const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
     if (has_all(mesh)) return placement_of(mesh.members(axes), per_host);
     if (deals_experts(config, mesh.shape())) {
@@ -213,24 +210,17 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
 
 StepTime timed(const Config& config, const DryRun& run, const Machine& machine) {
   std::vector<TimedClass> classes;
-  int64_t micro_batches = 0;
   double flops = 0;
   for (const RankClass& ranks : run.ranks) {
     classes.push_back({.pipeline_rank = ranks.pipeline_rank, .time = &ranks.time});
-    micro_batches = std::max(micro_batches, ranks.micro_batches);
     flops += ranks.flops * static_cast<double>(ranks.count);
   }
-  const int stages = size_along(mesh_shape(config.mesh, config.zero.stage, run.world), mesh_roles(config).stages);
-  StepTime time = step_time(config, classes, stages, micro_batches);
+  StepTime time = step_time(classes, run.pipeline.actions);
   time.tokens_per_second = static_cast<double>(run.tokens_per_step) / time.seconds / run.world;
   const auto peak = machine.device.flops.find(config.precision.compute == "bf16" ? at::kBFloat16 : config.precision.compute == "fp16" ? at::kHalf : at::kFloat);
   if (peak != machine.device.flops.end()) time.mfu = flops / time.seconds / run.world / peak->second;
   return time;
 }
-
-}  // namespace
-
-namespace {
 
 EffectiveBatch effective_batch(const Config& config, int world) {
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);

@@ -70,10 +70,11 @@ double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t e
 double operator_seconds(const OperatorEvent& ran, const DeviceRates& device) {
   if (is_view(ran.name)) return 0;
   const int64_t bytes = ran.read_bytes + ran.written_bytes - (only_writes(ran.name) ? ran.written_bytes : 0);
-  if (ran.flops == 0 || ran.shape.empty()) return std::max(crossing_seconds(bytes, device), ran.flops / (ran.flops == 0 ? 1 : rate_of(ran.dtype, device)));
+  const double crossing = crossing_seconds(bytes, device);
+  if (ran.flops == 0) return crossing;
   const double rate = rate_of(ran.dtype, device);
-  if (is_attention(ran.name)) return std::max(ran.flops / 2 / (rate * device.attention_share), crossing_seconds(bytes, device));
-  if (!is_product(ran.name) || ran.shape.size() < 2) return std::max(ran.flops / (rate * device.product_share), crossing_seconds(bytes, device));
+  if (is_attention(ran.name)) return std::max(ran.flops / 2 / (rate * device.attention_share), crossing);
+  if (!is_product(ran.name) || ran.shape.size() < 2) return std::max(ran.flops / (rate * device.product_share), crossing);
   const int64_t m = ran.shape[ran.shape.size() - 2], n = ran.shape.back();
   const int64_t batch = std::accumulate(ran.shape.begin(), ran.shape.end() - 2, int64_t{1}, std::multiplies<>());
   if (m * n * batch == 0) return 0;

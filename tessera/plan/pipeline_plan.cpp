@@ -62,8 +62,8 @@ PipelinePlan plan_pipeline(const Config& config, int world) {
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   plan.micro_batches = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
   plan.schedule = name_of(config.pipeline);
-  const schedules::Schedule schedule = schedule_maker(config, ranks)(plan.micro_batches);
-  const schedules::Measures measures = measure(schedule, simulate(schedule, costs_of(config.pipeline, flops)));
+  plan.actions = schedule_maker(config, ranks)(plan.micro_batches);
+  const schedules::Measures measures = measure(plan.actions, simulate(plan.actions, costs_of(config.pipeline, flops)));
   plan.bubble_fraction = measures.bubble_fraction;
   plan.kept_alive = measures.peak_activations;
   StageFlops all;

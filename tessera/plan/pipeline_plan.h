@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/config/config.h"
+#include "tessera/pipeline/schedules/schedule.h"
 
 namespace tessera::plan {
 
@@ -19,8 +20,9 @@ struct PipelinePlan {
     double model_share = 0;  ///< of the model's FLOPs: without what recompute runs again
   };
   std::string schedule{};
-  int micro_batches = 0;       ///< of a data rank, those that fill up counted
-  double bubble_fraction = 0;  ///< idle share of a step's forwards and backwards, over all ranks
+  schedules::Schedule actions{};  ///< of every rank; empty where there is one stage
+  int micro_batches = 0;          ///< of a data rank, those that fill up counted
+  double bubble_fraction = 0;     ///< idle share of a step's forwards and backwards, over all ranks
   std::vector<Stage> stages{};
   std::vector<double> kept_alive{};  ///< of each rank of mesh.pp: micro-batches whose activations it holds at most, in micro-batches of its whole share
 

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "tessera/plan/operator_time.h"
+#include "tessera/plan/read_events.h"
+#include "tessera/train/engine.h"
 
 namespace tessera::plan {
 
@@ -40,8 +42,7 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
   if (fresh) placed->second = place_(call.group);
   const double seconds = collective_seconds(call, placed->second, machine_);
   double& group = groups_[call.group];
-  const bool message = call.op == "send" || call.op == "recv";
-  if (message && std::ranges::find(channels_, call.group) != channels_.end()) {
+  if (is_message(call) && std::ranges::find(channels_, call.group) != channels_.end()) {
     time_.message = std::max(time_.message, seconds);
     for (const int64_t flight : event.writes) done_[flight] = 0;
     return;
@@ -62,7 +63,7 @@ void RankClock::wait(const Event& event) {
 }
 
 void RankClock::turn(const ActionEvent& action) {
-  if (action.action == "left out") return;
+  if (action.action == kLeftOut) return;
   if (action.begins) {
     if (!acted_) time_.before = end();
     acted_ = true;

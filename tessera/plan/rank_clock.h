@@ -58,7 +58,7 @@ class RankClock {
   const Machine& machine_;
   std::function<Placement(const std::string&)> place_;
   std::vector<std::string> channels_;
-  double host_ = 0, device_ = 0, waited_until_ = 0;
+  double host_ = 0, device_ = 0;
   std::map<std::string, double> groups_;
   std::unordered_map<int64_t, double> done_;  ///< calls in flight
   double action_began_ = 0;

@@ -1,6 +1,7 @@
 #include "tessera/plan/read_events.h"
 
 #include <map>
+#include <sstream>
 #include <tuple>
 
 #include "tessera/comm/backends/record.h"
@@ -8,6 +9,15 @@
 #include "tessera/memory/history.h"
 
 namespace tessera::plan {
+
+bool is_message(const CollectiveEvent& call) { return call.op == "send" || call.op == "recv"; }
+
+std::vector<std::string> axes_in(const std::string& group) {
+  std::vector<std::string> axes;
+  std::istringstream names(group);
+  for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
+  return axes;
+}
 
 std::vector<CollectiveSum> collectives_of(const Events& events) {
   std::vector<CollectiveSum> sums;

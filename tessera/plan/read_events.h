@@ -10,6 +10,12 @@
 
 namespace tessera::plan {
 
+/// Whether it goes from one rank to one other.
+bool is_message(const CollectiveEvent& call);
+
+/// "dp_shard+tp" -> its axes.
+std::vector<std::string> axes_in(const std::string& group);
+
 /// One kind of collective of a step, with all that are alike added up.
 struct CollectiveSum {
   std::string op;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/core/error.h"
+#include "tessera/plan/read_events.h"
 #include "tessera/train/engine.h"
 
 // A step repeats itself: but for the first and the last, micro-batches do the same, and what is different between ranks of a pipeline is the order of their
@@ -206,8 +207,8 @@ class Renaming {
   }
 
   void rename(CollectiveEvent& call, int stand_in, int micro_batch) const {
-    const bool message = call.op == "send" || call.op == "recv";
-    if (message && std::ranges::find(rehearsal_.channels, call.group) != rehearsal_.channels.end()) call.tag += (micro_batch - stand_in) * rehearsal_.tags;
+    if (is_message(call) && std::ranges::find(rehearsal_.channels, call.group) != rehearsal_.channels.end())
+      call.tag += (micro_batch - stand_in) * rehearsal_.tags;
     const std::string name = " micro-batch " + std::to_string(stand_in);
     if (call.site.ends_with(name)) call.site.replace(call.site.size() - name.size(), name.size(), " micro-batch " + std::to_string(micro_batch));
   }

@@ -6,7 +6,6 @@
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/simulate.h"
-#include "tessera/train/pipeline_layout.h"
 
 namespace tessera::plan {
 namespace {
@@ -31,28 +30,27 @@ schedules::StageCosts stage_costs(const RankTime& time, int stage) {
 
 }  // namespace
 
-StepTime step_time(const Config& config, const std::vector<TimedClass>& classes, int pipeline_ranks, int64_t micro_batches) {
+StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline) {
   invariant(!classes.empty(), "a step without ranks");
-  std::vector<const RankTime*> slowest(static_cast<size_t>(pipeline_ranks), nullptr);
+  std::vector<const RankTime*> slowest(std::max<size_t>(1, pipeline.actions.size()), nullptr);
   for (const TimedClass& each : classes) {
     const RankTime*& known = slowest.at(static_cast<size_t>(each.pipeline_rank));
     if (known == nullptr || each.time->step > known->step) known = each.time;
   }
   const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
   StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked};
-  if (pipeline_ranks == 1) return step;
-  const schedules::Schedule schedule = schedule_maker(config, pipeline_ranks)(static_cast<int>(micro_batches));
+  if (pipeline.actions.empty()) return step;
   schedules::Costs costs;
   double before = 0, after = 0;
-  for (int stage = 0; stage < schedule.stages(); ++stage) {
-    const RankTime* time = slowest.at(static_cast<size_t>(schedule.rank_of[static_cast<size_t>(stage)]));
+  for (int stage = 0; stage < pipeline.stages(); ++stage) {
+    const RankTime* time = slowest.at(static_cast<size_t>(pipeline.rank_of[static_cast<size_t>(stage)]));
     invariant(time != nullptr, "no class holds stage ", stage);
     costs.stages.push_back(stage_costs(*time, stage));
     costs.communication = std::max(costs.communication, time->message);
     before = std::max(before, time->before);
     after = std::max(after, time->after);
   }
-  step.seconds = before + measure(schedule, simulate(schedule, costs)).makespan + after;
+  step.seconds = before + measure(pipeline, simulate(pipeline, costs)).makespan + after;
   step.bubble = std::max(0.0, step.seconds - decides.step);
   return step;
 }

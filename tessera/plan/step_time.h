@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/config/config.h"
+#include "tessera/pipeline/schedules/schedule.h"
 #include "tessera/plan/rank_clock.h"
 
 namespace tessera::plan {
@@ -28,9 +28,9 @@ struct TimedClass {
   const RankTime* time = nullptr;
 };
 
-/// Without a pipeline the slowest class decides. With one, stages' actions cost what the slowest class of their rank took, the schedule is simulated with them
-/// and with messages between its stages, and what ranks do before and behind it stands before and behind.
-StepTime step_time(const Config& config, const std::vector<TimedClass>& classes, int pipeline_ranks, int64_t micro_batches);
+/// Without a pipeline, whose actions are empty then, the slowest class decides. With one, stages' actions cost what the slowest class of their rank took, the
+/// schedule is simulated with them and with messages between its stages, and what ranks do before and behind it stands before and behind.
+StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline = {});
 
 nlohmann::json to_json(const StepTime& time);
 std::string to_string(const StepTime& time);

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 
 #include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/generators.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/operator_time.h"
 #include "tessera/plan/presets.h"
@@ -188,18 +189,16 @@ RankTime stage_time(int stage, double forward, double backward) {
 }
 
 TEST_F(StepSeconds, APipelineTakesItsBubbleAndWhatStandsAroundIt) {
-  const Config pipeline = config("llama", {"mesh.pp=2", "batch.global_size=4", "batch.micro_size=1"});
   const RankTime first = stage_time(0, 1, 2), second = stage_time(1, 1, 2);
-  const StepTime step = step_time(pipeline, {{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &second}}, 2, 4);
+  const StepTime step = step_time({{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &second}}, schedules::one_f_one_b(2, 4));
   EXPECT_DOUBLE_EQ(step.seconds, 0.25 + (4 + 2 - 1) * 3 + 0.75);  // (m + p - 1)(F + B)
   EXPECT_DOUBLE_EQ(step.bubble, 3);
 }
 
 TEST_F(StepSeconds, TheSlowestStageAndTheSlowestClassDecide) {
-  const Config pipeline = config("llama", {"mesh.pp=2", "batch.global_size=4", "batch.micro_size=1"});
   const RankTime first = stage_time(0, 1, 2), quick = stage_time(1, 1, 2), slow = stage_time(1, 2, 4);
-  const StepTime step =
-      step_time(pipeline, {{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &slow}, {.pipeline_rank = 1, .time = &quick}}, 2, 4);
+  const StepTime step = step_time({{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &slow}, {.pipeline_rank = 1, .time = &quick}},
+                                  schedules::one_f_one_b(2, 4));
   EXPECT_DOUBLE_EQ(step.seconds, 0.25 + 1 + 4 * 6 + 2 + 0.75);
 }
 
