@@ -3,7 +3,6 @@
 //
 // TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
 
-#include <cstdlib>
 #include <numeric>
 #include <optional>
 
@@ -11,6 +10,7 @@
 #include "tessera/plan/dry_run.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tests/dice.h"
 #include "tests/train/fixture.h"
 #include "tests/train/random_layout.h"
 
@@ -73,13 +73,7 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
 TEST_F(RandomLayoutPlans, WhateverTrainsHasAPlan) { run_seeds(0, 12, /*compared=*/false); }
 
 TEST_F(RandomLayoutPlans, DISABLED_Many) {
-  uint64_t begin = 40, end = 1000;
-  if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
-  if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
-    const std::string text = seeds;
-    begin = std::stoull(text);
-    end = std::stoull(text.substr(text.find(',') + 1));
-  }
+  const auto [begin, end] = testing_support::seeds_asked(12, 1000);
   run_seeds(begin, end, /*compared=*/true);
 }
 

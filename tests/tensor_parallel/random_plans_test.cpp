@@ -3,9 +3,7 @@
 //
 // TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
 
-#include <cstdlib>
 #include <optional>
-#include <random>
 #include <sstream>
 
 #include <c10/core/DefaultDtype.h>
@@ -16,6 +14,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/sharing.h"
+#include "tests/dice.h"
 #include "tests/test_device.h"
 
 namespace tessera {
@@ -139,9 +138,9 @@ struct PlannedNetImpl : nn::Module {
 TESSERA_MODULE(PlannedNet);
 
 /// Draws a body, and styles for its layers: mostly those that fit what the layer is likely to get.
-class PlanDice {
+class PlanDice : private testing_support::Dice {
  public:
-  explicit PlanDice(uint64_t seed) : engine_(seed * 6151 + 17) {}
+  explicit PlanDice(uint64_t seed) : Dice(seed * 6151 + 17) {}
 
   PlanProgram draw() {
     made_.ranks = one_of({2, 2, 3});
@@ -161,13 +160,6 @@ class PlanDice {
   }
 
  private:
-  int below(int n) { return static_cast<int>(engine_() % static_cast<uint64_t>(n)); }
-  bool once_in(int n) { return below(n) == 0; }
-  template <class T>
-  T one_of(std::initializer_list<T> choices) {
-    return *(choices.begin() + below(static_cast<int>(choices.size())));
-  }
-
   void add(Line line, int64_t width, TensorLayout layout) {
     made_.lines.push_back(std::move(line));
     widths_.push_back(width);
@@ -247,7 +239,6 @@ class PlanDice {
     add({"linear", a, 0, number}, width, output);
   }
 
-  std::mt19937_64 engine_;
   PlanProgram made_;
   std::vector<int64_t> widths_;        ///< of the values
   std::vector<TensorLayout> layouts_;  ///< where they are likely to live
@@ -324,13 +315,7 @@ class RandomPlans : public ::testing::Test {
 TEST_F(RandomPlans, ThatAreTakenAreOneDevice) { run_seeds(0, 60); }
 
 TEST_F(RandomPlans, DISABLED_Many) {
-  uint64_t begin = 120, end = 20000;
-  if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
-  if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
-    const std::string text = seeds;
-    begin = std::stoull(text);
-    end = std::stoull(text.substr(text.find(',') + 1));
-  }
+  const auto [begin, end] = testing_support::seeds_asked(60, 20000);
   run_seeds(begin, end);
 }
 

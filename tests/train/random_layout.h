@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <numeric>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "tests/dice.h"
 
 namespace tessera::testing_support {
 
@@ -28,9 +29,9 @@ struct RandomLayout {
 };
 
 /// Draws a layout, setting by setting. What does not fit together is refused, and drawn again; what follows of what is drawn early keeps that rare.
-class LayoutDice {
+class LayoutDice : private Dice {
  public:
-  LayoutDice(uint64_t seed, std::string lines) : engine_(seed * 7919 + 5), lines_(std::move(lines)) {}
+  LayoutDice(uint64_t seed, std::string lines) : Dice(seed * 7919 + 5), lines_(std::move(lines)) {}
 
   RandomLayout draw() {
     draw_mesh();
@@ -47,12 +48,6 @@ class LayoutDice {
   }
 
  private:
-  int below(int n) { return static_cast<int>(engine_() % static_cast<uint64_t>(n)); }
-  bool once_in(int n) { return below(n) == 0; }
-  template <class T>
-  T one_of(std::initializer_list<T> choices) {
-    return *(choices.begin() + below(static_cast<int>(choices.size())));
-  }
   std::string word(std::initializer_list<const char*> choices) { return one_of(choices); }
   void set(const std::string& key, const std::string& value) { sets_.push_back(key + "=" + value); }
   void set(const std::string& key, int value) { set(key, std::to_string(value)); }
@@ -253,7 +248,6 @@ class LayoutDice {
     set("run.seed", below(100));
   }
 
-  std::mt19937_64 engine_;
   const std::string lines_;
   std::string family_;
   std::vector<std::string> sets_;

@@ -2,11 +2,9 @@
 // dropout, tied embeddings, batches that do not divide. Whatever a recipe says together, it has to train as one device does. A seed that fails is a recipe: it
 // is printed; take settings out of it. TESSERA_SEED=n runs DISABLED_Many with that seed alone.
 
-#include <cstdlib>
-#include <random>
-
 #include "tessera/core/error.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tests/dice.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -24,24 +22,10 @@ struct RandomRecipe {
   int ranks = 1;
 };
 
-class RecipeDice {
- public:
-  explicit RecipeDice(uint64_t seed) : engine_(seed) {}
-  int below(int n) { return static_cast<int>(engine_() % static_cast<uint64_t>(n)); }
-  bool once_in(int n) { return below(n) == 0; }
-  template <class T>
-  T one_of(std::initializer_list<T> choices) {
-    return *(choices.begin() + below(static_cast<int>(choices.size())));
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
-
 std::string setting(const std::string& key, int value) { return key + "=" + std::to_string(value); }
 
 RandomRecipe make_recipe(uint64_t seed) {
-  RecipeDice dice(seed);
+  testing_support::Dice dice(seed);
   RandomRecipe made;
   made.family = dice.one_of<const char*>({"llama", "llama", "gpt2", "mlp"});
   const int data = dice.one_of({1, 1, 2, 3}), micro = dice.one_of({1, 1, 2}), layers = 2 + dice.below(5);
@@ -136,8 +120,8 @@ class RandomPipelines : public TrainFixture {
 
 TEST_F(RandomPipelines, TrainAsOneDeviceDoes) { run_seeds(0, 16); }
 TEST_F(RandomPipelines, DISABLED_Many) {
-  const char* const seed = std::getenv("TESSERA_SEED");
-  seed == nullptr ? run_seeds(16, 3000) : run_seeds(std::stoull(seed), std::stoull(seed) + 1);
+  const auto [begin, end] = testing_support::seeds_asked(16, 3000);
+  run_seeds(begin, end);
 }
 
 }  // namespace

@@ -3,11 +3,11 @@
 //
 // TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
 
-#include <cstdlib>
 #include <optional>
 
 #include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tests/dice.h"
 #include "tests/train/random_layout.h"
 #include "tests/train/resume_fixture.h"
 
@@ -149,13 +149,7 @@ class RandomResume : public testing_support::ResumeFixture {
 TEST_F(RandomResume, GoesOnInAnyLayout) { run_seeds(5000, 5004); }
 
 TEST_F(RandomResume, DISABLED_Many) {
-  uint64_t begin = 5010, end = 6000;
-  if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
-  if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
-    const std::string text = seeds;
-    begin = std::stoull(text);
-    end = std::stoull(text.substr(text.find(',') + 1));
-  }
+  const auto [begin, end] = testing_support::seeds_asked(5004, 6000);
   run_seeds(begin, end);
 }
 

@@ -9,6 +9,7 @@
 #include <iostream>
 
 #include "tessera/core/error.h"
+#include "tests/dice.h"
 #include "tests/train/random_layout.h"
 #include "tests/verify/fixture.h"
 
@@ -84,13 +85,7 @@ class RandomLayouts : public testing_support::VerifyFixture {
 TEST_F(RandomLayouts, AreOneDevice) { run_seeds(0, 12, /*shrink=*/false); }
 
 TEST_F(RandomLayouts, DISABLED_Many) {
-  uint64_t begin = 24, end = 3000;
-  if (const char* const seed = std::getenv("TESSERA_SEED")) end = (begin = std::stoull(seed)) + 1;
-  if (const char* const seeds = std::getenv("TESSERA_SEEDS")) {
-    const std::string text = seeds;
-    begin = std::stoull(text);
-    end = std::stoull(text.substr(text.find(',') + 1));
-  }
+  const auto [begin, end] = testing_support::seeds_asked(12, 3000);
   run_seeds(begin, end, /*shrink=*/true);
 }
 
