@@ -1,7 +1,5 @@
 #include "tessera/nn/backward_pass.h"
 
-#include <chrono>
-#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -37,7 +35,12 @@ void at_end_of_backward(const Turn& turn, std::function<void()> done) {
     endings = std::make_shared<Endings>();
     (*endings_of_pass)[backward_pass()] = endings;
     torch::autograd::Engine::get_default_engine().queue_callback([endings] {
-      while (!endings->empty()) endings->extract(endings->begin()).mapped()();
+      try {
+        while (!endings->empty()) endings->extract(endings->begin()).mapped()();
+      } catch (...) {
+        endings->clear();  // of what the first threw the others hear before the pass's caller does
+        throw;
+      }
     });
   }
   endings->emplace(turn, std::move(done));
@@ -45,7 +48,6 @@ void at_end_of_backward(const Turn& turn, std::function<void()> done) {
 
 struct PassWatch::Pass {
   std::recursive_mutex mutex{};  // held while `failed` runs, which may ask
-  std::condition_variable_any ended{};
   bool over = false, forgotten = false;
 };
 
@@ -63,7 +65,6 @@ struct PassWatch::Token {
     const std::lock_guard lock(pass->mutex);
     pass->over = true;
     if (!ended && !pass->forgotten) failed();
-    pass->ended.notify_all();
   }
 };
 
@@ -79,10 +80,8 @@ void PassWatch::begin(const Turn& turn, std::function<void()> done, std::functio
 
 bool PassWatch::is_over() const {
   if (!pass_) return true;
-  std::unique_lock lock(pass_->mutex);
-  if (pass_->over) return true;
-  if (backward_pass() >= 0) return false;                                                     // this one, or one inside of it
-  return pass_->ended.wait_for(lock, std::chrono::seconds(10), [&] { return pass_->over; });  // its caller has left it: an engine's thread is about to
+  const std::lock_guard lock(pass_->mutex);
+  return pass_->over;
 }
 
 void PassWatch::forget() {

@@ -30,10 +30,7 @@ struct Turn {
 void at_end_of_backward(const Turn& turn, std::function<void()> done);
 
 /// A backward pass, for who has to know that it is over, however it ended. Of a pass that an exception ended the engine tells nobody; but it drops what is to
-/// be called at its end, and that is heard here.
-///
-/// Work on a device is asked for by a thread of the engine's, which wakes the pass's caller before it lets go of the pass itself. So `failed` may run while the
-/// exception is under way already: who asks is_over() waits for it.
+/// be called at its end, on the thread that asked for the pass and before that sees the exception (nn/saved_tensors.cpp), and that is heard here.
 class PassWatch {
  public:
   PassWatch() = default;

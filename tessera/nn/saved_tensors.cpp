@@ -1,10 +1,13 @@
 #include "tessera/nn/saved_tensors.h"
 
 #include <algorithm>
+#include <functional>
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "tessera/core/ambient.h"
@@ -46,6 +49,31 @@ class Hooks final : public torch::autograd::SavedVariableHooks {
   std::unique_ptr<SavedTensor> saved_;
 };
 
+/// What was to be called at the end of a pass that failed.
+struct Dropped {
+  std::mutex mutex{};
+  std::vector<std::function<void()>> callbacks{};
+};
+Ambient<std::shared_ptr<Dropped>> dropped_of_pass;
+
+/// Lets go of a failed pass's callbacks on the thread that asked for the pass, before it sees the exception, and hence on its streams: whoever owns them hears
+/// of the failure by that (nn/backward_pass.h). Left to libtorch a device's thread would do it, at some time after it has woken the caller.
+class DropsOnItsCaller {
+ public:
+  DropsOnItsCaller() : dropped_(std::make_shared<Dropped>()), outer_(std::exchange(*dropped_of_pass, dropped_)) {}
+  ~DropsOnItsCaller() {
+    *dropped_of_pass = std::move(outer_);
+    std::vector<std::function<void()>> callbacks;
+    const std::lock_guard lock(dropped_->mutex);
+    callbacks.swap(dropped_->callbacks);
+  }
+  DropsOnItsCaller(const DropsOnItsCaller&) = delete;
+  DropsOnItsCaller& operator=(const DropsOnItsCaller&) = delete;
+
+ private:
+  std::shared_ptr<Dropped> dropped_, outer_;
+};
+
 class HookedEngine final : public torch::autograd::Engine {
  public:
   ~HookedEngine() override { stop(); }
@@ -56,8 +84,19 @@ class HookedEngine final : public torch::autograd::Engine {
   torch::autograd::variable_list execute(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs, bool keep_graph,
                                          bool create_graph, bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
     if (accumulate_grad) detail::arm_expected_calls();
+    const DropsOnItsCaller drops;
     const CarryAmbient carried;
     return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+  /// On the thread of the node that failed, before the pass's caller is woken.
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& pass, const c10::intrusive_ptr<torch::autograd::Node>& node,
+                           std::exception& error) override {
+    if (const auto dropped = *dropped_of_pass) {
+      const std::scoped_lock lock(dropped->mutex, pass->final_callbacks_lock_);
+      std::ranges::move(pass->final_callbacks_, std::back_inserter(dropped->callbacks));
+      pass->final_callbacks_.clear();
+    }
+    Engine::thread_on_exception(pass, node, error);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return scopes->empty() ? nullptr : std::make_unique<Hooks>();

@@ -38,7 +38,6 @@ tessera_sim_suite(recompute LEFT_OUT
   Recompute.ASecondPassLeavesNoMoreThanBackwardNeeds)
 tessera_sim_suite(data_parallel LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
-  DdpPlainLoop.ClearingAfterAFailureClearsIt                   # while autograd's thread has not yet let the pass go (docs/gpu.md)
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
@@ -61,8 +60,7 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
-  FullyShardLoop.OneRanksFileIsNotEverybodysSlices   # writes bytes of a file by their pointer
-  FullyShardLoop.AFailedSecondPassLeavesTheFirstsGradients)  # looks at gradients while autograd's thread may be about to put them back (nn::PassWatch)
+  FullyShardLoop.OneRanksFileIsNotEverybodysSlices)  # writes bytes of a file by their pointer
 # Of pipeline, what runs stages; the rest are lists of actions.
 tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* AsynchronousExecutor.* WeightVersions.* *Tied*
                   LEFT_OUT Split.ClassicExample Split.IntegersMasksAndViewsCross  # numbers by torch::tensor, which lie on the host
