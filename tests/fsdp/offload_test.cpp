@@ -179,11 +179,11 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
 TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
   const auto copies_of_a_step = [](int ranks, FullyShardOptions options) {
     int copies = 0;
+    options.wrap = "layer*";
+    options.device = testing_support::test_device();
+    options.offload = Offload::Host;
     run_ranks(ranks, [&](World& world) {
       auto net = on_meta([] { return WideNet(); });
-      options.wrap = "layer*";
-      options.device = testing_support::test_device();
-      options.offload = Offload::Host;
       auto sharded = fully_shard(net, world.group(), options);
       materialize(net, 1, testing_support::test_device());
       const auto counted = std::make_shared<CopyCount>((1024 * 64 + 1024) / ranks);
