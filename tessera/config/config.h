@@ -17,6 +17,20 @@ namespace tessera {
 
 using Betas = std::array<double, 2>;
 
+/// Where tensors of a kind live: all of them ("host"), or by pattern of a path ({ "layers.*" = "host" }), in which case the rest stay on the device.
+struct Placement {
+  std::string everywhere = "device";
+  std::map<std::string, std::string> by_pattern{};  ///< pattern, place; where there is one, `everywhere` is "device"
+
+  Placement() = default;
+  Placement(const char* everywhere) : everywhere(everywhere) {}
+  Placement(std::string everywhere) : everywhere(std::move(everywhere)) {}
+
+  bool operator==(const Placement&) const = default;
+  /// Whether all of them live at `place`.
+  bool is(std::string_view place) const { return by_pattern.empty() && everywhere == place; }
+};
+
 /// What a field takes beyond its C++ type; see config_fields.h.
 struct FieldRule {
   std::string_view choices = {};  ///< comma-separated strings; empty: any string

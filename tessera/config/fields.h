@@ -49,7 +49,9 @@
 
 #define TESSERA_BATCH_FIELDS(X)                                                                                                             \
   X(int64_t, global_size, 0, any(), "Sequences per optimizer step, whatever the layout; a whole number of forward passes of `micro_size`.") \
-  X(int64_t, micro_size, 1, any(), "Sequences per forward pass.")
+  X(int64_t, micro_size, 1, any(), "Sequences per forward pass.")                                                                           \
+  X(int64_t, per_rank, 0, any(),                                                                                                            \
+    "Sequences of a data rank per optimizer step, in place of `global_size`, which is then this times the data ranks; 0: not given.")
 
 #define TESSERA_LOSS_FIELDS(X)                                                                                                                         \
   X(double, label_smoothing, 0.0, any(), "Share of a target that is spread evenly over the vocabulary, in training; validation and `eval` have none.") \
@@ -150,17 +152,40 @@
     "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.")                         \
   X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                                           \
   X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                                                 \
+  X(int64_t, segment, 0, any(), "Keep the inputs of every n-th of them alone, and recompute from the last one kept; 0: each from its own.")              \
   X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                                                  \
   X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.") \
   X(int64_t, ffn_tile, 0, any(),                                                                                                                         \
     "Tokens of a tile: feed-forward layers go through their tokens tile by tile, and compute each again in backward; 0: all at once.")
 
-#define TESSERA_OFFLOAD_FIELDS(X)                                                                                                              \
-  X(std::string, params, "device", one_of("device, host", "disk"),                                                                             \
-    "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.")                                             \
-  X(std::string, gradients, "device", one_of("device, host", "disk"), "Where the gradients of those slices live: as `params`.")                \
-  X(std::string, optimizer, "device", one_of("device, host", "disk"), "Where the optimizer keeps their state, and updates them: as `params`.") \
-  X(std::string, activations, "device", one_of("device", "host, disk"), "Where saved activations wait for backward.")
+#define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
+  X(Placement, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
+  X(Placement, gradients, {}, one_of("device, host", "disk"), "Where the gradients of those slices live: as `params`.")                                   \
+  X(Placement, optimizer, {}, one_of("device, host", "disk"), "Where the optimizer keeps their state, and updates them: as `params`.")                    \
+  X(Placement, activations, {}, one_of("device", "host, disk"), "Where saved activations wait for backward.")                                             \
+  X(double, fraction, 1, any(), "Share of the elements of what a pattern names that is moved; the rest stay on the device.")                              \
+  X(std::string, update, "host", one_of("host", "device"),                                                                                                \
+    "Where the optimizer computes what lives elsewhere: on the host, or on the device, to which it comes for that.")                                      \
+  X(bool, delayed_update, false, any(), "The update of a step runs while the next one computes, which then uses weights of one update before.")           \
+  X(int64_t, min_bytes, int64_t{1} << 20, any(), "Saved activations below stay on the device.")                                                           \
+  X(int64_t, budget_bytes, 0, any(), "Most bytes of saved activations that are moved at a time; 0: no limit.")                                            \
+  X(int64_t, prefetch, 1, any(), "Uses ahead of which what lives elsewhere is fetched: layers, or saved activations.")                                    \
+  X(std::string, dir, "", path(), "Folder of what lives on disk; empty: `offload` in `log.dir`.")
+
+#define TESSERA_LORA_FIELDS(X)                                                                                                                             \
+  X(std::string, modules, "", any(),                                                                                                                       \
+    "Linear layers that learn by two thin matrices beside their frozen weight (LoRA); all else is frozen. Patterns of paths, separated by commas; empty: " \
+    "none.")                                                                                                                                               \
+  X(int64_t, rank, 8, any(), "Rows of those matrices.")                                                                                                    \
+  X(double, alpha, 16, any(), "Their product is scaled by `alpha / rank`.")                                                                                \
+  X(double, dropout, 0, any(), "Probability of dropping an element of their input while training.")                                                        \
+  X(std::vector<std::string>, trained, {}, any(), "Parameters that are trained whole beside them, by pattern.")
+
+#define TESSERA_QUANTIZE_FIELDS(X)                                                                                                                    \
+  X(std::string, modules, "", any(), "Linear layers whose frozen weight is kept in fewer bits. Patterns of paths, separated by commas; empty: none.") \
+  X(std::string, format, "nf4", one_of("nf4", "int8"), "What an element is kept in.")                                                                 \
+  X(int64_t, block, 64, any(), "Elements that share a scale.")                                                                                        \
+  X(bool, double_scales, false, any(), "The scales are kept in 8 bits, 256 of which share one.")
 
 #define TESSERA_PRECISION_FIELDS(X)                                                                                                                      \
   X(std::string, params, "fp32", one_of("fp32, bf16, fp16", "tf32, fp8"), "Type in which parameters are kept.")                                          \
@@ -221,6 +246,8 @@
   X(PipelineConfig, pipeline, TESSERA_PIPELINE_FIELDS, "Pipeline parallelism.")                     \
   X(RecomputeConfig, recompute, TESSERA_RECOMPUTE_FIELDS, "Activation recomputation.")              \
   X(OffloadConfig, offload, TESSERA_OFFLOAD_FIELDS, "What waits outside the device.")               \
+  X(LoraConfig, lora, TESSERA_LORA_FIELDS, "Training beside frozen weights.")                       \
+  X(QuantizeConfig, quantize, TESSERA_QUANTIZE_FIELDS, "Frozen weights in fewer bits.")             \
   X(PrecisionConfig, precision, TESSERA_PRECISION_FIELDS, "Number formats.")                        \
   X(CheckpointConfig, checkpoint, TESSERA_CHECKPOINT_FIELDS, "Saving and resuming.")                \
   X(LogConfig, log, TESSERA_LOG_FIELDS, "Where a run leaves its records.")                          \

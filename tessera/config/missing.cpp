@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
@@ -20,12 +21,15 @@ struct Setting {
 }  // namespace
 
 void refuse_missing_techniques(const Config& config) {
-  const auto& offload = config.offload;
+  const Config defaults;
+  const auto text = [&](const Config& of, const char* key) { return detail::value_text(of, key).value_or(""); };
   const std::vector<Setting> settings = {
-      {"offload.params", offload.params, {"device", "host"}, "offloading to disk"},
-      {"offload.gradients", offload.gradients, {"device", "host"}, "offloading to disk"},
-      {"offload.optimizer", offload.optimizer, {"device", "host"}, "offloading to disk"},
-      {"offload.activations", offload.activations, {"device"}, "offloading activations"},
+      {"offload.params", config.offload.params.everywhere, {"device", "host"}, "offloading to disk"},
+      {"offload.gradients", config.offload.gradients.everywhere, {"device", "host"}, "offloading to disk"},
+      {"offload.optimizer", config.offload.optimizer.everywhere, {"device", "host"}, "offloading to disk"},
+      {"offload.activations", config.offload.activations.everywhere, {"device"}, "offloading activations"},
+      {"offload.update", config.offload.update, {"host"}, "the update of offloaded state on the device"},
+      {"quantize.format", config.quantize.format, {"nf4"}, "quantizing weights"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
   };
   for (const auto& [key, value, present, technique] : settings) {
@@ -33,6 +37,14 @@ void refuse_missing_techniques(const Config& config) {
     std::string way_out;
     for (const auto& choice : present) way_out += (way_out.empty() ? "" : " or ") + choice;
     throw ConfigError(key + " = " + value + ": " + technique + " is not part of this build; set " + key + " = " + way_out);
+  }
+  for (const auto* places : {&config.offload.params, &config.offload.gradients, &config.offload.optimizer, &config.offload.activations}) {
+    require(places->by_pattern.empty(), "offload: places by pattern are not part of this build; give one place for all");
+  }
+  for (const char* key : {"offload.fraction", "offload.delayed_update", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch", "offload.dir",
+                          "lora.modules", "lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "quantize.modules", "quantize.format", "quantize.block",
+                          "quantize.double_scales", "recompute.segment", "batch.per_rank"}) {
+    require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
   }
 }
 

@@ -165,6 +165,21 @@ void assign(Betas& field, const toml::node& node, const Location& at) {
   }
 }
 
+void assign(Placement& field, const toml::node& node, const Location& at) {
+  Placement places;
+  if (const auto* table = node.as_table()) {
+    for (const auto& [pattern, place] : *table) {
+      if (!place.is_string()) refuse(at, node, "expected ", detail::type_name<Placement>());
+      places.by_pattern.emplace(pattern.str(), accept(place.as_string()->get(), at));
+    }
+  } else if (node.is_string()) {
+    places.everywhere = accept(node.as_string()->get(), at);
+  } else {
+    refuse(at, node, "expected ", detail::type_name<Placement>());
+  }
+  field = std::move(places);
+}
+
 void assign(std::vector<double>& field, const toml::node& node, const Location& at) {
   const auto* array = node.as_array();
   if (!array) refuse(at, node, "expected ", detail::type_name<std::vector<double>>());

@@ -272,15 +272,15 @@ void validate_sharding(const Config& config) {
 /// elsewhere would cross the link twice a step and save nothing that the three together do not.
 void validate_offload(const Config& config) {
   const auto& offload = config.offload;
-  const std::pair<const char*, const std::string*> places[] = {
+  const std::pair<const char*, const Placement*> places[] = {
       {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
-  const auto on_host = std::ranges::find_if(places, [](const auto& place) { return *place.second == "host"; });
+  const auto on_host = std::ranges::find_if(places, [](const auto& place) { return place.second->is("host"); });
   if (on_host == std::end(places)) return;
   require(config.zero.stage == 3, on_host->first, " = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone ",
           "has, and zero.stage is ", config.zero.stage,
           "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
   for (const auto& [key, place] : places) {
-    require(*place != "device", on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
+    require(!place->is("device"), on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
             "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
   }
 }

@@ -48,6 +48,12 @@ std::string toml_value(int value) { return std::to_string(value); }
 std::string toml_value(int64_t value) { return std::to_string(value); }
 std::string toml_value(double value) { return format_float(value); }
 std::string toml_value(const std::string& value) { return detail::quoted(value); }
+std::string toml_value(const Placement& places) {
+  if (places.by_pattern.empty()) return toml_value(places.everywhere);
+  std::string out;
+  for (const auto& [pattern, place] : places.by_pattern) out += (out.empty() ? "{ " : ", ") + detail::quoted(pattern) + " = " + detail::quoted(place);
+  return out + " }";
+}
 
 template <class List>
 std::string toml_value(const List& values) {
@@ -77,6 +83,7 @@ std::string values_column(std::string_view type, const FieldRule& rule) {
   for (const auto& choice : detail::split_choices(rule.choices)) listed += (listed.empty() ? "`" : ", `") + choice + "`";
   if (rule.number) return listed + ", a number";
   if (rule.path) return listed.empty() ? (type == "a string" ? "a path" : "a list of paths") : listed + ", a path";
+  if (type == detail::type_name<Placement>()) return listed + ", a table of patterns and these";
   return listed.empty() ? std::string(type) : listed;
 }
 

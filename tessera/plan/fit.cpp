@@ -48,7 +48,7 @@ std::vector<Choice> stages(const Config& config, int world) {
     choice.sets.insert(choice.sets.end(), mesh.begin(), mesh.end());
     choices.push_back(std::move(choice));
   }
-  if (config.offload.params == "host") return choices;
+  if (config.offload.params.is("host")) return choices;
   Choice host{.price = kOffload};  // of one rank, too
   if (config.zero.stage < 3) {
     host = {.sets = {"zero.stage=3"}, .price = kOffload + kShardParameters};

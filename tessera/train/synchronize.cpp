@@ -137,7 +137,7 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
   options.device = device;
-  run.offloaded = config.offload.params == "host";
+  run.offloaded = config.offload.params.is("host");
   if (run.offloaded) options.offload = Offload::Host;
   run.shard = mesh[mesh_roles(config).shard];
   run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
