@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/once_differentiable.h"
+#include "tessera/kernels/product_blocks.h"
 #include "tessera/kernels/products.h"
 
 // libtorch's own grouped product (at::_grouped_mm) on a CPU is this loop, too, and was no faster in fp32 and bf16, forward and for the weights; but it cannot
@@ -70,6 +71,7 @@ at::Tensor zero_behind(const at::Tensor& rows, int64_t used) {
 }
 
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8) {
+  if (!fp8 && multiplies_blocks(x)) return multiply_groups(x, weight, /*transposed=*/true, sizes);
   const at::Tensor out = at::empty({x.size(0), weight.size(1)}, fp8 ? x.options().dtype(fp8->out_dtype) : x.options());
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = out.narrow(0, first, rows), from = x.narrow(0, first, rows), by = weight.select(0, group);
@@ -127,6 +129,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const s
 
 at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8,
                                   at::ScalarType dtype) {
+  if (!fp8 && multiplies_blocks(dy)) return multiply_groups(dy, weight, /*transposed=*/false, sizes);
   const at::Tensor dx = at::empty({dy.size(0), weight.size(2)}, fp8 ? dy.options().dtype(dtype) : dy.options());
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = dx.narrow(0, first, rows), from = dy.narrow(0, first, rows), by = weight.select(0, group);
@@ -137,6 +140,7 @@ at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight
 
 at::Tensor grouped_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8,
                                    at::ScalarType dtype) {
+  if (!fp8 && multiplies_blocks(dy)) return multiply_within_groups(dy, x, sizes);
   const at::Tensor d_weight = at::empty({static_cast<int64_t>(sizes.size()), dy.size(1), x.size(1)}, fp8 ? dy.options().dtype(dtype) : dy.options());
   for (size_t group = 0; group < sizes.size(); ++group) {
     if (sizes[group] == 0) d_weight.select(0, static_cast<int64_t>(group)).zero_();

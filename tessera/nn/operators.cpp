@@ -1,5 +1,6 @@
 #include "tessera/nn/operators.h"
 
+#include <numeric>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -83,6 +84,13 @@ double product_flops(const std::string& name, at::ArrayRef<c10::IValue> argument
   };
   if (name == "aten::mm" || name == "aten::bmm" || name == "aten::_scaled_mm") return product(0, 1);
   if (name == "aten::addmm" || name == "aten::baddbmm") return product(1, 2);
+  // Each row that is of a group meets one matrix of the size of a weight's.
+  const auto grouped = [&](size_t list, int64_t matrix) {
+    const auto groups = arguments[list].toIntVector();
+    return 2.0 * static_cast<double>(std::accumulate(groups.begin(), groups.end(), int64_t{0})) * static_cast<double>(matrix);
+  };
+  if (name == "tessera::grouped_product") return grouped(3, sizes(1)[1] * sizes(1)[2]);
+  if (name == "tessera::grouped_product_within") return grouped(2, sizes(0)[1] * sizes(1)[1]);
   if (name == "aten::_scaled_dot_product_flash_attention_for_cpu") return attention(0, 2);
   if (name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward") return attention(1, 5);  // one of them makes the weights again
   return 0;

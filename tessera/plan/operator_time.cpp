@@ -45,7 +45,7 @@ bool starts_with_any(std::string_view name, std::initializer_list<std::string_vi
 
 bool is_attention(std::string_view name) { return name.find("attention") != std::string_view::npos; }
 bool is_product(std::string_view name) {
-  return starts_with_any(name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"});
+  return starts_with_any(name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul", "tessera::grouped_product"});
 }
 bool is_view(std::string_view name) { return name == "aten::_unsafe_view"; }
 /// Whether the operator overwrites its argument without reading it.

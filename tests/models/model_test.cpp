@@ -99,11 +99,6 @@ TEST_P(EveryFamily, FutureTokensDoNotMatter) {
 }
 
 TEST_P(EveryFamily, TheDryRunAllocatesTheBytesOfTheRealRun) {
-  if (GetParam() ==
-      "mixtral") {  // rows of whole cache lines: others are copied while they are multiplied, as many as an expert has (kernels/grouped_linear.cpp)
-    config.dim = config.heads * 32;
-    config.ffn_dim = 64;
-  }
   for (const bool tied : {false, true}) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       config.tie_embeddings = tied;

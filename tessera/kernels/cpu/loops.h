@@ -143,6 +143,26 @@ struct WeighRows {
   int64_t dim;
 };
 
+/// A matrix on its way into a product in blocks, which reads its operands word by word of 32 bits: an fp32 number, or two bf16 neighbours of the inner
+/// dimension, which is filled up with a zero where it is odd. What is multiplied from the right lies in panels of so many columns, one after the other; the
+/// last one's are filled up with zeros to a multiple of 16.
+inline constexpr int64_t kPanelColumns = 64;
+constexpr int64_t panel_width(int64_t columns_left) { return columns_left >= kPanelColumns ? kPanelColumns : (columns_left + 15) / 16 * 16; }
+
+struct Panel {
+  Input from;  ///< `stride` elements from row to row
+  int64_t stride;
+  int64_t inner, outer;  ///< what is summed over, and the other dimension
+  void* to;
+};
+
+struct RoundRows {
+  const float* from;
+  int64_t from_stride;
+  Output to;
+  int64_t to_stride, rows, columns;
+};
+
 struct Loops {
   const char* name;
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                                ///< rows
@@ -161,6 +181,10 @@ struct Loops {
   void (*weigh_rows)(const WeighRows&, int64_t begin, int64_t end);                                            ///< tokens
   void (*sum_rows)(const float* rows, int64_t num_rows, int64_t dim, Output out, int64_t begin, int64_t end);  ///< columns begin..end, rows in order
   void (*accumulate)(float* sum, Input term, bool first, int64_t begin, int64_t end);                          ///< elements: sum = term, or sum += term
+  void (*panel_of_rows)(const Panel&);     ///< from [inner, outer] to panels of words [inner, width]
+  void (*panel_of_columns)(const Panel&);  ///< from [outer, inner] to the same
+  void (*rows_of_columns)(const Panel&);   ///< from [inner, outer] to words [outer, inner]
+  void (*round_rows)(const RoundRows&);
   double (*sum_of_squares)(const float* x, int64_t n);  ///< in fp64; the same bits from every instruction set, in an order that n alone decides
 };
 

@@ -3,6 +3,7 @@
 #include "tessera/kernels/cpu/loops_cross_entropy.h"
 #include "tessera/kernels/cpu/loops_dropout.h"
 #include "tessera/kernels/cpu/loops_norm.h"
+#include "tessera/kernels/cpu/loops_panels.h"
 #include "tessera/kernels/cpu/loops_pointwise.h"
 #include "tessera/kernels/cpu/loops_rows.h"
 
@@ -87,6 +88,10 @@ constexpr Loops make_loops(const char* name) {
   loops.accumulate = [](float* sum, Input term, bool first, int64_t begin, int64_t end) {
     with_type(term.type, [&](auto t) { accumulate_elements<typename decltype(t)::type>(sum, term.data, first, begin, end); });
   };
+  loops.panel_of_rows = [](const Panel& args) { with_type(args.from.type, [&](auto t) { panel_of_rows<typename decltype(t)::type>(args); }); };
+  loops.panel_of_columns = [](const Panel& args) { with_type(args.from.type, [&](auto t) { panel_of_columns<typename decltype(t)::type>(args); }); };
+  loops.rows_of_columns = [](const Panel& args) { with_type(args.from.type, [&](auto t) { rows_of_columns<typename decltype(t)::type>(args); }); };
+  loops.round_rows = [](const RoundRows& args) { with_type(args.to.type, [&](auto t) { round_rows<typename decltype(t)::type>(args); }); };
   loops.sum_of_squares = [](const float* x, int64_t n) { return sum_of_squares(x, n); };
   return loops;
 }
