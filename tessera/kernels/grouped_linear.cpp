@@ -14,8 +14,9 @@
 #include "tessera/kernels/product_blocks.h"
 #include "tessera/kernels/products.h"
 
-// libtorch's own grouped product (at::_grouped_mm) on a CPU is this loop, too, and was no faster in fp32 and bf16, forward and for the weights; but it cannot
-// write into a given place, cannot leave rows out, and knows nothing of processors without bf16 products. On a device it takes bf16 alone.
+// What kernels/product_blocks does not take (fp64, fp8, widened types, other processors) is multiplied group by group. libtorch's own grouped product
+// (at::_grouped_mm) on a CPU is this loop, too; but it cannot write into a given place, cannot leave rows out, and knows nothing of processors without bf16
+// products. On a device it takes bf16 alone.
 
 namespace tessera::kernels {
 
@@ -40,6 +41,15 @@ bool is_aligned(const at::Tensor& x) {
 /// A group's rows begin where those before it end, which says nothing of the group: its product is to have the same bits wherever it lies. Rows of whole cache
 /// lines, as most are, always begin with one.
 at::Tensor aligned(const at::Tensor& x) { return is_aligned(x) ? x : x.clone(); }
+
+/// What those copies take at most, were all rows of one group, for a dry run, which does not know where rows begin: of `rows`, of a result or second operand
+/// with as many rows and `columns` columns, and of a group's weight or its gradient.
+at::Tensor room_for_copies(const at::Tensor& rows, int64_t columns, const std::optional<Fp8Products>& fp8) {
+  const int64_t width = rows.size(1);
+  const bool whole_lines = width * rows.element_size() % 64 == 0 && columns * rows.element_size() % 64 == 0;
+  if (!rows.is_meta() || fp8 || is_widened(rows) || whole_lines) return {};
+  return at::empty({rows.size(0) * (width + columns) + width * columns}, rows.options());
+}
 
 /// out <- a b
 void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
@@ -73,6 +83,7 @@ at::Tensor zero_behind(const at::Tensor& rows, int64_t used) {
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8) {
   if (!fp8 && multiplies_blocks(x)) return multiply_groups(x, weight, /*transposed=*/true, sizes);
   const at::Tensor out = at::empty({x.size(0), weight.size(1)}, fp8 ? x.options().dtype(fp8->out_dtype) : x.options());
+  const at::Tensor copies = room_for_copies(x, weight.size(1), fp8);
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = out.narrow(0, first, rows), from = x.narrow(0, first, rows), by = weight.select(0, group);
     fp8 ? multiply(to, from, at::kFloat8_e4m3fn, by, *fp8) : multiply(to, from, by.t());
@@ -131,6 +142,7 @@ at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight
                                   at::ScalarType dtype) {
   if (!fp8 && multiplies_blocks(dy)) return multiply_groups(dy, weight, /*transposed=*/false, sizes);
   const at::Tensor dx = at::empty({dy.size(0), weight.size(2)}, fp8 ? dy.options().dtype(dtype) : dy.options());
+  const at::Tensor copies = room_for_copies(dy, weight.size(2), fp8);
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = dx.narrow(0, first, rows), from = dy.narrow(0, first, rows), by = weight.select(0, group);
     fp8 ? multiply(to, from, at::kFloat8_e5m2, by.t(), *fp8) : multiply(to, from, by);
@@ -145,6 +157,7 @@ at::Tensor grouped_weight_gradient(const at::Tensor& dy, const at::Tensor& x, co
   for (size_t group = 0; group < sizes.size(); ++group) {
     if (sizes[group] == 0) d_weight.select(0, static_cast<int64_t>(group)).zero_();
   }
+  const at::Tensor copies = room_for_copies(dy, x.size(1), fp8);
   for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = d_weight.select(0, group), left = dy.narrow(0, first, rows), right = x.narrow(0, first, rows);
     if (!fp8) return multiply(to, left.t(), right);

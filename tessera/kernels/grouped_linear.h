@@ -18,8 +18,8 @@ std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows);
 ///   x [N, I], weight [E, O, I] of one dtype; with `fp8`, as fp8_linear, any      result [N, O] of that dtype, or fp8's; rows behind the last group are zero
 /// Differentiable in both: a group without rows gives its weight a gradient of zero. 16-bit products that the device lacks are widened group by group
 /// (kernels/products.h). Kept for backward: x and weight.
-/// FLOPs: 2 sum(sizes) I O, each as one product of a group, which on CPUs is as fast as libtorch's grouped product (bench/kernels) and takes no scratch; in fp8
-/// a group's operands, each rounded by scales of its own, and its result.
+/// FLOPs: 2 sum(sizes) I O, on CPUs in blocks (product_blocks.h, which says what scratch they take), elsewhere as one product of a group; in fp8 a group's
+/// operands, each rounded by scales of its own, and its result.
 /// Throws ConfigError where shapes, dtypes or sizes do not fit.
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8 = {});
 

@@ -2,6 +2,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/memory.h"
 #include "tests/kernels/support.h"
 
 namespace tessera::kernels {
@@ -50,6 +51,20 @@ TEST(GroupedLinear, WidenedProductsAreRoundedOnce) {
   const at::Tensor x = random({9, 33}, at::kBFloat16, 1), weight = random({2, 6, 33}, at::kBFloat16, 2);
   const at::Tensor exact = one_by_one(x.to(at::kFloat), weight.to(at::kFloat), {4, 5});
   EXPECT_TRUE(at::equal(grouped_linear(x, weight, {4, 5}), exact.to(at::kBFloat16)));
+}
+
+/// Products that are made group by group copy what begins in the midst of a cache line: a plan counts as much as that can be.
+TEST(GroupedLinear, TakesNoMoreMemoryThanADryRunSees) {
+  const auto peak = [](at::Device device, const std::vector<int64_t>& sizes) {
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    const at::Tensor x = random({41, 13}, at::kDouble, 1).to(device).requires_grad_(true);
+    const at::Tensor weight = random({3, 9, 13}, at::kDouble, 2).to(device).requires_grad_(true);
+    grouped_linear(x, weight, sizes).backward(at::zeros({41, 9}, x.options().requires_grad(false)));
+    return tracker.peak();
+  };
+  const int64_t planned = peak(at::kMeta, {14, 14, 13});
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{14, 14, 13}, {41, 0, 0}, {1, 2, 38}}) EXPECT_LE(peak(at::kCPU, sizes), planned);
 }
 
 /// Each group as a linear layer of its own: the same bits, its scales included.

@@ -80,6 +80,15 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfRoutersTerms) {
   expect_real_peak(config("mixtral", {"model.experts=2", "model.experts_per_token=2", "moe.z_loss=0.5", "data.seq_len=64", "run.threads=1", "run.steps=3"}), 1);
 }
 
+/// Rows that are no whole cache lines, at the load that the router of the day gives.
+TEST_F(DryRunTest, PeakEqualsTheRealRunOfExpertsOfAnyWidth) {
+  for (const std::string compute : {"fp32", "bf16"}) {
+    expect_real_peak(config("mixtral", {"model.dim=40", "model.heads=4", "model.ffn_dim=13", "model.experts=5", "model.experts_per_token=2", "data.seq_len=19",
+                                        "run.threads=1", "run.steps=3", "precision.compute=" + compute}),
+                     1);
+  }
+}
+
 /// Windows are taken for one document each, while packing deals columns a little unevenly.
 TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
   for (const std::vector<std::string>& sets :
