@@ -8,7 +8,7 @@ from pathlib import Path
 from report import milliseconds, table
 from sides import ROOT, Clock, OutOfTime, Tessera, output_of
 
-GOAL = 1.5  # times the speed of transformers' own loop over experts
+GOAL = 1.5  # times the speed of either of transformers' ways
 GOAL_DEALT, TURNS, STEPS = 0.9, 5, 8
 DEALT = [
     "mesh.dp_replicate=1", "mesh.dp_shard=2", "zero.stage=1", "model.dim=256", "model.layers=4", "model.ffn_dim=344", "data.seq_len=256", "batch.global_size=16",
@@ -66,10 +66,10 @@ def measure_layer(binary: Path, clock: Clock) -> tuple[str, list[str]]:
                 [compute, experts, milliseconds(found["ours_s"]), milliseconds(found["theirs_s"]), f"{found['ratio']:.2f}", milliseconds(found["products_s"]),
                  f"{100 * found['share_of_bound']:.0f}%"]
             )  # fmt: skip
-            if experts == "eager" and found["ratio"] < GOAL:
-                missed.append(f"mixture {compute}: {found['ratio']:.2f} times transformers' speed, goal {GOAL}")
+            if found["ratio"] < GOAL:
+                missed.append(f"mixture {compute}: {found['ratio']:.2f} times the speed of transformers' {experts}, goal {GOAL}")
     text = (
-        "**Mixture of experts**: forward and backward of one layer (1,024 tokens, width 512, eight experts of 1,024, two for a token) on one thread, in turns "
+        "**Mixture of experts**: forward and backward of one layer (1,024 tokens, new in each turn, width 512, eight experts of 1,024, two for a token) on one thread, in turns "
         "with transformers' Mixtral and with the layer's matrix products alone; processor time."
     )
     return f"{text}\n\n{table(['type', 'their experts', 'tessera, ms', 'theirs', 'ratio', 'products', 'share of the bound'], rows)}", missed

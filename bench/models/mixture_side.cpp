@@ -1,6 +1,6 @@
 // One mixture-of-experts layer, forward and backward, for bench/peers/mixture.py, which takes turns with Hugging Face's. Reads a line, does it once, and
 // answers with the processor seconds of this thread:
-//   layer     forward, and backward to the input and all weights
+//   layer     forward, and backward to the input and all weights, of new tokens each time: experts have other numbers of rows in every step of a run
 //   products  the layer's matrix products alone, at an even load: the bound
 // Arguments: tokens dim ffn_dim experts experts_per_token fp32|bf16
 #include <cstdio>
@@ -35,7 +35,7 @@ struct Shape {
 
 class Layer {
  public:
-  explicit Layer(const Shape& shape) : x_(at::randn({1, shape.tokens, shape.dim}).to(shape.dtype).requires_grad_(true)) {
+  explicit Layer(const Shape& shape) : shape_(shape) {
     ModelConfig config;
     config.family = "mixtral";
     config.dim = shape.dim;
@@ -45,17 +45,20 @@ class Layer {
     config.experts_per_token = shape.per_token;
     layer_ = MixtureFeedForward(config);
     layer_->to(shape.dtype);
+    draw();
     gradient_ = at::randn_like(x_).detach();
   }
+
+  void draw() { x_ = at::randn({1, shape_.tokens, shape_.dim}).to(shape_.dtype).requires_grad_(true); }
 
   /// Gradients are made anew, as after zero_grad(set_to_none).
   void run() {
     layer_->zero_grad();
-    x_.mutable_grad() = at::Tensor();
     layer_(x_).backward(gradient_);
   }
 
  private:
+  Shape shape_;
   MixtureFeedForward layer_ = nullptr;
   at::Tensor x_, gradient_;
 };
@@ -88,6 +91,7 @@ int serve(const Shape& shape) {
   Layer layer(shape);
   Products products(shape);
   for (std::string what; std::getline(std::cin, what);) {
+    if (what == "layer") layer.draw();
     const double begin = thread_time();
     what == "products" ? products.run() : layer.run();
     std::printf("%.9f\n", thread_time() - begin);

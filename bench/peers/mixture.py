@@ -1,6 +1,6 @@
 """One mixture-of-experts layer, forward and backward on one thread: ours, Hugging Face Mixtral's, and the layer's matrix products alone, in turns.
 
-Both sides get random tokens, so their loads are near even. Processor time; the ratio is the median over turns of theirs by ours. transformers multiplies the
+Both sides get random tokens, new ones in each turn as in training, so their loads are near even and never the same. Processor time; the ratio is the median over turns of theirs by ours. transformers multiplies the
 experts one by one (eager) or by libtorch's grouped product (grouped_mm). Prints one line of JSON.
 
   tools/peer_python bench/peers/mixture.py build/release/bin/tessera_mixture_side --compute fp32
@@ -36,14 +36,13 @@ class Theirs:
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.normal_(0, 0.02)
-        self.x = torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True)
-        self.gradient = torch.randn_like(self.x)
+        self.gradient = torch.randn(1, tokens, dim, dtype=dtype)
 
     def run(self) -> float:
         self.layer.zero_grad()
-        self.x.grad = None
+        x = torch.randn_like(self.gradient, requires_grad=True)
         start = time.thread_time()
-        self.layer(self.x).backward(self.gradient)
+        self.layer(x).backward(self.gradient)
         return time.thread_time() - start
 
 

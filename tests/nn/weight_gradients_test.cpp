@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "tessera/kernels/grouped_linear.h"
 #include "tessera/kernels/products.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/layers.h"
@@ -175,6 +176,17 @@ TEST(WeightGradients, FrozenWeightsAndInputsWithoutAGradientAreAsAlways) {
     EXPECT_EQ(LeaveWeightGradients::current(), nullptr);
   }
   EXPECT_EQ(LeaveWeightGradients::current(), later);
+}
+
+/// Of rows that are of a group, forward and for both gradients; a group without rows costs nothing.
+TEST(FlopCounter, CountsTheRowsThatGroupsHave) {
+  const at::Tensor x = at::randn({9, 6}).requires_grad_(), weight = at::randn({3, 4, 6}).requires_grad_();
+  const auto counter = std::make_shared<FlopCounter>();
+  const OperatorScope counted(counter);
+  const at::Tensor y = kernels::grouped_linear(x, weight, {5, 0, 2});
+  EXPECT_EQ(counter->flops(), 2.0 * 7 * 6 * 4);
+  y.sum().backward();
+  EXPECT_EQ(counter->flops(), 3 * 2.0 * 7 * 6 * 4);
 }
 
 }  // namespace
