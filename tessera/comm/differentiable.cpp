@@ -5,11 +5,11 @@
 #include <string>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/core/once_differentiable.h"
 #include "tessera/layout/slice.h"
@@ -32,7 +32,7 @@ struct Backward : torch::CustomClassHolder {
   std::string site;
 };
 
-class Collective : public torch::autograd::Function<Collective> {
+class Collective : public AutogradFunction<Collective> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Map& forward, const Map& backward) {
     context->saved_data["backward"] = c10::IValue::make_capsule(c10::make_intrusive<Backward>(backward, CallSite::current()));

@@ -1,11 +1,11 @@
 #include <string>
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/context_parallel/context.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
 
 namespace tessera::context {
@@ -18,7 +18,7 @@ struct KeptMethod : torch::CustomClassHolder {
   std::string site;
 };
 
-struct Attended : torch::autograd::Function<Attended> {
+struct Attended : AutogradFunction<Attended> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<KeptMethod>& kept) {
     const Method::Result result = kept->method->forward(q, k, v);

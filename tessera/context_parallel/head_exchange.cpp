@@ -8,11 +8,11 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/core/once_differentiable.h"
 
@@ -184,7 +184,7 @@ struct KeptExchange : torch::CustomClassHolder {
 
 constexpr const char* kWayOut = "on one rank, nn::masked_attention has a second derivative";
 
-struct ToHeads : torch::autograd::Function<ToHeads> {
+struct ToHeads : AutogradFunction<ToHeads> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                 const c10::intrusive_ptr<KeptExchange>& kept) {
     context->saved_data["exchange"] = c10::IValue::make_capsule(kept);
@@ -203,7 +203,7 @@ struct ToHeads : torch::autograd::Function<ToHeads> {
   }
 };
 
-struct ToColumns : torch::autograd::Function<ToColumns> {
+struct ToColumns : AutogradFunction<ToColumns> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& output, const c10::intrusive_ptr<KeptExchange>& kept) {
     context->saved_data["exchange"] = c10::IValue::make_capsule(kept);
     return kept->exchanger.to_columns({output, {}, {}})[0];

@@ -5,11 +5,11 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
 
 // Going forward a tensor that is being written goes from one node to the other, and nobody else reads it. Going backward autograd wants a gradient of that
@@ -45,7 +45,7 @@ Held kept(torch::autograd::AutogradContext* context) { return c10::static_intrus
 
 constexpr const char* kWayOut = "call the experts without shared ones beside them";
 
-struct Begin : torch::autograd::Function<Begin> {
+struct Begin : AutogradFunction<Begin> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Held& message) {
     keep(context, message);
     return message->send(x, message->out, message->in);
@@ -57,7 +57,7 @@ struct Begin : torch::autograd::Function<Begin> {
   }
 };
 
-struct End : torch::autograd::Function<End> {
+struct End : AutogradFunction<End> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& rows, const Held& message) {
     keep(context, message);
     message->wait();

@@ -14,8 +14,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
@@ -97,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cuda_backward(const at::Tensor& g
 }
 
 /// Attention whose products are widened: keeps q, k, v and the output as narrow as they are, where autograd through casts would keep the wide ones.
-struct WidenedAttention : torch::autograd::Function<WidenedAttention> {
+struct WidenedAttention : AutogradFunction<WidenedAttention> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             std::optional<double> scale) {
     const auto [output, log_sum_exp] = widened_forward(q, k, v, causal, scale);

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -39,7 +39,7 @@ at::Tensor backward(const at::Tensor& grad, const at::Tensor& logits, const at::
   return d_logits;
 }
 
-struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+struct CrossEntropyFunction : AutogradFunction<CrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& logits, const at::Tensor& labels, double label_smoothing,
                             double z_loss) {
     static const auto op = find_operator<Forward>("tessera::cross_entropy_sum");

@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sort.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -62,7 +62,7 @@ at::Tensor weigh(const at::Tensor& rows, const at::Tensor& grad, const at::Tenso
   return out;
 }
 
-struct GatherRows : torch::autograd::Function<GatherRows> {
+struct GatherRows : AutogradFunction<GatherRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& slots, const at::Tensor& order) {
     static const auto op = find_operator<Gather>("tessera::gather_rows");
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -76,7 +76,7 @@ struct GatherRows : torch::autograd::Function<GatherRows> {
   }
 };
 
-struct CombineRows : torch::autograd::Function<CombineRows> {
+struct CombineRows : AutogradFunction<CombineRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& slots,
                             const at::Tensor& order) {
     static const auto op = find_operator<Combine>("tessera::combine_rows");

@@ -4,9 +4,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -26,7 +26,7 @@ at::Tensor mask(const at::Tensor& x, double p, int64_t key, const at::Tensor& ro
 }
 
 /// Linear in x with the mask as coefficients, so backward is the same operator on the gradient.
-struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
+struct DropoutFunction : AutogradFunction<DropoutFunction> {
   static at::Tensor call(const at::Tensor& x, double p, int64_t key, const at::Tensor& rows, int64_t feature_offset, int64_t feature_total) {
     static const auto op = find_operator<Mask>("tessera::dropout");
     return op.call(x, p, key, rows, feature_offset, feature_total);

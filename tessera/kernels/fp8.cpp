@@ -9,8 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Float8_e5m2.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 
 namespace tessera::kernels {
@@ -29,7 +29,7 @@ at::Tensor as_rows(const at::Tensor& x) {
   return x.reshape({features > 0 ? x.numel() / features : 0, features});
 }
 
-struct Fp8LinearFunction : torch::autograd::Function<Fp8LinearFunction> {
+struct Fp8LinearFunction : AutogradFunction<Fp8LinearFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
                             int64_t scaling) {
     context->save_for_backward({x, weight});

@@ -10,9 +10,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sub.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -193,7 +193,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& grad, double planned, b
 }
 
 /// Holds the gradients between the two passes and gives them away, so that autograd can keep them as they are instead of copying.
-struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropyFunction> {
+struct LinearCrossEntropyFunction : AutogradFunction<LinearCrossEntropyFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
                             const Settings& settings, bool needs_hidden, bool needs_weight, const GradientPlace& place) {
     auto [loss, d_hidden, d_weight] = call(hidden, weight, labels, settings, needs_hidden, needs_weight, place);
@@ -226,7 +226,7 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
 };
 
 /// Makes them in the backward pass.
-struct GradientsInBackward : torch::autograd::Function<GradientsInBackward> {
+struct GradientsInBackward : AutogradFunction<GradientsInBackward> {
   struct Later : torch::CustomClassHolder {
     Later(Settings settings, Place place) : settings(std::move(settings)), place(std::move(place)) {}
     Settings settings;

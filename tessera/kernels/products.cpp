@@ -11,9 +11,9 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/routines.h"
 
@@ -52,7 +52,7 @@ std::vector<int64_t> with_features(const at::Tensor& x, int64_t features) {
 }
 
 /// Keeps the narrow operands, where autograd through casts would keep the wide ones.
-struct WidenedLinear : torch::autograd::Function<WidenedLinear> {
+struct WidenedLinear : AutogradFunction<WidenedLinear> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     context->save_for_backward({x, weight});
     context->saved_data["bias"] = bias.has_value();

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
@@ -37,7 +37,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Te
   return {dx, d_weight};
 }
 
-struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
+struct RmsNormFunction : AutogradFunction<RmsNormFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType out_dtype) {
     static const auto op = find_operator<Forward>("tessera::rms_norm");
     const at::AutoDispatchBelowADInplaceOrView below;

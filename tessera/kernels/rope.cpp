@@ -1,9 +1,9 @@
 #include "tessera/kernels/rope.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -23,7 +23,7 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
 }
 
 /// A rotation is orthogonal: its transpose, and so its backward pass, is the rotation by the opposite angle.
-struct RopeFunction : torch::autograd::Function<RopeFunction> {
+struct RopeFunction : AutogradFunction<RopeFunction> {
   static at::Tensor turn(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
     static const auto op = find_operator<Rotate>("tessera::rope");
     return op.call(x, cos, sin, sign);

@@ -1,9 +1,9 @@
 #include "tessera/kernels/swiglu.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
@@ -30,7 +30,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Te
   return {d_gate, d_up};
 }
 
-struct SwiGluFunction : torch::autograd::Function<SwiGluFunction> {
+struct SwiGluFunction : AutogradFunction<SwiGluFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
     static const auto op = find_operator<Forward>("tessera::swiglu");
     const at::AutoDispatchBelowADInplaceOrView below;

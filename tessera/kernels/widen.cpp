@@ -2,7 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/custom_function.h>
+
+#include "tessera/core/autograd_function.h"
 
 // Autograd brings what a function hands on into the type that the receiver asks for. So it is enough that the backward of the cast does not.
 
@@ -10,7 +11,7 @@ namespace tessera::kernels {
 
 namespace {
 
-struct Widen : torch::autograd::Function<Widen> {
+struct Widen : AutogradFunction<Widen> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& parameter, at::ScalarType dtype) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return parameter.to(dtype);

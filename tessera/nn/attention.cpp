@@ -9,8 +9,8 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/choice.h"
@@ -26,7 +26,7 @@ namespace {
 
 /// softmax(scale * scores) over the last dimension in fp32, with nothing where `visible` is false. Kept for backward: the result, in the dtype of the scores,
 /// and neither its fp32 form nor the mask.
-struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
+struct MaskedSoftmax : AutogradFunction<MaskedSoftmax> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& scores, const at::Tensor& visible, double scale) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor seen = (scores.to(at::kFloat) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());

@@ -1,15 +1,15 @@
 #include "tessera/nn/auxiliary_loss.h"
 
 #include <ATen/ops/full.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 
 namespace tessera::nn {
 
 namespace {
 
-struct WithLoss : torch::autograd::Function<WithLoss> {
+struct WithLoss : AutogradFunction<WithLoss> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& carrier, const at::Tensor& loss, double weight) {
     context->saved_data["weight"] = weight;
     return carrier.view_as(carrier);

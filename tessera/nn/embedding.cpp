@@ -4,8 +4,8 @@
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/widen.h"
 #include "tessera/nn/calls.h"
@@ -18,7 +18,7 @@ namespace tessera::nn {
 namespace {
 
 /// at::embedding in `dtype`, whose gradient is added up where it is to end up, if such a place is on offer when backward comes.
-struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+struct EmbeddingFunction : AutogradFunction<EmbeddingFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids, int64_t padding_row,
                             at::ScalarType dtype) {
     context->save_for_backward({ids});

@@ -4,8 +4,8 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/nn/calls.h"
@@ -23,7 +23,7 @@ at::Tensor in_fp32(const at::Tensor& tensor) { return tensor.defined() ? tensor.
 at::Tensor widened(const at::Tensor& weight) { return at::isReducedFloatingType(weight.scalar_type()) ? cast(weight, at::kFloat) : weight; }
 
 /// LayerNorm of 16-bit inputs with fp32 arithmetic that keeps the input as it came, and not the fp32 copy of twice its size that the arithmetic needs.
-struct NarrowLayerNorm : torch::autograd::Function<NarrowLayerNorm> {
+struct NarrowLayerNorm : AutogradFunction<NarrowLayerNorm> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const std::vector<int64_t>& shape,
                             const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps, at::ScalarType out) {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -10,9 +10,9 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/kernels/widen.h"
 #include "tessera/nn/saved_tensors.h"
 
@@ -36,7 +36,7 @@ namespace {
 
 const Ambient<std::shared_ptr<CastsInFlight>> sharing;
 
-struct SharedCast : torch::autograd::Function<SharedCast> {
+struct SharedCast : AutogradFunction<SharedCast> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& parameter, const at::Tensor& copy) {
     // Where the copy is the wider one, its gradient is handed on as it is (kernels::widen).
     const bool narrows = c10::promoteTypes(parameter.scalar_type(), copy.scalar_type()) == parameter.scalar_type();

@@ -6,10 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/rsqrt.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/core/once_differentiable.h"
 #include "tessera/nn/calls.h"
@@ -54,7 +54,7 @@ struct GroupHolder : torch::CustomClassHolder {
 };
 
 /// x^ = (x - mean) / std, with the gradient through the statistics of all ranks: dx = (dy - mean(dy) - x^ mean(dy x^)) / std, means over the whole batch.
-struct NormalizeFunction : torch::autograd::Function<NormalizeFunction> {
+struct NormalizeFunction : AutogradFunction<NormalizeFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& rows, const at::Tensor& mean, const at::Tensor& rstd,
                             const at::Tensor& count, const c10::intrusive_ptr<GroupHolder>& holder) {
     const at::Tensor normalized = (rows - mean) * rstd;

@@ -11,9 +11,9 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
 
 // The gradients of a block follow from the whole softmax: given the merged output and log-sum-exp, the fused backward of one tile is that tile's share. So both
@@ -118,7 +118,7 @@ struct Tiles : torch::CustomClassHolder {
   std::vector<AttentionTile> list;
 };
 
-struct TiledAttentionFunction : torch::autograd::Function<TiledAttentionFunction> {
+struct TiledAttentionFunction : AutogradFunction<TiledAttentionFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<Tiles>& tiles) {
     TiledAttention attention(q);

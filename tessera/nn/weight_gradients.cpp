@@ -5,9 +5,9 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
 #include "tessera/kernels/grouped_linear.h"
 #include "tessera/kernels/products.h"
@@ -58,7 +58,7 @@ at::Tensor bias_gradient(const at::Tensor& dy, const std::optional<Fp8Products>&
   return fp8 ? at::sum_to(dy, at::IntArrayRef{dy.size(-1)}) : kernels::linear_bias_gradient(dy);
 }
 
-struct LinearWithWeightsLater : torch::autograd::Function<LinearWithWeightsLater> {
+struct LinearWithWeightsLater : AutogradFunction<LinearWithWeightsLater> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const c10::intrusive_ptr<Destination>& destination) {
     context->save_for_backward({x, weight});
@@ -93,7 +93,7 @@ struct GroupedDestination : torch::CustomClassHolder {
   std::optional<int> source;  ///< whose rows these are
 };
 
-struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLater> {
+struct GroupedWithWeightsLater : AutogradFunction<GroupedWithWeightsLater> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const c10::intrusive_ptr<GroupedDestination>& destination) {
     context->save_for_backward({x, weight});
@@ -118,7 +118,7 @@ struct GroupedWithWeightsLater : torch::autograd::Function<GroupedWithWeightsLat
 };
 
 /// What at::linear and its backward compute, with the weight's gradient added up in place.
-struct LinearAddedInPlace : torch::autograd::Function<LinearAddedInPlace> {
+struct LinearAddedInPlace : AutogradFunction<LinearAddedInPlace> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     context->save_for_backward({x, weight});
     context->saved_data["bias"] = bias.has_value();

@@ -163,13 +163,13 @@ TEST(TemporaryPlace, SaysWhichVariableNamedIt) {
   for (const auto& [name, value] : before) setenv(name, value.c_str(), 1);
 }
 
-TEST(Log, GoesToStandardErrorWithARankPrefix) {
+TEST(Log, GoesToStandardError) {
   ::testing::internal::CaptureStderr();
   ::testing::internal::CaptureStdout();
-  make_logger(3)->warn("careful {}", 1);
+  log().warn("careful {}", 1);
   log().info("plain");
   const std::string err = ::testing::internal::GetCapturedStderr();
-  EXPECT_THAT(err, HasSubstr("W [rank 3] careful 1\n"));
+  EXPECT_THAT(err, HasSubstr("W careful 1\n"));
   EXPECT_THAT(err, HasSubstr("I plain\n"));
   EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
 }
