@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 
 namespace tessera::offload {
@@ -83,6 +84,8 @@ void ParkedStorage::copy_in() {
 }
 
 const at::Storage& ParkedStorage::restored() {
+  require(!writes_.enabled() || writes_.current_version() == version_, "offload.activations: a tensor of ", bytes_,
+          " bytes that backward needs was changed in place after it was saved; change a copy");
   fetch();
   if (!device_.defined()) {
     depot_->file->wait(read_);

@@ -353,7 +353,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
                .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
     }
     run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
-    run.recomputed.add(move_activations(config, *run.model, device));
+    run.moved = move_activations(config, *run.model, device);
   });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);

@@ -32,7 +32,8 @@ namespace tessera {
 /// model it is attached to.
 struct Composition : CutModel {
   std::optional<pipeline::TiedCopies> tied;    ///< what the first and the last stage share
-  Attachment recomputed;                       ///< what of it is computed again in backward, and whose activations wait elsewhere
+  Attachment recomputed;                       ///< what of it is computed again in backward
+  Attachment moved;                            ///< what of it has activations that wait outside of the device
   std::vector<nn::NamedParameter> parameters;  ///< of each part; tied ones once
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns;
                                                ///< without those that follow another (nn::set_follows)
