@@ -68,6 +68,8 @@
 #include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/offload/activations.h"
+#include "tessera/offload/host_optimizer.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/clip_grad_norm.h"

@@ -147,29 +147,32 @@
     "A run with `log.timeline_every`, or its `timeline.jsonl`: each stage costs what was measured there, in place of `costs`; empty: none.")                  \
   X(bool, post_validate, false, any(), "Update while the norm over all stages is on its way, and take it back where it clips or is not finite: the same bits.")
 
-#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                                                      \
-  X(std::string, mode, "none", one_of("none, full, selective"),                                                                                          \
-    "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.")                         \
-  X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                                           \
-  X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                                                 \
-  X(int64_t, segment, 0, any(), "Keep the inputs of every n-th of them alone, and recompute from the last one kept; 0: each from its own.")              \
-  X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                                                  \
-  X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.") \
-  X(int64_t, ffn_tile, 0, any(),                                                                                                                         \
+#define TESSERA_RECOMPUTE_FIELDS(X)                                                                                                                         \
+  X(std::string, mode, "none", one_of("none, full, selective"),                                                                                             \
+    "Which activations are computed again in backward; `selective`: attention cores, or, with `keep`, all but what these make.")                            \
+  X(std::string, modules, "layers.*", any(), "Module paths that are recomputed, each as one.")                                                              \
+  X(int64_t, every, 1, any(), "Recompute the first of every n of them.")                                                                                    \
+  X(int64_t, segment, 0, any(),                                                                                                                             \
+    "Keep the inputs of every n-th of them alone, and recompute from the last one kept (`full`, `every = 1`, `zero.stage` below 3); 0: each from its own.") \
+  X(std::vector<std::string>, keep, {}, any(), "Operators whose outputs are kept, such as `aten::mm`.")                                                     \
+  X(int64_t, budget_bytes, 0, any(), "Recompute only the cheapest set that brings what the modules keep of a micro-batch down to this; 0: all of them.")    \
+  X(int64_t, ffn_tile, 0, any(),                                                                                                                            \
     "Tokens of a tile: feed-forward layers go through their tokens tile by tile, and compute each again in backward; 0: all at once.")
 
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
   X(Placement, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
   X(Placement, gradients, {}, one_of("device, host", "disk"), "Where the gradients of those slices live: as `params`.")                                   \
-  X(Placement, optimizer, {}, one_of("device, host", "disk"), "Where the optimizer keeps their state, and updates them: as `params`.")                    \
-  X(Placement, activations, {}, one_of("device", "host, disk"), "Where saved activations wait for backward.")                                             \
-  X(double, fraction, 1, any(), "Share of the elements of what a pattern names that is moved; the rest stay on the device.")                              \
+  X(Placement, optimizer, {}, one_of("device, host", "disk"),                                                                                             \
+    "Where the optimizer keeps its state, and updates: `host` alone, with parameters and gradients on the device, at any `zero.stage`.")                  \
+  X(Placement, activations, {}, one_of("device, host, disk"),                                                                                             \
+    "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                    \
+  X(double, fraction, 1, any(), "Share of the modules that a pattern of `activations` names whose activations are moved: the first of them.")             \
   X(std::string, update, "host", one_of("host", "device"),                                                                                                \
     "Where the optimizer computes what lives elsewhere: on the host, or on the device, to which it comes for that.")                                      \
   X(bool, delayed_update, false, any(), "The update of a step runs while the next one computes, which then uses weights of one update before.")           \
   X(int64_t, min_bytes, int64_t{1} << 20, any(), "Saved activations below stay on the device.")                                                           \
   X(int64_t, budget_bytes, 0, any(), "Most bytes of saved activations that are moved at a time; 0: no limit.")                                            \
-  X(int64_t, prefetch, 1, any(), "Uses ahead of which what lives elsewhere is fetched: layers, or saved activations.")                                    \
+  X(int64_t, prefetch, 1, any(), "Modules whose saved activations are fetched ahead of their backward; 0: each when it is asked for.")                    \
   X(std::string, dir, "", path(), "Folder of what lives on disk; empty: `offload` in `log.dir`.")
 
 #define TESSERA_LORA_FIELDS(X)                                                                                                                             \

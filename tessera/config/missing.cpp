@@ -27,7 +27,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.params", config.offload.params.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.gradients", config.offload.gradients.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", config.offload.optimizer.everywhere, {"device", "host"}, "offloading to disk"},
-      {"offload.activations", config.offload.activations.everywhere, {"device"}, "offloading activations"},
       {"offload.update", config.offload.update, {"host"}, "the update of offloaded state on the device"},
       {"quantize.format", config.quantize.format, {"nf4"}, "quantizing weights"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
@@ -38,12 +37,12 @@ void refuse_missing_techniques(const Config& config) {
     for (const auto& choice : present) way_out += (way_out.empty() ? "" : " or ") + choice;
     throw ConfigError(key + " = " + value + ": " + technique + " is not part of this build; set " + key + " = " + way_out);
   }
-  for (const auto* places : {&config.offload.params, &config.offload.gradients, &config.offload.optimizer, &config.offload.activations}) {
-    require(places->by_pattern.empty(), "offload: places by pattern are not part of this build; give one place for all");
+  for (const auto* places : {&config.offload.params, &config.offload.gradients, &config.offload.optimizer}) {
+    require(places->by_pattern.empty(),
+            "offload: places by pattern of parameters, gradients and optimizer state are not part of this build; give one place for all of each");
   }
-  for (const char* key : {"offload.fraction", "offload.delayed_update", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch", "offload.dir",
-                          "lora.modules", "lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "quantize.modules", "quantize.format", "quantize.block",
-                          "quantize.double_scales", "recompute.segment", "batch.per_rank"}) {
+  for (const char* key : {"offload.delayed_update", "lora.modules", "lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "quantize.modules",
+                          "quantize.format", "quantize.block", "quantize.double_scales", "batch.per_rank"}) {
     require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
   }
 }

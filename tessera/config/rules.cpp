@@ -268,26 +268,36 @@ void validate_sharding(const Config& config) {
           " no rank has whole gradients; set comm.compression to none, bf16 or fp16, or zero.stage = 0");
 }
 
-/// What of a rank's slices is on the host: all of it, or nothing. The update runs where the three of them are (on the host, by its cores), so one alone
-/// elsewhere would cross the link twice a step and save nothing that the three together do not.
+/// Activations go where their modules say. Parameters and gradients are on the host as slices, all or none of them: the update runs where the optimizer's state
+/// is, so one alone elsewhere would cross the link twice a step and save nothing that the three together do not. The state alone may be there: then gradients
+/// come to it, and parameters go back.
 void validate_offload(const Config& config) {
   const auto& offload = config.offload;
+  require(offload.fraction >= 0 && offload.fraction <= 1, "offload.fraction = ", offload.fraction, ": expected a share, from 0 to 1");
+  at_least("offload.min_bytes", offload.min_bytes, 0);
+  at_least("offload.budget_bytes", offload.budget_bytes, 0);
+  at_least("offload.prefetch", offload.prefetch, 0);
+  for (const auto& [pattern, place] : offload.activations.by_pattern) {
+    require(place == "host" || place == "disk", "offload.activations: '", pattern, "' = ", place,
+            ": what no pattern names stays on the device; take the pattern out");
+  }
   const std::pair<const char*, const Placement*> places[] = {
       {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
-  const auto on_host = std::ranges::find_if(places, [](const auto& place) { return place.second->is("host"); });
-  if (on_host == std::end(places)) return;
+  const auto on_host = std::find_if(places, places + 2, [](const auto& place) { return place.second->is("host"); });
+  if (on_host == places + 2) return;
   require(config.zero.stage == 3, on_host->first, " = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone ",
           "has, and zero.stage is ", config.zero.stage,
-          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
+          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host alone");
   for (const auto& [key, place] : places) {
     require(!place->is("device"), on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
-            "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+            "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or offload.optimizer alone");
   }
 }
 
 void validate_recompute(const Config& config) {
   const auto& recompute = config.recompute;
   at_least("recompute.every", recompute.every, 1);
+  at_least("recompute.segment", recompute.segment, 0);
   at_least("recompute.budget_bytes", recompute.budget_bytes, 0);
   at_least("recompute.ffn_tile", recompute.ffn_tile, 0);
   require(recompute.keep.empty() || recompute.mode == "selective", "recompute.keep: recompute.mode = ", recompute.mode,
@@ -297,6 +307,12 @@ void validate_recompute(const Config& config) {
           " has no attention; name operators in recompute.keep, or set recompute.mode = full");
   require(recompute.budget_bytes == 0 || (recompute.mode == "full" && recompute.every == 1), "recompute.budget_bytes = ", recompute.budget_bytes,
           ": picks among whole modules itself; set recompute.mode = full and recompute.every = 1");
+  if (recompute.segment <= 1) return;
+  require(recompute.mode == "full" && recompute.every == 1 && recompute.budget_bytes == 0, "recompute.segment = ", recompute.segment,
+          ": recomputes every module of a run of them; set recompute.mode = full, recompute.every = 1 and recompute.budget_bytes = 0");
+  require(config.zero.stage < 3, "recompute.segment = ", recompute.segment,
+          ": computes several modules again when the last of them is due, and zero.stage = 3 has gathered that one alone; set zero.stage to 2 or less, or "
+          "recompute.segment = 0");
 }
 
 void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {

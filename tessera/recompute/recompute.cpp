@@ -18,17 +18,31 @@ namespace tessera {
 
 namespace {
 
+/// Modules in a row: a call continues the segment of the one just before it, where that was of the module that stands before it.
+struct Segments {
+  int64_t length;
+  std::weak_ptr<RecomputedCall> latest{};
+  size_t position = 0;  ///< of its module
+};
+
 class Recompute final : public nn::Interceptor {
  public:
-  explicit Recompute(std::shared_ptr<const std::set<std::string>> keep) : keep_(std::move(keep)) {}
+  Recompute(std::shared_ptr<const std::set<std::string>> keep, std::shared_ptr<Segments> segments, size_t position)
+      : keep_(std::move(keep)), segments_(std::move(segments)), position_(position) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     if (!at::GradMode::is_enabled() || !module.is_training()) return next(std::move(inputs));
-    return RecomputedCall::call(module, std::move(inputs), next, keep_);
+    if (!segments_) return RecomputedCall::call(module, std::move(inputs), next, keep_);
+    const bool continues = position_ % static_cast<size_t>(segments_->length) != 0 && segments_->position + 1 == position_;
+    auto before = continues ? segments_->latest.lock() : nullptr;
+    segments_->position = position_;
+    return RecomputedCall::call(module, std::move(inputs), next, keep_, std::move(before), &segments_->latest);
   }
 
  private:
   std::shared_ptr<const std::set<std::string>> keep_;  ///< operators; null: none
+  std::shared_ptr<Segments> segments_;                 ///< null: each module from its own inputs
+  size_t position_;                                    ///< among the modules
 };
 
 using Found = std::pair<std::string, std::shared_ptr<nn::Module>>;
@@ -69,6 +83,9 @@ std::vector<Found> within_budget(torch::nn::Module& root, const RecomputeOptions
 Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options) {
   require(options.every >= 1, "recompute.every = ", options.every, ": expected 1 or more");
   require(options.budget_bytes >= 0, "recompute.budget_bytes = ", options.budget_bytes, ": expected 0 (off) or more");
+  require(options.segment >= 0, "recompute.segment = ", options.segment, ": expected 0 (off) or more");
+  require(options.segment <= 1 || (options.mode == RecomputeMode::Full && options.every == 1 && options.budget_bytes == 0),
+          "recompute.segment = ", options.segment, ": recomputes every module of a run of them; use it with mode full, every = 1 and without a budget");
   const bool selective = options.mode == RecomputeMode::Selective;
   require(options.keep.empty() || selective, "recompute.keep: full recomputation keeps no operator's output; set recompute.mode = selective");
 
@@ -76,9 +93,11 @@ Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options) {
   if (options.budget_bytes > 0) modules = within_budget(root, options, modules);
   if (selective && options.keep.empty()) modules = attention_cores(modules, options.modules);
   const auto keep = options.keep.empty() ? nullptr : std::make_shared<const std::set<std::string>>(keepable_operators(options.keep));
+  const auto segments = options.segment > 1 ? std::make_shared<Segments>(Segments{.length = options.segment}) : nullptr;
   Attachment attached;
+  size_t position = 0;
   for (const auto& [path, module] : modules) {
-    attached.add(nn::attach(*module, std::make_shared<Recompute>(keep)));
+    attached.add(nn::attach(*module, std::make_shared<Recompute>(keep, segments, position++)));
     attached.add(nn::expect_call(*module, "recompute.modules = " + options.modules));
   }
   return attached;

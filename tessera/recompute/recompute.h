@@ -21,6 +21,7 @@ enum class RecomputeMode { Full, Selective };
 struct RecomputeOptions {
   std::string modules = "layers.*";  ///< paths of the modules, each recomputed as one
   int64_t every = 1;                 ///< only the first of every so many of them
+  int64_t segment = 0;  ///< of so many modules in a row, which hand their outputs on as they are, the inputs of the first alone are kept; 0: of each
   RecomputeMode mode = RecomputeMode::Full;
   std::vector<std::string> keep = {};     ///< operators, such as "aten::mm" or, of libtorch's own, "mm"
   int64_t budget_bytes = 0;               ///< only as many of them, the cheapest set, as bring what they keep for backward down to this; 0: all
@@ -31,6 +32,9 @@ struct RecomputeOptions {
 /// From now on the modules' activations are dropped after forward and computed again in backward, just before they are needed (activation checkpointing,
 /// arXiv:1604.06174). Non-reentrant: the graph of the first forward stays and only what it saved is recomputed, so parameters that several modules share get
 /// one gradient, hooks fire once, and gradients are bit for bit those without recompute. What is returned ends it.
+///
+/// In segments of k of n modules, n/k inputs are kept, and while a segment's backward runs what its k modules save (sqrt(n) of both where k is sqrt(n); the
+/// same paper): when the last of them is due, all are computed again, from the first, once. What a module is given beside the output of the one before is kept.
 ///
 /// Kept per call: the inputs (the outputs of `keep` besides). Time: a second forward of the module, up to the last operator that saved something.
 /// The call is repeated with what the thread had set the first time: SampleScope, autocast, kernel choice, random generators (those of the devices in use,

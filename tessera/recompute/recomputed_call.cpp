@@ -1,6 +1,7 @@
 #include "tessera/recompute/recomputed_call.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include <ATen/core/Formatting.h>
@@ -68,6 +69,7 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
   Filler(RecomputedCall& call, size_t wanted, const OperatorTrace& trace) : call_(call), wanted_(wanted), trace_(trace) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
+    if (next_ == call_.entries_.size()) call_.refuse_more(trace_.current());
     Entry& entry = call_.entries_[next_];
     const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
     if (!same) call_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
@@ -91,14 +93,74 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
   const OperatorTrace& trace_;
 };
 
-RecomputedCall::RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep)
-    : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(inputs), state_(inputs) {
+/// In place of an input that is an output of the call before.
+class RecomputedCall::OutputSlot final : public nn::SavedTensor {
+ public:
+  OutputSlot(std::shared_ptr<RecomputedCall> call, size_t index) : call_(std::move(call)), index_(index) {}
+  at::Tensor unpack() override { return call_->output(index_); }
+
+ private:
+  std::shared_ptr<RecomputedCall> call_;
+  size_t index_;
+};
+
+class RecomputedCall::FromBefore final : public nn::SavedTensorHooks {
+ public:
+  explicit FromBefore(std::shared_ptr<RecomputedCall> call) : call_(std::move(call)) {}
+  std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
+    const auto index = call_->output_that_is(tensor);
+    return index ? std::make_unique<OutputSlot>(call_, *index) : nullptr;
+  }
+
+ private:
+  std::shared_ptr<RecomputedCall> call_;
+};
+
+KeptValues RecomputedCall::keep(const nn::Values& inputs, std::shared_ptr<RecomputedCall> before) {
+  if (!before) return KeptValues(inputs);
+  const nn::SavedTensorScope from_before(std::make_shared<FromBefore>(std::move(before)));
+  return KeptValues(inputs);
+}
+
+void RecomputedCall::note_outputs(const nn::Values& outputs) {
+  for (const auto& value : outputs) {
+    nn::map_tensors(value, [&](const at::Tensor& tensor) {
+      returned_.push_back({.storage = c10::weak_intrusive_ptr(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl())),
+                           .sizes = tensor.sizes().vec(),
+                           .strides = tensor.strides().vec(),
+                           .offset = tensor.storage_offset(),
+                           .dtype = tensor.scalar_type()});
+      return tensor;
+    });
+  }
+}
+
+std::optional<size_t> RecomputedCall::output_that_is(const at::Tensor& tensor) const {
+  for (size_t i = 0; i < returned_.size(); ++i) {
+    const Output& one = returned_[i];
+    const bool same = !one.storage.expired() && one.storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() &&
+                      tensor.sizes() == at::IntArrayRef(one.sizes) && tensor.strides() == at::IntArrayRef(one.strides) &&
+                      tensor.storage_offset() == one.offset && tensor.scalar_type() == one.dtype;
+    if (same) return i;
+  }
+  return std::nullopt;
+}
+
+at::Tensor RecomputedCall::output(size_t index) {
+  if (!returned_[index].again.defined()) compute_again(/*to_the_end=*/true);
+  return std::exchange(returned_[index].again, at::Tensor());
+}
+
+RecomputedCall::RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep,
+                               std::shared_ptr<RecomputedCall> before)
+    : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(RecomputedCall::keep(inputs, std::move(before))), state_(inputs) {
   if (keep) outputs_.emplace(std::move(keep), path_);
   note_state(versions_);
 }
 
-nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep) {
-  const auto made = std::make_shared<RecomputedCall>(module, inputs, next, std::move(keep));
+nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep,
+                                std::shared_ptr<RecomputedCall> before, std::weak_ptr<RecomputedCall>* latest) {
+  const auto made = std::make_shared<RecomputedCall>(module, inputs, next, std::move(keep), std::move(before));
   nn::Values outputs;
   {
     const nn::SavedTensorScope dropped(std::make_shared<Dropper>(made));
@@ -107,6 +169,10 @@ nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn:
     outputs = made->next_(std::move(inputs));
   }
   made->forward_done();
+  if (latest != nullptr) {
+    made->note_outputs(outputs);
+    *latest = made;
+  }
   return outputs;
 }
 
@@ -157,10 +223,11 @@ at::Tensor RecomputedCall::unpack(size_t index) {
   return std::exchange(entries_[index].tensor, at::Tensor());
 }
 
-void RecomputedCall::compute_again() {
+/// `to_the_end`: for what it returns, beside what it saves.
+void RecomputedCall::compute_again(bool to_the_end) {
   const auto self = shared_from_this();
   const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& entry) { return entry.alive; });
-  const auto wanted = static_cast<size_t>(entries_.rend() - last);
+  const auto wanted = to_the_end ? std::numeric_limits<size_t>::max() : static_cast<size_t>(entries_.rend() - last);
   refuse_written();
   nn::Values inputs = inputs_.restore();  // which may be dropped, too: then the module around this one is computed again first
   const nn::RecomputingScope recomputing;
@@ -172,7 +239,8 @@ void RecomputedCall::compute_again() {
     const nn::SavedTensorScope filled(filler);
     std::optional<nn::OperatorScope> replayed;
     if (outputs_) replayed.emplace(outputs_->replayer());
-    next_(std::move(inputs));
+    const nn::Values outputs = next_(std::move(inputs));
+    if (to_the_end && filler->saved() == entries_.size()) return take_outputs(outputs);
   } catch (const AllComputed&) {
     return;
   } catch (...) {
@@ -180,6 +248,23 @@ void RecomputedCall::compute_again() {
     throw;
   }
   refuse(filler->saved(), "it saves no further tensor after " + trace.current());
+}
+
+void RecomputedCall::take_outputs(const nn::Values& outputs) {
+  size_t next = 0;
+  for (const auto& value : outputs) {
+    nn::map_tensors(value, [&](const at::Tensor& tensor) {
+      if (next < returned_.size()) returned_[next].again = tensor.detach();
+      ++next;
+      return tensor;
+    });
+  }
+}
+
+void RecomputedCall::refuse_more(const std::string& by) const {
+  throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(), "): computed again, ", by, " saves one tensor more than the ", entries_.size(),
+                                   " of the first forward pass; its forward must do the same each time: take the module out of recompute.modules, or what ",
+                                   "changes out of the module"));
 }
 
 void RecomputedCall::refuse(size_t index, const std::string& found) const {

@@ -22,15 +22,29 @@ namespace tessera {
 /// a graph that is kept for another backward makes the call again.
 class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
  public:
-  /// Makes the call. `keep`: operators whose outputs are kept; null: none.
-  static nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep);
+  /// Makes the call. `keep`: operators whose outputs are kept; null: none. `before`: a call whose outputs are computed again where they are inputs of this
+  /// one, instead of being kept; null: none. `latest`: is told of the call, so that it may be that of another; null: nobody is.
+  static nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep,
+                         std::shared_ptr<RecomputedCall> before = nullptr, std::weak_ptr<RecomputedCall>* latest = nullptr);
 
-  RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep);
+  RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep,
+                 std::shared_ptr<RecomputedCall> before);
 
  private:
   class Slot;
   class Dropper;
   class Filler;
+  class OutputSlot;
+  class FromBefore;
+
+  /// What the call returned, but for the values.
+  struct Output {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< a name to compare
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+    at::ScalarType dtype;
+    at::Tensor again{};  ///< computed again and not yet asked for
+  };
 
   /// What the first forward pass saved, but for the values.
   struct Entry {
@@ -43,11 +57,17 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
     at::Tensor tensor{};          ///< computed again and not yet asked for
   };
 
+  static KeptValues keep(const nn::Values& inputs, std::shared_ptr<RecomputedCall> before);
+  void note_outputs(const nn::Values& outputs);
+  std::optional<size_t> output_that_is(const at::Tensor& tensor) const;
+  at::Tensor output(size_t index);
   at::Tensor unpack(size_t index);
-  void compute_again();
+  void compute_again(bool to_the_end = false);
   void note_state(std::vector<std::optional<uint32_t>>& versions) const;
   void forward_done();
   void refuse_written() const;
+  void take_outputs(const nn::Values& outputs);
+  [[noreturn]] void refuse_more(const std::string& by) const;
   [[noreturn]] void refuse(size_t index, const std::string& found) const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -56,6 +76,7 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
   KeptValues inputs_;
   ThreadState state_;
   std::optional<KeptOutputs> outputs_;
+  std::vector<Output> returned_;  ///< tensors, where another call may continue this one
   std::vector<Entry> entries_;
   std::vector<std::optional<uint32_t>> versions_;  ///< of the module's parameters and buffers; of a buffer that its forward writes, none
 };

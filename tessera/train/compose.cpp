@@ -26,6 +26,8 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/offload/activations.h"
+#include "tessera/offload/host_optimizer.h"
 #include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
@@ -39,8 +41,8 @@
 // A Composition is a model and all that a configuration attaches to it, and the order in which that happens is right in one way only. Precision comes first,
 // since it sets the types that are cut and drawn. Experts are dealt before other layers are cut, which then leave them alone, and both before parameters are
 // sharded, which makes slices of slices; all on meta, so that no rank ever holds the whole. Recomputation lies inside of sharding, which has gathered a unit by
-// the time it is computed again, and outside of tensor and context parallelism, whose collectives it repeats. The optimizer comes when weights have their
-// values, for masters begin as these; replicas are compared last, when whatever was loaded is there.
+// the time it is computed again, and outside of tensor and context parallelism, whose collectives it repeats; what it keeps, offload then moves. The optimizer
+// comes when weights have their values, for masters begin as these; replicas are compared last, when whatever was loaded is there.
 
 namespace tessera {
 
@@ -148,6 +150,33 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
   checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
+}
+
+/// What offload.activations says of the model's modules; nothing where they stay on the device.
+Attachment move_activations(const Config& config, LanguageModel& model, at::Device device) {
+  const OffloadConfig& offload = config.offload;
+  if (offload.activations.is("device")) return {};
+  const auto place_of = [](const std::string& name) { return name == "disk" ? OffloadPlace::Disk : OffloadPlace::Host; };
+  ActivationOffloadOptions options{.where = {},
+                                   .fraction = offload.fraction,
+                                   .min_bytes = offload.min_bytes,
+                                   .budget_bytes = offload.budget_bytes,
+                                   .prefetch = offload.prefetch,
+                                   .dir = offload.dir};
+  if (offload.dir.empty() && !config.log.dir.empty()) options.dir = std::filesystem::path(config.log.dir) / "offload";
+  for (const auto& [pattern, place] : offload.activations.by_pattern) options.where.push_back({pattern, place_of(place)});
+  if (options.where.empty()) options.where = {{.modules = "layers.*", .place = place_of(offload.activations.everywhere)}};
+  for (const auto& named : options.where) check_pattern("offload.activations", model, named.modules);
+  return offload_activations(model, device, options);
+}
+
+/// Whose state lies on the host beside the device where offload.optimizer says so; of slices that are there, all does anyway.
+std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const precision::Policy& policy, at::Device device, const Composition& run) {
+  const auto make = [&](const std::vector<nn::NamedParameter>& updated) {
+    return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device));
+  };
+  if (run.offloaded || !config.offload.optimizer.is("host")) return make(run.updated);
+  return std::make_unique<HostOptimizer>(run.updated, device, make);
 }
 
 /// What holds for the process, once a rank.
@@ -282,6 +311,7 @@ void check_modules(const Config& config, int tensor_ranks) {
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
   const Attachment recomputed = recompute_blocks(config, *model);
+  const Attachment moved = move_activations(config, *model, at::kMeta);
   optim::check_groups(config.optim, nn::unique_parameters(*model));
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
@@ -323,6 +353,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
                .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
     }
     run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
+    run.moved = move_activations(config, *run.model, device);
   });
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
@@ -336,7 +367,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_targets(*run.model));
   {
     const HostMemory beside(run.offloaded);
-    run.optimizer = precision::make_optimizer(config.optim, policy, seed, run.updated, whole_model(config, run, device));
+    run.optimizer = make_optimizer(config, policy, device, run);
     run.loss_scale = precision::LossScale(config.precision);
     if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
   }

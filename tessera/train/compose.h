@@ -33,6 +33,7 @@ namespace tessera {
 struct Composition : CutModel {
   std::optional<pipeline::TiedCopies> tied;    ///< what the first and the last stage share
   Attachment recomputed;                       ///< what of it is computed again in backward
+  Attachment moved;                            ///< what of it has activations that wait outside of the device
   std::vector<nn::NamedParameter> parameters;  ///< of each part; tied ones once
   std::vector<nn::NamedParameter> updated;     ///< what the optimizer updates, in the same order: the parameters, or the slices of them that this rank owns;
                                                ///< without those that follow another (nn::set_follows)
@@ -78,8 +79,8 @@ void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len);
 void check_modules(const Config& config, int tensor_ranks = 1);
 
 /// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
-/// one order that works: precision, tensor parallelism, context parallelism, recompute, the cut into stages, then data parallelism of each, plain or sharded
-/// (docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
+/// one order that works: precision, tensor parallelism, context parallelism, recompute, offload of activations, the cut into stages, then data parallelism of
+/// each, plain or sharded (docs/architecture.md). Collective over the mesh. On meta nothing is read from disk: that is the dry run. Throws ConfigError.
 Composition compose(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt);
 
 }  // namespace tessera

@@ -50,6 +50,7 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
   check_pattern("recompute.modules", model, asked.modules);
   RecomputeOptions options{.modules = asked.modules,
                            .every = asked.every,
+                           .segment = asked.segment,
                            .mode = asked.mode == "selective" ? RecomputeMode::Selective : RecomputeMode::Full,
                            .keep = asked.keep,
                            .budget_bytes = asked.budget_bytes};

@@ -322,18 +322,39 @@ TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
     c.offload.params = params, c.offload.gradients = gradients, c.offload.optimizer = optimizer;
   };
   for (const int stage : {0, 1, 2}) {
-    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }),
-              "offload.optimizer = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "host", "host", "host"); }),
+              "offload.params = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
               "is " +
                   std::to_string(stage) +
-                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or all three to device");
+                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host "
+                  "alone");
   }
   EXPECT_EQ(
       refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
       "offload.params = host: offload.gradients = device, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
-      "there together; set offload.params, offload.gradients and offload.optimizer to host, or all three to device");
+      "there together; set offload.params, offload.gradients and offload.optimizer to host, or offload.optimizer alone");
   EXPECT_THAT(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), StartsWith("offload.optimizer = disk: offloading to disk"));
   EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
+  for (const int stage : {0, 1, 2, 3}) EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }), "(accepted)");
+}
+
+TEST(Validate, ActivationsWaitWhereTheirModulesSay) {
+  EXPECT_EQ(refusal([](Config& c) { c.offload.activations = "host"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "disk"}, {"layers.1", "host"}}; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "device"}}; }), StartsWith("offload.activations: 'layers.0' = device"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.fraction = 1.1; }), StartsWith("offload.fraction = 1.1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.min_bytes = -1; }), StartsWith("offload.min_bytes = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.budget_bytes = -1; }), StartsWith("offload.budget_bytes = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.prefetch = -1; }), StartsWith("offload.prefetch = -1"));
+}
+
+TEST(Validate, SegmentsAreOfModulesThatAreAllRecomputed) {
+  const auto segment = [](Config& c, const char* mode) { c.recompute.segment = 2, c.recompute.mode = mode; };
+  EXPECT_EQ(refusal([&](Config& c) { segment(c, "full"); }), "(accepted)");
+  EXPECT_THAT(refusal([&](Config& c) { segment(c, "selective"); }), AllOf(StartsWith("recompute.segment = 2"), HasSubstr("recompute.mode = full")));
+  EXPECT_THAT(refusal([&](Config& c) { segment(c, "full"), c.recompute.every = 2; }), HasSubstr("recompute.every = 1"));
+  EXPECT_THAT(refusal([&](Config& c) { segment(c, "full"), c.zero.stage = 3; }), AllOf(StartsWith("recompute.segment = 2"), HasSubstr("zero.stage to 2")));
+  EXPECT_THAT(refusal([](Config& c) { c.recompute.segment = -1; }), StartsWith("recompute.segment = -1"));
 }
 
 /// What is listed works, and what is merely known by name is refused as what it is.
@@ -524,7 +545,9 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "(accepted)");
   EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
             "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
-  EXPECT_THAT(refusal([](Config& c) { c.offload.activations = "host"; }), StartsWith("offload.activations = host: offloading activations"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.delayed_update = true; }), StartsWith("offload.delayed_update = true: not part of this build"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.update = "device"; }), StartsWith("offload.update = device"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.optimizer.by_pattern = {{"layers.*", "host"}}; }), StartsWith("offload: places by pattern of parameters"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.name = "muon", c.optim.state_dtype = "bf16"; }),
               AllOf(StartsWith("optim.state_dtype = bf16: optim.name = muon"), HasSubstr("set optim.state_dtype = fp32")));
   EXPECT_THAT(refusal([](Config& c) { c.optim.ns_steps = 0; }), StartsWith("optim.ns_steps = 0"));

@@ -216,6 +216,27 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnTheHost) {
   EXPECT_GT(json["ranks"][0]["host_bytes"]["total"], json["ranks"][0]["peak_bytes"]["optimizer"]);
 }
 
+TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
+  const auto expect_same = [&](const std::string& family, std::vector<std::string> sets, int world) {
+    sets.insert(sets.end(), {"run.steps=3", "run.threads=1", "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()});
+    const Config placed = config(family, sets);
+    expect_real_peak(placed, world);
+    if (world == 1) {
+      EXPECT_EQ(plan::dry_run(placed, 1).ranks.at(0).host_bytes, train(placed, 1).steps.back().memory.host) << ::testing::PrintToString(sets);
+    }
+  };
+  for (const int world : {1, 2}) {
+    for (const std::string place : {"host", "disk"}) {
+      expect_same("llama", {"offload.activations=" + place, "model.layers=4"}, world);
+      expect_same("gpt2", {"offload.activations=" + place, "recompute.mode=selective", "offload.prefetch=0"}, world);
+    }
+    expect_same("llama", {"offload.optimizer=host", "zero.stage=2"}, world);
+    expect_same("llama", {"offload.optimizer=host", "precision.params=bf16", "precision.compute=bf16"}, world);
+    expect_same("llama", {"recompute.mode=full", "recompute.segment=2", "model.layers=5"}, world);
+  }
+  expect_same("llama", {"offload.activations=host", "mesh.pp=2", "model.layers=4"}, 2);
+}
+
 TEST_F(DryRunTest, Stage3MovesWhatTheFormulaSaysAlsoWithRecompute) {
   const auto sent = [&](std::vector<std::string> sets) {  // elements a rank sends in a step of three micro-batches
     sets.insert(sets.end(), {"zero.stage=3", "batch.global_size=12", "batch.micro_size=1"});

@@ -16,8 +16,9 @@ class Resume : public ResumeFixture {};
 TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
   const Layout host{"zero3x2 on the host", 2, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}};
   const Layout device{"zero3x2", 2, {"zero.stage=3"}};
+  const Layout state{"zero3x2 with its state on the host", 2, {"zero.stage=3", "offload.optimizer=host"}};
   for (const Sets& sets : {Sets{}, Sets{"precision.params=bf16", "precision.compute=bf16"}}) {
-    for (const Layout* layout : {&host, &device}) std::filesystem::remove_all(saved(*layout));
+    for (const Layout* layout : {&host, &device, &state}) std::filesystem::remove_all(saved(*layout));
     const auto on_host = run_saving(host, sets), on_device = run_saving(device, sets);
     expect_same_bits(stored(saved(host, kLast)), stored(saved(device, kLast)));
     for (const Layout* target : {&host, &device}) {
@@ -25,6 +26,10 @@ TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
       expect_goes_on(host, *target, sets, /*bound=*/0, on_device);
       expect_goes_on(device, *target, sets, /*bound=*/0, on_host);
     }
+    const auto apart = run_saving(state, sets);
+    expect_same_bits(stored(saved(state, kLast)), stored(saved(device, kLast)));
+    expect_goes_on(state, device, sets, /*bound=*/0, on_device);
+    expect_goes_on(device, state, sets, /*bound=*/0, apart);
   }
 }
 

@@ -29,6 +29,8 @@ tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksT
                   Muon.RoundsDoNotShowInTheBits                              # the same
                   *StochasticOptimizer* RoundedState.*        # refused on CUDA, by name
                   ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
+tessera_sim_suite(offload LEFT_OUT
+                  OffloadActivations.AChangeInPlaceIsRefusedAsWithoutThem)  # a program that is refused once it has written what is on its way
 tessera_sim_suite(precision LEFT_OUT
                   Policy.NormsAndTheResidualStreamAreFp32UnderSixteenBitWeights)  # fp16 on a CPU
 tessera_sim_suite(recompute LEFT_OUT

@@ -1,0 +1,115 @@
+#include "tessera/offload/host_optimizer.h"
+
+#include <utility>
+
+#include <c10/core/GradMode.h>
+
+#include "tessera/memory/memory.h"
+
+// Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping); the host waits for it before it reads it;
+// parameters come back behind the same, for they were read until now; and before the host writes a copy again, what came from it has arrived.
+
+namespace tessera {
+
+HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes)
+    : Optimizer(std::vector{optim::ParameterGroup{parameters}}), link_(device), piece_bytes_(piece_bytes) {
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  const HostMemory beside;
+  std::vector<nn::NamedParameter> copies;
+  for (const auto& [name, tensor, aliases] : parameters_) {
+    const at::Tensor copy = link_.empty(tensor.numel(), tensor.scalar_type()).view(tensor.sizes()).detach();
+    copy.copy_(tensor);
+    copy.set_requires_grad(tensor.requires_grad());  // what says whether the optimizer inside keeps state of it from the start
+    nn::set_slice(copy, nn::slice_of(tensor));
+    beside_.push_back({.copy = copy});
+    copies.push_back({name, copy, aliases});
+  }
+  inner_ = build(copies);
+}
+
+void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
+  const HostMemory beside;
+  inner_->hold_state(counts);
+}
+
+void HostOptimizer::counts_changed() {
+  for (auto& own : beside_) own.version.reset();
+  inner_->set_update_counts(update_counts());
+}
+
+void HostOptimizer::follow(size_t index) {
+  const at::Tensor& parameter = parameters_[index].tensor;
+  Beside& own = beside_[index];
+  if (own.version != parameter._version()) own.copy.copy_(parameter);
+}
+
+void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
+  Beside& own = beside_[index];
+  own.gradient = link_.empty(gradient.numel(), gradient.scalar_type()).view(gradient.sizes());
+  const CopyStream::Scope copying(link_.out);
+  own.gradient.copy_(gradient, /*non_blocking=*/true);
+  keep_until_used(gradient);
+  own.arrived = link_.out.point();
+}
+
+void HostOptimizer::prepare(const std::vector<Batch>& batches) {
+  const HostMemory beside;
+  returned_.wait();
+  {
+    const MemoryScope scope(MemoryCategory::Gradients);
+    for (const Batch& batch : batches) {
+      for (size_t i = 0; i < batch.indices.size(); ++i) send_gradient(batch.indices[i], batch.gradients[i]);
+    }
+  }
+  for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) follow(index);
+  }
+  if (!inner_->needs_begin()) return;
+  for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) {
+      beside_[index].arrived.wait();
+      beside_[index].copy.mutable_grad() = beside_[index].gradient;
+    }
+  }
+  inner_->begin(batches.front().lr);
+  for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) beside_[index].copy.mutable_grad() = at::Tensor();
+  }
+}
+
+/// One past the last of the batch's parameters that are updated with the one at `begin`.
+size_t HostOptimizer::piece_end(const Batch& batch, size_t begin) const {
+  int64_t bytes = 0;
+  size_t end = begin;
+  for (; end < batch.indices.size(); ++end) {
+    bytes += static_cast<int64_t>(batch.parameters[end].nbytes());
+    if (end > begin && bytes > piece_bytes_) break;
+  }
+  return end;
+}
+
+void HostOptimizer::update(const Batch& batch) {
+  const HostMemory beside;
+  for (size_t begin = 0; begin < batch.indices.size();) {
+    const size_t end = piece_end(batch, begin);
+    for (size_t i = begin; i < end; ++i) {
+      Beside& own = beside_[batch.indices[i]];
+      own.arrived.wait();
+      own.copy.mutable_grad() = std::exchange(own.gradient, {});
+    }
+    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    const CopyStream::Scope copying(link_.in);
+    for (size_t i = begin; i < end; ++i) {
+      Beside& own = beside_[batch.indices[i]];
+      own.copy.mutable_grad() = at::Tensor();
+      batch.parameters[i].copy_(own.copy, /*non_blocking=*/true);
+      own.version = parameters_[batch.indices[i]].tensor._version();
+    }
+    begin = end;
+  }
+  returned_ = link_.in.point();
+  returned_.hold_device();
+}
+
+}  // namespace tessera

@@ -1,0 +1,101 @@
+#include "tessera/offload/parked_storage.h"
+
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
+
+namespace tessera::offload {
+
+namespace {
+
+constexpr size_t kWrites = 2;  ///< under way at a time: one is written while the next arrives
+
+/// All bytes of the storage.
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(), caffe2::TypeMeta::Make<uint8_t>());
+  bytes.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(tensor.storage().nbytes())});
+  return bytes;
+}
+
+}  // namespace
+
+void Depot::await_write(SpillFile::Ticket ticket, at::Tensor staged) {
+  writing_.push_back({ticket, std::move(staged)});
+  while (writing_.size() > kWrites) {
+    file->wait(writing_.front().ticket);
+    writing_.pop_front();
+  }
+}
+
+ParkedStorage::ParkedStorage(std::shared_ptr<Depot> depot, const at::Tensor& tensor, bool on_disk)
+    : depot_(std::move(depot)),
+      storage_(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl())),
+      writes_(tensor.unsafeGetTensorImpl()->version_counter()),
+      bytes_(static_cast<int64_t>(tensor.storage().nbytes())) {
+  if (writes_.enabled()) version_ = writes_.current_version();
+  const at::NoGradGuard no_grad;
+  const MemoryScope category(MemoryCategory::Activations);
+  const at::Tensor on_device = bytes_of(tensor);
+  host_ = depot_->link.empty(bytes_, at::kByte);
+  {
+    const CopyStream::Scope copying(depot_->link.out);
+    host_.copy_(on_device, /*non_blocking=*/true);
+    keep_until_used(on_device);
+    out_ = depot_->link.out.point();
+  }
+  depot_->away_bytes += bytes_;
+  if (!on_disk) return;
+  extent_ = depot_->file->take(bytes_);
+  const auto ticket = depot_->file->write(extent_, host_, [out = out_] { out.wait(); });
+  depot_->await_write(ticket, std::exchange(host_, {}));
+}
+
+ParkedStorage::~ParkedStorage() {
+  if (!device_.defined()) depot_->away_bytes -= bytes_;
+}
+
+bool ParkedStorage::holds(const at::Tensor& tensor) const {
+  if (storage_.expired() || storage_._unsafe_get_target() != tensor.storage().unsafeGetStorageImpl()) return false;
+  const c10::VariableVersion& writes = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!writes_.enabled() || !writes.enabled()) return false;
+  return writes_.current_version() == version_ && writes.current_version() == version_;
+}
+
+void ParkedStorage::fetch() {
+  if (device_.defined() || read_ != 0) return;
+  const MemoryScope category(MemoryCategory::Activations);
+  if (!extent_) return copy_in();
+  host_ = depot_->link.empty(bytes_, at::kByte);
+  read_ = depot_->file->read(extent_, host_);
+}
+
+void ParkedStorage::copy_in() {
+  const at::NoGradGuard no_grad;
+  const CopyStream::Scope copying(depot_->link.in, CopyStream::Behind::Nothing);
+  out_.hold_device();
+  device_ = at::empty({bytes_}, at::TensorOptions(depot_->link.device).dtype(at::kByte));
+  device_.copy_(host_, /*non_blocking=*/true);
+  in_ = depot_->link.in.point();
+  host_.reset();
+  depot_->away_bytes -= bytes_;
+}
+
+const at::Storage& ParkedStorage::restored() {
+  require(!writes_.enabled() || writes_.current_version() == version_, "offload.activations: a tensor of ", bytes_,
+          " bytes that backward needs was changed in place after it was saved; change a copy");
+  fetch();
+  if (!device_.defined()) {
+    depot_->file->wait(read_);
+    const MemoryScope category(MemoryCategory::Activations);
+    copy_in();
+    extent_.reset();
+  }
+  in_.hold_device();
+  keep_until_used(device_);
+  return device_.storage();
+}
+
+}  // namespace tessera::offload

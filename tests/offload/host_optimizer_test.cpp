@@ -1,0 +1,151 @@
+// Updates by the host's cores of parameters that are on the device: the bits of an optimizer on the CPU, whatever it is.
+
+#include "tessera/offload/host_optimizer.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/memory/history.h"
+#include "tessera/memory/memory.h"
+#include "tests/optim/parameters.h"
+
+namespace tessera {
+namespace {
+
+using optim::make_parameters;
+
+const std::vector<std::vector<int64_t>> kShapes{{7, 5}, {}, {0, 3}, {11}, {70, 64}};
+
+OptimConfig config_of(const std::string& name) {
+  OptimConfig config;
+  config.name = name;
+  config.momentum = name == "sgd" ? 0.9 : 0;
+  config.weight_decay = 0.1;
+  return config;
+}
+
+HostOptimizer::Build building(const std::string& name) {
+  return [name](const std::vector<nn::NamedParameter>& copies) { return optim::make_optimizer(config_of(name), copies); };
+}
+
+/// Parameters on the device, the same on the CPU, and gradients of both.
+struct Pair {
+  Pair() : device(make_parameters(kShapes)), cpu(make_parameters(kShapes, at::kCPU)) { copy_values(); }
+  void copy_values() {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < cpu.size(); ++i) {
+      nn::set_slice(device[i].tensor, Slice::whole(device[i].name, kShapes[i]));
+      nn::set_slice(cpu[i].tensor, Slice::whole(cpu[i].name, kShapes[i]));
+      cpu[i].tensor.copy_(device[i].tensor);
+    }
+  }
+  void draw(int step) {
+    optim::draw_gradients(device, step);
+    for (size_t i = 0; i < cpu.size(); ++i) {
+      if (i == 3 && step == 1) at::Tensor(device[i].tensor).mutable_grad() = at::Tensor();  // sits one step out
+      const at::Tensor gradient = device[i].tensor.grad();
+      at::Tensor(cpu[i].tensor).mutable_grad() = gradient.defined() ? gradient.to(at::kCPU) : at::Tensor();
+    }
+  }
+  void expect_equal() const {
+    for (size_t i = 0; i < cpu.size(); ++i) EXPECT_TRUE(at::equal(device[i].tensor.detach().to(at::kCPU), cpu[i].tensor.detach())) << i;
+  }
+  std::vector<nn::NamedParameter> device, cpu;
+};
+
+class HostOptimizerOf : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Offload, HostOptimizerOf, ::testing::Values("adamw", "sgd", "lion", "adafactor", "adam8bit", "muon"));
+
+TEST_P(HostOptimizerOf, IsBitForBitInPiecesOfAnySize) {
+  for (const int64_t piece : {int64_t{1}, int64_t{200}, HostOptimizer::kPieceBytes}) {
+    Pair pair;
+    const at::Device device = pair.device.front().tensor.device();
+    HostOptimizer away(pair.device, device, building(GetParam()), piece);
+    const auto plain = optim::make_optimizer(config_of(GetParam()), pair.cpu);
+    for (int step = 0; step < 4; ++step) {
+      pair.draw(step);
+      away.step(1e-2);
+      plain->step(1e-2);
+      if (step == 2) {  // somebody writes the weights
+        const at::NoGradGuard no_grad;
+        for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->at(4).tensor).mul_(0.5);
+      }
+    }
+    pair.expect_equal();
+    EXPECT_EQ(away.kind(), GetParam());
+    EXPECT_EQ(away.update_counts(), plain->update_counts());
+    const auto mine = away.state(), want = plain->state();
+    ASSERT_EQ(mine.size(), want.size());
+    for (size_t i = 0; i < want.size(); ++i) {
+      EXPECT_EQ(mine[i].parameter + mine[i].state, want[i].parameter + want[i].state);
+      EXPECT_TRUE(mine[i].tensor.is_cpu());
+      EXPECT_TRUE(at::equal(mine[i].tensor, want[i].tensor)) << mine[i].parameter << " " << mine[i].state;
+    }
+  }
+}
+
+TEST(HostOptimizer, WhatIsSkippedIsAsItWas) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"));
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  for (int step = 0; step < 3; ++step) {
+    pair.draw(step);
+    if (step == 1) {
+      away.step(1e-2, at::full({1}, 1.0f, pair.device.front().tensor.options().requires_grad(false)));
+      away.take_back_count();
+      continue;
+    }
+    away.step(1e-2);
+    plain->step(1e-2);
+  }
+  pair.expect_equal();
+  EXPECT_EQ(away.update_counts(), plain->update_counts());
+}
+
+TEST(HostOptimizer, LoadedWeightsAreFollowedWhoeverWroteThem) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"));
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  pair.draw(0);
+  away.step(1e-2);
+  plain->step(1e-2);
+  {  // past every version counter, as a file is read
+    const at::InferenceMode quiet;
+    for (auto* all : {&pair.device, &pair.cpu}) {
+      at::Tensor view = all->at(4).tensor.variable_data();
+      view.mul_(3);
+    }
+  }
+  away.set_update_counts(plain->update_counts());
+  pair.draw(2);
+  away.step(1e-2);
+  plain->step(1e-2);
+  pair.expect_equal();
+}
+
+TEST(HostOptimizer, LeavesTheDeviceParametersAndGradients) {
+  for (const bool meta : {false, true}) {
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    auto parameters = make_parameters(kShapes, meta ? at::Device(at::kMeta) : testing_support::test_device());
+    const int64_t alone = memory.current();
+    HostOptimizer away(parameters, parameters.front().tensor.device(), building("adamw"));
+    const auto on_host = [&](MemoryCategory category) { return memory.host_by_category()[static_cast<size_t>(category)]; };
+    const int64_t elements = 35 + 1 + 11 + 70 * 64;
+    EXPECT_EQ(memory.current(), alone);
+    EXPECT_EQ(on_host(MemoryCategory::Optimizer), 3 * 4 * elements + 4 * static_cast<int64_t>(kShapes.size())) << "two averages, a copy, and counts of updates";
+    optim::draw_gradients(parameters, 0);
+    const int64_t before = memory.current();
+    memory.reset_peak();
+    away.step(1e-2);
+    EXPECT_EQ(memory.current(), before);
+    EXPECT_EQ(memory.peak(), before);
+    EXPECT_EQ(memory.host_peak_by_category()[static_cast<size_t>(MemoryCategory::Gradients)], 4 * elements);
+    EXPECT_EQ(on_host(MemoryCategory::Gradients), 0);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
