@@ -79,7 +79,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     after_host_sync();
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), stream_number(stream)); }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.001; }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return 1e3 * (static_cast<Event*>(end)->clock.seconds() - static_cast<Event*>(begin)->clock.seconds());
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(devices); }
 
  private:

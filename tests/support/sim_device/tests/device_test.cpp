@@ -192,6 +192,45 @@ TEST_F(SimDevice, CountsHostSynchronisationsByOperator) {
                                                                   std::pair("aten::nonzero", 1), std::pair("synchronize", 1)));
 }
 
+TEST_F(SimDevice, AWaitOfWhatTheHostKnowsIsNone) {
+  const at::Tensor x = at::ones({10}, at::TensorOptions(first));
+  c10::Event event(kSim, c10::EventFlag::BACKEND_DEFAULT);
+  event.record(own());
+  x.cpu();
+  event.synchronize();
+  EXPECT_TRUE(event.query());
+  EXPECT_THAT(HappensBefore::get().take_host_syncs(), ElementsAre(std::pair("aten::copy_ to the host", 1)));
+}
+
+// A microsecond for each piece of work, unless somebody says otherwise; streams that wait for one another meet at the later time, the host at none.
+TEST_F(SimDevice, EventsKnowTheirTimes) {
+  const auto timed = [] { return c10::Event(kSim, c10::EventFlag::BACKEND_DEFAULT); };
+  c10::Event begin = timed(), middle = timed(), end = timed(), there = timed();
+  const c10::Stream other = side();
+  at::Tensor x = at::ones({10}, at::TensorOptions(first));
+  begin.record(own());
+  x.add_(1);
+  x.add_(1);
+  middle.record(own());
+  {
+    const Takes slow(0.5);
+    middle.block(other);
+    const c10::StreamGuard guard(other);
+    x.mul_(2);
+    there.record(other);
+  }
+  at::ones({10}, at::TensorOptions(first));
+  there.block(own());
+  end.record(own());
+  at::accelerator::synchronizeDevice(0);
+  EXPECT_NEAR(begin.elapsedTime(middle), 2e-3, 1e-9);  // in milliseconds
+  EXPECT_NEAR(middle.elapsedTime(end), 500, 1e-9);
+  x.add_(1);
+  c10::Event later = timed();
+  later.record(own());
+  EXPECT_NEAR(end.elapsedTime(later), 1e-3, 1e-9);
+}
+
 TEST_F(SimDevice, HostLinkOrdersItsCopies) {
   const HostLink link(first);
   const at::Tensor x = at::ones({1000}, at::TensorOptions(first)), there = at::empty({1000}, at::TensorOptions(first));
