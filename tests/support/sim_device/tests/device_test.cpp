@@ -24,7 +24,7 @@ TEST_F(SimDevice, StandsWhereCudaWould) {
   EXPECT_THROW(x + at::ones({2, 3}), c10::Error);  // on the host
   EXPECT_THROW(x + at::ones({2, 3}, at::TensorOptions(second)), c10::Error);
   EXPECT_TRUE(at::equal((x + x.to(second).to(first)).cpu(), at::arange(0, 12, 2).view({2, 3})));
-  EXPECT_THROW(at::empty({1}, at::TensorOptions(at::Device(kSim, 4))), c10::Error);  // there are four
+  EXPECT_THROW(at::empty({1}, at::TensorOptions(at::Device(sim_type(), 4))), c10::Error);  // there are four
 }
 
 TEST_F(SimDevice, DrawsTheCpusRandomNumbers) {
@@ -89,7 +89,7 @@ TEST_F(SimDevice, FindsAMissingWait) {
   for (const bool waits : {false, true}) {
     const auto stream = side();
     const at::Tensor x = at::zeros({1024}, at::TensorOptions(first)), from = pinned(1024);
-    c10::Event ready(kSim), done(kSim);
+    c10::Event ready(sim_type()), done(sim_type());
     ready.record(own());
     ready.block(stream);
     {
@@ -127,7 +127,7 @@ std::vector<Report::Kind> freed_in_use(c10::Stream stream, c10::Stream own, at::
   at::Tensor x = at::ones({1 << 18}, at::TensorOptions(device));
   const at::Tensor sum = at::zeros_like(x);
   at::accelerator::synchronizeDevice(0);
-  c10::Event done(kSim);
+  c10::Event done(sim_type());
   {
     const c10::StreamGuard guard(stream);
     sum.add_(x);
@@ -194,7 +194,7 @@ TEST_F(SimDevice, CountsHostSynchronisationsByOperator) {
 
 TEST_F(SimDevice, AWaitOfWhatTheHostKnowsIsNone) {
   const at::Tensor x = at::ones({10}, at::TensorOptions(first));
-  c10::Event event(kSim, c10::EventFlag::BACKEND_DEFAULT);
+  c10::Event event(sim_type(), c10::EventFlag::BACKEND_DEFAULT);
   event.record(own());
   x.cpu();
   event.synchronize();
@@ -204,7 +204,7 @@ TEST_F(SimDevice, AWaitOfWhatTheHostKnowsIsNone) {
 
 // A microsecond for each piece of work, unless somebody says otherwise; streams that wait for one another meet at the later time, the host at none.
 TEST_F(SimDevice, EventsKnowTheirTimes) {
-  const auto timed = [] { return c10::Event(kSim, c10::EventFlag::BACKEND_DEFAULT); };
+  const auto timed = [] { return c10::Event(sim_type(), c10::EventFlag::BACKEND_DEFAULT); };
   c10::Event begin = timed(), middle = timed(), end = timed(), there = timed();
   const c10::Stream other = side();
   at::Tensor x = at::ones({10}, at::TensorOptions(first));
