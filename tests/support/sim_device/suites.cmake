@@ -86,5 +86,7 @@ tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Check
 tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
+# Of the command, what measures on a device.
+tessera_sim_suite(cli ONLY AttentionBench.*)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
 tessera_sim_suite(train ONLY TrainDevice.* ExposedTimes.* HostReads.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
