@@ -51,7 +51,7 @@ tessera_sim_suite(data_parallel ALSO_PRIVATE LEFT_OUT
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
-tessera_sim_suite(zero LEFT_OUT
+tessera_sim_suite(zero ALSO_PRIVATE LEFT_OUT
   ZeroGradients.OvertakingOneThatIsComputedInPlaceAreThoseOfTheStep  # a program that is refused once it has written what is on its way
   ZeroPlainLoop.PartsThatWereNotBroughtTogetherAreNoticed ZeroPlainLoop.ZerosAreAGradientOfWhatNobodyUses  # writes are seen on the CPU alone
   ZeroPlainLoop.WeightsMayBeLoadedAfterWrapping                      # loads another rank's tensors
@@ -70,6 +70,7 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
+  FullyShard.WaitingForAPeerIsExposedTime      # the devices have a time of their own, which knows of no late peer (ExposedTimes does)
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)  # writes bytes of a file by their pointer
 # Of pipeline, what runs stages; the rest are lists of actions.
 tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* AsynchronousExecutor.* WeightVersions.* *Tied*
