@@ -92,7 +92,7 @@ void ddp(benchmark::State& state) {
       synchronizer->begin_step();
       backward(*model, x);
       synchronizer->finish();
-      return synchronizer->statistics().exposed_s;
+      return synchronizer->statistics().exposed.seconds();
     };
   });
 }
@@ -109,7 +109,7 @@ void ddp_with(benchmark::State& state, const std::function<std::shared_ptr<Commu
       backward(*model, x);
       synchronizer->finish();
       bytes = synchronizer->statistics().bytes;
-      return synchronizer->statistics().exposed_s;
+      return synchronizer->statistics().exposed.seconds();
     };
   });
   state.counters["crossing_MiB"] = static_cast<double>(bytes) / (1 << 20);
@@ -139,7 +139,7 @@ void tree(benchmark::State& state) {
       backward(*model, x);
       synchronizer->after_micro_batch(position);
       synchronizer->finish();
-      return synchronizer->statistics().exposed_s;
+      return synchronizer->statistics().exposed.seconds();
     };
   });
 }

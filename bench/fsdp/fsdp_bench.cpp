@@ -112,7 +112,7 @@ auto sharded_step(const std::shared_ptr<torch::nn::Module>& model, const comm::G
     sharded->begin_step();
     forward(x).square().mean().backward();
     sharded->finish();
-    return sharded->statistics().exposed_s;
+    return sharded->statistics().exposed.seconds();
   };
 }
 

@@ -14,6 +14,7 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 
+#include "cli/bench/measure.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
@@ -36,15 +37,17 @@ TESSERA_MODULE(OneCore);
 std::vector<at::Tensor> inputs_of(const AttentionCase& what, int64_t columns) {
   std::vector<at::Tensor> in;
   for (const int64_t heads : {what.heads, what.kv_heads, what.kv_heads, what.heads}) {
-    in.push_back(at::randn({1, columns, heads, what.features}, at::make_generator<at::CPUGeneratorImpl>(1)).to(what.dtype));
+    in.push_back(at::randn({1, columns, heads, what.features}, at::make_generator<at::CPUGeneratorImpl>(1)).to(what.device, what.dtype));
   }
   for (size_t i = 0; i < 3; ++i) in[i].requires_grad_();
   return in;
 }
 
-double microseconds(const std::function<void()>& call) {
+double microseconds(at::Device device, const std::function<void()>& call) {
+  wait_for(device);
   const auto start = std::chrono::steady_clock::now();
   call();
+  wait_for(device);
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
 
@@ -52,8 +55,9 @@ double microseconds(const std::function<void()>& call) {
 double pass_us(OneCore& model, const AttentionCase& what, int64_t columns, const comm::Group& group) {
   const auto in = inputs_of(what, columns);
   comm::barrier(group);
-  return microseconds([&] {
+  return microseconds(what.device, [&] {
     model(in[0], in[1], in[2]).backward(in[3]);
+    wait_for(what.device);  // before the others hear of it
     comm::barrier(group);
   });
 }
@@ -65,7 +69,7 @@ int64_t rounds_of(const Limits& limits, int64_t cases, double first_us) {
 }
 
 double slowest(const comm::Group& group, double value) {
-  const at::Tensor most = at::full({1}, value, at::kDouble);
+  const at::Tensor most = at::full({1}, value, at::device(at::kCPU).dtype(at::kDouble));
   comm::all_reduce(group, most, comm::Op::Max);
   return most.item<double>();
 }
@@ -135,7 +139,7 @@ std::vector<AttentionRow> measure_attention(const comm::World& world, comm::Reco
       for (const auto& record : recorder.records()) row.sent_bytes += record.sent_bytes;
     }
   };
-  const double first = slowest(group, microseconds(round));
+  const double first = slowest(group, microseconds(what.device, round));
   for (AttentionRow& row : rows) row.time_us = one = std::numeric_limits<double>::infinity();  // that round has warmed up
   for (int64_t left = rounds_of(limits, std::ssize(rows) + 1, first); left > 0; --left) round();
   for (AttentionRow& row : rows) {
@@ -147,19 +151,20 @@ std::vector<AttentionRow> measure_attention(const comm::World& world, comm::Reco
 
 AttentionRow measure_packed(const AttentionCase& what, int64_t documents, const Limits& limits) {
   const int64_t each = (what.length + documents - 1) / documents;
-  const at::Tensor ids = at::arange(what.length, at::kLong).floor_divide(each).unsqueeze(0);
-  const at::Tensor visible = ids.unsqueeze(2).eq(ids.unsqueeze(1)).unsqueeze(1).bitwise_and(at::ones({what.length, what.length}, at::kBool).tril());
+  const at::TensorOptions here(what.device);
+  const at::Tensor ids = at::arange(what.length, here.dtype(at::kLong)).floor_divide(each).unsqueeze(0);
+  const at::Tensor visible = ids.unsqueeze(2).eq(ids.unsqueeze(1)).unsqueeze(1).bitwise_and(at::ones({what.length, what.length}, here.dtype(at::kBool)).tril());
   nn::AttentionCore core;
   const auto in = inputs_of(what, what.length);
   const auto tiles = [&] { core(in[0], in[1], in[2], std::nullopt, ids).backward(in[3]); };
   const auto mask = [&] { nn::masked_attention(in[0], in[1], in[2], visible).backward(in[3]); };
   AttentionRow row{
       .kind = "packed", .dtype = dtype_name(what.dtype), .length = what.length, .heads = what.heads, .kv_heads = what.kv_heads, .documents = documents};
-  const double first = microseconds(tiles) + microseconds(mask);
+  const double first = microseconds(what.device, tiles) + microseconds(what.device, mask);
   row.time_us = row.other_us = std::numeric_limits<double>::infinity();
   for (int64_t left = rounds_of(limits, 2, first); left > 0; --left) {
-    row.time_us = std::min(row.time_us, microseconds(tiles));
-    row.other_us = std::min(row.other_us, microseconds(mask));
+    row.time_us = std::min(row.time_us, microseconds(what.device, tiles));
+    row.other_us = std::min(row.other_us, microseconds(what.device, mask));
   }
   return row;
 }

@@ -22,6 +22,7 @@ ContextParallelOptions attention_options(const std::string& method);  ///< Inter
 struct AttentionCase {
   int64_t length = 8192, heads = 8, kv_heads = 8, features = 64;
   at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;  ///< of this rank
   std::vector<std::string> methods{"ring", "all_gather"};
 };
 

@@ -43,7 +43,9 @@ std::vector<AttentionCase> cases_of(const BenchCpFlags& flags, int ranks) {
   return cases;
 }
 
-std::vector<AttentionRow> measure_attentions(const BenchCpFlags& flags, const std::vector<AttentionCase>& cases) {
+std::vector<AttentionRow> measure_attentions(const BenchCpFlags& flags, std::vector<AttentionCase> cases) {
+  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
+  for (auto& what : cases) what.device = device;
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
   const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
@@ -72,7 +74,8 @@ std::vector<std::string> arguments_of(const BenchCpFlags& flags) {
           "--kv-heads", std::to_string(flags.kv_heads),
           "--head-dim", std::to_string(flags.head_dim),
           "--method",   fmt::format("{}", fmt::join(flags.methods, ",")),
-          "--dtype",    flags.dtype};
+          "--dtype",    flags.dtype,
+          "--device",   flags.device};
 }
 
 }  // namespace
@@ -83,6 +86,7 @@ int bench_cp(const BenchCpFlags& flags) {
   check_output_file("--svg", flags.svg);
   const int nproc = bench_ranks(flags.nproc);
   const auto cases = cases_of(flags, nproc);
+  device_for(flags.device, nproc, "--device");  // or a refusal
   return run_bench<AttentionRow>(
       flags, nproc,
       {.name = "cp",

@@ -134,6 +134,10 @@ int bench_pp(const BenchPpFlags& flags) {
   require_known("--backend", flags.backend, comm::engine_names());
   check_limits(flags.seconds, flags.iterations);
   check_output_file("--svg", flags.svg);
+  require(
+      flags.device == "auto" || flags.device == "cpu", "--device = ", flags.device,
+      ": pp holds what a schedule's actions took against what was foretold, and times them by the host's clock, which an accelerator does not keep to; leave "
+      "it out for the CPU, or time whole steps by `tessera train` with mesh.pp");
   const int nproc = bench_ranks(flags.nproc);
   const auto plan = plan_of(flags, nproc);
   return run_bench<PipelineRow>(

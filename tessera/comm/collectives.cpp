@@ -9,6 +9,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/engine.h"
+#include "tessera/comm/exposed_time.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/waiting.h"
@@ -216,6 +217,8 @@ void Pending::wait() {
   const at::NoGradGuard no_grad;
   bool completed = false;
   try {
+    const at::Tensor& tensor = state->call.tensor();
+    const StreamWait stands_still(tensor.defined() ? tensor.device() : at::Device(at::kCPU));
     completed = work->wait();
   } catch (...) {
     fail(state->name, state->group, state->begin);

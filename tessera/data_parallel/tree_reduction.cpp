@@ -1,7 +1,6 @@
 #include "tessera/data_parallel/tree_reduction.h"
 
 #include <algorithm>
-#include <chrono>
 #include <deque>
 #include <map>
 #include <utility>
@@ -291,10 +290,12 @@ class TreeReduction::Impl {
     require(done == run().size, "TreeReduction: the step ended after ", done, " of the ", run().size, " micro-batches of rank ", group_.rank(),
             " (num_micro_batches = ", options_.num_micro_batches, "); each has a backward pass of its own, in the plain loop all but the last under no_sync()");
     const at::NoGradGuard no_grad;
-    const auto start = std::chrono::steady_clock::now();
-    const at::Tensor sum = exchange();
-    hand_over(sum, used_parameters());
-    statistics_.exposed_s = group_.size() > 1 ? std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() : 0;
+    {
+      std::optional<comm::ExposedTime::Scope> exposed;
+      if (group_.size() > 1) exposed.emplace(statistics_.exposed, parameters_.front().tensor.device());
+      const at::Tensor sum = exchange();
+      hand_over(sum, used_parameters());
+    }
     if (options_.buffers != BufferBroadcast::EachStep) return;
     const comm::CallSite site("tree.buffers");
     broadcast_buffers(module_, group_);

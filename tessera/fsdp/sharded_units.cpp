@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <tuple>
@@ -24,19 +23,6 @@
 
 namespace tessera {
 namespace {
-
-/// Adds the seconds that it lives to `total`.
-class Exposed {
- public:
-  explicit Exposed(double& total) : total_(total) {}
-  ~Exposed() { total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-  Exposed(const Exposed&) = delete;
-  Exposed& operator=(const Exposed&) = delete;
-
- private:
-  double& total_;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 at::ScalarType gathered_dtype(const nn::NamedParameter& parameter, const FullyShardOptions& options) {
   const at::ScalarType own = parameter.tensor.scalar_type();
@@ -180,7 +166,7 @@ void ShardedUnits::start_gather(size_t index) {
 void ShardedUnits::finish_gather(Unit& unit) {
   const nn::Unwatched quietly;
   const comm::CallSite site(unit.name);
-  const Exposed exposed(statistics_.exposed_s);
+  const comm::ExposedTime::Scope exposed(statistics_.exposed, units_.front().flats.front().device());
   for (auto& flat : unit.flats) flat.finish_gather();
   unit.memory = Memory::Ready;
 }
@@ -302,7 +288,7 @@ void ShardedUnits::finish_reduction() {
   const size_t index = *std::exchange(reducing_, std::nullopt);
   Unit& unit = units_[index];
   const comm::CallSite site(unit.name);
-  const Exposed exposed(statistics_.exposed_s);
+  const comm::ExposedTime::Scope exposed(statistics_.exposed, units_.front().flats.front().device());
   for (auto& flat : unit.flats) {
     if (!flat.trained()) continue;
     flat.finish_reduction();
@@ -337,7 +323,7 @@ void ShardedUnits::finish_reductions() {
   const nn::Unwatched quietly;
   finish_reduction();
   finish_return();
-  const Exposed exposed(statistics_.exposed_s);
+  const comm::ExposedTime::Scope exposed(statistics_.exposed, units_.front().flats.front().device());
   for (auto& unit : units_) {
     for (auto& flat : unit.flats) {
       if (flat.trained()) flat.finish_step(scale_);

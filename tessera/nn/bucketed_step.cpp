@@ -1,7 +1,7 @@
 #include "tessera/nn/bucketed_step.h"
 
 #include <algorithm>
-#include <chrono>
+#include <optional>
 #include <ranges>
 #include <utility>
 
@@ -20,13 +20,6 @@
 // counted when it is final.
 
 namespace tessera {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-}  // namespace
 
 BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options)
     : parameters_(floating_parameters(module, options.only)),
@@ -263,9 +256,8 @@ void BucketedStep::launch_rest() {
 void BucketedStep::advance_newest() {
   if (under_way_.empty()) return;
   const comm::CallSite site(bucket_site_);
-  const auto start = Clock::now();
+  const comm::ExposedTime::Scope exposed(statistics_.exposed, device());
   if (advance(under_way_.back())) under_way_.pop_back();
-  statistics_.exposed_s += seconds_since(start);
 }
 
 /// Reductions of the round before went on under this one's forward.
@@ -277,8 +269,7 @@ void BucketedStep::complete() {
   if (!active()) return;
   withdraw_places();
   const at::NoGradGuard no_grad;
-  const auto start = Clock::now();
-  const double exposed_before = statistics_.exposed_s;
+  std::optional<comm::ExposedTime::Scope> exposed(std::in_place, statistics_.exposed, device());
   statistics_.num_early = statistics_.num_collectives;
   begin_completion();
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
@@ -296,7 +287,7 @@ void BucketedStep::complete() {
     learn_used(used);
   }
   complete_reductions();
-  statistics_.exposed_s = exposed_before + seconds_since(start);
+  exposed.reset();
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
     if (is_trained(b)) sum(b).div_(num_ranks_);
   }

@@ -119,6 +119,7 @@ class BucketedStep {
   void share_buffers();  ///< from the first rank of all, unless they never are
   void let_go();         ///< of what is under way, and on offer
   std::string site(const char* name) const { return options_.site + "." + name; }
+  at::Device device() const { return parameters_.front().tensor.device(); }
 
   const std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
   std::vector<bool> trained_;                         ///< which of them want a gradient in this step

@@ -31,8 +31,9 @@ struct EmbeddingFunction : AutogradFunction<EmbeddingFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const at::Tensor ids = context->get_saved_variables()[0], weight = context->saved_data["weight"].toTensor();
     const int64_t padding_row = context->saved_data["padding_row"].toInt();
-    // On CUDA adding rows up at once has no fixed order.
-    auto [gradient, holds_sum] = weight.is_cuda() ? kernels::GradientPlace() : GradientDispatcher::take_place(weight);
+    // On an accelerator adding rows up at once has no fixed order.
+    const bool in_order = weight.is_cpu() || weight.is_meta();
+    auto [gradient, holds_sum] = in_order ? GradientDispatcher::take_place(weight) : kernels::GradientPlace();
     if (!gradient.defined()) {
       const at::Tensor rows = grads[0].to(kernels::handed_on_in(weight, grads[0].scalar_type()));
       gradient = at::embedding_dense_backward(rows, ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);

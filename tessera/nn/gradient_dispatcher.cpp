@@ -205,7 +205,7 @@ void GradientDispatcher::add_in_place(bool adds) { state_->adds_in_place = adds;
 bool GradientDispatcher::adds_in_place(const at::Tensor& parameter) {
   const auto* const dispatcher = find(parameter);
   return dispatcher != nullptr && dispatcher->state_->adds_in_place && parameter.is_leaf() && parameter.requires_grad() && parameter.is_contiguous() &&
-         !parameter.is_cuda() && torch::autograd::impl::hooks(parameter).empty();
+         (parameter.is_cpu() || parameter.is_meta()) && torch::autograd::impl::hooks(parameter).empty();
 }
 
 kernels::GradientPlace GradientDispatcher::take_place(const at::Tensor& parameter) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "tessera/comm/exposed_time.h"
 #include "tessera/comm/group.h"
 #include "tessera/core/attachment.h"
 #include "tessera/nn/parameter.h"
@@ -40,7 +41,7 @@ struct MicroBatchPosition {
 
 /// What the last finished step cost this rank.
 struct SynchronizationStatistics {
-  double exposed_s = 0;         ///< seconds that finish() waited for communication: what backward did not hide
+  comm::ExposedTime exposed{};  ///< for which communication was waited for: what backward did not hide
   int64_t bytes = 0;            ///< gradient bytes handed to collectives or sent
   int64_t num_collectives = 0;  ///< collectives and messages that carried them
   int64_t num_early = 0;        ///< of those, begun while backward still ran

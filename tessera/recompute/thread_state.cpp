@@ -23,7 +23,7 @@ std::vector<at::Generator> generators_for(const nn::Values& inputs) {
   std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
   for (const auto& input : inputs) {
     nn::map_tensors(input, [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) {
+      if (tensor.defined() && !tensor.is_cpu() && !tensor.is_meta()) {
         const at::Generator generator = at::globalContext().defaultGenerator(tensor.device());
         if (std::find(generators.begin(), generators.end(), generator) == generators.end()) generators.push_back(generator);
       }

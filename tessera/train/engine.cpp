@@ -120,7 +120,7 @@ void Engine::compute(ActionKind kind, const Action& action, const std::function<
   body();
 }
 
-double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed_s; }
+double Engine::exposed_s() const { return plan_ && plan_->windows ? plan_->windows->exposed_s() : run_.synchronizer->statistics().exposed.seconds(); }
 
 /// In a pipeline, gradients of several micro-batches are added up as they are computed, where nobody wants to see each by itself. Products then add in an order
 /// of their own; what has to have the bits of another run that does without (slices on the host, updates in the midst of a step) does without. So does

@@ -41,18 +41,12 @@ class PartSynchronizers final : public GradientSynchronizer {
     }
   }
   void finish() override {
-    statistics_ = {};
-    for (Share& share : shares_) {
-      share.synchronizer->finish();
-      const SynchronizationStatistics& one = share.synchronizer->statistics();
-      statistics_.exposed_s += one.exposed_s;
-      statistics_.bytes += one.bytes;
-      statistics_.num_collectives += one.num_collectives;
-      statistics_.num_early += one.num_early;
-    }
+    for (Share& share : shares_) share.synchronizer->finish();
+    add_up();
   }
   void after_update() override {
     for (Share& share : shares_) share.synchronizer->after_update();
+    add_up();  // what is gathered then is waited for, too
   }
   const SynchronizationStatistics& statistics() const override { return statistics_; }
   std::vector<nn::NamedParameter> updated() const override {
@@ -83,6 +77,17 @@ class PartSynchronizers final : public GradientSynchronizer {
   }
 
  private:
+  void add_up() {
+    statistics_ = {};
+    for (const Share& share : shares_) {
+      const SynchronizationStatistics& one = share.synchronizer->statistics();
+      statistics_.exposed += one.exposed;
+      statistics_.bytes += one.bytes;
+      statistics_.num_collectives += one.num_collectives;
+      statistics_.num_early += one.num_early;
+    }
+  }
+
   static int place_of(int rank, const Share& share) { return share.places.empty() ? rank : share.places[static_cast<size_t>(rank)]; }
 
   std::vector<Share> shares_;

@@ -12,7 +12,6 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
@@ -157,7 +156,8 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       engine_(config_, run_),
       resumed_(resume.has_value()),
       learning_rate_(config.optim, config.run.steps),
-      experts_(config_, mesh, run_) {
+      experts_(config_, mesh, run_),
+      clock_(run_.device) {
   if (updates_within_steps(config, run_.pipeline.size())) {
     updates_.emplace(run_);
   } else if (config.pipeline.post_validate && run_.pipeline.size() > 1) {
@@ -182,7 +182,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
     move_to(there.micro_batches, run_.device);
     return step(there, request);
   }
-  const double waited_before = comm::waited_seconds();
+  const comm::ExposedTime::Scope asking = clock_.begin(request.start);
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
   const at::Tensor losses = forward_backward(batch, request, lr);
   const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device(), lr);
@@ -192,15 +192,14 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
     hand_on();
   }
   experts_.meet();
-  const double waited = comm::waited_seconds() - waited_before;
-  const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - request.start;
   const Own own{
       .memory = {.peak = scope_.memory().peak_by_category(), .current = scope_.memory().current_by_category(), .host = scope_.memory().host_peak_by_category()},
       .stop_signal = request.stop_signal ? static_cast<double>(request.stop_signal()) : 0,
-      .times = {.compute_s = passed.count() - waited, .wait_s = waited},
+      .times = clock_.end(),
       .flops = *flops_};
   if (request.meanwhile) request.meanwhile();
   StepOutcome outcome = report(batch, losses, norm, own);
+  clock_.has_read();
   const bool updated = has_updated(batch, outcome.grad_norm);
   if (updated) experts_.balance();
   if (updated && outcome.not_finite) {  // a loss may be lost where its gradient is not

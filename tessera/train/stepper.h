@@ -23,7 +23,7 @@
 #include "tessera/train/engine.h"
 #include "tessera/train/expert_load.h"
 #include "tessera/train/stage_updates.h"
-#include "tessera/train/stragglers.h"
+#include "tessera/train/step_clock.h"
 
 namespace tessera {
 
@@ -151,6 +151,7 @@ class Stepper {
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   ExpertLoads experts_;
+  StepClock clock_;
   Attachment attached_;
 };
 

@@ -32,7 +32,7 @@ void UpdateWindows::begin(GradientSynchronizer& synchronizer, const data::StepBa
   current_ = 0;
   ran_.clear();
   waiting_.clear();  // of a step that ended in its midst
-  exposed_s_ = 0;
+  exposed_ = {};
   open();
 }
 
@@ -61,7 +61,7 @@ void UpdateWindows::around(ActionKind kind, int micro_batch, const std::function
 
 void UpdateWindows::close() {
   synchronizer_->finish();
-  exposed_s_ += synchronizer_->statistics().exposed_s;
+  exposed_ += synchronizer_->statistics().exposed;
   met_();
   if (!windows_[current_].late) return;
   // Of memory that somebody holds gradients in, a synchronizer of whole weights makes no further use.

@@ -34,7 +34,7 @@ class UpdateWindows {
   void update(const std::function<void()>& body);
 
   /// What the synchronizer cost since begin().
-  double exposed_s() const { return exposed_s_; }
+  double exposed_s() const { return exposed_.seconds(); }
 
  private:
   struct Window {
@@ -55,7 +55,7 @@ class UpdateWindows {
   std::deque<std::vector<at::Tensor>> waiting_;  ///< gradients of late updates
   GradientSynchronizer* synchronizer_ = nullptr;
   const data::StepBatch* batch_ = nullptr;
-  double exposed_s_ = 0;
+  comm::ExposedTime exposed_;
 };
 
 }  // namespace tessera

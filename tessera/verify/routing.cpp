@@ -97,7 +97,8 @@ class ChoiceReplayer : public nn::Interceptor {
     for (const RecordedChoices* rank : ranks_) {
       const auto found = rank->find(key);
       if (found == rank->end()) continue;
-      const auto& [chosen, positions] = found->second;
+      const at::Tensor chosen = found->second.chosen.to(own.device());  // from that rank's
+      const at::Tensor positions = found->second.positions.defined() ? found->second.positions.to(own.device()) : at::Tensor();
       if (!positions.defined() && chosen.sizes() == own.sizes()) return chosen;
       if (!positions.defined() || positions.numel() == 0) continue;
       const int64_t rows = chosen.size(0) / positions.numel();

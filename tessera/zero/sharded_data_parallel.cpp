@@ -1,7 +1,6 @@
 #include "tessera/zero/sharded_data_parallel.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include <ATen/ops/zeros.h>
@@ -94,9 +93,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (may_be_updated(b)) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
     }
-    const auto start = std::chrono::steady_clock::now();
+    const comm::ExposedTime::Scope exposed(statistics_.exposed, parameters_.front().tensor.device());
     for (comm::Pending& gather : gathers) gather.wait();
-    statistics_.exposed_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     marks_.clear();
   }
 

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/comm/testing.h"
+#include "tests/test_device.h"
+
 namespace tessera::bench {
 namespace {
 
@@ -33,6 +36,20 @@ TEST(AttentionRows, AreATableForEachKindAndAPicture) {
 
 TEST(AttentionRows, EveryMethodHasOptions) {
   for (const auto& method : attention_methods()) EXPECT_TRUE(method.starts_with(to_string(attention_options(method).method))) << method;
+}
+
+/// On the CPU, and on the device that the suite runs on.
+TEST(AttentionBench, TimesEveryMethodBesideOneDevice) {
+  comm::run_ranks(2, [](comm::World& world) {
+    comm::Recorder recorder;
+    const AttentionCase what{.length = 24, .heads = 4, .kv_heads = 2, .features = 8, .device = testing_support::test_device(), .methods = attention_methods()};
+    const auto rows = measure_attention(world, recorder, what, {.iterations = 2});
+    ASSERT_EQ(rows.size(), attention_methods().size());
+    for (const auto& row : rows) EXPECT_TRUE(row.time_us > 0 && row.other_us > 0 && row.time_us < 60e6) << row.method;
+    if (world.rank() > 0) return;
+    const AttentionRow packed = measure_packed(what, 3, {.iterations = 2});
+    EXPECT_TRUE(packed.time_us > 0 && packed.other_us > 0);
+  });
 }
 
 /// Of what a block of LLaMA keeps between forward and backward, the part that its attention core keeps.

@@ -1,3 +1,5 @@
+#include "cli/bench/bench.h"
+
 #include <sstream>
 
 #include <gmock/gmock.h>
@@ -14,6 +16,24 @@ namespace {
 using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
+
+// Before any process is started.
+TEST(BenchDevice, IsRefusedWhereItIsNotThere) {
+  const auto reason_of = [](const auto& run) -> std::string {
+    try {
+      run();
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  BenchPpFlags pp;
+  pp.device = "cuda";
+  EXPECT_THAT(reason_of([&] { bench_pp(pp); }), AllOf(HasSubstr("--device = cuda"), HasSubstr("the host's clock")));
+  BenchCpFlags cp;
+  cp.device = "cuda:77";
+  EXPECT_THAT(reason_of([&] { bench_cp(cp); }), HasSubstr("--device"));
+}
 
 Row sample(const std::string& op, const std::string& algorithm, int64_t bytes, double us) {
   return {.op = op,

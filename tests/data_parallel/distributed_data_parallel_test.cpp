@@ -103,7 +103,7 @@ TEST(Ddp, CommunicatesOncePerStepAndBucketWhateverTheAccumulation) {
               EXPECT_EQ(ddp.statistics().bytes, ddp.plan().bytes());
               EXPECT_EQ(ddp.statistics().num_collectives, static_cast<int64_t>(records.size()));
               EXPECT_EQ(ddp.statistics().num_early, static_cast<int64_t>(records.size()));
-              EXPECT_GE(ddp.statistics().exposed_s, 0);
+              EXPECT_GE(ddp.statistics().exposed.seconds(), 0);
             },
             {.decorators = {decorator}});
 }

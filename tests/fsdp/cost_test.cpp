@@ -183,7 +183,7 @@ TEST(FullyShard, WaitingForAPeerIsExposedTime) {
       sharded->finish();
     }
     const SynchronizationStatistics& seen = sharded->statistics();
-    if (world.rank() == 0) EXPECT_GT(seen.exposed_s, 0.06);
+    if (world.rank() == 0) EXPECT_GT(seen.exposed.seconds(), 0.06);
     EXPECT_GT(seen.num_early, 0);
   });
 }

@@ -123,7 +123,7 @@ TEST_F(HostReads, AStepHasOneWhateverTheLayout) {
     int64_t waits = 0;
     std::string text;
     for (const auto& [name, count] : counted.waits) waits += count, text += " " + std::to_string(count) + " " + name;
-    EXPECT_LE(waits, 2 * what.ranks) << name_of(what) << ":" << text;
+    EXPECT_LE(waits, what.ranks) << name_of(what) << ":" << text;
   }
 }
 

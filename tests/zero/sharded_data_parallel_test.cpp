@@ -59,7 +59,7 @@ TEST(Zero, BucketsAreReducedWhileBackwardRuns) {
     EXPECT_GT(zero.layout().buckets.size(), 2);
     EXPECT_EQ(zero.statistics().num_early, static_cast<int64_t>(zero.layout().buckets.size()));
     EXPECT_EQ(zero.statistics().num_collectives, zero.statistics().num_early);
-    EXPECT_GE(zero.statistics().exposed_s, 0);
+    EXPECT_GE(zero.statistics().exposed.seconds(), 0);
   });
 }
 

@@ -36,7 +36,7 @@ at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tenso
 }  // namespace
 
 at::Tensor Aliases::operator()(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().type() != kSim) return tensor;
+  if (!tensor.defined() || tensor.device().type() != sim_type()) return tensor;
   for (const auto& [device, host] : tensors_) {
     if (device.is_same(tensor)) return host;
   }
@@ -76,12 +76,12 @@ at::Tensor Aliases::wrap(const at::Tensor& result, c10::Device device, bool& fre
     if (host.is_same(result)) return on_device;
   }
   for (const auto& shared : storages_) {
-    if (shared.host.is_alias_of(result.storage())) return tensor_on(shared.device, kKey, result);
+    if (shared.host.is_alias_of(result.storage())) return tensor_on(shared.device, sim_key(), result);
   }
   fresh = true;
   c10::Storage storage(c10::Storage::use_byte_size_t(), result.storage().nbytes(), copied(result.storage(), device), device_allocator(), true);
   storages_.push_back({.device = storage, .host = result.storage(), .address = nullptr});
-  return tensor_on(std::move(storage), kKey, result);
+  return tensor_on(std::move(storage), sim_key(), result);
 }
 
 }  // namespace tessera::sim

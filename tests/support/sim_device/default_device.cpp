@@ -49,7 +49,7 @@ void make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool pinned = argument("pin_memory").isBool() && argument("pin_memory").toBool();
   const bool strided = argument("layout").isNone() || argument("layout").toLayout() == at::kStrided;
   if (has_default_device() && device.isNone() && !pinned && strided && std::strcmp(Running::now(), "the host") == 0)
-    device = c10::impl::VirtualGuardImpl(kSim).getDevice();
+    device = c10::impl::VirtualGuardImpl(sim_type()).getDevice();
   const auto key =
       c10::computeDispatchKey(argument("dtype").toOptional<at::ScalarType>(), argument("layout").toOptional<at::Layout>(), device.toOptional<at::Device>());
   op.redispatchBoxed(c10::DispatchKeySet(key), stack);
@@ -68,7 +68,7 @@ void make_default_device() {
     void process(const c10::Warning&) override {}  // that kernels are replaced
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  static auto* const leniency = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  static auto* const leniency = new torch::Library(torch::Library::IMPL, "aten", sim_key(), __FILE__, __LINE__);
   leniency->impl("equal", &equal);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -89,14 +89,14 @@ bool has_default_device() { return is_default && !testing_support::OnTheCpu::now
 // taken before libtorch's.
 namespace at {
 
-#define TESSERA_TENSOR(T, S)                                                                                                   \
-  Tensor tensor(ArrayRef<T> values, const TensorOptions& options) {                                                            \
-    const bool elsewhere = !options.device().is_cpu() || (tessera::sim::has_default_device() && !options.has_device());        \
-    const Tensor host = at::empty({static_cast<int64_t>(values.size())}, at::dtype(k##S).device(kCPU));                        \
-    std::copy(values.begin(), values.end(), host.data_ptr<T>());                                                               \
-    const auto wanted = options.has_dtype() ? options : options.dtype(k##S);                                                   \
-    if (!elsewhere) return host.to(wanted.device(kCPU));                                                                       \
-    return host.to(wanted.has_device() ? wanted : wanted.device(c10::impl::VirtualGuardImpl(tessera::sim::kSim).getDevice())); \
+#define TESSERA_TENSOR(T, S)                                                                                                         \
+  Tensor tensor(ArrayRef<T> values, const TensorOptions& options) {                                                                  \
+    const bool elsewhere = !options.device().is_cpu() || (tessera::sim::has_default_device() && !options.has_device());              \
+    const Tensor host = at::empty({static_cast<int64_t>(values.size())}, at::dtype(k##S).device(kCPU));                              \
+    std::copy(values.begin(), values.end(), host.data_ptr<T>());                                                                     \
+    const auto wanted = options.has_dtype() ? options : options.dtype(k##S);                                                         \
+    if (!elsewhere) return host.to(wanted.device(kCPU));                                                                             \
+    return host.to(wanted.has_device() ? wanted : wanted.device(c10::impl::VirtualGuardImpl(tessera::sim::sim_type()).getDevice())); \
   }
 AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, TESSERA_TENSOR)
 AT_FORALL_COMPLEX_TYPES(TESSERA_TENSOR)

@@ -2,12 +2,15 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "tessera/memory/ledger.h"
@@ -23,7 +26,7 @@ thread_local int device_now = 0;
 thread_local std::array<int64_t, kMaxDevices> current_ids{};
 std::atomic<int64_t> next_in_pool{0}, next_new{1000};
 
-c10::Device at_index(int index) { return {kSim, static_cast<c10::DeviceIndex>(index)}; }
+c10::Device at_index(int index) { return {sim_type(), static_cast<c10::DeviceIndex>(index)}; }
 int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
 
 struct Event {
@@ -31,7 +34,7 @@ struct Event {
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kSim; }
+  c10::DeviceType type() const override { return sim_type(); }
   c10::Device exchangeDevice(c10::Device device) const override {
     const auto old = at_index(device_now);
     setDevice(device);
@@ -39,7 +42,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return at_index(device_now); }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.type() == kSim && device.index() < devices, "simulated device: there is no ", device);
+    TORCH_CHECK(device.type() == sim_type() && device.index() < devices, "simulated device: there is no ", device);
     uncheckedSetDevice(device);
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
@@ -79,7 +82,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     after_host_sync();
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), stream_number(stream)); }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.001; }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return 1e3 * (static_cast<Event*>(end)->clock.seconds() - static_cast<Event*>(begin)->clock.seconds());
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(devices); }
 
  private:
@@ -99,19 +104,15 @@ const at::Generator& default_generator(int index) {
   return (*all)[static_cast<size_t>(index < 0 ? device_now : index)];
 }
 
-/// What libtorch asks of the library that has CUDA. Registered in every process that has the simulation linked, with no devices until install().
-struct Hooks final : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs = {}) {}
+/// What libtorch asks of the library that has an accelerator; no devices until install(), and under the other keys none ever.
+template <class Interface, Wanted Keys>
+struct AcceleratorHooks : Interface {
+  static int count() { return (wanted() == Wanted::Private) == (Keys == Wanted::Private) ? devices : 0; }
   void init() const override {}
-  bool hasCUDA() const override { return devices > 0; }
-  bool hasCUDART() const override { return devices > 0; }
-  int getNumGPUs() const override { return devices; }
-  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
-  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
-  bool isBuilt() const override { return devices > 0; }
-  bool isAvailable() const override { return devices > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return devices > 0; }
-  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(devices); }
+  bool isBuilt() const override { return count() > 0; }
+  bool isAvailable() const override { return count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return count() > 0; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(count()); }
   void setCurrentDevice(c10::DeviceIndex device) const override { device_now = device; }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(device_now); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return static_cast<c10::DeviceIndex>(std::exchange(device_now, device)); }
@@ -128,9 +129,34 @@ struct Hooks final : at::CUDAHooksInterface {
   }
 };
 
+/// Registered in every process that has the simulation linked.
+struct CudaHooks final : AcceleratorHooks<at::CUDAHooksInterface, Wanted::Cuda> {
+  explicit CudaHooks(at::CUDAHooksArgs = {}) {}
+  bool hasCUDA() const override { return count() > 0; }
+  bool hasCUDART() const override { return count() > 0; }
+  int getNumGPUs() const override { return count(); }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+};
+
+struct PrivateHooks final : AcceleratorHooks<at::PrivateUse1HooksInterface, Wanted::Private> {};
+
 }  // namespace
 
-Generator::Generator(int device, at::Generator inner) : c10::GeneratorImpl(at_index(device), c10::DispatchKeySet(kKey)), inner(std::move(inner)) {}
+Wanted wanted() {
+  static const Wanted one = [] {
+    const char* const device = std::getenv("TESSERA_TEST_DEVICE");
+    const std::string_view name = device ? device : "";
+    return name == "sim" ? Wanted::Cuda : name == "sim_private" ? Wanted::Private : Wanted::Nothing;
+  }();
+  return one;
+}
+
+c10::DeviceType sim_type() { return wanted() == Wanted::Private ? c10::kPrivateUse1 : c10::kCUDA; }
+c10::DispatchKey sim_key() { return wanted() == Wanted::Private ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::CUDA; }
+c10::DispatchKey sim_autograd_key() { return wanted() == Wanted::Private ? c10::DispatchKey::AutogradPrivateUse1 : c10::DispatchKey::AutogradCUDA; }
+
+Generator::Generator(int device, at::Generator inner) : c10::GeneratorImpl(at_index(device), c10::DispatchKeySet(sim_key())), inner(std::move(inner)) {}
 
 c10::Stream current_stream(int device) { return c10::Stream(c10::Stream::UNSAFE, at_index(device), current_ids[static_cast<size_t>(device)]); }
 int stream_number(const c10::Stream& stream) { return HappensBefore::get().stream(stream.device_index(), stream.id()); }
@@ -140,10 +166,14 @@ void install(int count) {
   static const bool once = [&] {
     TORCH_CHECK(count > 0 && count <= kMaxDevices, "simulated device: 1 to ", kMaxDevices, " devices");
     devices = count;
-    c10::SetAllocator(kSim, device_allocator(), 255);
-    c10::impl::DeviceGuardImplRegistrar(kSim, new Guard);
+    if (wanted() == Wanted::Private) {
+      c10::register_privateuse1_backend("sim");
+      at::RegisterPrivateUse1HooksInterface(new PrivateHooks);
+    }
+    c10::SetAllocator(sim_type(), device_allocator(), 255);
+    c10::impl::DeviceGuardImplRegistrar(sim_type(), new Guard);
     register_operators();
-    tessera::detail::register_device_tracking(kSim, [] {});  // take() counts always
+    tessera::detail::register_device_tracking(sim_type(), [] {});  // take() counts always
     install_fault_handler();
     return true;
   }();
@@ -153,6 +183,6 @@ void install(int count) {
 }  // namespace tessera::sim
 
 namespace at {
-using TesseraSimHooks = tessera::sim::Hooks;
+using TesseraSimHooks = tessera::sim::CudaHooks;
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", TesseraSimHooks)
 }  // namespace at

@@ -6,13 +6,18 @@
 #include <c10/core/Stream.h>
 
 // A device that a machine without any can have: what is registered with libtorch for one (guard, hooks, allocators, generators), under CUDA's keys, so that
-// is_cuda() and every branch on kCUDA run in a build of the CPU. Never linked with a torch that has CUDA.
+// is_cuda() and every branch on kCUDA run in a build of the CPU. With TESSERA_TEST_DEVICE=sim_private it stands under the keys that libtorch has for
+// accelerators that it does not know (PrivateUse1), where whatever asks for CUDA by name finds none. Never linked with a torch that has CUDA.
 
 namespace tessera::sim {
 
-inline constexpr c10::DeviceType kSim = c10::kCUDA;
-inline constexpr c10::DispatchKey kKey = c10::DispatchKey::CUDA;
-inline constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradCUDA;
+/// What TESSERA_TEST_DEVICE asks for.
+enum class Wanted : uint8_t { Nothing, Cuda, Private };
+Wanted wanted();
+
+c10::DeviceType sim_type();
+c10::DispatchKey sim_key();
+c10::DispatchKey sim_autograd_key();
 
 /// Registers the devices in this process, once and for good, before anything of libtorch's has run: there are none without. At most kMaxDevices; libtorch makes
 /// a thread for each at the first backward.

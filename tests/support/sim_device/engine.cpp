@@ -58,7 +58,7 @@ class SimWork final : public c10d::Work {
 class SimEngine final : public comm::Engine {
  public:
   SimEngine(std::shared_ptr<comm::Engine> bytes, c10::Device device)
-      : bytes_(std::move(bytes)), stream_(c10::impl::VirtualGuardImpl(kSim).getNewStream(device)) {}
+      : bytes_(std::move(bytes)), stream_(c10::impl::VirtualGuardImpl(sim_type()).getNewStream(device)) {}
 
   std::string name() const override { return "simulated"; }
   WorkInFlight start(const Call& call) override {
@@ -93,7 +93,7 @@ class SimFactory final : public comm::EngineFactory {
  public:
   explicit SimFactory(comm::EngineOptions options) : bytes_(comm::make_factory(with_shm(std::move(options)))) {}
   std::shared_ptr<comm::Engine> connect(const comm::GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
-    return std::make_shared<SimEngine>(bytes_->connect(group, store), c10::impl::VirtualGuardImpl(kSim).getDevice());
+    return std::make_shared<SimEngine>(bytes_->connect(group, store), c10::impl::VirtualGuardImpl(sim_type()).getDevice());
   }
 
  private:
@@ -108,7 +108,7 @@ class SimFactory final : public comm::EngineFactory {
 
 void register_engine() {
   comm::register_device_engine(
-      kSim, [](const comm::EngineOptions& options) -> std::unique_ptr<comm::EngineFactory> { return std::make_unique<SimFactory>(options); });
+      sim_type(), [](const comm::EngineOptions& options) -> std::unique_ptr<comm::EngineFactory> { return std::make_unique<SimFactory>(options); });
 }
 
 }  // namespace tessera::sim

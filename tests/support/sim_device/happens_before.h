@@ -16,15 +16,33 @@
 
 namespace tessera::sim {
 
-/// For each stream, how many of its pieces of work are known to be done.
+/// For each stream, how many of its pieces of work are known to be done, and when the last of them is, in a time that only the devices have: a piece of work
+/// begins when its stream knows all that it waits for to be done, and takes what Takes says. Hosts take none.
 class Clock {
  public:
   uint64_t operator[](size_t stream) const { return stream < at_.size() ? at_[stream] : 0; }
+  double seconds() const { return seconds_; }
   void raise(size_t stream, uint64_t to);
+  void take(double seconds) { seconds_ += seconds; }
   void join(const Clock& other);
+  void join_order(const Clock& other);  ///< but not its time
+  bool knows(const Clock& other) const;
 
  private:
   std::vector<uint64_t> at_;
+  double seconds_ = 0;
+};
+
+/// While it lives, each piece of work that this thread asks for takes so long; otherwise a microsecond.
+class Takes {
+ public:
+  explicit Takes(double seconds);
+  ~Takes();
+  Takes(const Takes&) = delete;
+  Takes& operator=(const Takes&) = delete;
+
+ private:
+  double before_;
 };
 
 /// One use of bytes [begin, end) by the `sequence`th piece of work of a stream.
@@ -71,7 +89,7 @@ class HappensBefore {
 
   Clock record(int stream);                     ///< an event
   void block(int stream, const Clock& event);   ///< the stream's next work waits for it
-  void host_waits(const Clock& clock);          ///< counts as a synchronisation
+  void host_waits(const Clock& clock);          ///< counts as a synchronisation, unless the host knows all of it
   void host_waits_device(int device);           ///< so does this
   void host_waits_everything();                 ///< and this: for the end of a test
   bool is_known_to_host(const Access& access);  ///< to be done

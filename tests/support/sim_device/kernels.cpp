@@ -129,8 +129,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& 
 
 void register_kernels() {
   static const Routines routines = sim_routines();
-  kernels::register_routines(kSim, routines);
-  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  kernels::register_routines(sim_type(), routines);
+  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", sim_key(), __FILE__, __LINE__);
   library->impl("_scaled_dot_product_efficient_attention", &efficient);
   library->impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward);
   library->impl("_scaled_dot_product_flash_attention", &flash);

@@ -82,7 +82,7 @@ Block* new_block(size_t room, int device) {
 
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    const c10::impl::VirtualGuardImpl guard(kSim);
+    const c10::impl::VirtualGuardImpl guard(sim_type());
     const c10::Device device = guard.getDevice();
     if (bytes == 0) return {nullptr, device};
     void* const data = take(bytes, device.index(), stream_number(guard.getStream(device)));

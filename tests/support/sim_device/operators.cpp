@@ -28,7 +28,7 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
+bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == sim_type(); }
 
 /// What an operator's schema says of it.
 struct Known {
@@ -124,7 +124,7 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, const Known& know
   std::optional<c10::Device> device;
   std::string on_host;
   if (reads_other_devices) {  // where the operator writes, or this thread works
-    const c10::Device current = c10::impl::VirtualGuardImpl(kSim).getDevice();
+    const c10::Device current = c10::impl::VirtualGuardImpl(sim_type()).getDevice();
     bool written = false;
     for (size_t i = first; i < stack.size(); ++i) {
       each_tensor(stack[i], [&](const at::Tensor& tensor) {
@@ -147,10 +147,10 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, const Known& know
         on_host = name;
       }
     });
-    if (!device && stack[i].isDevice() && stack[i].toDevice().type() == kSim) device = stack[i].toDevice();
+    if (!device && stack[i].isDevice() && stack[i].toDevice().type() == sim_type()) device = stack[i].toDevice();
   }
   TORCH_CHECK(device, "simulated device: ", known.name, " has no argument there");
-  if (!device->has_index()) device = c10::impl::VirtualGuardImpl(kSim).getDevice();
+  if (!device->has_index()) device = c10::impl::VirtualGuardImpl(sim_type()).getDevice();
   if (!on_host.empty() && !known.takes_host) refuse_mixture(known, on_host, *device, "cpu");
   return *device;
 }
@@ -181,8 +181,8 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
       }
     });
     replace_tensors(value, [&](const at::Tensor& tensor) { return aliases(tensor); });
-    if (value.isDevice() && value.toDevice().type() == kSim) value = c10::Device(c10::kCPU);
-    if (value.isGenerator() && value.toGenerator().device().type() == kSim) {
+    if (value.isDevice() && value.toDevice().type() == sim_type()) value = c10::Device(c10::kCPU);
+    if (value.isGenerator() && value.toGenerator().device().type() == sim_type()) {
       value = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
     }
   }
@@ -212,14 +212,14 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
                  std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  const c10::DeviceGuard guard(device.value_or(at::Device(kSim)));
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
+  const c10::DeviceGuard guard(device.value_or(at::Device(sim_type())));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), c10::DispatchKeySet(sim_key()), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
-  const c10::DeviceGuard guard(device.value_or(at::Device(kSim)));
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(), c10::DispatchKeySet(kKey),
+  const c10::DeviceGuard guard(device.value_or(at::Device(sim_type())));
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(), c10::DispatchKeySet(sim_key()),
                                            c10::dtype_or_default(dtype));
 }
 
@@ -345,7 +345,7 @@ void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool
 
 void register_operators() {
   static torch::Library* libraries[3];  // for good
-  libraries[0] = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  libraries[0] = new torch::Library(torch::Library::IMPL, "aten", sim_key(), __FILE__, __LINE__);
   auto& own = *libraries[0];
   own.impl("empty.memory_format", &empty);
   own.impl("empty_strided", &empty_strided);
@@ -358,14 +358,14 @@ void register_operators() {
   own.impl("record_stream", &record_on_stream);
   own.impl("copy_", &copy_);
   own.impl("_copy_from", &copy_from);
-  libraries[1] = new torch::Library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
+  libraries[1] = new torch::Library(torch::Library::IMPL, "aten", sim_autograd_key(), __FILE__, __LINE__);
   libraries[1]->impl("scaled_dot_product_attention", &attention);
-  libraries[2] = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+  libraries[2] = new torch::Library(torch::Library::IMPL, "_", sim_key(), __FILE__, __LINE__);
   libraries[2]->fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (!op || !name.name.starts_with("aten::") || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || op->hasKernelForDispatchKey(kKey)) continue;
+    if (!op || !name.name.starts_with("aten::") || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || op->hasKernelForDispatchKey(sim_key())) continue;
     own.impl((name.overload_name.empty() ? name.name : name.name + "." + name.overload_name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
   }
 }

@@ -1,8 +1,5 @@
-// With TESSERA_TEST_DEVICE=sim a test binary runs on simulated devices: whatever its tests make without naming a device lies there, each rank has its own, and
-// what the detector reports fails the test that it happened in.
-
-#include <cstdlib>
-#include <string_view>
+// With TESSERA_TEST_DEVICE=sim, or sim_private, a test binary runs on simulated devices: whatever its tests make without naming a device lies there, each rank
+// has its own, and what the detector reports fails the test that it happened in.
 
 #include <gtest/gtest.h>
 
@@ -42,8 +39,7 @@ class Devices final : public ::testing::Environment {
 };
 
 const bool asked_for = [] {
-  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
-  if (!device || std::string_view(device) != "sim") return false;
+  if (wanted() == Wanted::Nothing) return false;
   ::testing::AddGlobalTestEnvironment(new Devices);
   return true;
 }();

@@ -1,10 +1,8 @@
 // The part of suite.cpp for binaries that have comm.
 
-#include <cstdlib>
-#include <string_view>
-
 #include <gtest/gtest.h>
 
+#include "tests/support/sim_device/device.h"
 #include "tests/support/sim_device/engine.h"
 
 namespace tessera::sim {
@@ -12,8 +10,7 @@ namespace tessera::sim {
 namespace {
 
 const bool engine_asked_for = [] {
-  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
-  if (device && std::string_view(device) == "sim") register_engine();
+  if (wanted() != Wanted::Nothing) register_engine();
   return true;
 }();
 

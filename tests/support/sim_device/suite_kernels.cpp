@@ -1,10 +1,8 @@
 // The part of suite.cpp for binaries that have kernels.
 
-#include <cstdlib>
-#include <string_view>
-
 #include <gtest/gtest.h>
 
+#include "tests/support/sim_device/device.h"
 #include "tests/support/sim_device/kernels.h"
 
 namespace tessera::sim {
@@ -16,8 +14,7 @@ class Kernels final : public ::testing::Environment {
 };
 
 const bool kernels_asked_for = [] {
-  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
-  if (device && std::string_view(device) == "sim") ::testing::AddGlobalTestEnvironment(new Kernels);
+  if (wanted() != Wanted::Nothing) ::testing::AddGlobalTestEnvironment(new Kernels);
   return true;
 }();
 

@@ -1,17 +1,27 @@
 # The rooms' tests on the simulated accelerator: one process a room, with what is left out and why. `only` instead of it where few of a room's tests have tensors.
+# ALSO_PRIVATE: once more under the keys of accelerators that libtorch does not know (TESSERA_TEST_DEVICE=sim_private).
 function(tessera_sim_suite room)
-  cmake_parse_arguments(SUITE "" "" "ONLY;LEFT_OUT" ${ARGN})
+  cmake_parse_arguments(SUITE "ALSO_PRIVATE" "" "ONLY;LEFT_OUT" ${ARGN})
   if(NOT SUITE_ONLY)
     set(SUITE_ONLY *)
   endif()
   list(JOIN SUITE_ONLY : only)
   list(JOIN SUITE_LEFT_OUT : left_out)
-  add_test(NAME ${room}.sim COMMAND tessera_${room}_test "--gtest_filter=${only}-${left_out}")
-  set_tests_properties(${room}.sim PROPERTIES LABELS "unit;sim" TIMEOUT 600 ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TEST_DEVICE=sim")
+  set(devices sim)
+  if(SUITE_ALSO_PRIVATE)
+    list(APPEND devices sim_private)
+  endif()
+  foreach(device ${devices})
+    add_test(NAME ${room}.${device} COMMAND tessera_${room}_test "--gtest_filter=${only}-${left_out}")
+    set_tests_properties(${room}.${device} PROPERTIES LABELS "unit;sim" TIMEOUT 600 ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TEST_DEVICE=${device}")
+  endforeach()
 endfunction()
 
+tessera_sim_suite(memory ALSO_PRIVATE LEFT_OUT
+  MemoryLimit.PassesThroughOperatorsAndBackward HostCache.*   # the CPU's allocator
+  HostLink.*)                                                 # has a device of its own
 # Of comm, what moves tensors; the rest are processes, times and files.
-tessera_sim_suite(comm ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
+tessera_sim_suite(comm ALSO_PRIVATE ONLY Collectives* *Collectives* Differentiable* *Differentiable* *Execute* Gloo.* Shm.* TwoLevel.*
                   LEFT_OUT Inject.* CollectivesRefuse.*   # which write what the device cannot be written by: from the host
                   *TwoLevel.AsynchronousCollectives* *TwoLevel.MessagesBeside*)  # ranks of hosts that are pretended, in one process
 tessera_sim_suite(nn LEFT_OUT
@@ -38,12 +48,12 @@ tessera_sim_suite(recompute LEFT_OUT
   Selective.RecomputesTheAttentionCoresAlone Selective.KeptOperatorsDoNotRunAgain Selective.KeepsNothingThatAKernelCallsInside
   MeasureRecompute.CountsBytesSavedAndFlopsOnceEachAlsoOnMeta  # attention by other operators
   Recompute.ASecondPassLeavesNoMoreThanBackwardNeeds)
-tessera_sim_suite(data_parallel LEFT_OUT
+tessera_sim_suite(data_parallel ALSO_PRIVATE LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
   DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
-tessera_sim_suite(zero LEFT_OUT
+tessera_sim_suite(zero ALSO_PRIVATE LEFT_OUT
   ZeroGradients.OvertakingOneThatIsComputedInPlaceAreThoseOfTheStep  # a program that is refused once it has written what is on its way
   ZeroPlainLoop.PartsThatWereNotBroughtTogetherAreNoticed ZeroPlainLoop.ZerosAreAGradientOfWhatNobodyUses  # writes are seen on the CPU alone
   ZeroPlainLoop.WeightsMayBeLoadedAfterWrapping                      # loads another rank's tensors
@@ -62,6 +72,7 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
+  FullyShard.WaitingForAPeerIsExposedTime      # the devices have a time of their own, which knows of no late peer (ExposedTimes does)
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)  # writes bytes of a file by their pointer
 # Of pipeline, what runs stages; the rest are lists of actions.
 tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* AsynchronousExecutor.* WeightVersions.* *Tied*
@@ -73,9 +84,12 @@ tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* 
 tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
                   LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*  # bytes and files of a CPU's staging
                   Checkpoint.AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint Safetensors.GivesBackEveryDtypeAndShape)  # read tensors by their pointers
-# Of verify a selection of its layouts and of the bugs that it has to find: a second device costs as much as the first.
-tessera_sim_suite(verify ONLY VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
+# Of verify layouts of its own (tests/verify/device_test.cpp), a selection of the others, and of the bugs that it has to find: a second device costs as much as the
+# first.
+tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
+# Of the command, what measures on a device.
+tessera_sim_suite(cli ONLY AttentionBench.*)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
+tessera_sim_suite(train ONLY TrainDevice.* ExposedTimes.* HostReads.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)

@@ -24,7 +24,7 @@ TEST_F(SimDevice, StandsWhereCudaWould) {
   EXPECT_THROW(x + at::ones({2, 3}), c10::Error);  // on the host
   EXPECT_THROW(x + at::ones({2, 3}, at::TensorOptions(second)), c10::Error);
   EXPECT_TRUE(at::equal((x + x.to(second).to(first)).cpu(), at::arange(0, 12, 2).view({2, 3})));
-  EXPECT_THROW(at::empty({1}, at::TensorOptions(at::Device(kSim, 4))), c10::Error);  // there are four
+  EXPECT_THROW(at::empty({1}, at::TensorOptions(at::Device(sim_type(), 4))), c10::Error);  // there are four
 }
 
 TEST_F(SimDevice, DrawsTheCpusRandomNumbers) {
@@ -89,7 +89,7 @@ TEST_F(SimDevice, FindsAMissingWait) {
   for (const bool waits : {false, true}) {
     const auto stream = side();
     const at::Tensor x = at::zeros({1024}, at::TensorOptions(first)), from = pinned(1024);
-    c10::Event ready(kSim), done(kSim);
+    c10::Event ready(sim_type()), done(sim_type());
     ready.record(own());
     ready.block(stream);
     {
@@ -127,7 +127,7 @@ std::vector<Report::Kind> freed_in_use(c10::Stream stream, c10::Stream own, at::
   at::Tensor x = at::ones({1 << 18}, at::TensorOptions(device));
   const at::Tensor sum = at::zeros_like(x);
   at::accelerator::synchronizeDevice(0);
-  c10::Event done(kSim);
+  c10::Event done(sim_type());
   {
     const c10::StreamGuard guard(stream);
     sum.add_(x);
@@ -190,6 +190,45 @@ TEST_F(SimDevice, CountsHostSynchronisationsByOperator) {
   at::accelerator::synchronizeDevice(0);
   EXPECT_THAT(HappensBefore::get().take_host_syncs(), ElementsAre(std::pair("aten::_local_scalar_dense", 1), std::pair("aten::copy_ to the host", 1),
                                                                   std::pair("aten::nonzero", 1), std::pair("synchronize", 1)));
+}
+
+TEST_F(SimDevice, AWaitOfWhatTheHostKnowsIsNone) {
+  const at::Tensor x = at::ones({10}, at::TensorOptions(first));
+  c10::Event event(sim_type(), c10::EventFlag::BACKEND_DEFAULT);
+  event.record(own());
+  x.cpu();
+  event.synchronize();
+  EXPECT_TRUE(event.query());
+  EXPECT_THAT(HappensBefore::get().take_host_syncs(), ElementsAre(std::pair("aten::copy_ to the host", 1)));
+}
+
+// A microsecond for each piece of work, unless somebody says otherwise; streams that wait for one another meet at the later time, the host at none.
+TEST_F(SimDevice, EventsKnowTheirTimes) {
+  const auto timed = [] { return c10::Event(sim_type(), c10::EventFlag::BACKEND_DEFAULT); };
+  c10::Event begin = timed(), middle = timed(), end = timed(), there = timed();
+  const c10::Stream other = side();
+  at::Tensor x = at::ones({10}, at::TensorOptions(first));
+  begin.record(own());
+  x.add_(1);
+  x.add_(1);
+  middle.record(own());
+  {
+    const Takes slow(0.5);
+    middle.block(other);
+    const c10::StreamGuard guard(other);
+    x.mul_(2);
+    there.record(other);
+  }
+  at::ones({10}, at::TensorOptions(first));
+  there.block(own());
+  end.record(own());
+  at::accelerator::synchronizeDevice(0);
+  EXPECT_NEAR(begin.elapsedTime(middle), 2e-3, 1e-9);  // in milliseconds
+  EXPECT_NEAR(middle.elapsedTime(end), 500, 1e-9);
+  x.add_(1);
+  c10::Event later = timed();
+  later.record(own());
+  EXPECT_NEAR(end.elapsedTime(later), 1e-3, 1e-9);
 }
 
 TEST_F(SimDevice, HostLinkOrdersItsCopies) {

@@ -22,13 +22,13 @@ class SimEngineTest : public SimDevice {
     SimDevice::SetUp();
     register_engine();
   }
-  static at::TensorOptions here() { return at::TensorOptions(c10::impl::VirtualGuardImpl(kSim).getDevice()); }
+  static at::TensorOptions here() { return at::TensorOptions(c10::impl::VirtualGuardImpl(sim_type()).getDevice()); }
 };
 
 void move_everything(World& world) {
   const auto& group = world.group();
   const int ranks = world.size(), rank = world.rank();
-  const at::TensorOptions here(c10::impl::VirtualGuardImpl(kSim).getDevice());
+  const at::TensorOptions here(c10::impl::VirtualGuardImpl(sim_type()).getDevice());
   const at::Tensor sum = at::full({7}, rank + 1.0, here);
   all_reduce(group, sum);
   EXPECT_TRUE(at::equal(sum.cpu(), at::full({7}, ranks * (ranks + 1) / 2.0F)));

@@ -37,11 +37,11 @@ class SimDevice : public ::testing::Test {
     for (const auto& report : reports()) kinds.push_back(report.kind);
     return kinds;
   }
-  static c10::Stream side() { return c10::impl::VirtualGuardImpl(kSim).getNewStream(first); }
+  static c10::Stream side() { return c10::impl::VirtualGuardImpl(sim_type()).getNewStream(first); }
   static c10::Stream own() { return current_stream(0); }
   static at::Tensor pinned(int64_t size) { return at::ones({size}, at::TensorOptions(at::kCPU).pinned_memory(true)); }
 
-  static inline const at::Device first{kSim, 0}, second{kSim, 1};
+  static inline const at::Device first{sim_type(), 0}, second{sim_type(), 1};
 };
 
 }  // namespace tessera::sim

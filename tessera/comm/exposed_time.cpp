@@ -1,0 +1,66 @@
+#include "tessera/comm/exposed_time.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "tessera/core/ambient.h"
+
+namespace tessera::comm {
+namespace {
+
+Ambient<const ExposedTime::Scope*> innermost;
+
+c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+}  // namespace
+
+struct ExposedTime::Events {
+  explicit Events(at::Device device)
+      : device(device), begin(device.type(), c10::EventFlag::BACKEND_DEFAULT), end(device.type(), c10::EventFlag::BACKEND_DEFAULT) {}
+  at::Device device;
+  c10::Event begin, end;  // that know their times
+};
+
+ExposedTime::Scope::Scope(ExposedTime& total, at::Device device)
+    : total_(total), on_host_(device.is_cpu() || device.is_meta()), outer_(*innermost), start_(std::chrono::steady_clock::now()) {
+  ++total_.open_;
+  if (!on_host_) *innermost = this;
+}
+
+ExposedTime::Scope::~Scope() {
+  if (!on_host_) *innermost = outer_;
+  if (--total_.open_ == 0 && on_host_) total_.on_host_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+}
+
+ExposedTime& ExposedTime::operator+=(const ExposedTime& other) {
+  on_host_ += other.on_host_;
+  waits_.insert(waits_.end(), other.waits_.begin(), other.waits_.end());
+  return *this;
+}
+
+double ExposedTime::seconds() const {
+  double seconds = on_host_;
+  for (const auto& wait : waits_) {
+    wait->end.synchronize();
+    seconds += 1e-3 * wait->begin.elapsedTime(wait->end);
+  }
+  return seconds;
+}
+
+StreamWait::StreamWait(at::Device device) {
+  if (*innermost == nullptr || device.is_cpu() || device.is_meta()) return;
+  events_ = std::make_shared<ExposedTime::Events>(device);
+  events_->begin.record(current_stream(device));
+}
+
+StreamWait::~StreamWait() {
+  if (!events_) return;
+  events_->end.record(current_stream(events_->device));
+  const ExposedTime* last = nullptr;
+  for (const ExposedTime::Scope* scope = *innermost; scope != nullptr; scope = scope->outer_) {
+    if (&scope->total_ != last) scope->total_.waits_.push_back(events_);
+    last = &scope->total_;
+  }
+}
+
+}  // namespace tessera::comm
