@@ -29,7 +29,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.optimizer", config.offload.optimizer.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.activations", config.offload.activations.everywhere, {"device"}, "offloading activations"},
       {"offload.update", config.offload.update, {"host"}, "the update of offloaded state on the device"},
-      {"quantize.format", config.quantize.format, {"nf4"}, "quantizing weights"},
       {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
   };
   for (const auto& [key, value, present, technique] : settings) {
@@ -42,8 +41,7 @@ void refuse_missing_techniques(const Config& config) {
     require(places->by_pattern.empty(), "offload: places by pattern are not part of this build; give one place for all");
   }
   for (const char* key : {"offload.fraction", "offload.delayed_update", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch", "offload.dir",
-                          "lora.modules", "lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "quantize.modules", "quantize.format", "quantize.block",
-                          "quantize.double_scales", "recompute.segment", "batch.per_rank"}) {
+                          "recompute.segment", "batch.per_rank"}) {
     require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
   }
 }
