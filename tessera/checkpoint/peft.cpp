@@ -17,6 +17,7 @@
 #include "tessera/checkpoint/stored_slices.h"
 #include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/hash.h"
 #include "tessera/nn/adapter_names.h"
 
 namespace tessera::checkpoint {
@@ -146,6 +147,17 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
   write_file(folder.path() / kPeftConfig, peft_config(names, paths, model, lora).dump(2) + "\n");
   require(folder.commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
   return exported;
+}
+
+std::string peft_fingerprint(const fs::path& dir) {
+  require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
+  const SafetensorsFile file(dir / kPeftWeights);
+  Hasher hasher;
+  for (const auto& [name, entry] : file.entries()) {
+    const auto bytes = file.bytes(name);
+    hasher.update(name.data(), name.size()).update(bytes.data(), bytes.size());
+  }
+  return hasher.hex();
 }
 
 void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,

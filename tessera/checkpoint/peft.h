@@ -23,4 +23,7 @@ Exported export_peft(const std::filesystem::path& checkpoint, const ModelConfig&
 void load_peft(const std::filesystem::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,
                const std::vector<std::string>& expected = {});
 
+/// Tells one adapter from another, wherever the folder lies: a hash of names and bytes. Throws ConfigError.
+std::string peft_fingerprint(const std::filesystem::path& dir);
+
 }  // namespace tessera::checkpoint

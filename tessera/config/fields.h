@@ -184,7 +184,7 @@
 
 #define TESSERA_QUANTIZE_FIELDS(X)                                                                                                                    \
   X(std::string, modules, "", any(), "Linear layers whose frozen weight is kept in fewer bits. Patterns of paths, separated by commas; empty: none.") \
-  X(std::string, format, "nf4", one_of("nf4", "int8"), "What an element is kept in.")                                                                 \
+  X(std::string, format, "nf4", one_of("nf4, int8"), "What an element is kept in.")                                                                 \
   X(int64_t, block, 64, any(), "Elements that share a scale.")                                                                                        \
   X(bool, double_scales, false, any(), "The scales are kept in 8 bits, 256 of which share one.")
 

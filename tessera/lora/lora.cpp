@@ -103,7 +103,7 @@ std::vector<nn::LinearImpl*> linears_matching(torch::nn::Module& root, const std
             "': experts are stacks of matrices, beside which nothing is learnt yet; name other linear layers, such as attention's (layers.*.attention.*)");
     other = path;
   }
-  require(!linears.empty(), "LoRA: '", pattern, "' names no linear layer but '", other, "'; name linear layers, such as '", other, ".*'");
+  require(!linears.empty(), "LoRA: '", pattern, "' names '", other, "' and no linear layer; name linear layers, such as layers.*.attention.*");
   return linears;
 }
 

@@ -38,7 +38,7 @@ std::vector<std::pair<std::string, nn::LinearImpl*>> linears_named(torch::nn::Mo
       any = true;
       if (linear->weight.defined() && taken.insert(linear).second) linears.emplace_back(item.key(), linear);
     }
-    require(any, "quantize: '", pattern, "' names no linear layer but '", other, "'; name linear layers, such as layers.*.attention.*");
+    require(any, "quantize: '", pattern, "' names '", other, "' and no linear layer; name linear layers, such as layers.*.attention.*");
   }
   return linears;
 }

@@ -39,7 +39,8 @@ class Peft : public ::testing::Test {
     model_.tie_embeddings = false;
     lora_.rank = kRank;
     lora_.alpha = kAlpha;
-    for (const auto& row : hugging_face_table(model_).value()) {
+    const auto table = hugging_face_table(model_).value();
+    for (const auto& row : table) {
       weights_[row.ours] = at::randn(row.shape);
       for (const auto& layer : adapted) {
         if (!row.ours.ends_with("." + layer + ".weight")) continue;
@@ -107,7 +108,8 @@ TEST_F(Peft, MergedWeightsAreTheSum) {
     draw(family, {"attention.wq", "feed_forward.w2"});
     export_hugging_face(save_by(3), model_, folder_ / "hf", {.lora_scale = kAlpha / kRank});
     std::vector<SlicedTensor> targets;
-    for (const auto& row : hugging_face_table(model_).value()) targets.push_back({at::empty(row.shape), Slice::whole(row.ours, row.shape)});
+    const auto table = hugging_face_table(model_).value();
+    for (const auto& row : table) targets.push_back({at::empty(row.shape), Slice::whole(row.ours, row.shape)});
     load_hugging_face(folder_ / "hf", model_, targets);
     for (const auto& [tensor, slice] : targets) {
       at::Tensor expected = weights_.at(slice.name);

@@ -40,8 +40,10 @@ def adapted(folder: Path, quantised: str) -> peft.PeftModel:
 
 def brought_back(weight: torch.Tensor, quantised: str) -> torch.Tensor:
     if quantised == "nf4":
-        codes, state = bnb.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
-        return bnb.dequantize_4bit(codes, state)
+        packed, state = bnb.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+        # By hand: their CPU path brings back other numbers where rows are no whole blocks (0.50.0: of 48 x 48 the largest error is half the largest entry).
+        codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten()[: weight.numel()].long()
+        return (state.code[codes] * state.absmax.repeat_interleave(BLOCK)[: weight.numel()]).view(weight.shape)
     blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True)
     return ((blocks / scales.clamp_min(1e-30) * 127).round() * (scales / 127)).flatten()[: weight.numel()].view(weight.shape)
@@ -71,7 +73,7 @@ def checks(command, text) -> Iterator[tuple[str, Comparison]]:
         yield name, compare.tensors("merged weights", files, merged, compare.WEIGHT_RTOL)
         other = adapted(folder, quantised)
         for module in other.modules():
-            if hasattr(module, "scaling"):
+            if isinstance(getattr(module, "scaling", None), dict):
                 module.scaling["default"] *= 1.1
         tokens, labels = windows.batch(0, PLAN.global_size)
         with torch.no_grad():

@@ -57,7 +57,7 @@ TEST(Quantize, RefusesByName) {
   EXPECT_THAT(quantized("second"), ThrowsMessage<ConfigError>(HasSubstr("'second.weight' is to be trained")));
   freeze(*pair);
   EXPECT_THAT(quantized("secon"), ThrowsMessage<ConfigError>(HasSubstr("the nearest path is 'second'")));
-  EXPECT_THAT(quantized("norm"), ThrowsMessage<ConfigError>(HasSubstr("names no linear layer but 'norm'")));
+  EXPECT_THAT(quantized("norm"), ThrowsMessage<ConfigError>(HasSubstr("names 'norm' and no linear layer")));
 }
 
 }  // namespace

@@ -44,6 +44,8 @@ class Lora(SystemTest):
             out = self.command("plan", recipe, "--json", *[flag for each in (*shape, *sets) for flag in ("--set", each)]).stdout
             return json.loads(out)["ranks"][0]["peak_bytes"]["parameters"]
 
-        whole, fewer = parameters(), parameters(f"quantize.modules={MODULES}")
-        elements = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256) if False else None
-        self.assertLess(fewer, whole)
+        elements = 3 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # of which every row is whole blocks of 64
+        whole = parameters()
+        for bits, sets in ((4.5, ()), (8.5, ("quantize.format=int8",)), (4.127, ("quantize.double_scales=true",))):
+            fewer = parameters(f"quantize.modules={MODULES}", *sets)
+            self.assertAlmostEqual((whole - fewer) / elements * 8, 32 - bits, delta=0.002)

@@ -54,9 +54,8 @@ TEST_F(VerifyLora, OverStagesAndSequences) {
   expect_layout("cp=2,tp=2", {"tensor.sequence_parallel=true"});
 }
 
-TEST_F(VerifyLora, OfSomeLayersOfStages) {
-  expect_layout("pp=2", {"lora.modules=layers.1.attention.*"});
-  expect_layout("pp=2", {"lora.modules=layers.0.**.w*"});
+TEST_F(VerifyLora, OfSomeLayers) {
+  expect_layout("pp=2", {"lora.modules=layers.1.attention.*,layers.0.feed_forward.w2"});
   expect_layout("dp_shard=2", {"zero.stage=3", "lora.modules=layers.1.attention.wq"});
 }
 
@@ -77,7 +76,7 @@ TEST_F(VerifyLora, WithRecomputationAndPrecision) {
 
 TEST_F(VerifyLora, OfOtherFamilies) {
   expect_layout("tp=2,dp_replicate=2", {}, "gpt2");
-  expect_layout("tp=3", {"lora.modules=layers.*.*", "lora.dropout=0.2"}, "mlp");
+  expect_layout("tp=3", {"lora.modules=layers.*.feed_forward.*", "lora.dropout=0.2"}, "mlp");
   expect_layout("dp_shard=2,ep=2", {"lora.modules=layers.*.attention.*", "model.experts=4", "zero.stage=2"}, "mixtral");
 }
 
@@ -123,6 +122,12 @@ TEST_F(VerifyQlora, RefusesByName) {
   };
   using testing::HasSubstr;
   EXPECT_THAT(refusal({"quantize.modules=layers.*.attention.*"}), HasSubstr("set lora.modules"));
+  try {
+    run("pp=2", "llama", {"lora.modules=layers.1.attention.*"});
+    ADD_FAILURE() << "a stage with nothing to train";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("names nothing in stage 0 of 2"));
+  }
   EXPECT_THAT(refusal({"lora.modules=layers.*.atention.*"}), HasSubstr("the nearest path is"));
   EXPECT_THAT(refusal({"lora.modules=layers.*.attention.*", "quantize.modules=layer.*.attention.*"}), HasSubstr("the nearest path is"));
   EXPECT_THAT(refusal({"lora.modules=layers.*.attention.*", "lora.trained=[\"layers.0.**\"]", "quantize.modules=layers.*.attention.*"}),
