@@ -1,6 +1,7 @@
 """LoRA and QLoRA by the command: trained in a layout, resumed in another, evaluated, written as an adapter and merged, and planned with their bytes."""
 
 import json
+import unittest
 
 from support import SystemTest, run
 
@@ -42,10 +43,14 @@ class Lora(SystemTest):
 
         def parameters(*sets):
             out = self.command("plan", recipe, "--json", *[flag for each in (*shape, *sets) for flag in ("--set", each)]).stdout
-            return json.loads(out)["ranks"][0]["peak_bytes"]["parameters"]
+            return json.loads(out)["ranks"][0]["peak_bytes"]["params"]
 
         elements = 3 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # of which every row is whole blocks of 64
         whole = parameters()
         for bits, sets in ((4.5, ()), (8.5, ("quantize.format=int8",)), (4.127, ("quantize.double_scales=true",))):
             fewer = parameters(f"quantize.modules={MODULES}", *sets)
             self.assertAlmostEqual((whole - fewer) / elements * 8, 32 - bits, delta=0.002)
+
+
+if __name__ == "__main__":
+    unittest.main()
