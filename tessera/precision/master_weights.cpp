@@ -46,6 +46,22 @@ std::vector<optim::StateTensor> MasterWeights::state() const {
   return state;
 }
 
+void MasterWeights::make_master(size_t index) {
+  const at::Tensor& master = masters_[index].tensor;
+  if (is_master(master)) return;
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  nn::set_data_of_same(master, parameters_[index].tensor.detach().to(at::kFloat));
+  master.set_requires_grad(true);
+}
+
+void MasterWeights::hold_state(const std::map<std::string, int64_t>& counts) {
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    if (const auto found = counts.find(masters_[i].name); found != counts.end() && found->second > 0) make_master(i);
+  }
+  inner_->hold_state(counts);
+}
+
 /// One past the last of the batch's parameters whose copied gradients fit the staging, from `begin` on.
 size_t MasterWeights::staged_end(const Batch& batch, size_t begin) const {
   int64_t bytes = 0;
@@ -86,14 +102,8 @@ void follow(const at::Tensor& master, const at::Tensor& weight) {
 void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   for (const Batch& batch : batches) {
     for (const size_t index : batch.indices) {
-      const at::Tensor& master = masters_[index].tensor;
-      if (is_master(master)) {
-        follow(master, parameters_[index].tensor.detach());
-        continue;
-      }
-      const MemoryScope scope(MemoryCategory::Optimizer);
-      nn::set_data_of_same(master, parameters_[index].tensor.detach().to(at::kFloat));
-      master.set_requires_grad(true);
+      make_master(index);
+      follow(masters_[index].tensor, parameters_[index].tensor.detach());
     }
   }
 }

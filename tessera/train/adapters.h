@@ -31,6 +31,10 @@ void load_starting_weights(const Config& config, const torch::nn::Module& root);
 /// ConfigError.
 void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {});
 
+/// What tells the files that these weights come from apart from others, for a checkpoint, which does not hold them ("quantize.from" of its agreement); empty
+/// where they come from the seed, or there are none.
+std::string quantized_source(const Config& config);
+
 /// The names of those weights in the whole model.
 std::vector<std::string> quantized_weights(const Config& config);
 

@@ -130,6 +130,10 @@ void check_fit(const Config& config, const Inputs& inputs) {
   const std::string folder = inputs.resume->folder.string();
   const auto& manifest = inputs.resume->manifest;
   checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
+  for (const std::string& name : quantized_weights(config)) {
+    require(!manifest.tensors.contains("model." + name), "quantize.modules = ", config.quantize.modules, ": ", folder, " holds '", name,
+            "' whole, and checkpoints of this run would not; write it with `tessera convert --to hf`, and name that folder as model.from_hf");
+  }
   data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
                 {.seq_len = config.data.seq_len,
                  .global_size = config.batch.global_size,

@@ -35,7 +35,30 @@ class Lora(SystemTest):
             self.command("convert", saved, self.folder / f"{name}-hf", "--to", "hf", "--merge-lora")
             self.assertLess(abs(self.evaluated("--from-hf", self.folder / f"{name}-hf") - loss), 1e-5)
             self.command("convert", saved, self.folder / f"{name}-peft", "--to", "peft")
-            self.command("generate", "--checkpoint", saved, "--prompt", "The", "--max-tokens", 4)
+            self.command("generate", "--checkpoint", saved, "--prompt", "The", "--max-tokens", 1, "--top-k", 1)
+
+    def test_what_cannot_be_made_again_is_refused(self):
+        recipe = self.write_recipe("base.toml", family="llama", kv_heads=2)
+        sets = ["run.steps=3", f"checkpoint.dir={self.folder / 'base'}"]
+        self.train("base-run", recipe=recipe, sets=sets)
+        lora = [f"lora.modules={MODULES}", "run.steps=5"]
+        partial = ["checkpoint.partial=['**.lora_a','**.lora_b']", f"checkpoint.resume={self.folder / 'base' / 'step-00000003'}"]
+        self.train("adapted-run", recipe=recipe, sets=[*lora, *partial])
+        done, _ = self.train("quantized-run", recipe=recipe, sets=[*lora, *partial, f"quantize.modules={MODULES}"], expect=2)
+        self.assertIn("name that folder as model.from_hf", self.refusal(done))
+
+        hf, saved = self.folder / "hf", self.folder / "qlora"
+        self.command("convert", self.folder / "base", hf, "--to", "hf")
+        plain = recipe.read_text().split("[data]")
+        recipe.write_text(f"[model]\nfrom_hf = '{hf}'\n[data]" + plain[1])
+        qlora = [*lora, f"quantize.modules={MODULES}", f"checkpoint.dir={saved}"]
+        self.train("from-hf-run", recipe=recipe, sets=qlora)
+        loss = self.evaluated("--checkpoint", saved)
+        self.command("convert", saved, self.folder / "merged", "--to", "hf", "--merge-lora")
+        self.assertLess(abs(self.evaluated("--from-hf", self.folder / "merged") - loss), 1e-5)
+        (hf / "model.safetensors").write_bytes((self.folder / "merged" / "model.safetensors").read_bytes())
+        done = self.command("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, expect=2)
+        self.assertIn("was trained beside other weights", self.refusal(done))
 
     def test_the_plan_says_what_fewer_bits_leave(self):
         recipe = self.write_recipe("planned.toml", family="llama", kv_heads=2)
