@@ -59,7 +59,8 @@ TEST(QuantizedLinear, APartHoldsTheWholesNumbers) {
       for (const int64_t block : {1, 7, 64}) {
         const QuantizeForm form{.format = format, .block = block, .double_scales = twice};
         const at::Tensor expected = back(quantize(whole, form, all_of(whole), at::kCPU));
-        for (const auto& [row, rows, column, columns] : {std::array<int64_t, 4>{3, 5, 0, 29}, {0, 11, 10, 9}, {2, 1, 28, 1}, {10, 1, 5, 0}, {4, 0, 0, 29}}) {
+        for (const auto& [row, rows, column, columns] :
+             {std::array<int64_t, 4>{3, 5, 0, 29}, {0, 11, 10, 9}, {2, 1, 28, 1}, {9, 2, 3, 20}, {10, 1, 5, 0}, {4, 0, 0, 29}}) {
           const MatrixPart part{.row = row, .rows = rows, .column = column, .columns = columns, .whole_columns = 29};
           EXPECT_TRUE(at::equal(back(quantize(whole, form, part, at::kCPU)), expected.narrow(0, row, rows).narrow(1, column, columns)));
         }
