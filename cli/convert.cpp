@@ -9,7 +9,9 @@
 
 #include "cli/commands.h"
 #include "cli/common.h"
+#include "tessera/checkpoint/peft.h"
 #include "tessera/core/error.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/load_model.h"
 
 namespace tessera::cli {
@@ -18,6 +20,7 @@ namespace {
 
 struct ConvertFlags {
   std::string checkpoint, out, to, dtype;
+  bool merge_lora = false;
   std::optional<int64_t> experts, experts_per_token, seed;
   int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
 };
@@ -50,8 +53,14 @@ int convert(const ConvertFlags& flags) {
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
   say_once(source.remarks);
-  const checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes, .upcycling = upcycling_of(flags)};
-  const auto exported = checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
+  const LoraConfig& lora = source.config.lora;
+  checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes, .upcycling = upcycling_of(flags)};
+  require(!flags.merge_lora || flags.to != "peft", "--merge-lora: adds adapters to weights, and --to peft writes adapters alone; leave one of the two out");
+  for (std::string& name : quantized_weights(source.config)) options.remade.insert(std::move(name));
+  options.remake = [&source](const std::string& name) { return quantized_weight(source.config, name); };
+  if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
+  const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, source.config.model, lora, flags.out, options)
+                                           : checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
               source.folder.string().c_str());
@@ -67,9 +76,11 @@ void add_convert(Command app, int& exit_code) {
   command.add_option("out", flags->out, "Folder to write; it must not exist").required();
   command
       .add_option("--to", flags->to,
-                  "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers")
+                  "hf: a Hugging Face model, safetensors and config.json; moe: the same of a Mixtral whose experts begin as a LLaMA's feed-forward layers; "
+                  "peft: the adapters of a run with lora.modules alone, in PEFT's format")
       .required()
-      .one_of({"hf", "moe"});
+      .one_of({"hf", "moe", "peft"});
+  command.add_flag("--merge-lora", flags->merge_lora, "Adds adapters to the weights: W + alpha / rank * B A");
   command.add_option("--experts", flags->experts, "With --to moe: experts of a block (8)");
   command.add_option("--experts-per-token", flags->experts_per_token, "With --to moe: experts that a token visits (2)");
   command.add_option("--seed", flags->seed, "With --to moe: of the routers (0)");

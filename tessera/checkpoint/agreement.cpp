@@ -54,6 +54,9 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
   fields.erase("data.seq_len");
   fields["data.files"] = data_identity;
   fields["run.seed"] = config.run.seed;
+  fields["lora.modules"] = config.lora.modules;
+  fields["lora.rank"] = config.lora.rank;
+  fields["lora.alpha"] = config.lora.alpha;
   fields["optim.name"] = config.optim.name;
   return fields;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -21,6 +22,7 @@
 #include "tessera/config/limits.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/rng.h"
+#include "tessera/nn/adapter_names.h"
 
 // All that is wrong with a checkpoint is found before the first byte is written, and told at once. Then one tensor at a time is put together from its slices,
 // hashed as they are read, so that a model need not fit into memory. The folder has another name until it is whole.
@@ -82,7 +84,7 @@ std::vector<Planned> plan_tensors(const std::vector<FileTensor>& tensors, const 
   for (const auto& tensor : tensors) {
     at::ScalarType dtype = at::kFloat;
     for (const auto& row : tensor.parts) {
-      if (is_drawn(row)) continue;
+      if (is_drawn(row) || options.remade.contains(row.ours)) continue;
       const auto stored = manifest.tensors.find(stored_name(row));
       if (stored == manifest.tensors.end()) {
         problems.add("missing ", stored_name(row));
@@ -119,26 +121,70 @@ std::string file_name(size_t index, size_t count) {
   return count == 1 ? "model.safetensors" : fmt::format("model-{:05}-of-{:05}.safetensors", index + 1, count);
 }
 
-void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, StoredSlices& stored, uint64_t seed) {
+/// Where the values of a checkpoint's tensors come from.
+class Source {
+ public:
+  Source(const fs::path& checkpoint, const Manifest& manifest, const ExportOptions& options)
+      : manifest_(manifest), stored_(checkpoint, manifest, /*verify=*/true), options_(options) {
+    const bool adapted = std::ranges::any_of(manifest.tensors, [](const auto& each) { return nn::is_adapter(each.first); });
+    require(!adapted || options.lora_scale, checkpoint.string(),
+            ": was trained with lora.modules, and its weights alone are what it began with; add the adapters to them with --merge-lora, or write these alone "
+            "with --to peft");
+    require(adapted || !options.lora_scale, "--merge-lora: ", checkpoint.string(), " holds no adapters; leave it out");
+  }
+
+  void fill(const HuggingFaceTensor& row, at::Tensor theirs) {
+    const std::string layer = row.ours.substr(0, row.ours.rfind('.') + 1);
+    const bool adapted = row.ours.ends_with(".weight") && manifest_.tensors.contains("model." + layer + std::string(nn::kLoraA));
+    if (!adapted) return fill_alone(row, std::move(theirs));
+    at::Tensor sum = at::empty(row.shape, at::device(at::kCPU).dtype(at::kFloat));
+    fill_alone(row, sum);
+    theirs.copy_(sum.add_(at::mm(read(layer + std::string(nn::kLoraB)), read(layer + std::string(nn::kLoraA))), *options_.lora_scale));
+  }
+
+ private:
+  void fill_alone(const HuggingFaceTensor& row, at::Tensor theirs) {
+    if (options_.remade.contains(row.ours) && !manifest_.tensors.contains(stored_name(row))) {
+      const Slice slice = row.slice_of(row.ours);
+      copy_slices({Slice::whole(row.ours, row.whole_shape())}, {options_.remake(row.ours)}, slice, theirs);
+    } else {
+      stored_.fill(std::move(theirs), row.slice_of(stored_name(row)));
+    }
+  }
+
+  at::Tensor read(const std::string& parameter) {
+    const std::string name = "model." + parameter;
+    const auto& shape = manifest_.tensors.at(name).shape;
+    const at::Tensor values = at::empty(shape, at::device(at::kCPU).dtype(at::kFloat));
+    stored_.fill(values, Slice::whole(name, shape));
+    return values;
+  }
+
+  const Manifest& manifest_;
+  StoredSlices stored_;
+  const ExportOptions& options_;
+};
+
+void write_tensors(const fs::path& path, const std::vector<Planned>& tensors, Source& source, uint64_t seed) {
   std::vector<TensorSpec> specs;
   for (const auto& planned : tensors) specs.push_back({planned.tensor.name, planned.dtype, planned.tensor.shape});
   SafetensorsWriter writer(path, std::move(specs), {{"format", "pt"}});
   for (const auto& planned : tensors) {
     const at::Tensor theirs = at::empty(planned.tensor.shape, at::device(at::kCPU).dtype(planned.dtype));
     for (const auto& row : planned.tensor.parts) {
-      is_drawn(row) ? draw_row(row, view_of(row, theirs), seed) : stored.fill(view_of(row, theirs), row.slice_of(stored_name(row)));
+      is_drawn(row) ? draw_row(row, view_of(row, theirs), seed) : source.fill(row, view_of(row, theirs));
     }
     writer.write(theirs);
   }
   writer.finish();
 }
 
-Exported write_files(const fs::path& folder, const std::vector<std::vector<Planned>>& files, StoredSlices& stored, uint64_t seed) {
+Exported write_files(const fs::path& folder, const std::vector<std::vector<Planned>>& files, Source& source, uint64_t seed) {
   Exported exported{.files = static_cast<int64_t>(files.size())};
   nlohmann::json weight_map = nlohmann::json::object();
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = file_name(i, files.size());
-    write_tensors(folder / name, files[i], stored, seed);
+    write_tensors(folder / name, files[i], source, seed);
     for (const auto& planned : files[i]) {
       weight_map[planned.tensor.name] = name;
       exported.bytes += planned.bytes();
@@ -184,14 +230,14 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   config["dtype"] = config["torch_dtype"] = dtype_text(plan.front().dtype);  // the key of transformers 5, and that of 4
 
   const c10::NoGradGuard no_grad;
-  StoredSlices stored(checkpoint, manifest, /*verify=*/true);
+  Source values(checkpoint, manifest, options);
   std::optional<UnfinishedFolder> folder;
   try {
     folder.emplace(out);
   } catch (const Error& error) {
     throw ConfigError(detail::concat("OUT = ", out.string(), ": cannot be written (", error.what(), "); name a folder that can be made"));
   }
-  const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), stored, options.upcycling.value_or(Upcycling{}).seed);
+  const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), values, options.upcycling.value_or(Upcycling{}).seed);
   write_file(folder->path() / "config.json", config.dump(2) + "\n");
   require(folder->commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
   return exported;

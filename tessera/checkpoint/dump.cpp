@@ -1,5 +1,6 @@
 #include "tessera/checkpoint/dump.h"
 
+#include <algorithm>
 #include <exception>
 #include <map>
 #include <set>
@@ -13,6 +14,7 @@
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/nn/adapter_names.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -46,12 +48,17 @@ std::map<std::string, Sources> gather_sources(const std::vector<SlicedTensor>& t
   return all;
 }
 
-/// Their names where the family has them, else our own.
+/// Their names where the family has them, else our own: adapters have none there. Beside adapters, weights may be kept in fewer bits, and are no parameters.
 std::vector<FileTensor> plan_file(const ModelConfig& model, const std::map<std::string, Sources>& sources) {
   auto table = hugging_face_table(model);
   if (!table) {
     table.emplace();
     for (const auto& [name, held] : sources) table->push_back({name, name, held.slices.front().shape});
+  } else if (std::ranges::any_of(sources, [](const auto& source) { return nn::is_adapter(source.first); })) {
+    std::erase_if(*table, [&](const HuggingFaceTensor& row) { return !sources.contains(row.ours); });
+    for (const auto& [name, held] : sources) {
+      if (nn::is_adapter(name)) table->push_back({name, name, held.slices.front().shape});
+    }
   }
   std::set<std::string> named;
   for (const auto& row : *table) {

@@ -60,6 +60,8 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
        with("model.router", config.model.router),
        {"moe.capacity_factor", "moe.balance_loss", "model.norm_topk"}},
       {config.model.family == "mixtral" && config.model.router != "sigmoid", with("model.router", config.model.router), {"moe.bias_rate"}},
+      {config.lora.modules.empty(), "without lora.modules", {"lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "lora.from_peft"}},
+      {config.quantize.modules.empty(), "without quantize.modules", {"quantize.format", "quantize.block", "quantize.double_scales"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
       {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
   };
@@ -69,7 +71,7 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
 
 std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets) {
   // Sections, and keys.
-  std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero."};
+  std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero.", "lora.", "quantize."};
   if (config.mesh.pp != 1) sections.emplace_back("pipeline.");
   if (config.mesh.cp != 1) sections.emplace_back("context.");
   static const std::vector<std::string> keys{

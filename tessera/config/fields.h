@@ -182,11 +182,12 @@
   X(int64_t, rank, 8, any(), "Rows of those matrices.")                                                                                                    \
   X(double, alpha, 16, any(), "Their product is scaled by `alpha / rank`.")                                                                                \
   X(double, dropout, 0, any(), "Probability of dropping an element of their input while training.")                                                        \
-  X(std::vector<std::string>, trained, {}, any(), "Parameters that are trained whole beside them, by pattern.")
+  X(std::vector<std::string>, trained, {}, any(), "Parameters that are trained whole beside them, by pattern.")                                            \
+  X(std::string, from_peft, "", path(), "Folder with an adapter in PEFT's format, as which the matrices begin; empty: one is drawn, the other is zero.")
 
 #define TESSERA_QUANTIZE_FIELDS(X)                                                                                                                    \
   X(std::string, modules, "", any(), "Linear layers whose frozen weight is kept in fewer bits. Patterns of paths, separated by commas; empty: none.") \
-  X(std::string, format, "nf4", one_of("nf4", "int8"), "What an element is kept in.")                                                                 \
+  X(std::string, format, "nf4", one_of("nf4, int8"), "What an element is kept in.")                                                                 \
   X(int64_t, block, 64, any(), "Elements that share a scale.")                                                                                        \
   X(bool, double_scales, false, any(), "The scales are kept in 8 bits, 256 of which share one.")
 

@@ -141,6 +141,21 @@ void validate_model(const ModelConfig& model) {
   validate_experts(model);
 }
 
+void validate_lora(const LoraConfig& lora) {
+  if (lora.modules.empty()) return;
+  at_least("lora.rank", lora.rank, 1);
+  require(lora.dropout >= 0 && lora.dropout < 1, "lora.dropout = ", lora.dropout, ": expected a probability from 0 to below 1");
+}
+
+void validate_quantize(const Config& config, bool trains) {
+  const auto& quantize = config.quantize;
+  if (quantize.modules.empty()) return;
+  constexpr int64_t most = 1 << 20;
+  require(quantize.block >= 1 && quantize.block <= most, "quantize.block = ", quantize.block, ": expected 1 to ", most, "; set quantize.block (64)");
+  require(!trains || !config.lora.modules.empty(), "quantize.modules = ", quantize.modules,
+          ": weights in fewer bits are frozen, and nothing is trained beside them; set lora.modules, or leave quantize.modules out");
+}
+
 void validate_data(const Config& config, Purpose purpose) {
   const auto& data = config.data;
   at_least("data.seq_len", data.seq_len, 1);
@@ -404,6 +419,8 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_model(config.model);
   validate_process(config);
   validate_rest(config);
+  validate_lora(config.lora);
+  validate_quantize(config, /*trains=*/true);
   validate_compression(config);
   validate_recompute(config);
   validate_sharding(config);
@@ -424,6 +441,8 @@ void validate(const Config& config, int world_size, Purpose purpose) {
 void validate_reading(const Config& config) {
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
   validate_model(config.model);
+  validate_lora(config.lora);
+  validate_quantize(config, /*trains=*/false);
   validate_process(config);
 }
 

@@ -1,6 +1,7 @@
 #include "tessera/nn/linear.h"
 
 #include <cmath>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <torch/nn/init.h>
@@ -37,10 +38,22 @@ void LinearImpl::reset_parameters() {
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
+  if (product_) {
+    const at::Tensor y = product_(cast(x, compute_dtype())), added = bias_left_out_ ? at::Tensor() : in_use(bias);
+    return added.defined() ? y + cast(added, y.scalar_type()) : y;
+  }
   const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
   if (fp8_) return linear_with_weights_later(x, used, weight, added, bias, Fp8Products{.out_dtype = dtype, .scaling = *fp8_});
   return linear_with_weights_later(cast(x, dtype), cast_weight(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
+}
+
+void LinearImpl::set_product(std::function<at::Tensor(const at::Tensor& x)> product) {
+  product_ = std::move(product);
+  called_ = true;
+  if (!weight.defined()) return;
+  parameters_.erase("weight");
+  weight = at::Tensor();
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

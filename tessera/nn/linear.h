@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+
 #include <torch/nn/options/linear.h>
 
 #include "tessera/kernels/fp8.h"
@@ -30,12 +32,21 @@ class LinearImpl : public Module {
   /// Leaves the bias to whoever adds the ranks' products up, so that it is added once.
   void leave_bias_out(bool left_out) noexcept { bias_left_out_ = left_out; }
 
+  /// Lets `product` compute x weight^T, x in the compute dtype, from here on: of a weight that is kept in fewer bits, say. The layer lets go of its own, which
+  /// is no parameter any more.
+  void set_product(std::function<at::Tensor(const at::Tensor& x)> product);
+
+  /// Says that what it gives is not x weight^T + bias alone (set_product; terms that an interceptor adds): who would compute products in its place calls it.
+  void set_called(bool called) noexcept { called_ = called; }
+  bool has_to_be_called() const noexcept { return called_; }
+
   LinearOptions options;
   at::Tensor weight, bias;
 
  private:
   std::optional<kernels::Fp8Scaling> fp8_;
-  bool bias_left_out_ = false;
+  std::function<at::Tensor(const at::Tensor& x)> product_;
+  bool bias_left_out_ = false, called_ = false;
 };
 TESSERA_MODULE(Linear);
 

@@ -7,6 +7,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/along.h"
 #include "tessera/nn/divided_model.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/names.h"
@@ -26,6 +27,7 @@ struct ParameterData : c10::BackendMeta {
   bool keeps_memory = false, follows = false;
   std::vector<Sharing> sharings;
   std::shared_ptr<const DividedModel> divided;
+  std::optional<Along> along;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
 
@@ -47,6 +49,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->follows = before->follows;
     data->sharings = before->sharings;
     data->divided = before->divided;
+    data->along = before->along;
     data->updated_for = before->updated_for;
     data->drawn_as = before->drawn_as;
   }
@@ -136,6 +139,15 @@ bool follows(const at::Tensor& parameter) {
 
 void set_updated_for(const at::Tensor& part, const at::Tensor& parameter) {
   change(part, [&](ParameterData& data) { data.updated_for.emplace(parameter.getIntrusivePtr()); });
+}
+
+void set_along(const at::Tensor& parameter, Along along) {
+  change(parameter, [&](ParameterData& data) { data.along = along; });
+}
+
+std::optional<Along> along_of(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data ? data->along : std::nullopt;
 }
 
 void set_divided(const at::Tensor& parameter, std::shared_ptr<const DividedModel> model) {

@@ -21,19 +21,45 @@ MasterWeights::MasterWeights(const std::vector<nn::NamedParameter>& weights, con
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
   for (const auto& weight : parameters_) {
+    if (!weight.tensor.requires_grad()) {  // its master begins with its first update; until then the weight stands for it, and takes no memory
+      masters_.push_back({weight.name, weight.tensor.detach(), weight.aliases});
+      continue;
+    }
     const at::Tensor master = at::empty_like(weight.tensor, weight.tensor.options().dtype(at::kFloat).requires_grad(false));
     master.copy_(weight.tensor);
-    master.set_requires_grad(weight.tensor.requires_grad());  // what says whether the optimizer inside keeps state of it from the start
+    master.set_requires_grad(true);  // what says whether the optimizer inside keeps state of it from the start
     nn::set_slice(master, nn::slice_of(weight.tensor));
     masters_.push_back({weight.name, master, weight.aliases});
   }
   inner_ = build(masters_);
 }
 
+namespace {
+bool is_master(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat; }
+}  // namespace
+
 std::vector<optim::StateTensor> MasterWeights::state() const {
   auto state = inner_->state();
-  for (const auto& master : masters_) state.push_back({master.name, "master", master.tensor.detach(), nn::slice_of(master.tensor)});
+  for (const auto& master : masters_) {
+    if (is_master(master.tensor)) state.push_back({master.name, "master", master.tensor.detach(), nn::slice_of(master.tensor)});
+  }
   return state;
+}
+
+void MasterWeights::make_master(size_t index) {
+  const at::Tensor& master = masters_[index].tensor;
+  if (is_master(master)) return;
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  nn::set_data_of_same(master, parameters_[index].tensor.detach().to(at::kFloat));
+  master.set_requires_grad(true);
+}
+
+void MasterWeights::hold_state(const std::map<std::string, int64_t>& counts) {
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    if (const auto found = counts.find(masters_[i].name); found != counts.end() && found->second > 0) make_master(i);
+  }
+  inner_->hold_state(counts);
 }
 
 /// One past the last of the batch's parameters whose copied gradients fit the staging, from `begin` on.
@@ -75,7 +101,10 @@ void follow(const at::Tensor& master, const at::Tensor& weight) {
 
 void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   for (const Batch& batch : batches) {
-    for (const size_t index : batch.indices) follow(masters_[index].tensor, parameters_[index].tensor.detach());
+    for (const size_t index : batch.indices) {
+      make_master(index);
+      follow(masters_[index].tensor, parameters_[index].tensor.detach());
+    }
   }
 }
 

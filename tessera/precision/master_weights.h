@@ -35,7 +35,7 @@ class MasterWeights final : public optim::Optimizer {
   std::vector<optim::StateTensor> state() const override;
   bool needs_begin() const override { return true; }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
-  void hold_state(const std::map<std::string, int64_t>& counts) override { inner_->hold_state(counts); }
+  void hold_state(const std::map<std::string, int64_t>& counts) override;
 
  private:
   void update(const Batch& batch) override;
@@ -44,7 +44,11 @@ class MasterWeights final : public optim::Optimizer {
   void follow_weights(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
 
-  std::vector<nn::NamedParameter> masters_;  ///< one for each of parameters_
+  /// Gives the weight a master that has none, for it was frozen.
+  void make_master(size_t index);
+
+  std::vector<nn::NamedParameter>
+      masters_;  ///< one for each of parameters_; of those that are frozen from the start, until they are updated, the weight itself
   std::unique_ptr<optim::Optimizer> inner_;
 };
 

@@ -44,8 +44,8 @@ ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, Ten
 at::Tensor multiply_rows(Context& context, const at::Tensor& x, nn::LinearImpl& linear, TensorLayout to);
 
 /// Whether the functions above serve this layer with this input; else it computes without them. `features`: of its output, on this rank. They do not where
-/// it is not (or not yet) there in that size, where its dtype or x's differ, for fp8, whose scale is known once all of x is there, and for a part of a sequence
-/// that is not [B, S, I].
+/// it is not (or not yet) there in that size, where its dtype or x's differ, for fp8, whose scale is known once all of x is there, for a layer that has to be
+/// called (low-rank terms, weights in fewer bits), and for a part of a sequence that is not [B, S, I].
 bool can_overlap(const nn::LinearImpl& linear, const at::Tensor& x, TensorLayout sequence_side, int64_t features);
 
 /// What the overlapped layers of one parallelized module share (Context::overlap).

@@ -11,8 +11,10 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/along.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
@@ -141,6 +143,20 @@ class Builder {
     remember(parameter, std::move(sharing));
   }
 
+  /// What stands beside a weight of which dimension `dim` is cut into `shares`.
+  void cut_beside(const nn::LinearImpl& linear, int64_t dim, const std::vector<FeatureShare>& shares) {
+    for (const at::Tensor& parameter : linear.parameters(/*recurse=*/false)) {
+      const auto along = nn::along_of(parameter);
+      if (!along) continue;
+      if (along->of_weight != dim) {
+        remember(parameter, everyone(/*is_term=*/true));
+        continue;
+      }
+      nn::cut_parameter(parameter, along->dim, shares[rank()].begin, shares[rank()].size);
+      remember_shares(parameter, shares);
+    }
+  }
+
   /// Of a layer's features; remembers whether they are even.
   std::vector<FeatureShare> cut_of(const FeatureCut& cut, int64_t features) {
     auto shares = shares_of(cut, features);
@@ -165,6 +181,7 @@ class Builder {
     auto shares = cut_of(style.cut, linear.options.out_features());
     tensor_parallel::cut_columns(linear, shares[rank()]);
     for (const at::Tensor& parameter : {linear.weight, linear.bias}) remember_shares(parameter, shares);
+    cut_beside(linear, 0, shares);
     if (context_->overlap) context_->overlap->features[&linear] = shares[rank()].size;
     return tensor_parallel::column_parallel(context_, style, std::move(shares));
   }
@@ -180,6 +197,7 @@ class Builder {
     auto shares = cut_of(style.cut, linear.options.in_features());
     if (size() > 1) tensor_parallel::cut_rows(linear, shares[rank()]);
     remember_cut(linear.weight);
+    cut_beside(linear, 1, shares);
     if (style.output == TensorLayout::Sequence) remember(linear.bias, everyone(/*is_term=*/true));
     return tensor_parallel::row_parallel(context_, style, std::move(shares));
   }

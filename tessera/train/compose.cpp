@@ -1,5 +1,6 @@
 #include "tessera/train/compose.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -7,7 +8,6 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
@@ -31,6 +31,7 @@
 #include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/expert_ranks.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
@@ -134,10 +135,12 @@ nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own)
 }
 
 void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
+  std::vector<std::string> ignored{hook_prefix};
+  for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
                                        {.verify = verify_hashes(config, resume),
                                         .expected = stored_for_others(config, resume.manifest, run),
-                                        .ignore_prefixes = {hook_prefix},
+                                        .ignore_prefixes = std::move(ignored),
                                         .partial = config.checkpoint.partial,
                                         .convert = true});
   if (first && !loaded.converted.empty()) {
@@ -208,10 +211,13 @@ std::vector<std::string> stored_for_others(const Config& config, const checkpoin
   std::vector<std::string> others;
   if (run.parts.empty()) return others;
   const auto whole = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *whole);
   std::set<std::string> known;
+  const auto quantized = quantized_weights(config);
   for (const auto& parameter : nn::unique_parameters(*whole)) {
     known.insert(parameter.name);
-    others.push_back("model." + parameter.name);
+    std::string stored = "model." + parameter.name;
+    if (manifest.tensors.contains(stored) || std::ranges::find(quantized, parameter.name) == quantized.end()) others.push_back(std::move(stored));
   }
   for (const auto& buffer : whole->named_buffers()) known.insert(buffer.key());
   for (const auto& [name, stored] : manifest.tensors) {
@@ -308,11 +314,14 @@ void check_tiled_units(const Config& config, const torch::nn::Module& model) {
 void check_modules(const Config& config, int tensor_ranks) {
   if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks, config.data.seq_len);
   const auto model = on_meta([&] { return make_model(config.model); });
+  (void)quantized_weights(config);  // or a refusal
+  const Attachment adapted = add_adapters(config, *model);
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
   const Attachment recomputed = recompute_blocks(config, *model);
   const Attachment moved = move_activations(config, *model, at::kMeta);
   optim::check_groups(config.optim, nn::unique_parameters(*model));
+  quantize_frozen(config, *model, at::kMeta);
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
   if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);
@@ -336,6 +345,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
   const auto seed = static_cast<uint64_t>(config.run.seed);
+  run.adapted = add_adapters(config, *run.model);
   precision::apply(*run.model, policy);
   run.layers = mesh[roles.layers];
   run.columns = {mesh[roles.columns], column_rule(config.context)};
@@ -355,6 +365,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
     run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
     run.moved = move_activations(config, *run.model, device);
   });
+  quantize_frozen(config, *run.model, device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
   materialize(*run.model, seed, device);
   run.parameters = parameters_of(run);
@@ -363,15 +374,15 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   // Before there is an optimizer: master weights begin as the weights are.
-  const bool from_hf = device != at::kMeta && !resume && !config.model.from_hf.empty();
-  if (from_hf) checkpoint::load_hugging_face(config.model.from_hf, config.model, checkpoint::parameter_targets(*run.model));
+  const bool from_files = device != at::kMeta && !resume && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
+  if (from_files) load_starting_weights(config, *run.model);
   {
     const HostMemory beside(run.offloaded);
     run.optimizer = make_optimizer(config, policy, device, run);
     run.loss_scale = precision::LossScale(config.precision);
     if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
   }
-  if (from_hf || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
+  if (from_files || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, mesh, *run.model);
   if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);

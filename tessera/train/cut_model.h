@@ -48,6 +48,7 @@ struct ColumnRanks {
 /// the last to the first: what is attached goes before the model it is attached to.
 struct CutModel {
   std::shared_ptr<LanguageModel> model;      ///< or what this rank holds of it
+  Attachment adapted;                        ///< what learns beside frozen weights
   std::unique_ptr<TensorParallel> tensor;    ///< null where layers are whole
   std::unique_ptr<ExpertParallel> experts;   ///< null where a rank holds all experts of its layers
   std::unique_ptr<ContextParallel> context;  ///< null where sequences are whole

@@ -22,6 +22,7 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/groups.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/progress.h"
 
 // Everything that can be refused is refused here, before there is a process group: by one process in one line, instead of by all ranks at once after they have
@@ -90,7 +91,9 @@ std::optional<ResumePoint> find_resume(const Config& config, const OpenOptions& 
 nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) {
   auto agreement = checkpoint::agreement_of(config, data_identity(corpus));
   if (config.checkpoint.partial.empty()) return agreement;
-  for (auto entry = agreement.begin(); entry != agreement.end();) entry = entry.key().starts_with("model.") ? agreement.erase(entry) : std::next(entry);
+  for (auto entry = agreement.begin(); entry != agreement.end();) {
+    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") ? agreement.erase(entry) : std::next(entry);
+  }
   return agreement;
 }
 
@@ -102,8 +105,9 @@ void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std:
           saved.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
-std::vector<std::string> parameter_names(const ModelConfig& config) {
-  const auto model = on_meta([&] { return make_model(config); });
+std::vector<std::string> parameter_names(const Config& config) {
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
   std::vector<std::string> names;
   for (const auto& parameter : nn::unique_parameters(*model)) names.push_back(parameter.name);
   return names;
@@ -113,7 +117,7 @@ std::vector<std::string> parameter_names(const ModelConfig& config) {
 void check_optimizers(const Config& saved, const Config& config, const std::string& folder) {
   if (saved.optim.groups.empty() && config.optim.groups.empty()) return check_momentum(saved.optim, config.optim, "", folder);
   const auto before = optim_groups(saved.optim), now = optim_groups(config.optim);
-  for (const auto& name : parameter_names(config.model)) {
+  for (const auto& name : parameter_names(config)) {
     const OptimConfig was = optim::settings_of(saved.optim, before, name, 2).settings, is = optim::settings_of(config.optim, now, name, 2).settings;
     require(was.name == is.name, "optim.groups: '", name, "' would be updated by ", is.name, ", and ", folder, " holds what ", was.name,
             " kept of it; give it name = ", was.name, " again, or start anew with checkpoint.resume = \"\"");
@@ -126,6 +130,10 @@ void check_fit(const Config& config, const Inputs& inputs) {
   const std::string folder = inputs.resume->folder.string();
   const auto& manifest = inputs.resume->manifest;
   checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
+  for (const std::string& name : quantized_weights(config)) {
+    require(!manifest.tensors.contains("model." + name), "quantize.modules = ", config.quantize.modules, ": ", folder, " holds '", name,
+            "' whole, and checkpoints of this run would not; write it with `tessera convert --to hf`, and name that folder as model.from_hf");
+  }
   data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
                 {.seq_len = config.data.seq_len,
                  .global_size = config.batch.global_size,
@@ -135,7 +143,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
   check_optimizers(config_of(manifest.progress, folder), config, folder);
-  if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config.model));
+  if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config));
 }
 
 /// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".

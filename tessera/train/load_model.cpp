@@ -13,6 +13,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
@@ -33,7 +34,7 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device) {
+LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device, const SavedWeights& saved) {
   const PipelineLayout layout = pipeline_layout(config, groups.stages.size());
   LoadedModel built;
   built.device = device;
@@ -42,11 +43,14 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   built.layers = groups.layers;
   built.columns = {groups.columns, column_rule(config.context)};
   built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
+  built.adapted = add_adapters(config, *built.model);
   Config settled = config;
   precision::settle_compute(settled, device, groups.layers);  // of a caller who has not
   precision::apply(*built.model, precision::policy_from(settled.precision));
   built.experts = deal_experts(*built.model, groups.experts);
   cut_model(config, layout, built);
+  for (const at::Tensor& parameter : built.model->parameters()) parameter.set_requires_grad(false);
+  quantize_frozen(config, *built.model, device, saved);
   materialize(*built.model, 0, device);
   built.model->eval();
   return built;
@@ -122,16 +126,19 @@ ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
 }
 
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
-  LoadedModel loaded = build(found.config, groups, device);
+  const auto& stored = found.checkpoint;
+  LoadedModel loaded = build(found.config, groups, device, stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights());
   if (!found.checkpoint) {
-    checkpoint::load_hugging_face(found.config.model.from_hf, found.config.model, checkpoint::parameter_targets(*loaded.model));
+    load_starting_weights(found.config, *loaded.model);
     return loaded;
   }
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
+  std::vector<std::string> ignored{"optimizer.", hook_prefix};
+  for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),
                    {.verify = config.checkpoint.verify,
                     .expected = stored_for_others(config, manifest, loaded),
-                    .ignore_prefixes = {"optimizer.", hook_prefix},
+                    .ignore_prefixes = std::move(ignored),
                     .partial = config.checkpoint.partial});
   return loaded;
 }

@@ -12,10 +12,13 @@
 #include "tessera/core/file_type.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/models/model.h"
+#include "tessera/nn/meta.h"
 #include "tessera/pipeline/chain_split.h"
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/registry.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/stage_costs.h"
 
 namespace tessera {
@@ -204,11 +207,30 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   return layout;
 }
 
+namespace {
+
+/// A stage without anything to train would have no gradients to wait for, and those before it none to be sent.
+void check_adapted_stages(const Config& config, const PipelineLayout& layout) {
+  if (config.lora.modules.empty()) return;
+  const auto model = on_meta([&] { return make_model_for_stages(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
+  for (size_t stage = 0; stage < layout.links.size(); ++stage) {
+    const ModelPart part(model, layout.links[stage]);
+    const auto parameters = part->parameters();
+    require(std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.requires_grad(); }), "lora.modules = ", config.lora.modules,
+            ": names nothing in stage ", stage, " of ", layout.links.size(), " (", model->link_name(layout.links[stage].begin), " to ",
+            model->link_name(layout.links[stage].end - 1), "), which would have nothing to train; name layers of each stage, or set mesh.pp to less");
+  }
+}
+
+}  // namespace
+
 void check_pipeline(const Config& config, const MeshShape& axes) {
   const MeshRoles roles = mesh_roles(config);
   const int ranks = size_along(axes, roles.stages);
   if (ranks == 1) return;
-  pipeline_layout(config, ranks);  // or a refusal
+  const PipelineLayout layout = pipeline_layout(config, ranks);  // or a refusal
+  check_adapted_stages(config, layout);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const auto each = static_cast<int>(chunk(micro_batches, size_along(axes, roles.batch), 0).second);
   schedule_maker(config, ranks)(each);

@@ -8,6 +8,7 @@
 
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/peft.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -105,8 +106,10 @@ Settings run_settings(const Config& config, const Inputs& inputs, const comm::Wo
   settings.emplace_back("data.validation_files", inputs.validation ? content(inputs.validation->content()) : "none");
   settings.emplace_back("pipeline.schedule", schedule_of(config));
   settings.emplace_back("pipeline.costs_from", measured_costs_of(config));
-  if (!config.model.from_hf.empty() && !inputs.resume)
+  const bool fresh = !inputs.resume;
+  if (!config.model.from_hf.empty() && (fresh || !config.quantize.modules.empty()))
     settings.emplace_back("model.from_hf", content(checkpoint::hugging_face_fingerprint(config.model.from_hf)));
+  if (!config.lora.from_peft.empty() && fresh) settings.emplace_back("lora.from_peft", content(checkpoint::peft_fingerprint(config.lora.from_peft)));
   return settings;
 }
 

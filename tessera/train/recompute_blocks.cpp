@@ -9,13 +9,15 @@
 #include "tessera/precision/policy.h"
 #include "tessera/recompute/recompute.h"
 #include "tessera/recompute/tiles.h"
+#include "tessera/train/adapters.h"
 
 namespace tessera {
 
 namespace {
 
-std::shared_ptr<LanguageModel> like_on_meta(const Config& config) {
+std::shared_ptr<LanguageModel> like_on_meta(const Config& config, Attachment& attached) {
   auto model = on_meta([&] { return make_model(config.model); });
+  attached = add_adapters(config, *model);
   precision::apply(*model, precision::policy_from(config.precision));
   materialize(*model, static_cast<uint64_t>(config.run.seed), at::kMeta);
   return model;
@@ -59,8 +61,8 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
   if (asked.budget_bytes > 0) {
     MemoryTracker aside;  // what the measurement takes on meta is no part of the run
     const TrackMemory not_counted(aside);
-    measured = like_on_meta(config);
-    measured_tiles = tile_routed(config, *measured);
+    measured = like_on_meta(config, measured_tiles);
+    measured_tiles.add(tile_routed(config, *measured));
     measured_tiles.add(tile_layers(config, *measured, {}));
     options.measured = measured.get();
     options.example = [&config, columns, model = measured.get()] {

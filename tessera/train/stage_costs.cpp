@@ -16,6 +16,7 @@
 #include "tessera/pipeline/schedules/timed.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/model_stage.h"
 #include "tessera/train/recompute_blocks.h"
 
@@ -51,6 +52,7 @@ std::vector<StageFlops> stage_flops(const Config& asked, const PipelineLayout& l
   MemoryTracker apart;                                                      // of whoever plans or trains, none of this is memory
   const TrackMemory tracking(apart);
   const auto model = on_meta([&] { return make_model_for_stages(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
   precision::apply(*model, precision::policy_from(config.precision));
   const Attachment recomputed = recompute_blocks(config, *model);
   std::map<int, ModelStage> stages;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <set>
 #include <string>
 
 #include "tessera/checkpoint/gather_json.h"
@@ -75,7 +76,8 @@ std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torc
   for (const int rank : mesh.members(roles.shard)) sparse.places.push_back(experts.rank(rank, "edp"));
   std::vector<Dealt> dealt;
   for (Dealt* one : {&dense, &sparse}) {
-    if (nn::unique_parameters(root, one->only).empty()) continue;
+    const auto parameters = nn::unique_parameters(root, one->only);
+    if (std::ranges::none_of(parameters, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); })) continue;  // frozen, or none
     one->has_buffers = dealt.empty();
     dealt.push_back(std::move(*one));
   }
@@ -164,6 +166,11 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
     for (const auto& shard : trained(zero->shards())) run.updated.push_back(shard);
     return zero;
   });
+  std::set<std::string> sharded;
+  for (const auto& shard : run.updated) sharded.insert(shard.name);
+  for (const auto& frozen : trained(run.parameters)) {
+    if (!sharded.contains(frozen.name)) run.updated.push_back(frozen);  // of a set that is frozen, which nobody cuts
+  }
 }
 
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {

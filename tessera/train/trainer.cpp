@@ -28,6 +28,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/precision/compute_format.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/evaluate.h"
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/hook_state.h"
@@ -399,6 +400,7 @@ void Trainer::save(int64_t step) {
   state.progress["loss_scale"] = run.loss_scale.state();
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
+  if (std::string source = quantized_source(config_); !source.empty()) state.agreement["quantize.from"] = std::move(source);
   state.run = identity_;
   saver_->save(state);
   save_blocked_s_ += seconds_since(start);

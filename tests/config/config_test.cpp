@@ -268,7 +268,7 @@ TEST(SharedSettings, AreAllButPathsAndWhatIsOfOneHost) {
   });
   EXPECT_EQ(own, (std::set<std::string>{"model.from_hf", "data.files", "data.validation_files", "data.tokenizer", "data.cache_dir", "comm.table",
                                         "comm.interface", "pipeline.schedule", "pipeline.costs_from", "checkpoint.dir", "checkpoint.resume", "log.dir",
-                                        "log.record", "log.peak_tflops", "offload.dir", "run.device", "run.memory_limit_bytes"}));
+                                        "log.record", "log.peak_tflops", "lora.from_peft", "offload.dir", "run.device", "run.memory_limit_bytes"}));
   EXPECT_THAT(settings, testing::Contains(std::pair<std::string, std::string>("run.threads", "unset")));
 }
 

@@ -1,7 +1,7 @@
 """`make parity`: tessera against Hugging Face's transformers on PyTorch, same weights, same windows, fp32 on CPU.
 
 Per family: logits and loss; gradients of step 1, tensor by tensor; losses, gradient norms and weights of 20 steps of SGD with momentum and of AdamW;
-fp16 and bf16 files; 2 and 3 processes; the events as TensorBoard itself reads them. Beside other optimizers: optimizers.py. Then the same comparisons against references with a planted bug, which must fail.
+fp16 and bf16 files; 2 and 3 processes; the events as TensorBoard itself reads them. Beside other optimizers: optimizers.py; beside PEFT: lora.py. Then the same comparisons against references with a planted bug, which must fail.
 
   tools/parity [--binary build/release/bin/tessera] [--only llama]
 """
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import compare
+import lora
 import models
 import optimizers
 import reference
@@ -119,7 +120,10 @@ def main() -> int:
         write_text(text)
         print(f"{'family':<11} {'setting':<13} {'check':<72} {'difference':>10}    {'bound':>7}")
         command = Command(options.binary.resolve(), Path(scratch))
-        everything = {family.name: Family(family, command, text).checks() for family in models.FAMILIES} | {"optimizers": optimizers.checks(command, text)}
+        everything = {family.name: Family(family, command, text).checks() for family in models.FAMILIES} | {
+            "optimizers": optimizers.checks(command, text),
+            "lora": lora.checks(command, text),
+        }
         for family, checks in everything.items():
             if options.only not in family:
                 continue

@@ -119,7 +119,7 @@ def train(model: PreTrainedModel, windows: Windows, plan: Plan, plant: Plant = N
         if plant.halved:
             parameters[plant.halved].grad *= 0.5
         if step == 0:
-            run.gradients = copies((name, p.grad) for name, p in parameters.items())
+            run.gradients = copies((name, p.grad) for name, p in parameters.items() if p.grad is not None)
         run.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), plan.max_grad_norm or float("inf")).item())
         optimizer.step()
         run.losses.append(loss)

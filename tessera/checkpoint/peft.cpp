@@ -1,0 +1,194 @@
+#include "tessera/checkpoint/peft.h"
+
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <nlohmann/json.hpp>
+
+#include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/problems.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/stored_slices.h"
+#include "tessera/checkpoint/unfinished_folder.h"
+#include "tessera/core/file_type.h"
+#include "tessera/core/hash.h"
+#include "tessera/nn/adapter_names.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kPeftWeights = "adapter_model.safetensors";
+constexpr const char* kPeftConfig = "adapter_config.json";
+constexpr std::string_view kWeight = ".weight";
+
+/// Where the layers of a model are in theirs, and which of them are a part of one there.
+struct PeftNames {
+  std::map<std::string, std::string> theirs;  ///< by our path
+  std::set<std::string> fused;                ///< our paths
+  bool transposed = false;                    ///< they store weights as [in, out], which their loader asks to be told
+};
+
+PeftNames peft_names(const ModelConfig& model) {
+  const auto table = hugging_face_table(model);
+  require(table.has_value(), "model.family = ", model.family, ": Hugging Face has no such model, and so no adapters of it");
+  PeftNames names;
+  std::map<std::string, int> parts;
+  for (const auto& row : *table) ++parts[row.theirs];
+  for (const auto& row : *table) {
+    if (row.shape.size() != 2 || row.index >= 0 || !row.ours.ends_with(kWeight) || !row.theirs.ends_with(kWeight)) continue;
+    const std::string path = row.ours.substr(0, row.ours.size() - kWeight.size());
+    names.theirs[path] = row.theirs.substr(0, row.theirs.size() - kWeight.size());
+    if (parts.at(row.theirs) > 1) names.fused.insert(path);
+    names.transposed |= row.transposed;
+  }
+  return names;
+}
+
+/// Of an adapter's name, "layers.0.attention.wq.lora_a": the layer's path, and the last word.
+std::pair<std::string, std::string> split_adapter(const std::string& name) {
+  const size_t dot = name.rfind('.');
+  return {name.substr(0, dot), name.substr(dot + 1)};
+}
+
+/// What the tensor is called there.
+std::string peft_name(const PeftNames& names, const std::string& ours) {
+  const auto [path, which] = split_adapter(ours);
+  const auto theirs = names.theirs.find(path);
+  require(theirs != names.theirs.end(), "'", path, "' is no linear layer of Hugging Face's model, so its adapter cannot be written in PEFT's format");
+  require(!names.fused.contains(path), "'", path, "' is a part of '", theirs->second,
+          "' there, which PEFT adapts as one; merge the adapters into the weights (--to hf --merge-lora), or read and write them as checkpoints");
+  return "base_model.model." + theirs->second + (which == nn::kLoraA ? ".lora_A.weight" : ".lora_B.weight");
+}
+
+nlohmann::json peft_config(const PeftNames& names, const std::set<std::string>& paths, const ModelConfig& model, const LoraConfig& lora) {
+  nlohmann::json targets = nlohmann::json::array();
+  for (const auto& path : paths) targets.push_back(names.theirs.at(path));
+  return {{"peft_type", "LORA"},
+          {"task_type", "CAUSAL_LM"},
+          {"base_model_name_or_path", model.from_hf.empty() ? nlohmann::json() : nlohmann::json(model.from_hf)},
+          {"r", lora.rank},
+          {"lora_alpha", lora.alpha},
+          {"lora_dropout", lora.dropout},
+          {"target_modules", targets},
+          {"fan_in_fan_out", names.transposed},
+          {"bias", "none"},
+          {"modules_to_save", nullptr},
+          {"use_rslora", false},
+          {"use_dora", false},
+          {"init_lora_weights", true},
+          {"inference_mode", true}};
+}
+
+void expect_scale(const fs::path& file, const nlohmann::json& json, const char* key, double ours, const char* our_key) {
+  const auto found = json.find(key);
+  require(found != json.end() && found->is_number(), file.string(), ": ", key, " is missing, or no number");
+  require(found->get<double>() == ours, our_key, " = ", ours, ": ", file.string(), " has ", key, " = ", found->dump(), "; set ", our_key, " = ", found->dump());
+}
+
+void check_peft_config(const fs::path& dir, const LoraConfig& lora) {
+  const fs::path file = dir / kPeftConfig;
+  require(is_there(file), "lora.from_peft = ", dir.string(), ": holds no ", kPeftConfig);
+  const nlohmann::json json = read_json(file);
+  require(json.is_object() && json.value("peft_type", nlohmann::json()) == "LORA", file.string(), ": peft_type is not LORA, and nothing else can be read");
+  expect_scale(file, json, "r", static_cast<double>(lora.rank), "lora.rank");
+  expect_scale(file, json, "lora_alpha", lora.alpha, "lora.alpha");
+  for (const char* key : {"use_rslora", "use_dora"}) {
+    const auto found = json.find(key);
+    require(found == json.end() || found->is_null() || *found == false, file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
+            " is not supported; only plain LoRA is");
+  }
+  for (const char* key : {"rank_pattern", "alpha_pattern", "modules_to_save"}) {
+    const auto found = json.find(key);
+    require(found == json.end() || found->is_null() || found->empty(), file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
+            " is not supported; one rank and alpha for all layers are, and nothing beside them");
+  }
+}
+
+}  // namespace
+
+Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const fs::path& out, const ExportOptions& options) {
+  require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
+  require(lora.trained.empty(), "--to peft: '", lora.trained.empty() ? "" : lora.trained.front(),
+          "' (lora.trained) was trained beside the adapters, and would be left behind; write the whole model (--to hf --merge-lora)");
+  const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
+  const PeftNames names = peft_names(model);
+  std::vector<std::pair<std::string, TensorSpec>> adapters;  // what is stored, and how it is written
+  std::set<std::string> paths;
+  for (const auto& [name, stored] : manifest.tensors) {
+    if (!name.starts_with("model.") || !nn::is_adapter(name)) continue;
+    const std::string ours = name.substr(std::string_view("model.").size());
+    paths.insert(split_adapter(ours).first);
+    adapters.emplace_back(name, TensorSpec{peft_name(names, ours), options.dtype.value_or(dtype_from_name(stored.dtype)), stored.shape});
+  }
+  require(!adapters.empty(), checkpoint.string(), ": holds no adapters; only what was trained with lora.modules has some");
+
+  const c10::NoGradGuard no_grad;
+  StoredSlices stored(checkpoint, manifest, /*verify=*/true);
+  UnfinishedFolder folder(out);
+  std::vector<TensorSpec> specs;
+  for (const auto& [name, spec] : adapters) specs.push_back(spec);
+  SafetensorsWriter writer(folder.path() / kPeftWeights, specs, {{"format", "pt"}});
+  Exported exported{.tensors = static_cast<int64_t>(adapters.size()), .files = 1};
+  for (const auto& [name, spec] : adapters) {
+    const at::Tensor tensor = at::empty(spec.shape, at::device(at::kCPU).dtype(spec.dtype));
+    stored.fill(tensor, Slice::whole(name, spec.shape));
+    writer.write(tensor);
+    exported.bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  writer.finish();
+  write_file(folder.path() / kPeftConfig, peft_config(names, paths, model, lora).dump(2) + "\n");
+  require(folder.commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
+  return exported;
+}
+
+std::string peft_fingerprint(const fs::path& dir) {
+  require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
+  const SafetensorsFile file(dir / kPeftWeights);
+  Hasher hasher;
+  for (const auto& [name, entry] : file.entries()) {
+    const auto bytes = file.bytes(name);
+    hasher.update(name.data(), name.size()).update(bytes.data(), bytes.size());
+  }
+  return hasher.hex();
+}
+
+void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,
+               const std::vector<std::string>& expected) {
+  check_peft_config(dir, lora);
+  require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
+  const SafetensorsFile file(dir / kPeftWeights);
+  const PeftNames names = peft_names(model);
+  Problems problems;
+  std::set<std::string> known;
+  for (const std::string& name : expected) known.insert(peft_name(names, name));
+  for (const auto& target : targets) {
+    const std::string name = peft_name(names, target.slice.name);
+    known.insert(name);
+    const auto entry = file.entries().find(name);
+    if (entry == file.entries().end()) {
+      problems.add("missing ", name);
+    } else if (entry->second.shape != target.slice.shape) {
+      problems.add("shape of ", name, ": ", at::IntArrayRef(entry->second.shape), " in the file, ", at::IntArrayRef(target.slice.shape), " here");
+    }
+  }
+  for (const auto& [name, entry] : file.entries()) {
+    if (!known.contains(name)) problems.add("extra ", name);
+  }
+  problems.refuse("lora.from_peft = ", dir.string(), ": the adapter does not fit lora.modules: ");
+
+  const c10::NoGradGuard no_grad;
+  for (const auto& [tensor, slice] : targets) {
+    at::Tensor target = tensor;
+    copy_slices({Slice::whole(slice.name, slice.shape)}, {file.tensor(peft_name(names, slice.name))}, slice, target);
+  }
+}
+
+}  // namespace tessera::checkpoint

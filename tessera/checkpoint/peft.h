@@ -1,0 +1,29 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/convert.h"
+#include "tessera/config/config.h"
+
+/// Adapters alone (lora/lora.h) in the format of Hugging Face's PEFT: adapter_model.safetensors with base_model.model.PATH.lora_A.weight [rank, in] and
+/// lora_B.weight [out, rank], and adapter_config.json.
+namespace tessera::checkpoint {
+
+/// Writes the adapters of a checkpoint, saved in any layout. `model` is resolved. Memory: one tensor at a time. The folder appears whole or not at all.
+/// Throws ConfigError: a checkpoint without adapters, parameters that were trained beside them (lora.trained, which the format has no place for here), adapters
+/// of layers that Hugging Face stores as one (GPT-2's q, k and v), a folder that exists.
+Exported export_peft(const std::filesystem::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const std::filesystem::path& out,
+                     const ExportOptions& options = {});
+
+/// Fills `targets` (slices of adapters named as our parameters) from such a folder. Only what the slices need is read. Throws ConfigError with the full list of
+/// missing, extra and mis-shaped tensors, and where rank or alpha are not those of `lora`.
+void load_peft(const std::filesystem::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,
+               const std::vector<std::string>& expected = {});
+
+/// Tells one adapter from another, wherever the folder lies: a hash of names and bytes. Throws ConfigError.
+std::string peft_fingerprint(const std::filesystem::path& dir);
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,159 @@
+#include "tessera/lora/lora.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/nn/modules/linear.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/rng.h"
+#include "tessera/kernels/dropout.h"
+#include "tessera/nn/adapter_names.h"
+#include "tessera/nn/along.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/experts.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/operator_watch.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/nn/shared_casts.h"
+#include "tessera/nn/weight_gradients.h"
+
+// A and B are parameters of the layer itself, so that everything that walks a model (precision, sharding, optimizers, checkpoints) meets them under their names
+// and needs no word of this. The interceptor lies innermost: inside of what turns layouts, where x and y are this rank's. Cut by columns, every rank computes
+// x A^T whole and its part of B; cut by rows, A's part gives a term of the row-wise sum that is made anyhow.
+
+namespace tessera::lora {
+namespace {
+
+class LowRankTerm : public nn::Interceptor {
+ public:
+  LowRankTerm(at::Tensor a, at::Tensor b, const Options& options)
+      : a_(std::move(a)), b_(std::move(b)), scale_(options.alpha / static_cast<double>(options.rank)), dropout_(options.dropout) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    const at::Tensor x = inputs[0].toTensor();
+    nn::Values outputs = next(std::move(inputs));
+    const at::Tensor y = outputs[0].toTensor();
+    outputs[0] = at::add(y, times(times(dropped(module, nn::cast(x, y.scalar_type())), a_), b_), scale_);
+    return outputs;
+  }
+
+ private:
+  static at::Tensor times(const at::Tensor& x, const at::Tensor& weight) {
+    return nn::linear_with_weights_later(x, nn::cast_weight(nn::in_use(weight), x.scalar_type()), weight, {}, {});
+  }
+
+  /// Elements are dropped by their places in the whole model's tensor, as nn::Dropout does it.
+  at::Tensor dropped(const nn::Module& module, const at::Tensor& x) const {
+    if (!module.is_training() || dropout_ == 0) return x;
+    require(x.dim() >= 2, "lora.dropout of '", module.path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions");
+    const auto& context = nn::SampleScope::current();
+    const int64_t batch = x.size(0), features = x.size(-1);
+    const int64_t columns = x.numel() == 0 ? 0 : x.numel() / (batch * features);
+    const bool placed = context.step != 0 || x.is_meta();
+    const std::string stream = module.path() + ".lora/" + (placed ? std::to_string(context.step) : std::string());
+    const CounterRng rng(placed ? context.seed : nn::MaskKeys::next(), stream);
+    const Slice& held = nn::slice_of(a_);  // [rank, I]: of all rows some columns, or, sharded, of some rows the same
+    const int64_t first = held.boxes.empty() ? 0 : held.boxes.front().offset[1];
+    return kernels::dropout(x, dropout_, rng.key(), nn::SampleScope::token_rows(batch, columns, x.device()), {.offset = first, .total = held.shape.at(1)});
+  }
+
+  at::Tensor a_, b_;
+  double scale_, dropout_;
+};
+
+at::Tensor add_parameter(nn::LinearImpl& linear, std::string_view name, const std::vector<int64_t>& sizes, const nn::InitRule& rule, nn::Along along) {
+  const at::Tensor parameter = linear.register_parameter(std::string(name), at::empty(sizes, linear.weight.options().requires_grad(false)));
+  nn::set_init(parameter, rule);
+  nn::set_along(parameter, along);
+  return parameter;
+}
+
+Attachment adapt(nn::LinearImpl& linear, const Options& options) {
+  const int64_t in = linear.options.in_features(), out = linear.options.out_features();
+  require(linear.weight.defined() && linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", linear.path(),
+          "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
+  const double bound = in > 0 ? 1 / std::sqrt(static_cast<double>(in)) : 0;
+  const at::Tensor a = add_parameter(linear, nn::kLoraA, {options.rank, in}, nn::InitRule::uniform(-bound, bound), {.dim = 1, .of_weight = 1});
+  const at::Tensor b = add_parameter(linear, nn::kLoraB, {out, options.rank}, nn::InitRule::zeros(), {.dim = 0, .of_weight = 0});
+  linear.set_called(true);
+  return nn::attach(linear, std::make_shared<LowRankTerm>(a, b, options));
+}
+
+/// The linear layers that the pattern names; whatever else it matches is passed over, but for what would be taken for one.
+std::vector<nn::LinearImpl*> linears_matching(torch::nn::Module& root, const std::string& pattern) {
+  std::vector<nn::LinearImpl*> linears;
+  std::string other;
+  for (const auto& [path, module] : nn::modules_matching(root, pattern)) {
+    if (auto* linear = dynamic_cast<nn::LinearImpl*>(module.get())) {
+      linears.push_back(linear);
+      continue;
+    }
+    require(dynamic_cast<const torch::nn::LinearImpl*>(module.get()) == nullptr, "LoRA of '", path,
+            "': it is libtorch's own Linear, whose calls cannot be intercepted; build it as tessera::nn::Linear");
+    require(dynamic_cast<const nn::GroupedExpertsImpl*>(module.get()) == nullptr, "LoRA of '", path,
+            "': experts are stacks of matrices, beside which nothing is learnt yet; name other linear layers, such as attention's (layers.*.attention.*)");
+    other = path;
+  }
+  require(!linears.empty(), "LoRA: '", pattern, "' names '", other, "' and no linear layer; name linear layers, such as layers.*.attention.*");
+  return linears;
+}
+
+void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& trained) {
+  const auto parameters = nn::unique_parameters(root);
+  std::vector<bool> used(trained.size());
+  for (const auto& parameter : parameters) {
+    bool learns = nn::is_adapter(parameter.name);
+    for (size_t i = 0; i < trained.size(); ++i) {
+      if (!nn::matches(trained[i], parameter.name)) continue;
+      used[i] = learns = true;
+    }
+    if (parameter.tensor.is_floating_point()) parameter.tensor.set_requires_grad(learns);
+  }
+  for (size_t i = 0; i < trained.size(); ++i) {
+    require(used[i], "lora.trained: '", trained[i], "' names no parameter; name one as '", parameters.front().name, "', or a pattern of such names");
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> patterns_in(std::string_view list) {
+  std::vector<std::string> patterns;
+  for (size_t begin = 0; begin <= list.size();) {
+    const size_t end = std::min(list.find(',', begin), list.size());
+    std::string_view one = list.substr(begin, end - begin);
+    while (!one.empty() && one.front() == ' ') one.remove_prefix(1);
+    while (!one.empty() && one.back() == ' ') one.remove_suffix(1);
+    if (!one.empty()) patterns.emplace_back(one);
+    begin = end + 1;
+  }
+  return patterns;
+}
+
+Attachment attach(torch::nn::Module& root, const Options& options) {
+  require(options.rank >= 1, "LoRA: rank = ", options.rank, " must be at least 1");
+  require(!options.modules.empty(), "LoRA: no modules are named; give patterns of the paths of linear layers");
+  nn::assign_paths(root);
+  Attachment attached;
+  for (const std::string& pattern : options.modules) {
+    for (nn::LinearImpl* linear : linears_matching(root, pattern)) {
+      if (!linear->named_parameters(/*recurse=*/false).contains(std::string(nn::kLoraA))) attached.add(adapt(*linear, options));
+    }
+  }
+  nn::assign_paths(root);
+  freeze_all_but(root, options.trained);
+  for (const auto& parameter : nn::unique_parameters(root)) {
+    if (nn::is_adapter(parameter.name) && !parameter.tensor.is_meta()) nn::draw(parameter.tensor, options.seed);
+  }
+  return attached;
+}
+
+}  // namespace tessera::lora

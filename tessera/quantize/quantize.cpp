@@ -1,0 +1,88 @@
+#include "tessera/quantize/quantize.h"
+
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <torch/nn/modules/linear.h>
+
+#include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/linear.h"
+#include "tessera/nn/parameter.h"
+
+// One weight after the other is made whole, brought into its codes, and let go of, so that a model need not fit in its own type. Scales are those of the whole,
+// of which every rank that holds a part makes all: no rank has to ask another, and a block that is cut has one scale.
+
+namespace tessera::quantize {
+namespace {
+
+/// In the order of the model, each once.
+std::vector<std::pair<std::string, nn::LinearImpl*>> linears_named(torch::nn::Module& root, const std::vector<std::string>& patterns, bool part_of_model) {
+  std::vector<std::pair<std::string, nn::LinearImpl*>> linears;
+  std::unordered_set<const torch::nn::Module*> taken;
+  for (const std::string& pattern : patterns) {
+    if (!part_of_model) nn::modules_matching(root, pattern);  // or a refusal with the nearest path
+    std::string other;
+    bool any = part_of_model;
+    for (const auto& item : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+      if (!nn::matches(pattern, item.key())) continue;
+      other = item.key();
+      require(dynamic_cast<const torch::nn::LinearImpl*>(item.value().get()) == nullptr, "quantize: '", other,
+              "' is libtorch's own Linear, which multiplies by nothing but its weight; build it as tessera::nn::Linear");
+      auto* const linear = dynamic_cast<nn::LinearImpl*>(item.value().get());
+      if (linear == nullptr) continue;
+      any = true;
+      if (linear->weight.defined() && taken.insert(linear).second) linears.emplace_back(item.key(), linear);
+    }
+    require(any, "quantize: '", pattern, "' names '", other, "' and no linear layer; name linear layers, such as layers.*.attention.*");
+  }
+  return linears;
+}
+
+kernels::MatrixPart part_of(const Slice& held) {
+  invariant(held.boxes.size() <= 1, "'", held.name, "' is in several boxes, and cannot be quantized");
+  kernels::MatrixPart part{.whole_columns = held.shape.at(1)};
+  if (held.boxes.empty()) return part;
+  const Box& box = held.boxes.front();
+  return {.row = box.offset[0], .rows = box.size[0], .column = box.offset[1], .columns = box.size[1], .whole_columns = held.shape.at(1)};
+}
+
+}  // namespace
+
+std::vector<std::string> weights_named(torch::nn::Module& root, const std::vector<std::string>& modules) {
+  nn::assign_paths(root);
+  std::vector<std::string> names;
+  for (const auto& [path, linear] : linears_named(root, modules, /*part_of_model=*/false)) names.push_back(nn::slice_of(linear->weight).name);
+  return names;
+}
+
+Report quantize_weights(torch::nn::Module& root, const Options& options, at::Device device, const Fill& fill, bool part_of_model) {
+  nn::assign_paths(root);
+  Report report;
+  for (const auto& [path, linear] : linears_named(root, options.modules, part_of_model)) {
+    const Slice held = nn::slice_of(linear->weight);
+    require(
+        !linear->weight.requires_grad(), "quantize: '", held.name,
+        "' is to be trained, and a weight in fewer bits takes no gradient; freeze it (lora.modules trains matrices beside frozen weights), or leave it out of "
+        "quantize.modules and lora.trained");
+    at::Tensor whole;
+    if (!device.is_meta()) {
+      invariant(fill || (!linear->weight.is_meta() && held.is_whole()), "'", held.name, "' has no values to quantize");
+      whole = fill ? at::empty(held.shape, at::TensorOptions(at::kCPU).dtype(at::kFloat)) : linear->weight.detach().to(at::kCPU, at::kFloat);
+      if (fill) fill(linear->weight, whole);
+    }
+    const MemoryScope scope(MemoryCategory::Parameters);
+    const auto matrix = std::make_shared<kernels::QuantizedMatrix>(kernels::quantize(whole, options.form, part_of(held), device));
+    linear->set_product([matrix](const at::Tensor& x) { return kernels::quantized_linear(x, matrix); });
+    report.weights.push_back(held.name);
+    report.elements += matrix->part.rows * matrix->part.columns;
+    report.bytes += matrix->bytes();
+  }
+  return report;
+}
+
+}  // namespace tessera::quantize

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "tessera/kernels/quantized_linear.h"
+
+/// Linear layers whose frozen weight is kept in 8 or 4 bits (kernels/quantized_linear.h). The weight is no parameter any more: nothing shards, updates or saves
+/// it, and it is made again from where it came from.
+namespace tessera::quantize {
+
+struct Options {
+  std::vector<std::string> modules;  ///< linear layers, by patterns of paths
+  kernels::QuantizeForm form;
+};
+
+/// Gives `whole`, fp32 on the CPU in the shape of the logical weight that `weight` is, or is a part of, its values.
+using Fill = std::function<void(const at::Tensor& weight, const at::Tensor& whole)>;
+
+struct Report {
+  std::vector<std::string> weights;  ///< names
+  int64_t elements = 0, bytes = 0;   ///< that are held here
+};
+
+/// Keeps the weight of every nn::Linear under `root` that one of the patterns names in fewer bits, on `device`: what is held here of it, which may be cut
+/// already, but not sharded. Weights are without memory before (on meta), or, without `fill`, hold their values and are whole. On device meta nothing is read.
+/// Biases stay. Memory for the while: one whole weight at a time, 12 bytes an element.
+/// Throws ConfigError for a weight that is to be trained, and, unless `part_of_model`, for a pattern that names no nn::Linear, with the nearest path.
+Report quantize_weights(torch::nn::Module& root, const Options& options, at::Device device, const Fill& fill = {}, bool part_of_model = false);
+
+/// The names of the weights that would be, of a whole model. Throws ConfigError as above.
+std::vector<std::string> weights_named(torch::nn::Module& root, const std::vector<std::string>& modules);
+
+}  // namespace tessera::quantize

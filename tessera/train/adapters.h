@@ -1,0 +1,44 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/config/config.h"
+#include "tessera/core/attachment.h"
+#include "tessera/models/model.h"
+
+namespace tessera {
+
+/// A checkpoint that weights may come from; null: there is none.
+struct SavedWeights {
+  const std::filesystem::path* folder = nullptr;
+  const checkpoint::Manifest* manifest = nullptr;
+};
+
+/// Adds what [lora] says to a whole model on meta, and freezes the rest; nothing where it names no modules. Comes before precision, which then sets the types
+/// of what was added, too. Throws ConfigError.
+Attachment add_adapters(const Config& config, LanguageModel& model);
+
+/// What a fresh model begins with where a configuration names files: parameters of `root` from model.from_hf, adapters from lora.from_peft. Throws ConfigError.
+void load_starting_weights(const Config& config, const torch::nn::Module& root);
+
+/// Keeps the weights that [quantize] names, of what is held here of a model on meta, in fewer bits on `device`, each made anew from where it comes from: the
+/// checkpoint, where `saved` is one that has it, else model.from_hf, else the seed. Comes when layers are cut and before anything is sharded. Throws
+/// ConfigError.
+void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {});
+
+/// What tells the files that these weights come from apart from others, for a checkpoint, which does not hold them ("quantize.from" of its agreement); empty
+/// where they come from the seed, or there are none.
+std::string quantized_source(const Config& config);
+
+/// The names of those weights in the whole model.
+std::vector<std::string> quantized_weights(const Config& config);
+
+/// Such a weight, whole, as it is computed with: fp32.
+at::Tensor quantized_weight(const Config& config, const std::string& name);
+
+}  // namespace tessera

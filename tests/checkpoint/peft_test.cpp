@@ -1,0 +1,159 @@
+// Adapters of a checkpoint: alone in PEFT's format and back, and added to the weights they were trained beside.
+
+#include "tessera/checkpoint/peft.h"
+
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/safetensors.h"
+#include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tests/checkpoint/files.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr int64_t kRank = 2;
+constexpr double kAlpha = 3;
+
+class Peft : public ::testing::Test {
+ protected:
+  /// Every weight of the model; beside `adapted` (each layer's) an A and a B.
+  void draw(const std::string& family, const std::vector<std::string>& adapted) {
+    model_.family = family;
+    model_.dim = 12;
+    model_.layers = 2;
+    model_.heads = 3;
+    model_.kv_heads = family == "llama" ? 1 : 3;
+    model_.ffn_dim = 20;
+    model_.vocab_size = 17;
+    model_.max_seq_len = 8;
+    model_.tie_embeddings = false;
+    lora_.rank = kRank;
+    lora_.alpha = kAlpha;
+    const auto table = hugging_face_table(model_).value();
+    for (const auto& row : table) {
+      weights_[row.ours] = at::randn(row.shape);
+      for (const auto& layer : adapted) {
+        if (!row.ours.ends_with("." + layer + ".weight")) continue;
+        const std::string path = row.ours.substr(0, row.ours.size() - 6);
+        weights_[path + "lora_a"] = at::randn({kRank, row.shape[1]});
+        weights_[path + "lora_b"] = at::randn({row.shape[0], kRank});
+      }
+    }
+  }
+
+  fs::path save_by(int ranks) const {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      CheckpointState state;
+      state.step = 4;
+      for (const auto& [name, whole] : weights_) {
+        const auto [begin, size] = chunk(whole.size(0), ranks, world.rank());
+        state.tensors.push_back({whole.narrow(0, begin, size), Slice::along("model." + name, whole.sizes().vec(), 0, begin, size)});
+      }
+      save(folder_.path(), state, world.group());
+    });
+    return folder_ / "step-00000004";
+  }
+
+  std::vector<SlicedTensor> adapters() const {
+    std::vector<SlicedTensor> targets;
+    for (const auto& [name, whole] : weights_) {
+      if (name.find(".lora_") != std::string::npos) targets.push_back({at::empty_like(whole), Slice::whole(name, whole.sizes().vec())});
+    }
+    return targets;
+  }
+
+  TemporaryFolder folder_;
+  ModelConfig model_;
+  LoraConfig lora_;
+  std::map<std::string, at::Tensor> weights_;
+};
+
+TEST_F(Peft, WhatWasWrittenReadsBackFromAnyLayout) {
+  draw("llama", {"attention.wq", "feed_forward.w2"});
+  const auto exported = export_peft(save_by(3), model_, lora_, folder_ / "peft");
+  EXPECT_EQ(exported.tensors, 8);
+  const SafetensorsFile file(folder_ / "peft" / "adapter_model.safetensors");
+  EXPECT_TRUE(file.entries().contains("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"));
+  EXPECT_EQ(file.entry("base_model.model.model.layers.0.mlp.down_proj.lora_B.weight").shape, (std::vector<int64_t>{12, kRank}));
+  const auto targets = adapters();
+  load_peft(folder_ / "peft", model_, lora_, targets);
+  for (const auto& target : targets) EXPECT_TRUE(at::equal(target.tensor, weights_.at(target.slice.name))) << target.slice.name;
+}
+
+TEST_F(Peft, ItsConfigurationSaysWhatPeftAsks) {
+  draw("gpt2", {"attention.wo"});
+  export_peft(save_by(1), model_, lora_, folder_ / "peft");
+  const auto config = read_json(folder_ / "peft" / "adapter_config.json");
+  EXPECT_EQ(config.at("peft_type"), "LORA");
+  EXPECT_EQ(config.at("r"), kRank);
+  EXPECT_EQ(config.at("lora_alpha"), kAlpha);
+  EXPECT_EQ(config.at("fan_in_fan_out"), true);
+  EXPECT_EQ(config.at("target_modules"), (nlohmann::json{"transformer.h.0.attn.c_proj", "transformer.h.1.attn.c_proj"}));
+}
+
+TEST_F(Peft, MergedWeightsAreTheSum) {
+  for (const std::string family : {"llama", "gpt2"}) {
+    weights_.clear();
+    fs::remove_all(folder_ / "hf");
+    draw(family, {"attention.wq", "feed_forward.w2"});
+    export_hugging_face(save_by(3), model_, folder_ / "hf", {.lora_scale = kAlpha / kRank});
+    std::vector<SlicedTensor> targets;
+    const auto table = hugging_face_table(model_).value();
+    for (const auto& row : table) targets.push_back({at::empty(row.shape), Slice::whole(row.ours, row.shape)});
+    load_hugging_face(folder_ / "hf", model_, targets);
+    for (const auto& [tensor, slice] : targets) {
+      at::Tensor expected = weights_.at(slice.name);
+      const std::string path = slice.name.substr(0, slice.name.rfind('.') + 1);
+      if (slice.name.ends_with(".weight") && weights_.contains(path + "lora_a")) {
+        expected =
+            expected.to(at::kDouble) + kAlpha / kRank * at::mm(weights_.at(path + "lora_b").to(at::kDouble), weights_.at(path + "lora_a").to(at::kDouble));
+      }
+      EXPECT_LT((tensor - expected).abs().max().item<double>(), 3e-6) << slice.name;
+    }
+  }
+}
+
+TEST_F(Peft, RefusesWhatWouldLoseAdapters) {
+  draw("llama", {"attention.wq"});
+  const fs::path saved = save_by(1);
+  EXPECT_THAT([&] { export_hugging_face(saved, model_, folder_ / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("--merge-lora")));
+  LoraConfig trained = lora_;
+  trained.trained = {"norm.*"};
+  EXPECT_THAT([&] { export_peft(saved, model_, trained, folder_ / "peft"); }, ThrowsMessage<ConfigError>(HasSubstr("'norm.*' (lora.trained)")));
+  export_peft(saved, model_, lora_, folder_ / "peft");
+  LoraConfig other = lora_;
+  other.rank = 4;
+  EXPECT_THAT([&] { load_peft(folder_ / "peft", model_, other, adapters()); }, ThrowsMessage<ConfigError>(HasSubstr("set lora.rank = 2")));
+  other = lora_;
+  other.alpha = 16;
+  EXPECT_THAT([&] { load_peft(folder_ / "peft", model_, other, adapters()); }, ThrowsMessage<ConfigError>(HasSubstr("set lora.alpha = 3")));
+  auto fewer = adapters();
+  fewer.pop_back();
+  EXPECT_THAT([&] { load_peft(folder_ / "peft", model_, lora_, fewer); }, ThrowsMessage<ConfigError>(HasSubstr("extra base_model.model")));
+}
+
+TEST_F(Peft, RefusesWithoutAdapters) {
+  draw("llama", {});
+  const fs::path saved = save_by(1);
+  EXPECT_THAT([&] { export_peft(saved, model_, lora_, folder_ / "peft"); }, ThrowsMessage<ConfigError>(HasSubstr("holds no adapters")));
+  EXPECT_THAT([&] { export_hugging_face(saved, model_, folder_ / "hf", {.lora_scale = 1}); }, ThrowsMessage<ConfigError>(HasSubstr("holds no adapters")));
+}
+
+TEST_F(Peft, RefusesLayersThatAreOneThere) {
+  draw("gpt2", {"attention.wq"});
+  const fs::path saved = save_by(1);
+  EXPECT_THAT([&] { export_peft(saved, model_, lora_, folder_ / "peft"); }, ThrowsMessage<ConfigError>(HasSubstr("which PEFT adapts as one")));
+}
+
+}  // namespace
+}  // namespace tessera::checkpoint

@@ -1,0 +1,127 @@
+#include "tessera/lora/lora.h"
+
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/relu.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
+
+namespace tessera {
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+struct NetImpl : nn::Module {
+  NetImpl() : first(5, 7), second(torch::nn::LinearOptions(7, 3).bias(false)), plain(3, 3) {
+    register_module("first", first);
+    register_module("second", second);
+    register_module("plain", plain);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(at::relu(first(x))); }
+  nn::Linear first, second;
+  torch::nn::Linear plain;
+};
+TESSERA_MODULE(Net);
+
+at::Tensor parameter(torch::nn::Module& module, const std::string& name) { return module.named_parameters()[name]; }
+
+TEST(Lora, BeginsAsTheModelAndTrainsAdaptersAlone) {
+  Net net;
+  const at::Tensor x = at::randn({4, 5}), before = net(x);
+  const auto adapted = lora::attach(*net, {.modules = {"first", "sec*"}, .rank = 2});
+  EXPECT_TRUE(at::equal(net(x), before));
+  net(x).sum().backward();
+  for (const auto& each : net->named_parameters()) {
+    EXPECT_EQ(each.value().requires_grad(), each.key().find("lora_") != std::string::npos) << each.key();
+    if (!each.value().requires_grad()) EXPECT_FALSE(each.value().grad().defined()) << each.key();
+  }
+  EXPECT_EQ(parameter(*net, "first.lora_a").sizes(), at::IntArrayRef({2, 5}));
+  EXPECT_EQ(parameter(*net, "first.lora_b").sizes(), at::IntArrayRef({7, 2}));
+  EXPECT_GT(parameter(*net, "first.lora_a").abs().max().item<double>(), 0);
+  EXPECT_GT(parameter(*net, "second.lora_b").grad().abs().max().item<double>(), 0);
+}
+
+TEST(Lora, AddsTheScaledProduct) {
+  for (const double alpha : {16.0, 1.0}) {
+    Net net;
+    const auto adapted = lora::attach(*net, {.modules = {"second"}, .rank = 3, .alpha = alpha});
+    const torch::NoGradGuard no_grad;
+    const at::Tensor a = parameter(*net, "second.lora_a"), b = parameter(*net, "second.lora_b");
+    b.normal_();
+    const at::Tensor x = at::randn({2, 4, 7});
+    const at::Tensor merged = net->second->weight + alpha / 3 * at::mm(b, a);
+    EXPECT_TRUE(at::allclose(net->second(x), at::matmul(x, merged.t()), 1e-5, 1e-6));
+  }
+}
+
+TEST(Lora, DetachesAndLeavesTheWeights) {
+  Net net;
+  const at::Tensor x = at::randn({4, 5}), before = net(x);
+  {
+    const auto adapted = lora::attach(*net, {.modules = {"first"}});
+    const torch::NoGradGuard no_grad;
+    parameter(*net, "first.lora_b").fill_(1);
+    EXPECT_FALSE(at::equal(net(x), before));
+  }
+  EXPECT_TRUE(at::equal(net(x), before));
+}
+
+TEST(Lora, DrawsTheSameOnMetaAndWithMemory) {
+  Net net;
+  const auto one = lora::attach(*net, {.modules = {"first"}, .seed = 5});
+  auto meta = on_meta([] { return Net(); });
+  const auto other = lora::attach(*meta, {.modules = {"first"}});
+  materialize(*meta, 5);
+  EXPECT_TRUE(at::equal(parameter(*net, "first.lora_a"), parameter(*meta, "first.lora_a")));
+  EXPECT_EQ(parameter(*meta, "first.lora_b").abs().max().item<double>(), 0);
+}
+
+TEST(Lora, DropsByCounterWhileTraining) {
+  Net net;
+  const auto adapted = lora::attach(*net, {.modules = {"first"}, .dropout = 0.5});
+  const torch::NoGradGuard no_grad;
+  parameter(*net, "first.lora_b").fill_(1);
+  const at::Tensor x = at::randn({6, 5});
+  const auto at_step = [&](int64_t step, int64_t first, const at::Tensor& rows) {
+    const nn::SampleScope scope({.seed = 1, .step = step, .first_sample = first});
+    return net(rows);
+  };
+  const at::Tensor whole = at_step(1, 0, x);
+  EXPECT_TRUE(at::equal(whole, at_step(1, 0, x)));
+  EXPECT_FALSE(at::equal(whole, at_step(2, 0, x)));
+  EXPECT_TRUE(at::allclose(whole.narrow(0, 4, 2), at_step(1, 4, x.narrow(0, 4, 2))));
+  net->eval();
+  EXPECT_TRUE(at::equal(at_step(1, 0, x), at_step(2, 0, x)));
+}
+
+TEST(Lora, TrainsWhatIsNamedBeside) {
+  Net net;
+  const auto adapted = lora::attach(*net, {.modules = {"first"}, .trained = {"*.bias"}});
+  EXPECT_TRUE(net->first->bias.requires_grad());
+  EXPECT_FALSE(net->first->weight.requires_grad());
+}
+
+TEST(Lora, RefusesByName) {
+  Net net;
+  const auto attach = [&](std::vector<std::string> modules, std::vector<std::string> trained = {}, int64_t rank = 8) {
+    return [&net, modules, trained, rank] { (void)lora::attach(*net, {.modules = modules, .rank = rank, .trained = trained}); };
+  };
+  EXPECT_THAT(attach({"fist"}), ThrowsMessage<ConfigError>(HasSubstr("the nearest path is 'first'")));
+  EXPECT_THAT(attach({"plain"}), ThrowsMessage<ConfigError>(HasSubstr("libtorch's own Linear")));
+  EXPECT_THAT(attach({"first"}, {"head.*"}), ThrowsMessage<ConfigError>(HasSubstr("'head.*' names no parameter")));
+  EXPECT_THAT(attach({"first"}, {}, 0), ThrowsMessage<ConfigError>(HasSubstr("rank = 0")));
+  EXPECT_THAT(attach({}), ThrowsMessage<ConfigError>(HasSubstr("no modules are named")));
+}
+
+}  // namespace
+}  // namespace tessera

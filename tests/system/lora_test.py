@@ -1,0 +1,79 @@
+"""LoRA and QLoRA by the command: trained in a layout, resumed in another, evaluated, written as an adapter and merged, and planned with their bytes."""
+
+import json
+import unittest
+
+from support import SystemTest, run
+
+MODULES = "layers.*.attention.*, layers.*.feed_forward.*"
+
+
+class Lora(SystemTest):
+    def command(self, *arguments, expect=0):
+        done = run(*arguments)
+        self.assertEqual(done.returncode, expect, done.stderr)
+        return done
+
+    def evaluated(self, *source):
+        return json.loads(self.command("eval", *source, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--json").stdout)["loss"]
+
+    def trained(self, name, base, *sets):
+        recipe = self.write_recipe(f"{name}.toml", family="llama", kv_heads=2)
+        saved = self.folder / name
+        lora = [f"lora.modules={MODULES}", "lora.rank=3", "optim.lr=0.05", f"checkpoint.dir={saved}", *base]
+        self.train(f"{name}-run", nproc=2, recipe=recipe, sets=[*lora, "run.steps=3", *sets])
+        self.train(f"{name}-again", nproc=1, recipe=recipe, sets=[*lora, "run.steps=5", "checkpoint.resume=latest"])
+        return saved
+
+    def test_an_adapter_is_trained_merged_and_read_back(self):
+        for name, base in (("lora", []), ("qlora", [f"quantize.modules={MODULES}", "quantize.double_scales=true"])):
+            saved = self.trained(name, base, "mesh.tp=2")
+            loss = self.evaluated("--checkpoint", saved)
+            self.assertAlmostEqual(self.evaluated("--checkpoint", saved, "--set", "mesh.tp=1"), loss)
+            refused = self.command("convert", saved, self.folder / f"{name}-hf", "--to", "hf", expect=2)
+            self.assertIn("--merge-lora", self.refusal(refused))
+            self.command("convert", saved, self.folder / f"{name}-hf", "--to", "hf", "--merge-lora")
+            self.assertLess(abs(self.evaluated("--from-hf", self.folder / f"{name}-hf") - loss), 1e-5)
+            self.command("convert", saved, self.folder / f"{name}-peft", "--to", "peft")
+            self.command("generate", "--checkpoint", saved, "--prompt", "The", "--max-tokens", 1, "--top-k", 1)
+
+    def test_what_cannot_be_made_again_is_refused(self):
+        recipe = self.write_recipe("base.toml", family="llama", kv_heads=2)
+        sets = ["run.steps=3", f"checkpoint.dir={self.folder / 'base'}"]
+        self.train("base-run", recipe=recipe, sets=sets)
+        lora = [f"lora.modules={MODULES}", "run.steps=5"]
+        partial = ["checkpoint.partial=['**.lora_a','**.lora_b']", f"checkpoint.resume={self.folder / 'base' / 'step-00000003'}"]
+        self.train("adapted-run", recipe=recipe, sets=[*lora, *partial])
+        done, _ = self.train("quantized-run", recipe=recipe, sets=[*lora, *partial, f"quantize.modules={MODULES}"], expect=2)
+        self.assertIn("name that folder as model.from_hf", self.refusal(done))
+
+        hf, saved = self.folder / "hf", self.folder / "qlora"
+        self.command("convert", self.folder / "base", hf, "--to", "hf")
+        plain = recipe.read_text().split("[data]")
+        recipe.write_text(f"[model]\nfrom_hf = '{hf}'\n[data]" + plain[1])
+        qlora = [*lora, f"quantize.modules={MODULES}", f"checkpoint.dir={saved}"]
+        self.train("from-hf-run", recipe=recipe, sets=qlora)
+        loss = self.evaluated("--checkpoint", saved)
+        self.command("convert", saved, self.folder / "merged", "--to", "hf", "--merge-lora")
+        self.assertLess(abs(self.evaluated("--from-hf", self.folder / "merged") - loss), 1e-5)
+        (hf / "model.safetensors").write_bytes((self.folder / "merged" / "model.safetensors").read_bytes())
+        done = self.command("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, expect=2)
+        self.assertIn("was trained beside other weights", self.refusal(done))
+
+    def test_the_plan_says_what_fewer_bits_leave(self):
+        recipe = self.write_recipe("planned.toml", family="llama", kv_heads=2)
+        shape = ["model.dim=128", "model.ffn_dim=256", f"lora.modules={MODULES}", "lora.rank=1"]
+
+        def parameters(*sets):
+            out = self.command("plan", recipe, "--json", *[flag for each in (*shape, *sets) for flag in ("--set", each)]).stdout
+            return json.loads(out)["ranks"][0]["peak_bytes"]["params"]
+
+        elements = 3 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # of which every row is whole blocks of 64
+        whole = parameters()
+        for bits, sets in ((4.5, ()), (8.5, ("quantize.format=int8",)), (4.127, ("quantize.double_scales=true",))):
+            fewer = parameters(f"quantize.modules={MODULES}", *sets)
+            self.assertAlmostEqual((whole - fewer) / elements * 8, 32 - bits, delta=0.002)
+
+
+if __name__ == "__main__":
+    unittest.main()
