@@ -1,6 +1,7 @@
 #include "tessera/plan/estimate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <string>
 
@@ -61,26 +62,45 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
   const auto peak = machine.device.flops.find(element == 2 ? at::kBFloat16 : at::kFloat);
   const double rate = (peak == machine.device.flops.end() ? 1e14 : peak->second) * machine.device.product_share;
   const double flops_a_token = (6 * active_ + 6 * layers * dim * seq) * (c.recompute == "full" ? 4.0 / 3 : c.recompute == "selective" ? 1.03 : 1);
-  const double computing = flops_a_token * tokens * m / c.tp / c.pp / rate;
+  // What the slowest stage has of the layers, of which the head is some.
+  const double head = static_cast<double>(model.vocab_size) * dim / ((active_ - 2 * static_cast<double>(model.vocab_size) * dim) / layers);
+  const double parts = static_cast<double>(c.pp) * c.chunks;
+  const double share = c.pp == 1 ? 1 : std::max(std::ceil(layers / parts) * c.chunks, (layers + head) / c.pp) / (layers + head);
+  const double computing = flops_a_token * tokens * m / c.tp * share / rate;
   const double idle = c.pp == 1 ? 0 : (c.pp - 1.0) / (c.chunks * m) * (c.schedule.starts_with("zb") ? 0.4 : 1);
 
-  const auto link = [&](double span) { return span <= machine.devices_per_host ? machine.inside : machine.across; };
+  // Ranks of a group lie `stride` apart; those on one host share its links to others.
+  const auto link = [&](double ranks, double stride) {
+    const double on_a_host = std::clamp(machine.devices_per_host / stride, 1.0, ranks);
+    const double across = machine.across.bandwidth * on_a_host;
+    return LinkRates{.bandwidth = on_a_host < ranks ? std::min(machine.inside.bandwidth, across) : machine.inside.bandwidth,
+                     .latency = on_a_host < ranks ? machine.across.latency : machine.inside.latency};
+  };
+  // What products leave over: some forty passes over a layer's stream, and a hundred operators that the host asks for, forward and backward.
   const double stream = tokens * dim * element;
-  const LinkRates within = link(c.tp);
+  const double passes = layers / c.pp * m * (c.recompute == "full" ? 4.0 / 3 : 1);
+  const double elsewhere =
+      passes * std::max(40 * stream / c.tp / (machine.device.memory_bandwidth * machine.device.memory_share) + 100 * machine.device.kernel_gap, 0.0);
+  const double asked = passes * (100 * machine.device.launch + (c.tp > 1 ? 8 : 0) * machine.device.collective_launch +
+                                 (c.cp > 1 ? 4 * c.cp : 0) * machine.device.collective_launch);
+  const LinkRates within = link(c.tp, 1);
   const double reductions = (c.recompute == "full" ? 6 : 4) * layers / c.pp * m;
   const double tensor = c.tp == 1 ? 0 : reductions * (2 * stream * (c.tp - 1) / c.tp / within.bandwidth + 2 * within.latency);
 
   const double data = static_cast<double>(c.data_ranks(world)) * c.cp;
-  const LinkRates between = link(data * c.tp * c.pp);
-  const double gradient = held * bytes_of(config.precision.reduce) * (data - 1) / data / between.bandwidth;
-  const double gathers = held * element * (data - 1) / data / link(c.stage >= 3 ? shards * c.tp * c.pp : 1).bandwidth;
+  const double apart = static_cast<double>(c.tp) * c.pp, between = link(data, apart).bandwidth;
+  const double gradient = held * bytes_of(config.precision.reduce) * (data - 1) / data / between;
+  const double gathers = held * element * (data - 1) / data / link(shards, apart).bandwidth;
   double sharded = data == 1 ? 0 : 2 * gradient;
   if (c.stage >= 3) sharded = m * (gradient + 2 * gathers);
   if (c.stage == 2) sharded = m * gradient + gathers;
   const double exchange =
-      c.ep == 1 ? 0 : 4 * m * layers / c.pp * stream * static_cast<double>(model.experts_per_token) * (c.ep - 1) / c.ep / link(c.ep * c.tp).bandwidth;
+      c.ep == 1 ? 0 : 4 * m * layers / c.pp * stream * static_cast<double>(model.experts_per_token) * (c.ep - 1) / c.ep / link(c.ep, c.tp).bandwidth;
   const double hidden = c.stage >= 3 ? 0.7 * computing : 0.7 * computing / m;  // gradients of the last micro-batch alone go while another is computed
-  found.seconds = computing * (1 + idle) + tensor + exchange + std::max(0.3 * sharded, sharded - hidden);
+  const double ring = c.cp == 1 ? 0
+                                : 6 * passes * stream * static_cast<double>(model.kv_heads.value_or(model.heads)) / static_cast<double>(model.heads) / c.tp *
+                                      (c.cp - 1) / link(c.cp, c.tp).bandwidth;
+  found.seconds = std::max(computing + elsewhere + tensor + exchange + 0.5 * ring, asked) * (1 + idle) + std::max(0.3 * sharded, sharded - hidden);
   return found;
 }
 

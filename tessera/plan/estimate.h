@@ -15,14 +15,14 @@ struct Estimate {
 
 class Estimator {
  public:
-  /// Lays the model out to count its parameters, which takes milliseconds. Both have to outlive it.
+  /// Lays the model out to count its parameters, which takes milliseconds.
   Estimator(const Config& config, int world, const Machine& machine);
   Estimate operator()(const LayoutChoice& choice) const;
 
  private:
-  const Config& config_;
+  Config config_;
   int world_;
-  const Machine& machine_;
+  Machine machine_;
   double dense_ = 0, experts_ = 0, active_ = 0;  ///< parameters
 };
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -25,7 +24,7 @@ namespace tessera::plan {
 namespace {
 
 constexpr size_t kFirst = 12;  ///< dry runs before climbing begins
-constexpr double kShareOfFirst = 0.4;
+constexpr double kShareOfFirst = 0.5;
 
 double seconds_a_token(const Tried& tried) { return tried.time.seconds / static_cast<double>(tried.choice.batch); }
 
@@ -44,7 +43,7 @@ class Search {
   }
 
   LayoutSearch run() {
-    look_at(ordered());
+    look_at(candidates());
     climb();
     finish();
     return std::move(found_);
@@ -54,26 +53,45 @@ class Search {
   double elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
   bool is_over(double share = 1) const { return elapsed() > share * static_cast<double>(options_.patience.count()); }
 
-  /// Those that may fit, the most promising first.
-  std::vector<LayoutChoice> ordered() {
+  struct Candidate {
+    LayoutChoice choice;
+    Estimate guess;
+  };
+
+  /// Those that may fit.
+  std::vector<Candidate> candidates() {
     auto batches = options_.batches;
     if (batches.empty()) batches.push_back(config_.batch.global_size);
-    const auto limit = static_cast<double>(found_.limit);
-    std::vector<std::pair<double, LayoutChoice>> scored;
+    std::vector<Candidate> found;
     for (auto& choice : all_choices(config_, world_, machine_, batches)) {
       ++found_.possible;
       const Estimate guess = estimate_(choice);
-      if (guess.state_bytes > limit) {
+      if (guess.state_bytes > static_cast<double>(found_.limit)) {
         ++found_.too_large;
-        continue;
+      } else {
+        found.push_back({.choice = std::move(choice), .guess = guess});
       }
-      const double beyond = guess.bytes > limit ? 1e6 * guess.bytes / limit : 0;  // after all of which the formulas say that they fit
-      scored.emplace_back(beyond + guess.seconds / static_cast<double>(choice.batch), std::move(choice));
     }
-    std::ranges::sort(scored);
-    std::vector<LayoutChoice> order;
-    for (auto& [score, choice] : scored) order.push_back(std::move(choice));
-    return order;
+    return found;
+  }
+
+  /// What the formulas miss of activations depends on the schedule and on what is recomputed, and shows in the dry runs so far.
+  std::pair<std::string, std::string> kind_of(const LayoutChoice& choice) const { return {choice.schedule, choice.recompute}; }
+
+  /// The lower, the sooner: what most probably fits by its time, behind it all else by its memory.
+  double score(const Candidate& candidate) const {
+    const auto known = activations_.find(kind_of(candidate.choice));
+    const double factor = known == activations_.end() ? 1 : known->second;
+    const double bytes = candidate.guess.state_bytes + factor * (candidate.guess.bytes - candidate.guess.state_bytes),
+                 limit = static_cast<double>(found_.limit);
+    return bytes > limit ? 1e6 * bytes / limit : candidate.guess.seconds / static_cast<double>(candidate.choice.batch);
+  }
+
+  void learn(const Tried& tried) {
+    const Estimate guess = estimate_(tried.choice);
+    if (guess.bytes <= guess.state_bytes) return;
+    double& factor = activations_[kind_of(tried.choice)];
+    factor = std::max(factor, (static_cast<double>(tried.peak_bytes) - guess.state_bytes) / (guess.bytes - guess.state_bytes));
   }
 
   /// Null where the rules refuse it, and the reason kept.
@@ -87,7 +105,13 @@ class Search {
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world_));
       const DryRun run = dry_run(changed, world_, {.machine = machine_, .alike_stages = true});
       const int64_t peak = total_of(largest_class(run).peak_bytes);
-      return &tried_.emplace(choice, Tried{.choice = choice, .peak_bytes = peak, .fits = peak <= found_.limit, .time = run.time.value()}).first->second;
+      return &tried_
+                  .emplace(choice, Tried{.choice = choice,
+                                         .peak_bytes = peak,
+                                         .fits = peak <= found_.limit,
+                                         .time = run.time.value(),
+                                         .estimated_seconds = estimate_(choice).seconds})
+                  .first->second;
     } catch (const ConfigError& error) {
       refused_.emplace(choice, error.what());
       return nullptr;
@@ -102,17 +126,20 @@ class Search {
     return found;
   }
 
-  /// One of each mesh, the first, until there are enough; then whatever comes, until something fits.
-  void look_at(const std::vector<LayoutChoice>& order) {
-    std::set<std::tuple<int, int, int, int>> meshes;
-    for (const auto& choice : order) {
-      if (!tried_.empty() && (is_over(kShareOfFirst) || tried_.size() >= kFirst)) break;
-      if (meshes.contains({choice.tp, choice.pp, choice.cp, choice.ep})) continue;
-      if (look(choice) != nullptr) meshes.emplace(choice.tp, choice.pp, choice.cp, choice.ep);
-    }
-    for (const auto& choice : order) {
-      if (!tried_.empty() && (is_over(kShareOfFirst) || best()->fits)) break;
-      look(choice);
+  /// Of each mesh the most promising, and a second one where that does not fit, until there are enough; then whatever comes, until something fits.
+  void look_at(const std::vector<Candidate>& all) {
+    std::map<std::tuple<int, int, int, int>, int> looks;
+    const auto mesh = [](const LayoutChoice& c) { return std::tuple(c.tp, c.pp, c.cp, c.ep); };
+    while (tried_.empty() || !is_over(kShareOfFirst)) {
+      const bool enough = tried_.size() >= kFirst;
+      if (enough && best()->fits) break;
+      const Candidate* next = nullptr;
+      for (const Candidate& each : all) {
+        if (tried_.contains(each.choice) || refused_.contains(each.choice) || (!enough && looks[mesh(each.choice)] > 1)) continue;
+        if (next == nullptr || score(each) < score(*next)) next = &each;
+      }
+      if (next == nullptr) break;
+      if (const Tried* tried = look(next->choice)) looks[mesh(next->choice)] += tried->fits ? 2 : 1;
     }
   }
 
@@ -207,9 +234,9 @@ class Search {
       SearchOptions options = options_;
       options.patience = std::chrono::seconds(0);
       Search other(config_, static_cast<int>(world), machine_, options);
-      auto order = other.ordered();
-      if (order.empty()) continue;
-      other.look_at(order);
+      const auto all = other.candidates();
+      if (all.empty()) continue;
+      other.look_at(all);
       if (const Tried* tried = other.best(); tried != nullptr && tried->fits) {
         found_.smallest_world = static_cast<int>(world);
         return;
@@ -238,6 +265,7 @@ class Search {
   LayoutSearch found_{};
   std::map<LayoutChoice, Tried> tried_{};
   std::map<LayoutChoice, std::string> refused_{};
+  std::map<std::pair<std::string, std::string>, double> activations_{};  ///< measured over guessed
 };
 
 }  // namespace
@@ -255,6 +283,7 @@ nlohmann::json to_json(const LayoutSearch& search) {
                        {"peak_bytes", tried.peak_bytes},
                        {"fits", tried.fits},
                        {"batch", tried.choice.batch},
+                       {"estimated_seconds", tried.estimated_seconds},
                        {"time", to_json(tried.time)}});
   }
   for (const Loses& other : search.losing) losing.push_back({{"instead", other.what}, {"reason", other.reason}});

@@ -21,6 +21,7 @@ struct Tried {
   int64_t peak_bytes = 0;  ///< of the rank that needs most
   bool fits = false;
   StepTime time{};
+  double estimated_seconds = 0;  ///< of a step, by formula: why it was looked at
 };
 
 /// Beside the best: one that differs from it in one thing, and why it is not chosen.
