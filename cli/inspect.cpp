@@ -99,7 +99,9 @@ json describe(const std::filesystem::path& path) {
   if (is_folder(path)) {
     if (is_there(path / "manifest.json")) return checkpoint_json(path);
     const auto latest = checkpoint::find_latest(path);
-    require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint; give a checkpoint, a .safetensors file or a packed .bin");
+    std::string skipped;
+    for (const auto& reason : latest.skipped) skipped += "; " + reason;
+    require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint", skipped, "; give a checkpoint, a .safetensors file or a packed .bin");
     for (const auto& reason : latest.skipped) log().warn("passing over {}", reason);
     return checkpoint_json(*latest.folder);
   }

@@ -19,6 +19,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/text_file.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
@@ -28,6 +29,8 @@
 #include "tessera/plan/machine.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
+#include "tessera/plan/search.h"
+#include "tessera/plan/settings.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
@@ -40,7 +43,9 @@ struct PlanFlags {
   std::vector<std::string> sets;
   int world = 1;
   std::optional<int> devices_per_node;
-  bool json = false, longest = false, events = false, explain = false;
+  bool json = false, longest = false, events = false, explain = false, search = false;
+  std::optional<int64_t> batch, max_batch, patience;
+  std::string output;
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
@@ -71,8 +76,11 @@ class ProgressLine {
     if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
   }
   void operator()(const plan::DryRunProgress& progress) {
+    say(fmt::format("kind {} of {} of ranks, step {} of {}: {:2.0f}%", progress.kind, progress.kinds, progress.step, progress.steps, 100 * progress.share));
+  }
+  void say(std::string text) {
     const std::lock_guard lock(mutex_);
-    text_ = fmt::format("kind {} of {} of ranks, step {} of {}: {:2.0f}%", progress.kind, progress.kinds, progress.step, progress.steps, 100 * progress.share);
+    text_ = std::move(text);
   }
 
  private:
@@ -136,6 +144,66 @@ void say_longest(const plan::LongestSequence& found, const Config& config, bool 
   std::fflush(stdout);
 }
 
+/// Of the layouts that a search chooses among, what the file says of them is none of its business.
+void forget_layout(Config& config) {
+  const auto order = config.mesh.order;
+  config.mesh = {.order = order};
+  config.zero.stage = 0;
+  config.recompute = {};
+  config.offload = {};
+  config.tensor.sequence_parallel = false;
+  config.pipeline = {};
+  config.batch.micro_size = 1;
+}
+
+/// Powers of two up to the largest, and that.
+std::vector<int64_t> batches_up_to(int64_t largest) {
+  std::vector<int64_t> sizes;
+  for (int64_t size = 1; size < largest; size *= 2) sizes.push_back(size);
+  sizes.push_back(largest);
+  return sizes;
+}
+
+void check_search(const PlanFlags& flags) {
+  if (flags.search) {
+    require(!flags.explain && !flags.longest && !flags.events, "--search: stands in place of the plan; leave out --explain, --longest and --events");
+    require(!flags.batch || !flags.max_batch, "--batch and --max-batch: the one is the size of a step, the other the largest to choose from; give one");
+    for (const auto& [name, value] : {std::pair{"--batch", flags.batch}, {"--max-batch", flags.max_batch}, {"--patience", flags.patience}}) {
+      require(!value || (*value >= 1 && *value <= 1 << 30), name, " = ", value.value_or(0), ": expected 1 to ", 1 << 30);
+    }
+    return;
+  }
+  for (const auto& [name, given] : {std::pair{"--batch", flags.batch.has_value()},
+                                    {"--max-batch", flags.max_batch.has_value()},
+                                    {"--patience", flags.patience.has_value()},
+                                    {"--output", !flags.output.empty()}}) {
+    require(!given, name, ": says something to --search alone; add it, or leave this out");
+  }
+}
+
+/// Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
+int say_search(const Config& config, const PlanFlags& flags, const plan::Machine& machine) {
+  const auto found = [&] {
+    ProgressLine line;
+    plan::SearchOptions options{.progress = [&](const std::string& text) { line.say(text); }};
+    if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
+    if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
+    return plan::search_layouts(config, flags.world, machine, options);
+  }();
+  const plan::Tried* best = found.best();
+  std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
+  if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
+  if (best != nullptr && !flags.output.empty()) {
+    Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
+    winner.run.memory_limit_bytes = 0;  // the device's own
+    write_text_file("--output " + flags.output, flags.output, to_toml(winner));
+    if (!flags.json) text += flags.output + ": written\n";
+  }
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+  return best != nullptr ? 0 : 1;
+}
+
 }  // namespace
 
 void add_plan(Command app, int& exit_code) {
@@ -151,7 +219,16 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a node, in place of what --device says").needs("--device");
   command.add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
+  command
+      .add_flag("--search", flags->search,
+                "Which layout to train in: mesh, zero.stage, recompute.mode, schedule and micro-batch, by dry runs, in place of the plan")
+      .needs("--device");
+  command.add_option("--batch", flags->batch, "With --search: sequences of a step (batch.global_size)");
+  command.add_option("--max-batch", flags->max_batch, "With --search: the step is chosen, too, of powers of two up to this; the fastest for a token is first");
+  command.add_option("--patience", flags->patience, "With --search: seconds after which no further layout is run dry (20)");
+  command.add_option("-o,--output", flags->output, "With --search: where the configuration of the best goes (TOML)");
   command.when_chosen([flags, &exit_code] {
+    check_search(*flags);
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     plan::Preset what = planned(*flags);
@@ -159,7 +236,9 @@ void add_plan(Command app, int& exit_code) {
     std::optional<plan::Device> device;
     if (!flags->device.empty()) limit_to(device.emplace(device_of(*flags)), config);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
-    validate(config, flags->explain ? 1 : flags->world, Purpose::Plan);
+    if (flags->search) forget_layout(config);
+    if (flags->batch) config.batch.global_size = *flags->batch;
+    validate(config, flags->explain || flags->search ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
     if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
@@ -167,6 +246,10 @@ void add_plan(Command app, int& exit_code) {
     if (flags->explain) {
       say_explanation(what, *flags);
       exit_code = 0;
+      return;
+    }
+    if (flags->search) {
+      exit_code = say_search(config, *flags, plan::machine_of(*device));
       return;
     }
     if (flags->longest) {

@@ -4,6 +4,7 @@
 
 #include "tessera/checkpoint/files.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 
 namespace tessera::checkpoint {
 
@@ -17,7 +18,7 @@ nlohmann::json parse_json(const std::string& text, const std::filesystem::path& 
   } catch (const nlohmann::json::parse_error& error) {
     throw ConfigError(detail::concat(file.string(), ": not JSON, at offset ", error.byte, " of ", text.size(), " bytes"));
   } catch (const nlohmann::json::exception& error) {  // a number beyond any double
-    throw ConfigError(detail::concat(file.string(), ": ", error.what()));
+    throw ConfigError(detail::concat(file.string(), ": ", json_reason(error)));
   }
 }
 

@@ -8,6 +8,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/json_reason.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -103,7 +104,7 @@ Manifest parse_manifest(const std::string& text, const std::filesystem::path& fi
   try {
     return manifest_from(parse_json(text, file));
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat(file.string(), ": ", error.what()));
+    throw ConfigError(detail::concat(file.string(), ": ", json_reason(error)));
   } catch (const Error& error) {
     throw ConfigError(detail::concat(file.string(), ": ", error.what()));
   }

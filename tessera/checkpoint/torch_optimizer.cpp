@@ -19,6 +19,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"
 
@@ -127,7 +128,7 @@ auto read(const nlohmann::json& saved, F&& f) {
   try {
     return f(saved);
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", error.what()));
+    throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", json_reason(error)));
   }
 }
 

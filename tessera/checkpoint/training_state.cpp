@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
@@ -163,7 +164,7 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
       if (held.state != "master" && counts.at(held.parameter) == 0) at::Tensor(held.tensor).zero_();
     }
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", error.what()));
+    throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", json_reason(error)));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/launch/round.h"
 
 /// Rounds and records as JSON.
@@ -67,7 +68,7 @@ T read(const std::string& text, const char* what) {
     check(value);
     return value;
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat("the ", what, " in the store cannot be read: ", error.what(), way_out));
+    throw ConfigError(detail::concat("the ", what, " in the store cannot be read: ", json_reason(error), way_out));
   } catch (const ConfigError& error) {
     throw ConfigError(detail::concat("the ", what, " in the store cannot be read: ", error.what(), way_out));
   }

@@ -12,6 +12,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_reason.h"
 
 // Every collective costs a latency, and only what backward still has to compute can hide it. A bucket for each gradient pays too many latencies; one for all
 // starts when nothing is left to hide under. Each dtype fills a bucket of its own at the same time, so buckets close in another order than they were opened;
@@ -64,7 +65,7 @@ T field(const nlohmann::json& json, const char* key) {
   try {
     return json.at(key).get<T>();
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat("bucket plan: field \"", key, "\" is missing or of the wrong type (", error.what(), ")"));
+    throw ConfigError(detail::concat("bucket plan: field \"", key, "\" is missing or of the wrong type (", json_reason(error), ")"));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 
@@ -20,8 +21,15 @@ void cut_parameter(const at::Tensor& parameter, Slice part) {
   invariant(held.is_whole(), "'", held.name, "' is cut already, and in another way");
   const at::Tensor values = parameter.is_meta() ? at::Tensor() : take(parameter.detach(), part).clone();
   set_slice(parameter, std::move(part));
+  if (parameter.is_meta()) {
+    // What is not materialized does not count, as in on_meta: a rank of a pipeline cuts the layers of all stages, and keeps its own.
+    MemoryTracker unread;
+    const TrackMemory track(unread);
+    materialize_storage(parameter, at::kMeta);
+    return;
+  }
   materialize_storage(parameter, parameter.device());
-  if (values.defined()) parameter.copy_(values);
+  parameter.copy_(values);
 }
 
 }  // namespace tessera::nn

@@ -1,6 +1,8 @@
 #include "tessera/plan/dry_run.h"
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <string_view>
@@ -242,6 +244,40 @@ std::string to_string(const EffectiveBatch& batch) {
                      even ? "" : ", some of them empty on the ranks that have fewer");
 }
 
+/// What a rank of a pipeline that is neither first nor last does, but for which stages it holds: ranks of which it is the same are alike.
+struct StageKind {
+  int beside = 0;                ///< which rank among those of its stage
+  std::vector<int64_t> flops{};  ///< of its stages, in millionths of the model's
+  auto operator<=>(const StageKind&) const = default;
+};
+
+/// How many ranks lie between neighbours along mesh.pp.
+int stride_of_stages(const MeshShape& shape) {
+  int stride = 1;
+  for (auto axis = shape.rbegin(); axis != shape.rend() && axis->first != "pp"; ++axis) stride *= axis->second;
+  return stride;
+}
+
+std::optional<StageKind> kind_of(const PipelinePlan& pipeline, int pipeline_rank, int ranks, int beside) {
+  if (pipeline_rank == 0 || pipeline_rank == ranks - 1) return std::nullopt;
+  StageKind kind{.beside = beside};
+  for (const int held : pipeline.stages_of(pipeline_rank)) kind.flops.push_back(std::llround(1e6 * pipeline.stages[static_cast<size_t>(held)].flops_share));
+  return kind;
+}
+
+/// The class of ranks that are one pipeline rank further along, or several.
+RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
+  const std::vector<int> before = pipeline.stages_of(ranks.pipeline_rank), after = pipeline.stages_of(to);
+  std::map<std::pair<schedules::Kind, int>, RankTime::Mean> actions;
+  for (const auto& [what, mean] : ranks.time.actions) {
+    const auto held = std::ranges::find(before, what.second);
+    if (held != before.end()) actions[{what.first, after.at(static_cast<size_t>(held - before.begin()))}] = mean;
+  }
+  ranks.time.actions = std::move(actions);
+  ranks.pipeline_rank = to;
+  return ranks;
+}
+
 }  // namespace
 
 bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
@@ -272,8 +308,19 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   DryRunOptions whole = options;
   whole.rehearse = false;
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
+  std::map<StageKind, size_t> known;
+  const int stages = size_along(shape, mesh_roles(config).stages), stride = stride_of_stages(shape);
   for (auto& members : classes) {
     ++progress.kind;
+    const int pipeline_rank = members.front() / stride % stages;
+    const auto kind = options.alike_stages ? kind_of(run.pipeline, pipeline_rank, stages, members.front() - pipeline_rank * stride) : std::nullopt;
+    if (kind && known.contains(*kind)) {
+      run.ranks.push_back(moved(run.ranks[known.at(*kind)], pipeline_rank, run.pipeline));
+      run.ranks.back().count = static_cast<int64_t>(members.size());
+      run.ranks.back().examples = {members.front()};
+      continue;
+    }
+    if (kind) known[*kind] = run.ranks.size();
     RankRun one = run_rank(shortened(config), world, members.front(), run.pipeline, options, progress);
     if (!one.consistent) one = run_rank(shortened(config), world, members.front(), run.pipeline, whole, progress);
     agreement.add(members, one.events);

@@ -68,10 +68,11 @@ struct DryRunProgress {
 };
 
 struct DryRunOptions {
-  bool largest = false;                                            ///< the largest tensors at the peak, too, for some 2 us an operator
-  bool events = false;                                             ///< all that a step does, too
-  std::optional<Machine> machine{};                                ///< what a step takes on it, too
-  bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
+  bool largest = false;              ///< the largest tensors at the peak, too, for some 2 us an operator
+  bool events = false;               ///< all that a step does, too
+  std::optional<Machine> machine{};  ///< what a step takes on it, too
+  bool alike_stages = false;         ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
+  bool rehearse = true;              ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -13,6 +12,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/models/flops.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/settings.h"
 #include "tessera/precision/policy.h"
 
 // States are arithmetic: so many bytes of each parameter, by number formats. Activations are not known by arithmetic but seen: dry runs of two depths and two
@@ -25,22 +25,15 @@ using Sets = std::vector<std::string>;
 
 constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
 
-Config changed(const Config& config, const Sets& sets) {
-  Config other = parse_config(to_toml(config), std::filesystem::current_path(), sets);
-  other.name = config.name;
-  resolve(other);
-  return other;
-}
-
 /// One rank, one micro-batch.
 Config alone(const Config& config) {
-  return changed(config, {"mesh.dp_replicate=1", "mesh.dp_shard=1", "mesh.pp=1", "mesh.cp=1", "mesh.tp=1", "mesh.ep=1", "mesh.expert_tp=1", "zero.stage=0",
-                          "pipeline.schedule=1f1b", "pipeline.virtual_stages=1", "pipeline.split=[\"auto\"]", "run.memory_limit_bytes=0",
-                          "batch.global_size=" + std::to_string(config.batch.micro_size)});
+  return with_settings(config, {"mesh.dp_replicate=1", "mesh.dp_shard=1", "mesh.pp=1", "mesh.cp=1", "mesh.tp=1", "mesh.ep=1", "mesh.expert_tp=1",
+                                "zero.stage=0", "pipeline.schedule=1f1b", "pipeline.virtual_stages=1", "pipeline.split=[\"auto\"]", "run.memory_limit_bytes=0",
+                                "batch.global_size=" + std::to_string(config.batch.micro_size)});
 }
 
 KeptStates states_of(const Config& config, std::string formats, Sets sets) {
-  const Config asked = changed(config, sets);
+  const Config asked = with_settings(config, sets);
   const BytesPerParameter bytes = bytes_per_parameter(asked);
   const double masters = precision::policy_from(asked.precision).has_masters() ? 4 : 0;
   return {.formats = std::move(formats), .sets = std::move(sets), .bytes = bytes, .masters = masters};
@@ -60,7 +53,7 @@ struct Seen {
 };
 
 Seen seen_of(const Config& config, const Sets& sets = {}) {
-  const DryRun run = dry_run(sets.empty() ? config : changed(config, sets), 1, {.events = true});
+  const DryRun run = dry_run(sets.empty() ? config : with_settings(config, sets), 1, {.events = true});
   const Events& events = run.ranks.front().events;
   return {most_of(events, MemoryCategory::Activations), most_of(events, MemoryCategory::Outputs)};
 }
@@ -112,7 +105,7 @@ void find_smallest(const Config& one, const KeptStates& formats, Verdict& verdic
       sets.insert(sets.end(), {"zero.stage=3", "mesh.dp_shard=" + std::to_string(ranks), "mesh.dp_replicate=1",
                                "batch.global_size=" + std::to_string(ranks * one.batch.micro_size)});
       sets.insert(sets.end(), more.begin(), more.end());
-      return peak_of(changed(one, sets), ranks);
+      return peak_of(with_settings(one, sets), ranks);
     };
     int enough = static_cast<int>(std::clamp<int64_t>((verdict.states + verdict.memory - 1) / verdict.memory, 1, kMost + 1)), few = enough - 1;
     for (; enough <= kMost && peak(enough) > verdict.memory; enough *= 2) few = enough;
@@ -191,7 +184,7 @@ Explanation explain(const Config& config, double parameters, int ranks) {
     const KeptStates& halves = explanation.states[1];
     Verdict verdict{.memory = config.run.memory_limit_bytes};
     verdict.states = static_cast<int64_t>(explanation.parameters * halves.bytes.total());
-    verdict.needed = peak_of(changed(one, halves.sets), 1);
+    verdict.needed = peak_of(with_settings(one, halves.sets), 1);
     if (!verdict.fits()) find_smallest(one, halves, verdict);
     explanation.verdict = std::move(verdict);
   }

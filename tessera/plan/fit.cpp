@@ -1,7 +1,6 @@
 #include "tessera/plan/fit.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <string_view>
 #include <utility>
 
@@ -9,6 +8,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/settings.h"
 #include "tessera/train/pipeline_layout.h"
 
 // Which settings fit is measured by dry runs; in which order to try them is a table of prices. A model of time would be another description of the system, and
@@ -110,13 +110,6 @@ std::vector<Choice> pipelines(const Config& config, int world) {
   return choices;
 }
 
-Config with(const Config& config, const Sets& sets) {
-  Config changed = parse_config(to_toml(config), std::filesystem::current_path(), sets);
-  changed.name = config.name;
-  resolve(changed);
-  return changed;
-}
-
 Setting tried(const DryRun& run, Sets sets) {
   Setting setting{.sets = std::move(sets), .peak = largest_class(run).peak_bytes};
   for (const auto& ranks : run.ranks) {
@@ -128,12 +121,6 @@ Setting tried(const DryRun& run, Sets sets) {
 }
 
 }  // namespace
-
-std::string flags_of(const Setting& setting) {
-  std::string out;
-  for (const auto& set : setting.sets) out += (out.empty() ? "--set " : " --set ") + set;
-  return out;
-}
 
 const Setting* FitSearch::best() const {
   if (fits) return &tried.back();
@@ -170,7 +157,7 @@ FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::
       break;
     }
     try {
-      const Config changed = with(config, sets);
+      const Config changed = with_settings(config, sets);
       validate(changed, world, Purpose::Plan);
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world));
       search.tried.push_back(tried(dry_run(changed, world), std::move(sets)));

@@ -19,9 +19,6 @@ struct Setting {
   double sent_bytes = 0;          ///< all ranks
 };
 
-/// "--set zero.stage=1 --set recompute.mode=full".
-std::string flags_of(const Setting& setting);
-
 /// What find_fit tried.
 struct FitSearch {
   Setting now;

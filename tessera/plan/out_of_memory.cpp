@@ -6,6 +6,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
+#include "tessera/plan/settings.h"
 #include "tessera/train/state_bytes.h"
 
 namespace tessera::plan {
@@ -34,9 +35,9 @@ std::string way_out(const FitSearch& search) {
   const Setting* const best = search.best();
   if (!best) return "there is no setting left that needs less; use more ranks, or a smaller model";
   const std::string peak = format_bytes(total_of(best->peak));
-  if (search.fits) return fmt::format("the cheapest setting that would fit: {} (peak {})", flags_of(*best), peak);
+  if (search.fits) return fmt::format("the cheapest setting that would fit: {} (peak {})", flags_of(best->sets), peak);
   return fmt::format("none of {} settings tried would fit{}: the smallest peak, {}, is that of {}", search.tried.size(),
-                     search.complete ? "" : ", and there was no time for more", peak, flags_of(*best));
+                     search.complete ? "" : ", and there was no time for more", peak, flags_of(best->sets));
 }
 
 std::string share(double part, double whole) { return whole > 0 ? fmt::format("{:+.1f}%", 100 * (part / whole - 1)) : std::string("-"); }
@@ -64,7 +65,7 @@ std::string rows_text(const FitSearch& search) {
                        share(setting.sent_bytes, search.now.sent_bytes), name);
   };
   row(search.now, "as it is");
-  for (const auto& setting : search.tried) row(setting, flags_of(setting));
+  for (const auto& setting : search.tried) row(setting, flags_of(setting.sets));
   return out;
 }
 

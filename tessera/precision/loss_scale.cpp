@@ -9,6 +9,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/memory/memory.h"
 
 // Which scale is right nobody knows, and it changes while training: a dynamic one is raised until gradients overflow, so that a skipped step now and then is
@@ -85,7 +86,7 @@ void LossScale::restore(const nlohmann::json& saved, const std::string& source) 
     finite_in_a_row_ = count("finite_in_a_row");
     in_a_row_ = count("in_a_row");
   } catch (const nlohmann::json::exception& error) {
-    refuse(error.what());
+    refuse(json_reason(error));
   }
 }
 

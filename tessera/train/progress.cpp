@@ -4,6 +4,7 @@
 
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 
 namespace tessera {
 
@@ -15,7 +16,7 @@ auto read_field(const nlohmann::json& progress, const char* field, const std::st
   try {
     return read(progress.at(field));
   } catch (const nlohmann::json::exception& e) {
-    throw ConfigError(detail::concat(source, ": progress.", field, " in manifest.json cannot be read (", e.what(),
+    throw ConfigError(detail::concat(source, ": progress.", field, " in manifest.json cannot be read (", json_reason(e),
                                      "); the checkpoint is damaged or of another version, use another"));
   }
 }

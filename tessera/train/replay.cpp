@@ -21,6 +21,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_read.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/core/version.h"
 #include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
@@ -72,7 +73,7 @@ Recorded read_record(const nlohmann::json& record, int64_t global_size, const st
     read.arithmetic = record.at("arithmetic");
     read.formats = formats_in(read.arithmetic);
   } catch (const nlohmann::json::exception& error) {
-    refuse(error.what());
+    refuse(json_reason(error));
   }
   if (read.micro_size < 1 || global_size % read.micro_size != 0) refuse("micro_size does not divide batch.global_size");
   if (read.losses.empty()) refuse("no losses");

@@ -4,6 +4,7 @@
 
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/out_of_memory.h"
+#include "tessera/plan/settings.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -62,9 +63,9 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   const auto easy = plan::find_fit(settings, 2, now - 1);
   ASSERT_TRUE(easy.fits);
   EXPECT_EQ(total_of(easy.now.peak), now);
-  EXPECT_EQ(plan::flags_of(*easy.best()), "--set zero.stage=1");
+  EXPECT_EQ(plan::flags_of(easy.best()->sets), "--set zero.stage=1");
   const auto exact = plan::find_fit(settings, 2, peak_of(config("llama", {"zero.stage=1"}), 2));
-  EXPECT_EQ(plan::flags_of(*exact.best()), "--set zero.stage=1") << "what is as large as the limit fits";
+  EXPECT_EQ(plan::flags_of(exact.best()->sets), "--set zero.stage=1") << "what is as large as the limit fits";
   EXPECT_EQ(easy.largest.size(), 10u);
   const int64_t full = peak_of(config("llama", {"recompute.mode=full"}), 1);
   const auto alone = plan::find_fit(settings, 1, full);
@@ -93,7 +94,7 @@ TEST_F(Fit, AddsUpWhatAllRanksComputeAndSend) {
 
 TEST_F(Fit, PassesOverWhatTheRulesRefuse) {
   const auto search = plan::find_fit(config("llama", {"run.deterministic=true"}), 2, 1000);
-  for (const auto& setting : search.tried) EXPECT_THAT(plan::flags_of(setting), Not(HasSubstr("zero.stage")));
+  for (const auto& setting : search.tried) EXPECT_THAT(plan::flags_of(setting.sets), Not(HasSubstr("zero.stage")));
   EXPECT_EQ(search.tried.size(), 5u);
 }
 

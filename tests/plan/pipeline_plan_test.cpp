@@ -9,6 +9,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/fit.h"
+#include "tessera/plan/settings.h"
 #include "tests/refusal.h"
 #include "tests/train/fixture.h"
 
@@ -167,7 +168,7 @@ TEST_F(PipelinePlanTest, WhatFitsIsLookedForAmongPipelines) {
   const Sets piped_sets{"mesh.pp=2", "pipeline.schedule=gpipe"};
   const auto found = plan::find_fit(piped(piped_sets), 2, peak(piped_sets) - 1);
   ASSERT_TRUE(found.fits);
-  EXPECT_EQ(plan::flags_of(*found.best()), "--set pipeline.schedule=1f1b --set pipeline.virtual_stages=1");
+  EXPECT_EQ(plan::flags_of(found.best()->sets), "--set pipeline.schedule=1f1b --set pipeline.virtual_stages=1");
 }
 
 TEST_F(PipelinePlanTest, ASplitThatDoesNotFitIsRefused) {

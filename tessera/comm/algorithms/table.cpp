@@ -11,6 +11,7 @@
 
 #include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/core/text_file.h"
 
 // A message of b bytes takes about a latency and b times an inverse bandwidth, so which algorithm wins changes with the ratio of sizes, not with their
@@ -44,7 +45,7 @@ void from_json(const nlohmann::json& json, TableRow& row) {
            .ranks = static_cast<int>(whole_number(json, "ranks", std::numeric_limits<int>::max())),
            .time_us = json.at("time_us").get<double>()};
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(detail::concat("expected op, backend, algorithm, bytes, ranks and time_us (", error.what(), ")"));
+    throw ConfigError(detail::concat("expected op, backend, algorithm, bytes, ranks and time_us (", json_reason(error), ")"));
   }
   require(row.bytes >= 0 && row.ranks >= 1 && row.time_us > 0 && std::isfinite(row.time_us), "bytes = ", row.bytes, ", ranks = ", row.ranks,
           ", time_us = ", row.time_us, ": expected 0 or more, 1 or more, and a positive time");

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/json_reason.h"
 #include "tessera/pipeline/schedules/check.h"
 #include "tessera/pipeline/schedules/events.h"
 
@@ -117,7 +118,8 @@ Timed timed_from_json(const Json& json, const std::string& origin) {
     timed.rank = json.at("rank").get<int>();
     return timed;
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(tessera::detail::concat(origin, ": is no timeline of a pipeline: ", error.what()));
+    throw ConfigError(tessera::detail::concat(origin, ": is no timeline of a pipeline: ", json_reason(error),
+                                              "; name the folder of a run with log.timeline_every, or its timeline.jsonl"));
   } catch (const ConfigError& error) {
     throw ConfigError(tessera::detail::concat(origin, ": ", error.what()));
   }

@@ -1,0 +1,174 @@
+#include "tessera/plan/layout_choice.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace tessera::plan {
+namespace {
+
+std::vector<int> divisors(int64_t of, int64_t most) {
+  std::vector<int> found;
+  for (int64_t d = 1; d <= std::min(of, most); ++d) {
+    if (of % d == 0) found.push_back(static_cast<int>(d));
+  }
+  return found;
+}
+
+struct PipelineChoice {
+  const char* schedule;
+  int chunks;
+};
+
+/// What is worth a look: the plain ones, those that trade messages, or activations, for a smaller bubble, and those of half and a third of the activations.
+std::vector<PipelineChoice> schedules(int pp, int64_t layers) {
+  if (pp == 1) return {{"1f1b", 1}};
+  std::vector<PipelineChoice> found{{"1f1b", 1}, {"zb_h1", 1}};
+  for (const int chunks : {2, 4}) {
+    if (layers >= int64_t{pp} * chunks) found.push_back({"interleaved", chunks});
+  }
+  if (layers >= int64_t{pp} * 2) found.insert(found.end(), {{"zb_v", 2}, {"v_half", 2}, {"v_min", 2}});
+  return found;
+}
+
+std::vector<std::pair<int, int>> shardings(int data_ranks, int data_ranks_of_a_host) {
+  if (data_ranks == 1) return {{0, 1}};
+  std::vector<std::pair<int, int>> found{{0, 1}, {1, data_ranks}, {2, data_ranks}, {3, data_ranks}};
+  if (data_ranks_of_a_host > 1 && data_ranks_of_a_host < data_ranks && data_ranks % data_ranks_of_a_host == 0) {
+    found.insert(found.end(), {{1, data_ranks_of_a_host}, {3, data_ranks_of_a_host}});
+  }
+  return found;
+}
+
+/// Data ranks are the neighbours of their kind every tp x cp x pp ranks.
+int on_a_host(const LayoutChoice& choice, const Machine& machine) { return std::max(1, machine.devices_per_host / (choice.tp * choice.cp * choice.pp)); }
+
+/// What no rule allows, for any model.
+bool is_possible(const LayoutChoice& c, const Config& config, int world) {
+  const ModelConfig& model = config.model;
+  if (world % (c.tp * c.pp * c.cp) != 0 || c.tp > model.heads || c.pp * c.chunks > model.layers) return false;
+  if (c.tp > 1 && model.ffn_dim && *model.ffn_dim % c.tp != 0) return false;
+  const int64_t columns = config.data.seq_len;
+  if (c.cp > 1 && columns % (int64_t{2} * c.cp * c.tp) != 0) return false;
+  if (c.batch % c.micro_size != 0 || c.batch / c.micro_size < c.data_ranks(world)) return false;
+  if (c.ep > 1 && (c.stage == 0 || model.experts % c.ep != 0 || (c.shard * c.cp * c.tp) % c.ep != 0)) return false;
+  if (c.schedule == "interleaved" && c.micro_batches(world) % c.pp != 0) return false;
+  return c.shard <= c.data_ranks(world) && c.data_ranks(world) % c.shard == 0;
+}
+
+std::vector<int64_t> micro_sizes(int64_t batch, int64_t data_ranks) {
+  std::vector<int64_t> found;
+  for (int64_t size = 1; size <= 16 && size * data_ranks <= batch; size *= 2) {
+    if (batch % size == 0) found.push_back(size);
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<std::string> settings_of(const LayoutChoice& c, int world) {
+  const auto of = [](const char* key, auto value) { return fmt::format("{}={}", key, value); };
+  std::vector<std::string> sets{of("mesh.tp", c.tp),
+                                of("mesh.pp", c.pp),
+                                of("mesh.cp", c.cp),
+                                of("mesh.ep", c.ep),
+                                of("mesh.dp_shard", c.shard),
+                                of("mesh.dp_replicate", c.data_ranks(world) / c.shard),
+                                of("zero.stage", c.stage),
+                                of("batch.global_size", c.batch),
+                                of("batch.micro_size", c.micro_size),
+                                of("recompute.mode", c.recompute),
+                                of("tensor.sequence_parallel", c.tp > 1)};
+  if (c.pp > 1) sets.insert(sets.end(), {of("pipeline.schedule", c.schedule), of("pipeline.virtual_stages", c.chunks)});
+  if (c.offload) sets.insert(sets.end(), {"offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
+  return sets;
+}
+
+std::string to_string(const LayoutChoice& c, int world) {
+  std::string out;
+  const auto add = [&](const std::string& text) { out += (out.empty() ? "" : ", ") + text; };
+  if (c.tp > 1) add(fmt::format("tp {}", c.tp));
+  if (c.cp > 1) add(fmt::format("cp {}", c.cp));
+  if (c.pp > 1) add(fmt::format("pp {} {}{}", c.pp, c.schedule, c.chunks > 1 ? fmt::format(" x{}", c.chunks) : ""));
+  const int data = c.data_ranks(world);
+  add(fmt::format("dp {}", data));
+  if (c.stage > 0) out += fmt::format(" (zero {}{})", c.stage, c.shard < data ? fmt::format(" over {}", c.shard) : "");
+  if (c.ep > 1) add(fmt::format("ep {}", c.ep));
+  add(fmt::format("micro {}", c.micro_size));
+  if (c.recompute != "none") add("recompute " + c.recompute);
+  if (c.offload) add("offload");
+  return out;
+}
+
+std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches) {
+  const int most_tp = 2 * machine.devices_per_host;  // beyond a host once, so that what that costs is seen
+  std::vector<LayoutChoice> found;
+  for (const int tp : divisors(world, most_tp)) {
+    for (const int cp : divisors(world / tp, std::max<int64_t>(1, config.data.seq_len / 4096))) {
+      for (const int pp : divisors(world / tp / cp, config.model.layers)) {
+        for (const int64_t batch : batches) {
+          LayoutChoice choice{.tp = tp, .pp = pp, .cp = cp, .batch = batch};
+          const int data = choice.data_ranks(world);
+          for (const auto& [stage, shard] : shardings(data, on_a_host(choice, machine))) {
+            for (const int ep : divisors(std::max<int64_t>(1, config.model.experts), world)) {
+              for (const int64_t micro_size : micro_sizes(batch, data)) {
+                for (const auto& [schedule, chunks] : schedules(pp, config.model.layers)) {
+                  for (const char* recompute : {"none", "selective", "full"}) {
+                    choice.ep = ep, choice.stage = stage, choice.shard = shard, choice.micro_size = micro_size;
+                    choice.schedule = schedule, choice.chunks = chunks, choice.recompute = recompute;
+                    if (is_possible(choice, config, world)) found.push_back(choice);
+                  }
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  return found;
+}
+
+std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& config, int world, const Machine& machine) {
+  std::vector<Neighbour> found;
+  const auto add = [&](const std::string& what, auto change) {
+    LayoutChoice next = at;
+    change(next);
+    const int data = next.data_ranks(std::max(world, next.tp * next.pp * next.cp));
+    if (at.shard == at.data_ranks(world) || next.shard > data) next.shard = next.stage > 0 ? std::max(1, data) : 1;  // all of them, as before
+    if (next.stage == 0) next.shard = 1;
+    if (data == 1) next.stage = 0, next.shard = 1;
+    if (next.pp == 1) next.schedule = "1f1b", next.chunks = 1;
+    if (next != at && is_possible(next, config, world)) found.push_back({what, next});
+  };
+  const auto twice_and_half = [&](const char* name, int LayoutChoice::* axis) {
+    add(fmt::format("{} {}", name, at.*axis * 2), [&](LayoutChoice& c) { c.*axis *= 2; });
+    if (at.*axis % 2 == 0) add(fmt::format("{} {}", name, at.*axis / 2), [&](LayoutChoice& c) { c.*axis /= 2; });
+  };
+  twice_and_half("tp", &LayoutChoice::tp);
+  twice_and_half("pp", &LayoutChoice::pp);
+  if (config.data.seq_len >= 4096) twice_and_half("cp", &LayoutChoice::cp);
+  if (config.model.experts > 0) twice_and_half("ep", &LayoutChoice::ep);
+  if (at.pp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp * 2, at.pp / 2), [](LayoutChoice& c) { c.tp *= 2, c.pp /= 2; });
+  if (at.tp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp / 2, at.pp * 2), [](LayoutChoice& c) { c.tp /= 2, c.pp *= 2; });
+  for (const auto& [stage, shard] : shardings(at.data_ranks(world), on_a_host(at, machine))) {
+    if (stage == at.stage && shard == at.shard) continue;
+    LayoutChoice next = at;
+    next.stage = stage, next.shard = shard;
+    if (is_possible(next, config, world))
+      found.push_back({fmt::format("zero {}{}", stage, shard > 1 && shard < at.data_ranks(world) ? fmt::format(" over {}", shard) : ""), next});
+  }
+  add(fmt::format("micro {}", at.micro_size * 2), [](LayoutChoice& c) { c.micro_size *= 2; });
+  if (at.micro_size > 1) add(fmt::format("micro {}", at.micro_size / 2), [](LayoutChoice& c) { c.micro_size /= 2; });
+  for (const char* recompute : {"none", "selective", "full"}) {
+    if (at.recompute != recompute) add(std::string("recompute ") + recompute, [&](LayoutChoice& c) { c.recompute = recompute; });
+  }
+  for (const auto& [schedule, chunks] : schedules(at.pp, config.model.layers)) {
+    if (schedule == at.schedule && chunks == at.chunks) continue;
+    add(chunks > 1 ? fmt::format("{} x{}", schedule, chunks) : schedule,
+        [&, schedule = schedule, chunks = chunks](LayoutChoice& c) { c.schedule = schedule, c.chunks = chunks; });
+  }
+  return found;
+}
+
+}  // namespace tessera::plan

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/config/config.h"
+#include "tessera/plan/machine.h"
+
+namespace tessera::plan {
+
+/// How a model, and a step of it, may be cut over the ranks of a world: one point of the space that a search goes through.
+struct LayoutChoice {
+  int tp = 1, pp = 1, cp = 1, ep = 1;
+  int stage = 0;           ///< zero.stage
+  int shard = 1;           ///< data ranks that the state is cut over; the rest hold copies
+  int64_t batch = 1;       ///< batch.global_size
+  int64_t micro_size = 1;  ///< sequences of a forward pass
+  std::string recompute = "none";
+  std::string schedule = "1f1b";  ///< where pp > 1
+  int chunks = 1;                 ///< of a stage
+  bool offload = false;           ///< state on the host, where zero.stage = 3
+
+  auto operator<=>(const LayoutChoice&) const = default;
+
+  int data_ranks(int world) const { return world / (tp * pp * cp); }
+  /// Micro-batches of a step on the data rank that has most.
+  int64_t micro_batches(int world) const { return (batch / micro_size + data_ranks(world) - 1) / data_ranks(world); }
+};
+
+/// As --set takes it.
+std::vector<std::string> settings_of(const LayoutChoice& choice, int world);
+
+/// "tp 2, pp 4, dp 8 (zero 1), micro 2, recompute selective".
+std::string to_string(const LayoutChoice& choice, int world);
+
+/// All that the model's and the world's divisors allow; what the configuration's rules refuse beside is not known here. `batches` are the sizes of a step to
+/// choose from.
+std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches);
+
+/// A choice that differs in one thing, and what that is: "tp 4".
+struct Neighbour {
+  std::string what;
+  LayoutChoice choice;
+};
+std::vector<Neighbour> neighbours_of(const LayoutChoice& choice, const Config& config, int world, const Machine& machine);
+
+}  // namespace tessera::plan

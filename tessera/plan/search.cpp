@@ -1,0 +1,328 @@
+#include "tessera/plan/search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/estimate.h"
+#include "tessera/plan/settings.h"
+#include "tessera/train/pipeline_layout.h"
+
+// A dry run is a second description of nothing: it is the step. But it takes milliseconds to seconds, and a thousand devices have ten thousand layouts. So the
+// formulas that everybody knows sort them, and the search climbs: from the best of the first few it goes to the best neighbour, until no neighbour is better.
+// The neighbours that were run for that are the answer to "why not the other way".
+
+namespace tessera::plan {
+namespace {
+
+constexpr size_t kFirst = 12;  ///< dry runs before climbing begins
+constexpr double kShareOfFirst = 0.5;
+
+double seconds_a_token(const Tried& tried) { return tried.time.seconds / static_cast<double>(tried.choice.batch); }
+
+/// Which is the better answer.
+bool is_better(const Tried& a, const Tried& b) {
+  if (a.fits != b.fits) return a.fits;
+  return a.fits ? seconds_a_token(a) < seconds_a_token(b) : a.peak_bytes < b.peak_bytes;
+}
+
+class Search {
+ public:
+  Search(const Config& config, int world, const Machine& machine, const SearchOptions& options)
+      : config_(config), world_(world), machine_(machine), options_(options), estimate_(config, world, machine), begin_(std::chrono::steady_clock::now()) {
+    found_.world = world;
+    found_.limit = config.run.memory_limit_bytes;
+  }
+
+  LayoutSearch run() {
+    look_at(candidates());
+    climb();
+    finish();
+    return std::move(found_);
+  }
+
+ private:
+  double elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  bool is_over(double share = 1) const { return elapsed() > share * static_cast<double>(options_.patience.count()); }
+
+  struct Candidate {
+    LayoutChoice choice;
+    Estimate guess;
+  };
+
+  /// Those that may fit.
+  std::vector<Candidate> candidates() {
+    auto batches = options_.batches;
+    if (batches.empty()) batches.push_back(config_.batch.global_size);
+    std::vector<Candidate> found;
+    for (auto& choice : all_choices(config_, world_, machine_, batches)) {
+      ++found_.possible;
+      const Estimate guess = estimate_(choice);
+      if (guess.state_bytes > static_cast<double>(found_.limit)) {
+        ++found_.too_large;
+      } else {
+        found.push_back({.choice = std::move(choice), .guess = guess});
+      }
+    }
+    return found;
+  }
+
+  /// What the formulas miss of activations depends on the schedule and on what is recomputed, and shows in the dry runs so far.
+  std::pair<std::string, std::string> kind_of(const LayoutChoice& choice) const { return {choice.schedule, choice.recompute}; }
+
+  /// The lower, the sooner: what most probably fits by its time, behind it all else by its memory.
+  double score(const Candidate& candidate) const {
+    const auto known = activations_.find(kind_of(candidate.choice));
+    const double factor = known == activations_.end() ? 1 : known->second;
+    const double bytes = candidate.guess.state_bytes + factor * (candidate.guess.bytes - candidate.guess.state_bytes),
+                 limit = static_cast<double>(found_.limit);
+    return bytes > limit ? 1e6 * bytes / limit : candidate.guess.seconds / static_cast<double>(candidate.choice.batch);
+  }
+
+  void learn(const Tried& tried) {
+    const Estimate guess = estimate_(tried.choice);
+    if (guess.bytes <= guess.state_bytes) return;
+    double& factor = activations_[kind_of(tried.choice)];
+    factor = std::max(factor, (static_cast<double>(tried.peak_bytes) - guess.state_bytes) / (guess.bytes - guess.state_bytes));
+  }
+
+  /// Null where the rules refuse it, and the reason kept.
+  const Tried* look(const LayoutChoice& choice) {
+    if (const auto known = tried_.find(choice); known != tried_.end()) return &known->second;
+    if (refused_.contains(choice)) return nullptr;
+    if (options_.progress) options_.progress(fmt::format("layout {} of at most {}: {}", tried_.size() + 1, found_.possible, to_string(choice, world_)));
+    try {
+      const Config changed = with_settings(config_, settings_of(choice, world_));
+      validate(changed, world_, Purpose::Plan);
+      check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world_));
+      const DryRun run = dry_run(changed, world_, {.machine = machine_, .alike_stages = true});
+      const int64_t peak = total_of(largest_class(run).peak_bytes);
+      return &tried_
+                  .emplace(choice, Tried{.choice = choice,
+                                         .peak_bytes = peak,
+                                         .fits = peak <= found_.limit,
+                                         .time = run.time.value(),
+                                         .estimated_seconds = estimate_(choice).seconds})
+                  .first->second;
+    } catch (const ConfigError& error) {
+      refused_.emplace(choice, error.what());
+      return nullptr;
+    }
+  }
+
+  const Tried* best() const {
+    const Tried* found = nullptr;
+    for (const auto& [choice, tried] : tried_) {
+      if (found == nullptr || is_better(tried, *found)) found = &tried;
+    }
+    return found;
+  }
+
+  /// Of each mesh the most promising, and a second one where that does not fit, until there are enough; then whatever comes, until something fits.
+  void look_at(const std::vector<Candidate>& all) {
+    std::map<std::tuple<int, int, int, int>, int> looks;
+    const auto mesh = [](const LayoutChoice& c) { return std::tuple(c.tp, c.pp, c.cp, c.ep); };
+    while (tried_.empty() || !is_over(kShareOfFirst)) {
+      const bool enough = tried_.size() >= kFirst;
+      if (enough && best()->fits) break;
+      const Candidate* next = nullptr;
+      for (const Candidate& each : all) {
+        if (tried_.contains(each.choice) || refused_.contains(each.choice) || (!enough && looks[mesh(each.choice)] > 1)) continue;
+        if (next == nullptr || score(each) < score(*next)) next = &each;
+      }
+      if (next == nullptr) break;
+      if (const Tried* tried = look(next->choice)) looks[mesh(next->choice)] += tried->fits ? 2 : 1;
+    }
+  }
+
+  void climb() {
+    for (const Tried* at = best(); at != nullptr;) {
+      std::vector<std::pair<double, LayoutChoice>> next;
+      for (auto& neighbour : neighbours_of(at->choice, config_, world_, machine_)) {
+        next.emplace_back(estimate_(neighbour.choice).seconds, std::move(neighbour.choice));
+      }
+      std::ranges::sort(next);
+      const Tried* better = at;
+      for (const auto& [guess, choice] : next) {
+        if (is_over()) {
+          found_.complete = false;
+          break;
+        }
+        const Tried* tried = look(choice);
+        if (tried != nullptr && is_better(*tried, *better)) better = tried;
+      }
+      if (better == at || is_over()) break;
+      at = better;
+    }
+  }
+
+  /// What the one takes longer for.
+  static std::string loss_of(const Tried& tried, const Tried& best) {
+    const double slower = seconds_a_token(tried) / seconds_a_token(best) - 1;
+    const auto batch = static_cast<double>(tried.choice.batch) / static_cast<double>(best.choice.batch);
+    std::pair<double, const char*> parts[] = {{tried.time.computing - batch * best.time.computing, "computing"},
+                                              {tried.time.exposed - batch * best.time.exposed, "waiting for collectives"},
+                                              {tried.time.asked - batch * best.time.asked, "waiting for the host"},
+                                              {tried.time.bubble - batch * best.time.bubble, "waiting for other stages"}};
+    const auto& most = *std::ranges::max_element(parts);
+    if (slower < 0.0005) return "as fast";
+    return fmt::format("{:.1f}% slower: {:.2g} s more {}", 100 * slower, most.first, most.second);
+  }
+
+  void explain(const Tried& best) {
+    for (const auto& [what, choice] : neighbours_of(best.choice, config_, world_, machine_)) {
+      if (const auto tried = tried_.find(choice); tried != tried_.end()) {
+        const bool fits = tried->second.fits;
+        found_.losing.push_back(
+            {what, fits ? loss_of(tried->second, best) : fmt::format("needs {} of {}", format_bytes(tried->second.peak_bytes), format_bytes(found_.limit))});
+      } else if (const auto refused = refused_.find(choice); refused != refused_.end()) {
+        found_.losing.push_back({what, "refused: " + refused->second});
+      } else if (const double state = estimate_(choice).state_bytes; state > static_cast<double>(found_.limit)) {
+        found_.losing.push_back({what, fmt::format("needs {} for its state alone", format_bytes(static_cast<int64_t>(state)))});
+      }
+    }
+  }
+
+  /// The fastest of those that fit and of which `holds`; null where none was run.
+  template <class Holds>
+  const Tried* fastest(Holds holds) const {
+    const Tried* found = nullptr;
+    for (const auto& [choice, tried] : tried_) {
+      if (tried.fits && holds(choice) && (found == nullptr || is_better(tried, *found))) found = &tried;
+    }
+    return found;
+  }
+
+  void observe(const Tried& best) {
+    const auto add = [&](std::string text) { found_.observations.push_back(std::move(text)); };
+    const int host = machine_.devices_per_host;
+    const auto behind = [&](const Tried* other) { return fmt::format("{:.0f}%", 100 * (seconds_a_token(*other) / seconds_a_token(best) - 1)); };
+    if (world_ > host) {
+      const Tried* across = fastest([&](const LayoutChoice& c) { return c.tp > host; });
+      if (best.choice.tp > host) {
+        add(fmt::format("tensor parallelism goes across hosts here (tp {} on hosts of {}), against the rule of thumb", best.choice.tp, host));
+      } else if (across != nullptr) {
+        add(fmt::format("tensor parallelism stays inside a host: across hosts (tp {}) the best is {} slower", across->choice.tp, behind(across)));
+      }
+    }
+    if (const Tried* other = fastest([&](const LayoutChoice& c) { return (c.pp > 1) != (best.choice.pp > 1); })) {
+      add(best.choice.pp > 1 ? fmt::format("without a pipeline the best is {} slower", behind(other))
+                             : fmt::format("a pipeline does not pay: the best with one is {} slower", behind(other)));
+    } else if (best.choice.pp > 1) {
+      add("without a pipeline nothing that was run fits");
+    }
+    if (const Tried* other = fastest([&](const LayoutChoice& c) { return (c.tp > 1) != (best.choice.tp > 1); })) {
+      add(best.choice.tp > 1 ? fmt::format("without tensor parallelism the best is {} slower", behind(other))
+                             : fmt::format("tensor parallelism does not pay: the best with it is {} slower", behind(other)));
+    } else if (best.choice.tp > 1) {
+      add("without tensor parallelism nothing that was run fits");
+    }
+  }
+
+  /// By formulas, which say what the state needs, and one dry run each.
+  void look_for_a_world() {
+    constexpr int most = 1 << 20;
+    for (int64_t world = int64_t{2} * world_; world <= most && !is_over(2); world *= 2) {
+      SearchOptions options = options_;
+      options.patience = std::chrono::seconds(0);
+      Search other(config_, static_cast<int>(world), machine_, options);
+      const auto all = other.candidates();
+      if (all.empty()) continue;
+      other.look_at(all);
+      if (const Tried* tried = other.best(); tried != nullptr && tried->fits) {
+        found_.smallest_world = static_cast<int>(world);
+        return;
+      }
+    }
+  }
+
+  void finish() {
+    for (const auto& [choice, tried] : tried_) found_.ranked.push_back(tried);
+    std::ranges::stable_sort(found_.ranked, is_better);
+    if (const Tried* best = found_.best()) {
+      explain(*best);
+      observe(*best);
+    } else {
+      look_for_a_world();
+    }
+    found_.seconds = elapsed();
+  }
+
+  const Config& config_;
+  int world_;
+  const Machine& machine_;
+  const SearchOptions& options_;
+  Estimator estimate_;
+  std::chrono::steady_clock::time_point begin_;
+  LayoutSearch found_{};
+  std::map<LayoutChoice, Tried> tried_{};
+  std::map<LayoutChoice, std::string> refused_{};
+  std::map<std::pair<std::string, std::string>, double> activations_{};  ///< measured over guessed
+};
+
+}  // namespace
+
+LayoutSearch search_layouts(const Config& config, int world, const Machine& machine, const SearchOptions& options) {
+  require(config.run.memory_limit_bytes > 0, "--search: run.memory_limit_bytes is not set, and anything fits; set it, or name a device");
+  return Search(config, world, machine, options).run();
+}
+
+nlohmann::json to_json(const LayoutSearch& search) {
+  nlohmann::json layouts = nlohmann::json::array(), losing = nlohmann::json::array();
+  for (const Tried& tried : search.ranked) {
+    layouts.push_back({{"layout", to_string(tried.choice, search.world)},
+                       {"set", settings_of(tried.choice, search.world)},
+                       {"peak_bytes", tried.peak_bytes},
+                       {"fits", tried.fits},
+                       {"batch", tried.choice.batch},
+                       {"estimated_seconds", tried.estimated_seconds},
+                       {"time", to_json(tried.time)}});
+  }
+  for (const Loses& other : search.losing) losing.push_back({{"instead", other.what}, {"reason", other.reason}});
+  nlohmann::json json{
+      {"world", search.world},       {"limit", search.limit}, {"possible", search.possible}, {"too_large", search.too_large},      {"seconds", search.seconds},
+      {"complete", search.complete}, {"layouts", layouts},    {"neighbours", losing},        {"observations", search.observations}};
+  if (search.smallest_world) json["smallest_world"] = *search.smallest_world;
+  return json;
+}
+
+std::string to_string(const LayoutSearch& search, size_t rows) {
+  std::string out = fmt::format("{} layouts of {} ranks, {} of them too large by their state alone; {} run dry in {}{}\n", search.possible, search.world,
+                                search.too_large, search.ranked.size(), format_duration(search.seconds),
+                                search.complete ? "" : ", and more would have been looked at with more patience (--patience)");
+  const Tried* best = search.best();
+  if (best == nullptr) {
+    out += fmt::format("none fits in {} a rank", format_bytes(search.limit));
+    if (!search.ranked.empty()) {
+      out += fmt::format("; the least, {}, needs {}", to_string(search.ranked.front().choice, search.world), format_bytes(search.ranked.front().peak_bytes));
+    }
+    out += search.smallest_world ? fmt::format("; {} such devices would do\n", *search.smallest_world) : "; nor would more of these devices do\n";
+    return out;
+  }
+  size_t width = 6;
+  for (size_t i = 0; i < std::min(rows, search.ranked.size()); ++i) width = std::max(width, to_string(search.ranked[i].choice, search.world).size());
+  out += fmt::format("\n     {:<{}}  {:>9}  {:>9}  {:>14}  {:>5}\n", "layout", width, "memory", "step", "tokens/s/rank", "peak");
+  for (size_t i = 0; i < std::min(rows, search.ranked.size()); ++i) {
+    const Tried& tried = search.ranked[i];
+    if (!tried.fits) break;
+    out += fmt::format("{:>3}  {:<{}}  {:>9}  {:>9}  {:>14.0f}  {:>4.0f}%\n", i + 1, to_string(tried.choice, search.world), width,
+                       format_bytes(tried.peak_bytes), format_duration(tried.time.seconds), tried.time.tokens_per_second, 100 * tried.time.mfu);
+  }
+  if (!search.losing.empty()) out += "\nwhy not, in place of the first:\n";
+  size_t what = 0;
+  for (const Loses& other : search.losing) what = std::max(what, other.what.size());
+  for (const Loses& other : search.losing) out += fmt::format("  {:<{}}  {}\n", other.what, what, other.reason);
+  if (!search.observations.empty()) out += "\n";
+  for (const auto& text : search.observations) out += "- " + text + "\n";
+  return out;
+}
+
+}  // namespace tessera::plan

@@ -1,0 +1,185 @@
+#include "tessera/plan/search.h"
+
+#include <algorithm>
+#include <set>
+
+#include <gmock/gmock.h>
+
+#include "tessera/core/error.h"
+#include "tessera/plan/device.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/estimate.h"
+#include "tessera/plan/settings.h"
+#include "tests/refusal.h"
+#include "tests/train/fixture.h"
+
+namespace tessera::plan {
+namespace {
+
+using testing::Contains;
+using testing::Field;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+using testing::SizeIs;
+using testing_support::refusal;
+
+class SearchTest : public testing_support::TrainFixture {
+ protected:
+  Config small(std::vector<std::string> sets = {}) const {
+    sets.insert(sets.end(), {"run.steps=3", "model.layers=4", "batch.global_size=16"});
+    Config made = config("llama", sets);
+    made.run.memory_limit_bytes = int64_t{1} << 40;
+    return made;
+  }
+  static Machine machine() {
+    Device device = find_device("h100");
+    device.devices_per_node = 4;
+    return machine_of(device);
+  }
+  static SearchOptions patient() { return {.patience = std::chrono::seconds(600)}; }
+};
+
+TEST_F(SearchTest, ChoicesAreDifferentAndUseEveryRank) {
+  const Config config = small();
+  const auto all = all_choices(config, 8, machine(), {16, 32});
+  std::set<LayoutChoice> different(all.begin(), all.end());
+  EXPECT_EQ(different.size(), all.size());
+  for (const LayoutChoice& choice : all) {
+    EXPECT_EQ(choice.tp * choice.pp * choice.cp * choice.data_ranks(8), 8) << to_string(choice, 8);
+    EXPECT_EQ(choice.data_ranks(8) % choice.shard, 0) << to_string(choice, 8);
+    EXPECT_GE(choice.micro_batches(8), 1) << to_string(choice, 8);
+  }
+  for (const int tp : {1, 2, 4}) EXPECT_THAT(all, Contains(Field(&LayoutChoice::tp, tp)));
+  for (const int64_t batch : {16, 32}) EXPECT_THAT(all, Contains(Field(&LayoutChoice::batch, batch)));
+  EXPECT_THAT(all, Not(Contains(Field(&LayoutChoice::pp, 8)))) << "of four layers";
+}
+
+TEST_F(SearchTest, NeighboursDifferAndUseEveryRank) {
+  const Config config = small();
+  for (const LayoutChoice& at : {LayoutChoice{.batch = 16}, LayoutChoice{.tp = 2, .pp = 2, .stage = 1, .shard = 2, .batch = 16, .micro_size = 2}}) {
+    const auto all = neighbours_of(at, config, 8, machine());
+    EXPECT_THAT(all, Not(IsEmpty()));
+    for (const auto& [what, next] : all) {
+      EXPECT_NE(next, at) << what;
+      EXPECT_EQ(next.tp * next.pp * next.cp * next.data_ranks(8), 8) << what;
+      EXPECT_EQ(next.stage == 0, next.shard == 1) << what;
+    }
+  }
+}
+
+/// What leaves a layout out has to be below what the run needs.
+TEST_F(SearchTest, TheStateOfAnEstimateIsALowerBound) {
+  for (const std::vector<std::string>& sets : {std::vector<std::string>{}, {"optim.name=lion"}}) {
+    const Config config = small(sets);
+    const Estimator guess(config, 4, machine());
+    int compared = 0;
+    for (const LayoutChoice& choice : all_choices(config, 4, machine(), {16})) {
+      if (choice.recompute != "none" || choice.micro_size > 1 || choice.schedule != "1f1b" || choice.pp > 2) continue;
+      try {
+        const Config changed = with_settings(config, settings_of(choice, 4));
+        validate(changed, 4, Purpose::Plan);
+        int64_t most = 0;
+        for (const auto& ranks : dry_run(changed, 4).ranks) most = std::max(most, total_of(ranks.peak_bytes));
+        EXPECT_LE(guess(choice).state_bytes, static_cast<double>(most)) << to_string(choice, 4);
+        ++compared;
+      } catch (const ConfigError&) {
+        continue;
+      }
+    }
+    EXPECT_GE(compared, 8);
+  }
+}
+
+/// Every layout that is there, run dry: the one that the search names first takes no longer than any.
+TEST_F(SearchTest, FindsTheFastestOfAll) {
+  Config config = small({"model.dim=64", "model.layers=2"});
+  config.batch.global_size = 8;
+  config.model.layers = 2;
+  const Machine h100 = machine();
+  const LayoutSearch found = search_layouts(config, 4, h100, patient());
+  ASSERT_NE(found.best(), nullptr);
+  double fastest = found.best()->time.seconds;
+  std::string name;
+  for (const LayoutChoice& choice : all_choices(config, 4, h100, {8})) {
+    if (choice.recompute == "selective" || choice.stage == 2) continue;
+    try {
+      const Config changed = with_settings(config, settings_of(choice, 4));
+      validate(changed, 4, Purpose::Plan);
+      const double seconds = dry_run(changed, 4, {.machine = h100}).time->seconds;
+      if (seconds < fastest * 0.98) fastest = seconds, name = to_string(choice, 4);
+    } catch (const ConfigError&) {
+      continue;
+    }
+  }
+  EXPECT_EQ(name, "") << "takes " << fastest << " s, " << to_string(found.best()->choice, 4) << " " << found.best()->time.seconds;
+}
+
+TEST_F(SearchTest, TheWinnerIsWhatItsSettingsArePlannedAs) {
+  const Config config = small();
+  const LayoutSearch found = search_layouts(config, 4, machine(), patient());
+  ASSERT_NE(found.best(), nullptr);
+  EXPECT_TRUE(found.complete);
+  const DryRun run = dry_run(with_settings(config, settings_of(found.best()->choice, 4)), 4, {.machine = machine()});
+  EXPECT_DOUBLE_EQ(run.time->seconds, found.best()->time.seconds);
+  EXPECT_EQ(total_of(largest_class(run).peak_bytes), found.best()->peak_bytes);
+  EXPECT_TRUE(std::ranges::is_sorted(found.ranked, {}, [](const Tried& tried) { return tried.time.seconds; }));
+  EXPECT_THAT(found.losing, Not(IsEmpty()));
+  for (const Loses& other : found.losing)
+    EXPECT_THAT(other.reason, testing::AnyOf(HasSubstr("slower"), HasSubstr("needs"), HasSubstr("refused"), "as fast")) << other.what;
+  EXPECT_THAT(to_string(found), HasSubstr(to_string(found.best()->choice, 4)));
+}
+
+TEST_F(SearchTest, LessMemoryBringsAnotherLayoutAndTooLittleTheNumberOfDevices) {
+  Config config = small();
+  const LayoutSearch all = search_layouts(config, 4, machine(), patient());
+  ASSERT_NE(all.best(), nullptr);
+  config.run.memory_limit_bytes = all.best()->peak_bytes - 1;
+  const LayoutSearch less = search_layouts(config, 4, machine(), patient());
+  ASSERT_NE(less.best(), nullptr);
+  EXPECT_LT(less.best()->peak_bytes, all.best()->peak_bytes);
+  EXPECT_GE(less.best()->time.seconds, all.best()->time.seconds);
+
+  config.run.memory_limit_bytes = 4096;
+  const LayoutSearch none = search_layouts(config, 2, machine(), patient());
+  EXPECT_EQ(none.best(), nullptr);
+  EXPECT_THAT(to_string(none), HasSubstr("none fits"));
+}
+
+TEST_F(SearchTest, ChoosesTheBatchWhereItMay) {
+  const Config config = small();
+  SearchOptions options = patient();
+  options.batches = {8, 16, 32};
+  const LayoutSearch found = search_layouts(config, 2, machine(), options);
+  ASSERT_NE(found.best(), nullptr);
+  std::set<int64_t> batches;
+  for (const Tried& tried : found.ranked) batches.insert(tried.choice.batch);
+  EXPECT_THAT(batches, SizeIs(testing::Ge(2)));
+}
+
+TEST_F(SearchTest, NeedsALimit) {
+  Config config = small();
+  config.run.memory_limit_bytes = 0;
+  EXPECT_THAT(refusal([&] { search_layouts(config, 2, machine()); }), HasSubstr("run.memory_limit_bytes is not set"));
+}
+
+/// What stands for the stages between the ends of a pipeline is one of them.
+TEST_F(SearchTest, AlikeStagesTakeTheSameTime) {
+  for (const std::string schedule : {"1f1b", "interleaved"}) {
+    const Config config = small(
+        {"model.layers=16", "mesh.pp=4", "pipeline.schedule=" + schedule, schedule == "1f1b" ? "pipeline.virtual_stages=1" : "pipeline.virtual_stages=2"});
+    const DryRun all = dry_run(with_settings(config, {"model.layers=16"}), 4, {.machine = machine()});
+    const DryRun some = dry_run(with_settings(config, {"model.layers=16"}), 4, {.machine = machine(), .alike_stages = true});
+    EXPECT_NEAR(some.time->seconds, all.time->seconds, 1e-3 * all.time->seconds);
+    EXPECT_EQ(total_of(largest_class(some).peak_bytes), total_of(largest_class(all).peak_bytes));
+    ASSERT_EQ(some.ranks.size(), all.ranks.size());
+    for (size_t i = 0; i < all.ranks.size(); ++i) {
+      EXPECT_EQ(some.ranks[i].pipeline_rank, all.ranks[i].pipeline_rank);
+      EXPECT_EQ(some.ranks[i].count, all.ranks[i].count);
+      EXPECT_GE(total_of(some.ranks[i].peak_bytes), total_of(all.ranks[i].peak_bytes) * 99 / 100);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::plan
