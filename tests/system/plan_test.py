@@ -87,6 +87,40 @@ class Plan(SystemTest):
             said = run("plan", self.recipe, "--set", f"recompute.mode={mode}").stdout
             self.assertEqual("of them again)" in said, mode == "full", said)
 
+    def test_a_search_names_a_layout_that_plan_and_train_take(self):
+        found = self.folder / "found.toml"
+        flags = ("--world", 2, "--device", "cpu", "--search", "--batch", 8, "--patience", 20)
+        done = run("plan", self.recipe, *flags, "-o", found, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        answer = json.loads(done.stdout)
+        best = answer["layouts"][0]
+        self.assertTrue(best["fits"])
+        self.assertTrue(answer["neighbours"])
+        planned = self.plan(found, "--world", 2, "--device", "cpu")
+        self.assertAlmostEqual(planned["time"]["seconds"], best["time"]["seconds"], places=9)
+        self.assertEqual(max(ranks["peak_bytes"]["total"] for ranks in planned["ranks"]), best["peak_bytes"])
+        done = run("train", found, "--nproc", 2, "--set", "run.steps=1", "--set", f"log.dir={self.folder / 'log'}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_search_that_finds_nothing_ends_with_1_and_bad_flags_with_2(self):
+        searched = ("plan", self.recipe, "--world", 2, "--device", "cpu", "--search")
+        none = run(*searched, "--set", "run.memory_limit_bytes=4096")
+        self.assertEqual(none.returncode, 1, none.stderr)
+        self.assertIn("none fits", none.stdout)
+        for flags, words in (
+            (("--batch", 0), "--batch = 0"),
+            (("--batch", 4, "--max-batch", 8), "give one"),
+            (("--patience", -1), "--patience = -1"),
+            (("--longest",), "--search"),
+            (("--output", self.folder / "none" / "found.toml"), "--output"),
+        ):
+            with self.subTest(flags=flags):
+                done = run(*searched, *flags)
+                self.assertEqual(done.returncode, 2, done.stdout)
+                self.assertIn(words, done.stderr)
+        self.assertEqual(run("plan", self.recipe, "--search").returncode, 2)
+        self.assertEqual(run("plan", self.recipe, "--world", 2, "--batch", 4).returncode, 2)
+
     def test_presets(self):
         answer = self.plan("7b", "--world", 256)
         (ranks,) = answer["ranks"]
