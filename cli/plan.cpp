@@ -171,7 +171,7 @@ void check_search(const PlanFlags& flags) {
     for (const auto& [name, value] : {std::pair{"--batch", flags.batch}, {"--max-batch", flags.max_batch}, {"--patience", flags.patience}}) {
       require(!value || (*value >= 1 && *value <= 1 << 30), name, " = ", value.value_or(0), ": expected 1 to ", 1 << 30);
     }
-    const auto folder = std::filesystem::absolute(flags.output).parent_path();  // asked now, not when the search is done
+    const auto folder = std::filesystem::absolute("." / std::filesystem::path(flags.output)).parent_path();  // asked now, not when the search is done
     require(flags.output.empty() || (is_folder(folder) && access(folder.c_str(), W_OK) == 0), "--output = ", flags.output, ": ", folder.string(),
             " is no folder that can be written to; name a file in one that is there");
     return;

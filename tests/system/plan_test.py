@@ -99,7 +99,7 @@ class Plan(SystemTest):
         planned = self.plan(found, "--world", 2, "--device", "cpu")
         self.assertAlmostEqual(planned["time"]["seconds"], best["time"]["seconds"], places=9)
         self.assertEqual(max(ranks["peak_bytes"]["total"] for ranks in planned["ranks"]), best["peak_bytes"])
-        done = run("train", found, "--nproc", 2, "--set", "run.steps=1", "--set", f"log.dir={self.folder / 'log'}")
+        done = run("train", found, "--nproc", 2, "--set", f"log.dir={self.folder / 'log'}")
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_a_search_that_finds_nothing_ends_with_1_and_bad_flags_with_2(self):
