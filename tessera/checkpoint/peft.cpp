@@ -1,11 +1,13 @@
 #include "tessera/checkpoint/peft.h"
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
 #include <nlohmann/json.hpp>
 
@@ -98,6 +100,9 @@ void check_peft_config(const fs::path& dir, const LoraConfig& lora) {
   require(is_there(file), "lora.from_peft = ", dir.string(), ": holds no ", kPeftConfig);
   const nlohmann::json json = read_json(file);
   require(json.is_object() && json.value("peft_type", nlohmann::json()) == "LORA", file.string(), ": peft_type is not LORA, and nothing else can be read");
+  const auto rank = json.find("r");
+  require(rank != json.end() && rank->is_number_integer() && rank->get<int64_t>() >= 1, file.string(), ": r = ", rank == json.end() ? "" : rank->dump(),
+          " is no rank, which is an integer of at least 1; the file is damaged, copy it anew");
   expect_scale(file, json, "r", static_cast<double>(lora.rank), "lora.rank");
   expect_scale(file, json, "lora_alpha", lora.alpha, "lora.alpha");
   for (const char* key : {"use_rslora", "use_dora"}) {
@@ -105,10 +110,26 @@ void check_peft_config(const fs::path& dir, const LoraConfig& lora) {
     require(found == json.end() || found->is_null() || *found == false, file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
             " is not supported; only plain LoRA is");
   }
-  for (const char* key : {"rank_pattern", "alpha_pattern", "modules_to_save"}) {
+  for (const char* key : {"rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules"}) {
     const auto found = json.find(key);
     require(found == json.end() || found->is_null() || found->empty(), file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
-            " is not supported; one rank and alpha for all layers are, and nothing beside them");
+            " is not supported; one rank and alpha for all layers that target_modules names are, and nothing beside them");
+  }
+}
+
+/// PEFT would load the tensors of a list's modules alone, named by the ends of their paths. A string is a regular expression of Python's, or "all-linear".
+void check_targets(const fs::path& dir, const PeftNames& names, const std::vector<std::string>& adapters) {
+  const fs::path file = dir / kPeftConfig;
+  const nlohmann::json json = read_json(file), targets = json.value("target_modules", nlohmann::json());
+  if (targets.is_string()) return;
+  require(targets.is_array(), file.string(), ": target_modules is neither a list nor a string; the file is damaged, copy it anew");
+  for (const std::string& adapter : adapters) {
+    const std::string& theirs = names.theirs.at(split_adapter(adapter).first);
+    const bool targeted = std::ranges::any_of(targets, [&](const nlohmann::json& target) {
+      return target.is_string() && (theirs == target.get<std::string>() || theirs.ends_with("." + target.get<std::string>()));
+    });
+    require(targeted, "lora.modules adapts '", split_adapter(adapter).first, "', and target_modules of ", file.string(), " does not name '", theirs,
+            "'; let lora.modules name the same layers");
   }
 }
 
@@ -175,6 +196,8 @@ void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& 
     const auto entry = file.entries().find(name);
     if (entry == file.entries().end()) {
       problems.add("missing ", name);
+    } else if (!at::isFloatingType(entry->second.dtype)) {
+      problems.add(name, " holds ", dtype_name(entry->second.dtype), ", which are no weights");
     } else if (entry->second.shape != target.slice.shape) {
       problems.add("shape of ", name, ": ", at::IntArrayRef(entry->second.shape), " in the file, ", at::IntArrayRef(target.slice.shape), " here");
     }
@@ -183,11 +206,17 @@ void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& 
     if (!known.contains(name)) problems.add("extra ", name);
   }
   problems.refuse("lora.from_peft = ", dir.string(), ": the adapter does not fit lora.modules: ");
+  std::vector<std::string> adapters = expected;
+  for (const auto& target : targets) adapters.push_back(target.slice.name);
+  check_targets(dir, names, adapters);
 
   const c10::NoGradGuard no_grad;
   for (const auto& [tensor, slice] : targets) {
     at::Tensor target = tensor;
-    copy_slices({Slice::whole(slice.name, slice.shape)}, {file.tensor(peft_name(names, slice.name))}, slice, target);
+    const at::Tensor whole = file.tensor(peft_name(names, slice.name));
+    require(at::isfinite(whole).all().item<bool>(), "lora.from_peft = ", dir.string(), ": ", peft_name(names, slice.name),
+            " holds numbers that are not finite, with which no training begins; use another adapter");
+    copy_slices({Slice::whole(slice.name, slice.shape)}, {whole}, slice, target);
   }
 }
 

@@ -141,9 +141,11 @@ void validate_model(const ModelConfig& model) {
   validate_experts(model);
 }
 
-void validate_lora(const LoraConfig& lora) {
+void validate_lora(const LoraConfig& lora, const ModelConfig& model) {
   if (lora.modules.empty()) return;
   at_least("lora.rank", lora.rank, 1);
+  require(model.dim == 0 || lora.rank <= model.dim, "lora.rank = ", lora.rank, ": at model.dim = ", model.dim,
+          " a product of that rank says no more than a whole weight; set lora.rank to 1 to ", model.dim);
   require(lora.dropout >= 0 && lora.dropout < 1, "lora.dropout = ", lora.dropout, ": expected a probability from 0 to below 1");
 }
 
@@ -419,7 +421,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_model(config.model);
   validate_process(config);
   validate_rest(config);
-  validate_lora(config.lora);
+  validate_lora(config.lora, config.model);
   validate_quantize(config, /*trains=*/true);
   validate_compression(config);
   validate_recompute(config);
@@ -441,7 +443,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
 void validate_reading(const Config& config) {
   at_least("pipeline.virtual_stages", config.pipeline.virtual_stages, 1);
   validate_model(config.model);
-  validate_lora(config.lora);
+  validate_lora(config.lora, config.model);
   validate_quantize(config, /*trains=*/false);
   validate_process(config);
 }

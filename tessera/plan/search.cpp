@@ -299,6 +299,12 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
                                 search.too_large, search.ranked.size(), format_duration(search.seconds),
                                 search.complete ? "" : ", and more would have been looked at with more patience (--patience)");
   const Tried* best = search.best();
+  if (search.possible == 0) {
+    return fmt::format(
+        "no layout deals a step over {} ranks: each data rank needs a sequence of its own, and the rest of the ranks divisors of the model; give "
+        "a step more sequences (--batch, --max-batch), or name another number of ranks\n",
+        search.world);
+  }
   if (best == nullptr) {
     out += fmt::format("none fits in {} a rank", format_bytes(search.limit));
     if (!search.ranked.empty()) {

@@ -76,6 +76,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.pipeline = {};
   saved.run.device = RunConfig().device;
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
+  found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
   resolve(found.config);
   return found;
 }

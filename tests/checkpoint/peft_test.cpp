@@ -2,6 +2,9 @@
 
 #include "tessera/checkpoint/peft.h"
 
+#include <fstream>
+#include <iterator>
+
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>
@@ -88,6 +91,47 @@ TEST_F(Peft, WhatWasWrittenReadsBackFromAnyLayout) {
   const auto targets = adapters();
   load_peft(folder_ / "peft", model_, lora_, targets);
   for (const auto& target : targets) EXPECT_TRUE(at::equal(target.tensor, weights_.at(target.slice.name))) << target.slice.name;
+}
+
+TEST_F(Peft, RefusesAdaptersThatAreBroken) {
+  draw("llama", {"attention.wq"});
+  export_peft(save_by(1), model_, lora_, folder_ / "peft");
+  const fs::path config = folder_ / "peft" / "adapter_config.json", weights = folder_ / "peft" / "adapter_model.safetensors";
+  const nlohmann::json sound = read_json(config);
+  const auto refused = [&](const std::string& words) {
+    EXPECT_THAT([&] { load_peft(folder_ / "peft", model_, lora_, adapters()); }, ThrowsMessage<ConfigError>(HasSubstr(words))) << words;
+  };
+  const auto with = [&](const char* key, const nlohmann::json& value, const std::string& words) {
+    nlohmann::json broken = sound;
+    broken[key] = value;
+    std::ofstream(config) << broken.dump();
+    refused(words);
+  };
+  for (const nlohmann::json& rank : {nlohmann::json(0), nlohmann::json(-4), nlohmann::json(4.5), nlohmann::json(1e300)}) with("r", rank, "is no rank");
+  with("r", 3, "set lora.rank = 3");
+  with("target_modules", {"k_proj"}, "does not name 'model.layers.0.self_attn.q_proj'");
+  with("target_modules", 7, "neither a list nor a string");
+  with("layers_to_transform", {0}, "layers_to_transform = [0] is not supported");
+
+  nlohmann::json by_its_end = sound;
+  by_its_end["target_modules"] = {"q_proj"};
+  std::ofstream(config) << by_its_end.dump();
+  load_peft(folder_ / "peft", model_, lora_, adapters());
+
+  std::string bytes;
+  {
+    std::ifstream in(weights, std::ios::binary);
+    bytes.assign(std::istreambuf_iterator<char>(in), {});
+  }
+  const auto wrote = [&](const std::string& changed) { std::ofstream(weights, std::ios::binary) << changed; };
+  std::string integers = bytes;
+  integers.replace(integers.find("\"F32\""), 5, "\"I32\"");
+  wrote(integers);
+  refused("which are no weights");
+  std::string not_finite = bytes;
+  not_finite.replace(not_finite.size() - 4, 4, std::string("\x00\x00\xc0\x7f", 4));
+  wrote(not_finite);
+  refused("are not finite");
 }
 
 TEST_F(Peft, ItsConfigurationSaysWhatPeftAsks) {

@@ -91,6 +91,33 @@ TEST_F(SearchTest, TheStateOfAnEstimateIsALowerBound) {
   }
 }
 
+TEST_F(SearchTest, TheStateOfAnEstimateIsTheTextbooks) {
+  const Config config = small();
+  const Estimator guess(config, 4, machine());
+  const double elements = guess({.batch = 16}).state_bytes / 16;
+  EXPECT_DOUBLE_EQ(guess({.stage = 1, .shard = 4, .batch = 16}).state_bytes, elements * (4 + 4 + 8.0 / 4));
+  EXPECT_DOUBLE_EQ(guess({.stage = 2, .shard = 4, .batch = 16}).state_bytes, elements * (4 + 12.0 / 4));
+  EXPECT_DOUBLE_EQ(guess({.stage = 3, .shard = 2, .batch = 16}).state_bytes, elements * 16 / 2);
+  EXPECT_DOUBLE_EQ(guess({.tp = 2, .pp = 2, .batch = 16}).state_bytes, elements * 16 / 4);
+}
+
+TEST_F(SearchTest, SettingsSayTheWholeChoice) {
+  const LayoutChoice choice{
+      .tp = 2, .pp = 2, .stage = 1, .shard = 2, .batch = 16, .micro_size = 2, .recompute = "full", .schedule = "interleaved", .chunks = 2};
+  const Config config = with_settings(small(), settings_of(choice, 16));
+  EXPECT_EQ(config.mesh.tp, 2);
+  EXPECT_EQ(config.mesh.pp, 2);
+  EXPECT_EQ(config.mesh.dp_shard, 2);
+  EXPECT_EQ(config.mesh.dp_replicate, 2);
+  EXPECT_EQ(config.zero.stage, 1);
+  EXPECT_EQ(config.batch.micro_size, 2);
+  EXPECT_EQ(config.recompute.mode, "full");
+  EXPECT_EQ(config.pipeline.schedule, "interleaved");
+  EXPECT_EQ(config.pipeline.virtual_stages, 2);
+  EXPECT_TRUE(config.tensor.sequence_parallel);
+  validate(config, 16, Purpose::Plan);
+}
+
 /// Every layout that is there, run dry: the one that the search names first takes no longer than any.
 TEST_F(SearchTest, FindsTheFastestOfAll) {
   Config config = small({"model.dim=64", "model.layers=2"});
@@ -124,7 +151,7 @@ TEST_F(SearchTest, TheWinnerIsWhatItsSettingsArePlannedAs) {
   EXPECT_DOUBLE_EQ(run.time->seconds, found.best()->time.seconds);
   EXPECT_EQ(total_of(largest_class(run).peak_bytes), found.best()->peak_bytes);
   EXPECT_TRUE(std::ranges::is_sorted(found.ranked, {}, [](const Tried& tried) { return tried.time.seconds; }));
-  EXPECT_THAT(found.losing, Not(IsEmpty()));
+  EXPECT_THAT(found.losing, SizeIs(neighbours_of(found.best()->choice, config, 4, machine()).size())) << "all were looked at";
   for (const Loses& other : found.losing)
     EXPECT_THAT(other.reason, testing::AnyOf(HasSubstr("slower"), HasSubstr("needs"), HasSubstr("refused"), "as fast")) << other.what;
   EXPECT_THAT(to_string(found), HasSubstr(to_string(found.best()->choice, 4)));
@@ -139,6 +166,14 @@ TEST_F(SearchTest, LessMemoryBringsAnotherLayoutAndTooLittleTheNumberOfDevices) 
   ASSERT_NE(less.best(), nullptr);
   EXPECT_LT(less.best()->peak_bytes, all.best()->peak_bytes);
   EXPECT_GE(less.best()->time.seconds, all.best()->time.seconds);
+
+  std::vector<int64_t> peaks;
+  for (const Tried& tried : all.ranked) peaks.push_back(tried.peak_bytes);
+  std::ranges::sort(peaks);
+  config.run.memory_limit_bytes = peaks[peaks.size() / 4];
+  const LayoutSearch some = search_layouts(config, 4, machine(), patient());
+  EXPECT_TRUE(std::ranges::is_partitioned(some.ranked, &Tried::fits)) << "what does not fit is behind what does";
+  EXPECT_FALSE(some.ranked.back().fits);
 
   config.run.memory_limit_bytes = 4096;
   const LayoutSearch none = search_layouts(config, 2, machine(), patient());
@@ -155,6 +190,12 @@ TEST_F(SearchTest, ChoosesTheBatchWhereItMay) {
   std::set<int64_t> batches;
   for (const Tried& tried : found.ranked) batches.insert(tried.choice.batch);
   EXPECT_THAT(batches, SizeIs(testing::Ge(2)));
+}
+
+TEST_F(SearchTest, SaysWhereNothingCanBeDealt) {
+  const LayoutSearch none = search_layouts(small(), 17, machine(), patient());
+  EXPECT_EQ(none.possible, 0);
+  EXPECT_THAT(to_string(none), HasSubstr("each data rank needs a sequence of its own"));
 }
 
 TEST_F(SearchTest, NeedsALimit) {
