@@ -57,6 +57,12 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
   fields["lora.modules"] = config.lora.modules;
   fields["lora.rank"] = config.lora.rank;
   fields["lora.alpha"] = config.lora.alpha;
+  fields["quantize.modules"] = config.quantize.modules;
+  if (!config.quantize.modules.empty()) {
+    fields["quantize.format"] = config.quantize.format;
+    fields["quantize.block"] = config.quantize.block;
+    fields["quantize.double_scales"] = config.quantize.double_scales;
+  }
   fields["optim.name"] = config.optim.name;
   return fields;
 }

@@ -89,6 +89,7 @@ std::string absolute(const std::string& path, const std::filesystem::path& base_
 
 /// Holds a string against the field's rule.
 std::string accept(const std::string& text, const Location& at) {
+  if (at.rule.path && text.empty()) return text;
   const auto choices = detail::split_choices(at.rule.choices), refused = detail::split_choices(at.rule.refused);
   const bool listed = std::find(choices.begin(), choices.end(), text) != choices.end();
   if (at.rule.path) {
@@ -96,7 +97,7 @@ std::string accept(const std::string& text, const Location& at) {
     std::error_code ignored;
     const bool word = !choices.empty() && text.find_first_of("/.") == std::string::npos;
     const bool name = listed || (word && !std::filesystem::exists(absolute(text, at.origin.base_dir), ignored));
-    return text.empty() || name ? text : absolute(text, at.origin.base_dir);
+    return name ? text : absolute(text, at.origin.base_dir);
   }
   if (std::find(refused.begin(), refused.end(), text) != refused.end()) return text;  // validate() knows why not
   if (choices.empty() || listed || (at.rule.number && is_number(text))) return text;

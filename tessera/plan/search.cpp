@@ -229,18 +229,22 @@ class Search {
 
   /// By formulas, which say what the state needs, and one dry run each.
   void look_for_a_world() {
-    constexpr int most = 1 << 20;
+    constexpr int most = 1 << 16;
     for (int64_t world = int64_t{2} * world_; world <= most && !is_over(2); world *= 2) {
       SearchOptions options = options_;
       options.patience = std::chrono::seconds(0);
       Search other(config_, static_cast<int>(world), machine_, options);
       const auto all = other.candidates();
-      if (all.empty()) continue;
+      if (all.empty()) {
+        found_.most_looked_at = static_cast<int>(world);
+        continue;
+      }
       other.look_at(all);
       if (const Tried* tried = other.best(); tried != nullptr && tried->fits) {
         found_.smallest_world = static_cast<int>(world);
         return;
       }
+      found_.most_looked_at = static_cast<int>(world);
     }
   }
 
@@ -310,7 +314,9 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
     if (!search.ranked.empty()) {
       out += fmt::format("; the least, {}, needs {}", to_string(search.ranked.front().choice, search.world), format_bytes(search.ranked.front().peak_bytes));
     }
-    out += search.smallest_world ? fmt::format("; {} such devices would do\n", *search.smallest_world) : "; nor would more of these devices do\n";
+    out += search.smallest_world       ? fmt::format("; {} such devices would do\n", *search.smallest_world)
+           : search.most_looked_at > 0 ? fmt::format("; nor does it in {} of these devices\n", search.most_looked_at)
+                                       : "\n";
     return out;
   }
   size_t width = 6;

@@ -41,7 +41,9 @@ struct LayoutSearch {
   std::vector<Tried> ranked;              ///< those that fit, the fastest for a token first; then those that do not, by what they need
   std::vector<Loses> losing;              ///< the best's neighbours
   std::vector<std::string> observations;  ///< what of the field's rules of thumb came out of the costs, and what did not
-  std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, that would; none below a million
+  std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, that would
+
+  int most_looked_at = 0;                 ///< where there is none: so many would not
 
   const Tried* best() const { return !ranked.empty() && ranked.front().fits ? &ranked.front() : nullptr; }
 };

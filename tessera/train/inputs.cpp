@@ -92,7 +92,7 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
   auto agreement = checkpoint::agreement_of(config, data_identity(corpus));
   if (config.checkpoint.partial.empty()) return agreement;
   for (auto entry = agreement.begin(); entry != agreement.end();) {
-    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") ? agreement.erase(entry) : std::next(entry);
+    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") || entry.key().starts_with("quantize.") ? agreement.erase(entry) : std::next(entry);
   }
   return agreement;
 }

@@ -141,6 +141,7 @@ TEST(ConfigParse, SetTakesBareStrings) {
   EXPECT_THAT(refusal("", {"run.steps=ten"}), AllOf(HasSubstr("run.steps"), HasSubstr("ten"), HasSubstr("an integer")));
   EXPECT_THAT(refusal("", {"run.steps=1\nrun.seed=2"}), HasSubstr("run.steps = \"1\\u000Arun.seed=2\"")) << "one key at a time";
   EXPECT_EQ(parse("", {"checkpoint.dir="}).checkpoint.dir, "");
+  EXPECT_EQ(parse_config("[checkpoint]\nresume = \"\"\n[comm]\ntable = \"\"\n", "", {}).checkpoint.resume, "") << "of a file named without its folder";
 }
 
 /// What is saved in log.dir/config.toml can be read again, and messages do not end at a zero.
