@@ -19,6 +19,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/device.h"
@@ -150,6 +151,7 @@ void forget_layout(Config& config) {
   config.mesh = {.order = order};
   config.zero.stage = 0;
   config.recompute = {};
+  if (config.offload != OffloadConfig{}) log().warn("--search: offload.* is not searched, and is left out");
   config.offload = {};
   config.tensor.sequence_parallel = false;
   config.pipeline = {};

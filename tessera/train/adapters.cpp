@@ -74,14 +74,17 @@ std::string quantized_source(const Config& config) {
   return config.quantize.modules.empty() || config.model.from_hf.empty() ? "" : checkpoint::hugging_face_fingerprint(config.model.from_hf);
 }
 
+void check_quantized_source(const Config& config, const SavedWeights& saved) {
+  if (!saved.manifest->agreement.contains("quantize.from")) return;
+  require(saved.manifest->agreement.at("quantize.from") == quantized_source(config), "model.from_hf = ", config.model.from_hf, ": ", saved.folder->string(),
+          " was trained beside other weights than are there now; put those back, or name the folder where they are");
+}
+
 void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved) {
   if (config.quantize.modules.empty()) return;
   require(device.is_cpu() || device.is_meta(), "quantize.modules = ", config.quantize.modules,
           ": weights in fewer bits are multiplied on the CPU alone in this build; set run.device = cpu, or leave quantize.modules out");
-  if (saved.manifest != nullptr && saved.manifest->agreement.contains("quantize.from")) {
-    require(saved.manifest->agreement.at("quantize.from") == quantized_source(config), "model.from_hf = ", config.model.from_hf, ": ", saved.folder->string(),
-            " was trained beside other weights than are there now; put those back, or name the folder where they are");
-  }
+  if (saved.manifest != nullptr) check_quantized_source(config, saved);
   quantize::quantize_weights(
       root, {.modules = lora::patterns_in(config.quantize.modules), .form = quantize_form(config.quantize)}, device,
       [&](const at::Tensor& weight, const at::Tensor& whole) { fill_frozen(config, saved, weight, whole); }, /*part_of_model=*/true);

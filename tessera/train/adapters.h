@@ -35,6 +35,9 @@ void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device d
 /// where they come from the seed, or there are none.
 std::string quantized_source(const Config& config);
 
+/// Throws ConfigError where the weights that `saved`, which is a checkpoint, was trained beside are others than those that would be made now.
+void check_quantized_source(const Config& config, const SavedWeights& saved);
+
 /// The names of those weights in the whole model.
 std::vector<std::string> quantized_weights(const Config& config);
 

@@ -59,6 +59,8 @@ class Lora(SystemTest):
         (hf / "model.safetensors").write_bytes((self.folder / "merged" / "model.safetensors").read_bytes())
         done = self.command("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, expect=2)
         self.assertIn("was trained beside other weights", self.refusal(done))
+        done = self.command("convert", saved, self.folder / "merged-again", "--to", "hf", "--merge-lora", expect=2)
+        self.assertIn("was trained beside other weights", self.refusal(done))
 
     def test_the_plan_says_what_fewer_bits_leave(self):
         recipe = self.write_recipe("planned.toml", family="llama", kv_heads=2)
