@@ -57,7 +57,7 @@ int convert(const ConvertFlags& flags) {
   checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes, .upcycling = upcycling_of(flags)};
   require(!flags.merge_lora || flags.to != "peft", "--merge-lora: adds adapters to weights, and --to peft writes adapters alone; leave one of the two out");
   for (std::string& name : quantized_weights(source.config)) options.remade.insert(std::move(name));
-  options.remake = [&source](const std::string& name) { return quantized_weight(source.config, name); };
+  options.remake = quantized_weight_maker(source.config);
   if (flags.merge_lora) check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
   const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, source.config.model, lora, flags.out, options)

@@ -58,11 +58,7 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
   fields["lora.rank"] = config.lora.rank;
   fields["lora.alpha"] = config.lora.alpha;
   fields["quantize.modules"] = config.quantize.modules;
-  if (!config.quantize.modules.empty()) {
-    fields["quantize.format"] = config.quantize.format;
-    fields["quantize.block"] = config.quantize.block;
-    fields["quantize.double_scales"] = config.quantize.double_scales;
-  }
+  if (!config.quantize.modules.empty()) add_fields(fields, "quantize", config.quantize);
   fields["optim.name"] = config.optim.name;
   return fields;
 }

@@ -95,10 +95,10 @@ void expect_scale(const fs::path& file, const nlohmann::json& json, const char* 
   require(found->get<double>() == ours, our_key, " = ", ours, ": ", file.string(), " has ", key, " = ", found->dump(), "; set ", our_key, " = ", found->dump());
 }
 
-void check_peft_config(const fs::path& dir, const LoraConfig& lora) {
+nlohmann::json read_peft_config(const fs::path& dir, const LoraConfig& lora) {
   const fs::path file = dir / kPeftConfig;
   require(is_there(file), "lora.from_peft = ", dir.string(), ": holds no ", kPeftConfig);
-  const nlohmann::json json = read_json(file);
+  nlohmann::json json = read_json(file);
   require(json.is_object() && json.value("peft_type", nlohmann::json()) == "LORA", file.string(), ": peft_type is not LORA, and nothing else can be read");
   const auto rank = json.find("r");
   require(rank != json.end() && rank->is_number_integer() && rank->get<int64_t>() >= 1, file.string(), ": r = ", rank == json.end() ? "" : rank->dump(),
@@ -115,12 +115,12 @@ void check_peft_config(const fs::path& dir, const LoraConfig& lora) {
     require(found == json.end() || found->is_null() || found->empty(), file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
             " is not supported; one rank and alpha for all layers that target_modules names are, and nothing beside them");
   }
+  return json;
 }
 
 /// PEFT would load the tensors of a list's modules alone, named by the ends of their paths. A string is a regular expression of Python's, or "all-linear".
-void check_targets(const fs::path& dir, const PeftNames& names, const std::vector<std::string>& adapters) {
-  const fs::path file = dir / kPeftConfig;
-  const nlohmann::json json = read_json(file), targets = json.value("target_modules", nlohmann::json());
+void check_targets(const fs::path& file, const nlohmann::json& config, const PeftNames& names, const std::vector<std::string>& adapters) {
+  const nlohmann::json targets = config.value("target_modules", nlohmann::json());
   if (targets.is_string()) return;
   require(targets.is_array(), file.string(), ": target_modules is neither a list nor a string; the file is damaged, copy it anew");
   for (const std::string& adapter : adapters) {
@@ -183,7 +183,7 @@ std::string peft_fingerprint(const fs::path& dir) {
 
 void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,
                const std::vector<std::string>& expected) {
-  check_peft_config(dir, lora);
+  const nlohmann::json config = read_peft_config(dir, lora);
   require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
   const SafetensorsFile file(dir / kPeftWeights);
   const PeftNames names = peft_names(model);
@@ -208,7 +208,7 @@ void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& 
   problems.refuse("lora.from_peft = ", dir.string(), ": the adapter does not fit lora.modules: ");
   std::vector<std::string> adapters = expected;
   for (const auto& target : targets) adapters.push_back(target.slice.name);
-  check_targets(dir, names, adapters);
+  check_targets(dir / kPeftConfig, config, names, adapters);
 
   const c10::NoGradGuard no_grad;
   for (const auto& [tensor, slice] : targets) {

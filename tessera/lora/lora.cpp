@@ -12,17 +12,16 @@
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/rng.h"
 #include "tessera/kernels/dropout.h"
 #include "tessera/nn/adapter_names.h"
 #include "tessera/nn/along.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/nn/sample_scope.h"
 #include "tessera/nn/shared_casts.h"
 #include "tessera/nn/weight_gradients.h"
 
@@ -55,15 +54,9 @@ class LowRankTerm : public nn::Interceptor {
   at::Tensor dropped(const nn::Module& module, const at::Tensor& x) const {
     if (!module.is_training() || dropout_ == 0) return x;
     require(x.dim() >= 2, "lora.dropout of '", module.path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions");
-    const auto& context = nn::SampleScope::current();
-    const int64_t batch = x.size(0), features = x.size(-1);
-    const int64_t columns = x.numel() == 0 ? 0 : x.numel() / (batch * features);
-    const bool placed = context.step != 0 || x.is_meta();
-    const std::string stream = module.path() + ".lora/" + (placed ? std::to_string(context.step) : std::string());
-    const CounterRng rng(placed ? context.seed : nn::MaskKeys::next(), stream);
     const Slice& held = nn::slice_of(a_);  // [rank, I]: of all rows some columns, or, sharded, of some rows the same
     const int64_t first = held.boxes.empty() ? 0 : held.boxes.front().offset[1];
-    return kernels::dropout(x, dropout_, rng.key(), nn::SampleScope::token_rows(batch, columns, x.device()), {.offset = first, .total = held.shape.at(1)});
+    return nn::drop_by_place(x, dropout_, module.path() + ".lora", "/", {.offset = first, .total = held.shape.at(1)});
   }
 
   at::Tensor a_, b_;
@@ -124,19 +117,6 @@ void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& tra
 }
 
 }  // namespace
-
-std::vector<std::string> patterns_in(std::string_view list) {
-  std::vector<std::string> patterns;
-  for (size_t begin = 0; begin <= list.size();) {
-    const size_t end = std::min(list.find(',', begin), list.size());
-    std::string_view one = list.substr(begin, end - begin);
-    while (!one.empty() && one.front() == ' ') one.remove_prefix(1);
-    while (!one.empty() && one.back() == ' ') one.remove_suffix(1);
-    if (!one.empty()) patterns.emplace_back(one);
-    begin = end + 1;
-  }
-  return patterns;
-}
 
 Attachment attach(torch::nn::Module& root, const Options& options) {
   require(options.rank >= 1, "LoRA: rank = ", options.rank, " must be at least 1");

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -32,8 +31,5 @@ struct Options {
 /// sharded), and freezes all else but `trained`. What is returned takes the terms away; the parameters stay. Throws ConfigError for a pattern that names no
 /// nn::Linear (with the nearest path), or one of libtorch's own, which cannot be intercepted, or experts; and for a pattern of `trained` that names nothing.
 [[nodiscard]] Attachment attach(torch::nn::Module& root, const Options& options);
-
-/// The patterns of a list that is separated by commas.
-std::vector<std::string> patterns_in(std::string_view list);
 
 }  // namespace tessera::lora

@@ -19,15 +19,16 @@ void cut_parameter(const at::Tensor& parameter, Slice part) {
   const Slice& held = slice_of(parameter);
   if (held == part) return;
   invariant(held.is_whole(), "'", held.name, "' is cut already, and in another way");
-  const at::Tensor values = parameter.is_meta() ? at::Tensor() : take(parameter.detach(), part).clone();
-  set_slice(parameter, std::move(part));
   if (parameter.is_meta()) {
     // What is not materialized does not count, as in on_meta: a rank of a pipeline cuts the layers of all stages, and keeps its own.
     MemoryTracker unread;
     const TrackMemory track(unread);
+    set_slice(parameter, std::move(part));
     materialize_storage(parameter, at::kMeta);
     return;
   }
+  const at::Tensor values = take(parameter.detach(), part).clone();
+  set_slice(parameter, std::move(part));
   materialize_storage(parameter, parameter.device());
   parameter.copy_(values);
 }

@@ -14,14 +14,7 @@ at::Tensor DropoutImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   if (!is_training() || p == 0) return x;
   require(x.dim() >= 2, "Dropout '", path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions; it takes [B, S, D] or [B, D]");
-  const auto& context = SampleScope::current();
-  const int64_t features = x.size(-1);
-  const int64_t batch = x.size(0);
-  const int64_t columns = batch * features == 0 ? 0 : x.numel() / (batch * features);
-  const bool placed = context.step != 0 || x.is_meta();
-  const CounterRng rng =
-      placed ? CounterRng(context.seed, path() + "/" + std::to_string(context.step)) : CounterRng(MaskKeys::next(), path() + "@" + std::to_string(replica_));
-  return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, columns, x.device()), {.offset = feature_first_, .total = feature_total_});
+  return drop_by_place(x, p, path(), "@" + std::to_string(replica_), {.offset = feature_first_, .total = feature_total_});
 }
 
 void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
@@ -30,6 +23,14 @@ void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
 }
 
 void DropoutImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::Dropout(p=" << p << ")"; }
+
+at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns) {
+  const auto& context = SampleScope::current();
+  const int64_t batch = x.size(0), sample_columns = x.numel() == 0 ? 0 : x.numel() / (batch * x.size(-1));
+  const bool placed = context.step != 0 || x.is_meta();
+  const CounterRng rng = placed ? CounterRng(context.seed, name + "/" + std::to_string(context.step)) : CounterRng(MaskKeys::next(), name + apart);
+  return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, sample_columns, x.device()), columns);
+}
 
 void drop_apart(torch::nn::Module& root, int64_t replica) {
   root.apply([&](torch::nn::Module& module) {

@@ -1,6 +1,12 @@
 #pragma once
 
+#include <string>
+
 #include "tessera/nn/module.h"
+
+namespace tessera::kernels {
+struct FeatureBlock;
+}
 
 namespace tessera::nn {
 
@@ -30,6 +36,10 @@ class DropoutImpl : public Module {
   int64_t replica_ = 0;
 };
 TESSERA_MODULE(Dropout);
+
+/// What a Dropout does while training, for whoever drops elements otherwise than as a module: by the place of each in the whole model's tensor, of whose last
+/// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do.
+at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
 /// set_replica of every Dropout under `root`.
 void drop_apart(torch::nn::Module& root, int64_t replica);

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include <fcntl.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "tessera/core/error.h"
@@ -158,12 +157,6 @@ void SpillFile::carry_out(const Job& job) {
     left -= static_cast<size_t>(moved);
     offset += moved;
   }
-}
-
-int64_t SpillFile::free_bytes(const std::filesystem::path& folder) {
-  struct statvfs found{};
-  if (::statvfs(folder.c_str(), &found) != 0) return 0;
-  return static_cast<int64_t>(found.f_bavail) * static_cast<int64_t>(found.f_frsize);
 }
 
 }  // namespace tessera::offload

@@ -49,9 +49,6 @@ class SpillFile {
   Ticket read(std::shared_ptr<Extent> from, at::Tensor to);
   void wait(Ticket ticket);
 
-  /// Bytes that may still be written where `folder` is; for what has to be refused at the start.
-  static int64_t free_bytes(const std::filesystem::path& folder);
-
  private:
   struct Job {
     bool writes;

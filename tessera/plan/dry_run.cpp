@@ -16,6 +16,7 @@
 #include "tessera/data/loader.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/nn/record_events.h"
@@ -244,26 +245,38 @@ std::string to_string(const EffectiveBatch& batch) {
                      even ? "" : ", some of them empty on the ranks that have fewer");
 }
 
-/// What a rank of a pipeline that is neither first nor last does, but for which stages it holds: ranks of which it is the same are alike.
+/// Of the ranks of a pipeline that are neither first nor last, what tells those apart that do not do the same.
 struct StageKind {
   int beside = 0;                ///< which rank among those of its stage
   std::vector<int64_t> flops{};  ///< of its stages, in millionths of the model's
   auto operator<=>(const StageKind&) const = default;
 };
 
-/// How many ranks lie between neighbours along mesh.pp.
-int stride_of_stages(const MeshShape& shape) {
-  int stride = 1;
-  for (auto axis = shape.rbegin(); axis != shape.rend() && axis->first != "pp"; ++axis) stride *= axis->second;
-  return stride;
-}
+class StageKinds {
+ public:
+  StageKinds(const PipelinePlan& pipeline, const MeshShape& shape, const Axes& stages)
+      : pipeline_(pipeline), last_(size_along(shape, stages) - 1), stage_(ranks_along(shape, stages.names)) {
+    std::vector<std::string> others;
+    for (const auto& [axis, size] : shape) {
+      if (std::ranges::find(stages.names, axis) == stages.names.end()) others.push_back(axis);
+    }
+    beside_ = ranks_along(shape, others);
+  }
 
-std::optional<StageKind> kind_of(const PipelinePlan& pipeline, int pipeline_rank, int ranks, int beside) {
-  if (pipeline_rank == 0 || pipeline_rank == ranks - 1) return std::nullopt;
-  StageKind kind{.beside = beside};
-  for (const int held : pipeline.stages_of(pipeline_rank)) kind.flops.push_back(std::llround(1e6 * pipeline.stages[static_cast<size_t>(held)].flops_share));
-  return kind;
-}
+  int pipeline_rank(int rank) const { return stage_[static_cast<size_t>(rank)]; }
+  std::optional<StageKind> operator()(int rank) const {
+    const int stage = pipeline_rank(rank);
+    if (stage == 0 || stage == last_) return std::nullopt;
+    StageKind kind{.beside = beside_[static_cast<size_t>(rank)]};
+    for (const int held : pipeline_.stages_of(stage)) kind.flops.push_back(std::llround(1e6 * pipeline_.stages[static_cast<size_t>(held)].flops_share));
+    return kind;
+  }
+
+ private:
+  const PipelinePlan& pipeline_;
+  int last_;
+  std::vector<int> stage_, beside_;  ///< of each rank
+};
 
 /// The class of ranks that are one pipeline rank further along, or several.
 RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
@@ -309,13 +322,13 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   whole.rehearse = false;
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
   std::map<StageKind, size_t> known;
-  const int stages = size_along(shape, mesh_roles(config).stages), stride = stride_of_stages(shape);
+  std::optional<StageKinds> kinds;
+  if (options.alike_stages) kinds.emplace(run.pipeline, shape, mesh_roles(config).stages);
   for (auto& members : classes) {
     ++progress.kind;
-    const int pipeline_rank = members.front() / stride % stages;
-    const auto kind = options.alike_stages ? kind_of(run.pipeline, pipeline_rank, stages, members.front() - pipeline_rank * stride) : std::nullopt;
+    const auto kind = kinds ? (*kinds)(members.front()) : std::nullopt;
     if (kind && known.contains(*kind)) {
-      run.ranks.push_back(moved(run.ranks[known.at(*kind)], pipeline_rank, run.pipeline));
+      run.ranks.push_back(moved(run.ranks[known.at(*kind)], kinds->pipeline_rank(members.front()), run.pipeline));
       run.ranks.back().count = static_cast<int64_t>(members.size());
       run.ranks.back().examples = {members.front()};
       continue;

@@ -118,12 +118,18 @@ class Search {
     }
   }
 
-  const Tried* best() const {
+  /// The best of those that were run and of which `counts`; null where there is none.
+  template <class Counts>
+  const Tried* best_where(Counts counts) const {
     const Tried* found = nullptr;
     for (const auto& [choice, tried] : tried_) {
-      if (found == nullptr || is_better(tried, *found)) found = &tried;
+      if (counts(tried) && (found == nullptr || is_better(tried, *found))) found = &tried;
     }
     return found;
+  }
+
+  const Tried* best() const {
+    return best_where([](const Tried&) { return true; });
   }
 
   /// Of each mesh the most promising, and a second one where that does not fit, until there are enough; then whatever comes, until something fits.
@@ -191,14 +197,10 @@ class Search {
     }
   }
 
-  /// The fastest of those that fit and of which `holds`; null where none was run.
+  /// Of those that fit, too.
   template <class Holds>
   const Tried* fastest(Holds holds) const {
-    const Tried* found = nullptr;
-    for (const auto& [choice, tried] : tried_) {
-      if (tried.fits && holds(choice) && (found == nullptr || is_better(tried, *found))) found = &tried;
-    }
-    return found;
+    return best_where([&](const Tried& tried) { return tried.fits && holds(tried.choice); });
   }
 
   void observe(const Tried& best) {

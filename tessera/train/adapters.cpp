@@ -11,6 +11,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/peft.h"
 #include "tessera/checkpoint/stored_slices.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
 #include "tessera/lora/lora.h"
 #include "tessera/nn/adapter_names.h"
@@ -22,7 +23,7 @@ namespace tessera {
 
 Attachment add_adapters(const Config& config, LanguageModel& model) {
   if (config.lora.modules.empty()) return {};
-  return lora::attach(model, {.modules = lora::patterns_in(config.lora.modules),
+  return lora::attach(model, {.modules = patterns_in(config.lora.modules),
                               .rank = config.lora.rank,
                               .alpha = config.lora.alpha,
                               .dropout = config.lora.dropout,
@@ -86,26 +87,28 @@ void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device d
           ": weights in fewer bits are multiplied on the CPU alone in this build; set run.device = cpu, or leave quantize.modules out");
   if (saved.manifest != nullptr) check_quantized_source(config, saved);
   quantize::quantize_weights(
-      root, {.modules = lora::patterns_in(config.quantize.modules), .form = quantize_form(config.quantize)}, device,
+      root, {.modules = patterns_in(config.quantize.modules), .form = quantize_form(config.quantize)}, device,
       [&](const at::Tensor& weight, const at::Tensor& whole) { fill_frozen(config, saved, weight, whole); }, /*part_of_model=*/true);
 }
 
 std::vector<std::string> quantized_weights(const Config& config) {
   if (config.quantize.modules.empty()) return {};
   const auto whole = on_meta([&] { return make_model(config.model); });
-  return quantize::weights_named(*whole, lora::patterns_in(config.quantize.modules));
+  return quantize::weights_named(*whole, patterns_in(config.quantize.modules));
 }
 
-at::Tensor quantized_weight(const Config& config, const std::string& name) {
+std::function<at::Tensor(const std::string& name)> quantized_weight_maker(const Config& config) {
+  if (config.quantize.modules.empty()) return {};
   const auto model = on_meta([&] { return make_model(config.model); });
-  const auto parameters = nn::unique_parameters(*model);
-  const auto found = std::ranges::find(parameters, name, &nn::NamedParameter::name);
-  invariant(found != parameters.end(), "the model has no '", name, "'");
-  const at::Tensor whole = at::empty(found->tensor.sizes(), at::device(at::kCPU).dtype(at::kFloat));
-  fill_frozen(config, {}, found->tensor, whole);
-  const int64_t rows = whole.size(0), columns = whole.size(1);
-  const auto matrix = kernels::quantize(whole, quantize_form(config.quantize), {.rows = rows, .columns = columns, .whole_columns = columns}, at::kCPU);
-  return kernels::dequantize(matrix, 0, rows, at::kFloat);
+  return [config, parameters = nn::unique_parameters(*model)](const std::string& name) {
+    const auto found = std::ranges::find(parameters, name, &nn::NamedParameter::name);
+    invariant(found != parameters.end(), "the model has no '", name, "'");
+    const at::Tensor whole = at::empty(found->tensor.sizes(), at::device(at::kCPU).dtype(at::kFloat));
+    fill_frozen(config, {}, found->tensor, whole);
+    const int64_t rows = whole.size(0), columns = whole.size(1);
+    const auto matrix = kernels::quantize(whole, quantize_form(config.quantize), {.rows = rows, .columns = columns, .whole_columns = columns}, at::kCPU);
+    return kernels::dequantize(matrix, 0, rows, at::kFloat);
+  };
 }
 
 }  // namespace tessera

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -41,7 +42,7 @@ void check_quantized_source(const Config& config, const SavedWeights& saved);
 /// The names of those weights in the whole model.
 std::vector<std::string> quantized_weights(const Config& config);
 
-/// Such a weight, whole, as it is computed with: fp32.
-at::Tensor quantized_weight(const Config& config, const std::string& name);
+/// What makes such a weight by its name, whole, as it is computed with: fp32. Empty where there are none. Lays the model out once.
+std::function<at::Tensor(const std::string& name)> quantized_weight_maker(const Config& config);
 
 }  // namespace tessera

@@ -51,12 +51,9 @@ class Command:
             raise CommandFailed(f"{' '.join(command)}: exit {done.returncode}: " + "\n".join(done.stderr.splitlines()[-8:]))
         return done.stdout
 
-    def train(self, model: Path, text: Path, plan: Plan, dump_step: int, ranks: int = 1) -> Result:
-        folder = self.scratch / f"{model.name}_{plan.optimizer}_{plan.balance_loss}_{dump_step}_{ranks}"
-        folder.mkdir(parents=True)
-        recipe = folder / "recipe.toml"
-        recipe.write_text(
-            f"""\
+    def what_is_trained(self, model: Path, text: Path, plan: Plan) -> str:
+        """The sections of a recipe that say on what a model is trained, and how many sequences make a step."""
+        return f"""\
 [model]
 from_hf = {json.dumps(str(model))}
 
@@ -70,7 +67,15 @@ cache_dir = {json.dumps(str(self.scratch / "cache"))}
 [batch]
 global_size = {plan.global_size}
 micro_size = {plan.micro_size}
+"""
 
+    def train(self, model: Path, text: Path, plan: Plan, dump_step: int, ranks: int = 1) -> Result:
+        folder = self.scratch / f"{model.name}_{plan.optimizer}_{plan.balance_loss}_{dump_step}_{ranks}"
+        folder.mkdir(parents=True)
+        recipe = folder / "recipe.toml"
+        recipe.write_text(
+            self.what_is_trained(model, text, plan)
+            + f"""
 [optim]
 name = "{plan.optimizer}"
 lr = {plan.lr}

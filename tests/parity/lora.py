@@ -86,18 +86,8 @@ def train(command, model: Path, adapter: Path, text: Path, quantised: str, ranks
     folder.mkdir()
     recipe = folder / "recipe.toml"
     recipe.write_text(
-        f"""\
-[model]
-from_hf = {json.dumps(str(model))}
-[data]
-files = [{json.dumps(str(text))}]
-tokenizer = "byte"
-seq_len = {models.SEQ_LEN}
-shuffle = false
-cache_dir = {json.dumps(str(command.scratch / "cache"))}
-[batch]
-global_size = {PLAN.global_size}
-micro_size = {PLAN.micro_size}
+        command.what_is_trained(model, text, PLAN)
+        + f"""
 [optim]
 name = "sgd"
 lr = {PLAN.lr}
