@@ -43,7 +43,7 @@ endfunction()
 # waits for its neighbours' seconds, not minutes. The price: names in unnamed namespaces are unique in a room. The preset `debug` compiles each file alone.
 function(tessera_unite target)
   if(TESSERA_UNITY)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH UNITY_BUILD_BATCH_SIZE 5)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH UNITY_BUILD_BATCH_SIZE 8)
   endif()
 endfunction()
 

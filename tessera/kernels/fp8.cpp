@@ -12,6 +12,7 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/operator.h"
 
 namespace tessera::kernels {
 
@@ -21,12 +22,6 @@ double largest_of(at::ScalarType dtype) {
   if (dtype == at::kFloat8_e4m3fn) return std::numeric_limits<c10::Float8_e4m3fn>::max();
   require(dtype == at::kFloat8_e5m2, "to_fp8: dtype ", c10::toString(dtype), ": expected Float8_e4m3fn or Float8_e5m2");
   return std::numeric_limits<c10::Float8_e5m2>::max();
-}
-
-/// [..., F] as [tokens, F].
-at::Tensor as_rows(const at::Tensor& x) {
-  const int64_t features = x.size(-1);
-  return x.reshape({features > 0 ? x.numel() / features : 0, features});
 }
 
 struct Fp8LinearFunction : AutogradFunction<Fp8LinearFunction> {

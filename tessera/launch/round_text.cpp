@@ -59,7 +59,7 @@ bool is_whole(int, nlohmann::json::parse_event_t, nlohmann::json& value) {
 
 /// Reads a T; `what` it is. Each field has to come back as it stands in the text, for the library's own conversion wraps numbers.
 template <class T>
-T read(const std::string& text, const char* what) {
+T parsed(const std::string& text, const char* what) {
   constexpr const char* way_out = "; another program, or another version of this one, writes to the rendezvous' store: give this job another --rdzv-id";
   try {
     const auto json = nlohmann::json::parse(text, is_whole);
@@ -77,8 +77,8 @@ T read(const std::string& text, const char* what) {
 }  // namespace
 
 std::string write_round(const Round& round) { return dump(round); }
-Round read_round(const std::string& text) { return read<Round>(text, "round"); }
+Round read_round(const std::string& text) { return parsed<Round>(text, "round"); }
 std::string write_record(const NodeReport& record) { return dump(record); }
-NodeReport read_record(const std::string& text) { return read<NodeReport>(text, "record"); }
+NodeReport read_record(const std::string& text) { return parsed<NodeReport>(text, "record"); }
 
 }  // namespace tessera::launch

@@ -24,7 +24,7 @@ at::Tensor each_group(const at::Tensor& x, const at::Tensor& weight, const std::
   return at::cat(parts);
 }
 
-struct Case {
+struct BlockCase {
   int64_t in, out;
   std::vector<int64_t> sizes;
   int64_t behind = 0;  ///< rows that are of no group
@@ -35,12 +35,12 @@ class ProductBlocks : public ::testing::TestWithParam<at::ScalarType> {
   void SetUp() override {
     if (!multiplies_blocks(at::empty({0}, GetParam()))) GTEST_SKIP() << "this processor multiplies otherwise";
   }
-  at::Tensor rows_of(const Case& c) const { return random({std::accumulate(c.sizes.begin(), c.sizes.end(), c.behind), c.in}, GetParam(), 1); }
-  at::Tensor weight_of(const Case& c) const { return random({static_cast<int64_t>(c.sizes.size()), c.out, c.in}, GetParam(), 2); }
+  at::Tensor rows_of(const BlockCase& c) const { return random({std::accumulate(c.sizes.begin(), c.sizes.end(), c.behind), c.in}, GetParam(), 1); }
+  at::Tensor weight_of(const BlockCase& c) const { return random({static_cast<int64_t>(c.sizes.size()), c.out, c.in}, GetParam(), 2); }
 };
 
 TEST_P(ProductBlocks, EqualEachGroupByItselfAtEverySize) {
-  const std::vector<Case> cases{
+  const std::vector<BlockCase> cases{
       {1, 1, {1}},                          // less than any block
       {7, 5, {3, 0, 4, 5}, 2},              // an expert without rows, rows behind
       {64, 64, {64, 64}},                   // whole blocks
@@ -52,7 +52,7 @@ TEST_P(ProductBlocks, EqualEachGroupByItselfAtEverySize) {
       {4, 4, {0, 0}, 3},                    // nobody has rows
       {40, 9, {2, 1, 3, 1, 5, 1, 7, 1, 9}}  // odd numbers of rows, one after the other
   };
-  for (const Case& c : cases) {
+  for (const BlockCase& c : cases) {
     SCOPED_TRACE(c10::str("in ", c.in, ", out ", c.out, ", groups ", c.sizes));
     expect_same([&](const auto& in) { return grouped_linear(in[0], in[1], c.sizes); }, [&](const auto& in) { return each_group(in[0], in[1], c.sizes); },
                 {rows_of(c), weight_of(c)}, GetParam() == at::kFloat ? 4e-6 : 1e-2);
@@ -61,7 +61,7 @@ TEST_P(ProductBlocks, EqualEachGroupByItselfAtEverySize) {
 
 /// As they come from a transposition, and from a sum.
 TEST_P(ProductBlocks, TakeGradientsOfAnyStrides) {
-  const Case c{10, 6, {3, 5}};
+  const BlockCase c{10, 6, {3, 5}};
   const at::Tensor factor = random({6, 8}, GetParam(), 3);
   const auto gradients = [&](const auto& loss) {
     const at::Tensor x = rows_of(c).requires_grad_(true), weight = weight_of(c).requires_grad_(true);

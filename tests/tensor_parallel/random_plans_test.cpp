@@ -22,7 +22,7 @@ namespace {
 
 using namespace testing_support;
 
-constexpr int64_t kPlanBatch = 2, kPlanLength = 6, kNarrow = 12, kWide = 18;
+constexpr int64_t kPlanBatch = 2, kPlanLength = 6, kPlanNarrow = 12, kPlanWide = 18;
 
 /// What is computed: values are numbered, the input is 0, and each line adds one.
 struct Line {
@@ -130,10 +130,10 @@ struct PlannedNetImpl : nn::Module {
   /// A loss that sees every element for itself.
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor y = last(body(x));
-    return (y * at::arange(kNarrow, y.options()).add(1).sin()).square().sum();
+    return (y * at::arange(kPlanNarrow, y.options()).add(1).sin()).square().sum();
   }
   Body body;
-  nn::Linear last{kNarrow, kNarrow};
+  nn::Linear last{kPlanNarrow, kPlanNarrow};
 };
 TESSERA_MODULE(PlannedNet);
 
@@ -144,7 +144,7 @@ class PlanDice : private testing_support::Dice {
 
   PlanProgram draw() {
     made_.ranks = one_of({2, 2, 3});
-    widths_ = {kNarrow};
+    widths_ = {kPlanNarrow};
     layouts_ = {TensorLayout::Replicated};
     if (once_in(3)) {
       layouts_[0] = once_in(2) ? TensorLayout::Copied : TensorLayout::Sequence;
@@ -152,8 +152,8 @@ class PlanDice : private testing_support::Dice {
     }
     const size_t lines = 3 + static_cast<size_t>(below(7));
     while (made_.lines.size() < lines) draw_line();
-    if (widths_.back() != kNarrow) draw_linear(made_.lines.size(), kNarrow);
-    if (layouts_.back() == TensorLayout::Features) draw_linear(made_.lines.size(), kNarrow);
+    if (widths_.back() != kPlanNarrow) draw_linear(made_.lines.size(), kPlanNarrow);
+    if (layouts_.back() == TensorLayout::Features) draw_linear(made_.lines.size(), kPlanNarrow);
     if (layouts_.back() != TensorLayout::Replicated && layouts_.back() != TensorLayout::Copied)
       made_.plan.emplace_back("body", PrepareOutput{.from = layouts_.back(), .to = TensorLayout::Replicated});
     return std::move(made_);
@@ -174,7 +174,7 @@ class PlanDice : private testing_support::Dice {
       case 0:
       case 1:
       case 2:
-        return draw_linear(a, once_in(3) ? width : width == kNarrow ? kWide : kNarrow);
+        return draw_linear(a, once_in(3) ? width : width == kPlanNarrow ? kPlanWide : kPlanNarrow);
       case 3: {
         const char* const simple = one_of({"gelu", "tanh", "double", "negative", "masked", "turn", "rows"});
         return add({simple, a}, width, layout);
@@ -253,7 +253,7 @@ class RandomPlans : public ::testing::Test {
   static bool is_taken(const PlanProgram& program) {
     PlannedNet net = on_meta([&] { return PlannedNet(program); });
     try {
-      check_parallel_plan(*net, program.ranks, program.plan, [&] { net(at::empty({kPlanBatch, kPlanLength, kNarrow}, at::kMeta)); });
+      check_parallel_plan(*net, program.ranks, program.plan, [&] { net(at::empty({kPlanBatch, kPlanLength, kPlanNarrow}, at::kMeta)); });
       return true;
     } catch (const ConfigError&) {
       return false;
@@ -262,7 +262,7 @@ class RandomPlans : public ::testing::Test {
 
   static void expect_one_device(const PlanProgram& program) {
     const at::Device device = testing_support::test_device();
-    const at::Tensor x = at::arange(kPlanBatch * kPlanLength * kNarrow, at::kDouble).mul(0.7).sin().view({kPlanBatch, kPlanLength, kNarrow}).to(device);
+    const at::Tensor x = at::arange(kPlanBatch * kPlanLength * kPlanNarrow, at::kDouble).mul(0.7).sin().view({kPlanBatch, kPlanLength, kPlanNarrow}).to(device);
     PlannedNet whole = on_meta([&] { return PlannedNet(program); });
     materialize(whole, 7, device);
     const at::Tensor loss = whole(x);

@@ -9,6 +9,7 @@
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/schedules/lower.h"
+#include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/stage_costs.h"
 #include "tests/comm/order_alone.h"
