@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -145,8 +146,9 @@ void say_longest(const plan::LongestSequence& found, const Config& config, bool 
   std::fflush(stdout);
 }
 
-/// Of the layouts that a search chooses among, what the file says of them is none of its business.
-void forget_layout(Config& config) {
+/// Of the layouts that a search chooses among, what the file says of them is none of its business; who asks for one by --set is told.
+void forget_layout(Config& config, const std::vector<std::string>& sets) {
+  const Config given = config;
   const auto order = config.mesh.order;
   config.mesh = {.order = order};
   config.zero.stage = 0;
@@ -156,6 +158,10 @@ void forget_layout(Config& config) {
   config.tensor.sequence_parallel = false;
   config.pipeline = {};
   config.batch.micro_size = 1;
+  for (const std::string& set : sets) {
+    const std::string key = set.substr(0, set.find('='));
+    if (detail::value_text(given, key) != detail::value_text(config, key)) log().warn("--search: {} is what is searched, and `--set {}` is left out", key, set);
+  }
 }
 
 /// Powers of two up to the largest, and that.
@@ -241,7 +247,7 @@ void add_plan(Command app, int& exit_code) {
     std::optional<plan::Device> device;
     if (!flags->device.empty()) limit_to(device.emplace(device_of(*flags)), config);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
-    if (flags->search) forget_layout(config);
+    if (flags->search) forget_layout(config, flags->sets);
     if (flags->batch) config.batch.global_size = *flags->batch;
     validate(config, flags->explain || flags->search ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.

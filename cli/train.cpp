@@ -110,8 +110,8 @@ void check_reached(const char* knob, const std::string& path) {
 // A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own.
 void check_log_dir(const TrainFlags& flags, const Config& config) {
   std::error_code neither;
-  const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
   check_reached("log.dir", config.log.dir);
+  const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
   require(is_there(config.log.dir) || !std::filesystem::is_symlink(config.log.dir, neither), "log.dir = ", config.log.dir,
           ": is a link to a folder that does not exist; make that, or name another log.dir");
   require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
@@ -154,6 +154,23 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
   const bool full = reason == ENOSPC || reason == EDQUOT;
   require(full && !strict, problem, full ? "; make room, or leave out --strict-log" : "; set log.dir to a folder that can be written");
   log().warn("{}; the run goes on without it", problem);
+}
+
+// Over what a run of this build has saved; anything else stays beside it, under a name that nothing has.
+void save_config(const Config& config, bool strict) {
+  const auto file = std::filesystem::path(config.log.dir) / "config.toml";
+  std::error_code error;
+  if (std::filesystem::exists(file, error) && !is_saved_config(file)) {
+    std::filesystem::path aside;
+    int number = 1;
+    do aside = detail::concat(file.string(), ".kept-", number++);
+    while (std::filesystem::exists(std::filesystem::symlink_status(aside, error)));
+    std::filesystem::rename(file, aside, error);
+    require(!error, "log.dir = ", config.log.dir, ": config.toml there was not saved by a run of this build, and cannot be kept as ", aside.filename().string(),
+            ": ", error.message(), "; move it elsewhere, or choose another log.dir");
+    log().warn("{}: was not saved by a run of this build; as it was it is kept in {}", file.string(), aside.filename().string());
+  }
+  write_text(file, to_toml(config), strict);
 }
 
 // Over which gradients are summed.
@@ -287,9 +304,9 @@ int train(const TrainFlags& flags) {
     precision::settle_compute(config, device, world.group());
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
-      write_text(std::filesystem::path(config.log.dir) / "config.toml", to_toml(config), flags.strict_log);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, device);
+    if (world.rank() == 0) save_config(config, flags.strict_log);  // of a run that begins
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
     trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
     if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());

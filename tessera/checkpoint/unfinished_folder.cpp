@@ -67,7 +67,7 @@ UnfinishedFolder::UnfinishedFolder(const std::filesystem::path& whole) : whole_(
     // Before it was locked, whoever removes leftovers could take it for one.
     if (!is_there(path_)) ::close(std::exchange(descriptor_, -1));
   }
-  if (error) throw Error(detail::concat((path_.empty() ? whole_.parent_path() : path_).string(), ": cannot make folder: ", error.message()));
+  if (error) throw Error(detail::concat(whole_.string(), ": cannot be made in ", whole_.parent_path().string(), ": ", error.message()));
 }
 
 UnfinishedFolder::~UnfinishedFolder() {

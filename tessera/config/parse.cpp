@@ -320,6 +320,8 @@ Config load_config(const std::filesystem::path& file, const std::vector<std::str
   std::error_code ignored;
   require(is_there(file), "configuration file ", file.string(), ": no such file");
   require(!std::filesystem::is_directory(file, ignored), "configuration file ", file.string(), ": is a folder; name a .toml file");
+  // Every rank reads it, and a pipe gives it to one; one that nobody writes holds its reader for ever.
+  require(std::filesystem::is_regular_file(file, ignored), "configuration file ", file.string(), ": is not a regular file; write it to one, and name that");
   std::ifstream stream(file, std::ios::binary);
   require(stream.good(), "configuration file ", file.string(), ": cannot be opened; check its permissions");
   std::ostringstream text;

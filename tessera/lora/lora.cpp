@@ -18,6 +18,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/operator_watch.h"
@@ -71,6 +72,11 @@ at::Tensor add_parameter(nn::LinearImpl& linear, std::string_view name, const st
 }
 
 Attachment adapt(nn::LinearImpl& linear, const Options& options) {
+  // A wrapper knows the parameters that it found: later ones it would neither sum nor update. Asked of everyone alike, for one rank may hold all rows of a
+  // slice.
+  const auto* gradients = nn::GradientDispatcher::find(linear.weight);
+  require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", linear.path(),
+          "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
   const int64_t in = linear.options.in_features(), out = linear.options.out_features();
   require(linear.weight.defined() && linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", linear.path(),
           "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");

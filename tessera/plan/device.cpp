@@ -151,6 +151,7 @@ Device find_device(const std::string& name_or_file) {
   }
   if (is_there(name_or_file)) {
     require(!is_folder(name_or_file), "--device ", name_or_file, ": is a folder; name a file, or one of the devices that tessera plan knows");
+    require(std::filesystem::is_regular_file(name_or_file), "--device ", name_or_file, ": is not a regular file; write it to one, and name that");
     std::ifstream file(name_or_file);
     return parse_device({std::istreambuf_iterator<char>(file), {}}, name_or_file);
   }

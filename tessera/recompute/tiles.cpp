@@ -8,10 +8,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/grouped_linear.h"
+#include "tessera/layout/slice.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/experts.h"
@@ -49,11 +51,8 @@ class Tiles final : public nn::Interceptor {
     std::vector<at::Tensor> outputs;
     int64_t begin = 0;
     for (const at::Tensor& part : x.split_with_sizes(columns, 1)) {
-      nn::SampleContext here = nn::SampleScope::current();
-      if (here.seq_len == 0) here.seq_len = x.size(1);
-      here.first_column += begin;
+      const nn::SampleScope scope(of_columns(nn::SampleScope::current(), x, begin, tiles[outputs.size()].positions));
       begin += part.size(1);
-      const nn::SampleScope scope(here);
       nn::Values given{part};
       if (parts_.ranks > 1) given.emplace_back(tiles[outputs.size()].positions);  // for TileOfParts
       outputs.push_back(of_tile(module, std::move(given), next).at(0).toTensor());
@@ -71,6 +70,26 @@ class Tiles final : public nn::Interceptor {
     for (; begin + columns < least; begin += columns) tiles.push_back({columns, columns * ranks});
     tiles.push_back({x.size(1) - begin, whole - begin * ranks});
     return tiles;
+  }
+
+  /// What the layers inside see is of all ranks: their columns from `begin` on, one rank's behind the other's, which is no piece of the sequence. Masks of what
+  /// is brought together, and of this rank's part of it, are those of where each column lies.
+  nn::SampleContext of_columns(nn::SampleContext here, const at::Tensor& x, int64_t begin, int64_t positions) const {
+    const int64_t whole = parts_.ranks > 1 ? parts_.sequence() : x.size(1);
+    if (here.seq_len == 0) here.seq_len = whole;
+    if (parts_.ranks == 1) {
+      here.first_column += begin;
+      return here;
+    }
+    std::vector<at::Tensor> columns;
+    for (int rank = 0; rank < parts_.ranks; ++rank) {
+      const int64_t first = here.first_column + chunk(whole, parts_.ranks, rank).first + begin;
+      columns.push_back(nn::consecutive(first, chunk(positions, parts_.ranks, rank).second, x.device()));
+    }
+    const at::Tensor lie = at::cat(columns);
+    here.positions = here.positions.defined() ? here.positions.index_select(0, lie) : lie;
+    here.first_column = 0;
+    return here;
   }
 
   int64_t tile_;

@@ -198,6 +198,7 @@ nlohmann::json Replay::arithmetic(at::Device device) const {
   }
   nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
                                {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+  if (config_.recompute.ffn_tile > 0) arithmetic["ffn_tile"] = config_.recompute.ffn_tile;  // products of fewer rows
   if (widened) arithmetic["products"] = "widened";
   if (!device.is_cpu())
     arithmetic["device"] = device_facts(device).model.empty() ? c10::DeviceTypeName(device.type(), /*lower_case=*/true) : device_facts(device).model;

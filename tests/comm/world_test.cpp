@@ -109,7 +109,7 @@ TEST(Environment, RefusesByNameAndValue) {
   EXPECT_EQ(refusal("RANK", "-1"), "RANK = -1 must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "two"), "RANK = \"two\" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
   EXPECT_EQ(refusal("RANK", "1 "), "RANK = \"1 \" is not a whole number; it must be between 0 and WORLD_SIZE - 1 = 7");
-  EXPECT_EQ(refusal("WORLD_SIZE", "0"), "WORLD_SIZE = 0 must be at least 1");
+  EXPECT_EQ(refusal("WORLD_SIZE", "0"), "WORLD_SIZE = 0 must be between 1 and 16777216");
   EXPECT_EQ(refusal("LOCAL_RANK", "4"), "LOCAL_RANK = 4 must be between 0 and LOCAL_WORLD_SIZE - 1 = 3");
   EXPECT_EQ(refusal("LOCAL_WORLD_SIZE", "9"), "LOCAL_WORLD_SIZE = 9 must be between 1 and WORLD_SIZE = 8");
   EXPECT_EQ(refusal("MASTER_PORT", "70000"), "MASTER_PORT = 70000 must be a port, 1 to 65535");

@@ -185,6 +185,29 @@ class BadInput(SystemTest):
         self.assertIn("would be overwritten", self.refusal(run("train", own, f"--memory-report={self.folder / 'text.txt'}")))
         self.assertEqual(own.read_bytes(), before)
 
+    def test_a_configuration_is_a_file(self):
+        pipe = self.folder / "pipe.toml"
+        os.mkfifo(pipe)
+        self.assertIn("is not a regular file; write it to one", self.refusal(run("train", pipe)))
+        self.assertIn("is not a regular file; write it to one", self.refusal(run("plan", pipe)))
+        self.assertIn("--device ", self.refusal(run("plan", self.recipe, "--device", pipe)))
+
+    def test_a_configuration_that_no_run_saved_is_kept(self):
+        log = self.folder / "log"
+        log.mkdir()
+        (log / "config.toml").write_text("# mine\n")
+        done = run("train", self.recipe, "--set", f"log.dir={log}", "--set", "run.steps=3")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("kept in config.toml.kept-1", done.stderr)
+        self.assertEqual((log / "config.toml.kept-1").read_text(), "# mine\n")
+        again = run("train", self.recipe, "--set", f"log.dir={log}", "--set", "run.steps=3")
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.assertFalse((log / "config.toml.kept-2").exists())
+        saved = (log / "config.toml").read_text()
+        self.assertIn("offload.dir", self.refusal(run("train", self.recipe, "--set", f"log.dir={log}", "--set", "offload.activations=disk",
+                                                      "--set", "offload.dir=/proc/nowhere")))
+        self.assertEqual((log / "config.toml").read_text(), saved)
+
     def test_flags_are_blamed_for_what_is_wrong_with_them(self):
         step = self.refusal(run("train", self.recipe, "--dump-step", 0, "--dump-dir", self.folder / "d"))
         self.assertIn("--dump-step = 0: steps are numbered from 1", step)

@@ -107,9 +107,16 @@ TEST(MetricsFile, ANamedPipeIsRefusedRatherThanWaitedFor) {
     for (const int64_t first : {1, 4}) {
       MetricsFile metrics;
       const std::string said = refusal([&] { metrics.on_start({.log_dir = folder.path(), .first_step = first}); });
-      EXPECT_THAT(said, AllOf(HasSubstr("log.dir = " + folder.path().string()), HasSubstr(std::string(name) + " is a named pipe")));
+      EXPECT_THAT(said, AllOf(HasSubstr("log.dir = " + folder.path().string()), HasSubstr(std::string(name) + " is not a regular file")));
     }
   }
+}
+
+TEST(MetricsFile, ADeviceWithoutEndIsNotRead) {
+  const Folder folder;
+  std::filesystem::create_symlink("/dev/zero", folder / "metrics.jsonl");
+  MetricsFile metrics;
+  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder.path(), .first_step = 4}); }), HasSubstr("metrics.jsonl is not a regular file"));
 }
 
 TEST(RecordFile, ANamedPipeHoldsNobodyUp) {

@@ -72,6 +72,9 @@ TEST_F(VerifyLora, WithRecomputationAndPrecision) {
   expect_layout("tp=2", {"precision.compute=bf16"});
   expect_layout("dp_shard=2", {"zero.stage=3", "precision.params=bf16", "precision.compute=bf16"});
   expect_layout("tp=2", {"recompute.ffn_tile=5"});
+  // What the layers see of a tile is of all ranks' parts, and no piece of the sequence.
+  expect_layout("tp=3", {"recompute.ffn_tile=4", "tensor.sequence_parallel=true", "lora.dropout=0.3", "model.dropout=0.1", "data.seq_len=17"});
+  expect_layout("cp=2,tp=2", {"recompute.ffn_tile=4", "tensor.sequence_parallel=true", "lora.dropout=0.3"});
 }
 
 TEST_F(VerifyLora, OfOtherFamilies) {

@@ -43,7 +43,7 @@ class Variables {
     return static_cast<int>(parsed);
   }
 
-  int count(const std::string& name) const { return number(name, 1, kLargestWorld, "at least 1"); }
+  int count(const std::string& name) const { return number(name, 1, kLargestWorld, detail::concat("between 1 and ", kLargestWorld)); }
   /// A count that is at most the count `whole`, which `whole_name` gave.
   int part(const std::string& name, const std::string& whole_name, int whole) const {
     return number(name, 1, whole, detail::concat("between 1 and ", whole_name, " = ", whole));

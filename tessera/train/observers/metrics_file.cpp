@@ -59,8 +59,8 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
   for (const auto& path : {file, partial}) {
     std::error_code ignored;
     const auto found = std::filesystem::status(path, ignored);  // opening a pipe would wait for whoever is at its other end
-    require(!std::filesystem::is_fifo(found) && !std::filesystem::is_socket(found), "log.dir = ", file.parent_path().string(), ": ", path.filename().string(),
-            " is a named pipe or a socket, which keeps no records; remove it, or choose another log.dir");
+    require(!std::filesystem::exists(found) || std::filesystem::is_regular_file(found), "log.dir = ", file.parent_path().string(), ": ",
+            path.filename().string(), " is not a regular file, and keeps no records; remove it, or choose another log.dir");
   }
   const auto [kept, unknown] = read_records(file, first_step);
   if (unknown > 0) keep_aside(file, unknown);

@@ -145,7 +145,7 @@ TEST(Variables, OfABatchScriptOrAnAllocationAreNone) {
 
 TEST(Variables, OfAStepAreRefusedByName) {
   EXPECT_EQ(refusal(with(kSrun, {{"SLURM_PROCID", "7"}})), "SLURM_PROCID = 7 must be between 0 and SLURM_NTASKS - 1 = 6");
-  EXPECT_EQ(refusal(with(kSrun, {{"SLURM_NTASKS", "many"}})), "SLURM_NTASKS = \"many\" is not a whole number; it must be at least 1");
+  EXPECT_EQ(refusal(with(kSrun, {{"SLURM_NTASKS", "many"}})), "SLURM_NTASKS = \"many\" is not a whole number; it must be between 1 and 16777216");
   EXPECT_EQ(refusal(with(kSrun, {{"SLURM_LOCALID", "2"}})), "SLURM_LOCALID = 2 must be between 0 and tasks of its node - 1 = 1");
   EXPECT_THAT(refusal(with(kSrun, {{"SLURM_LOCALID", "(unset)"}})), HasSubstr("SLURM_LOCALID = \"\" is not a whole number"));
   EXPECT_EQ(refusal(with(kSrun, {{"SLURM_NODEID", "4"}})), "SLURM_NODEID = 4 must be between 0 and nodes - 1 = 3");
