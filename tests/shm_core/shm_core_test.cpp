@@ -2,6 +2,7 @@
 // thread sanitizer, it proves that what is read was written before.
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 
 #include "tests/shm_core/workload.h"
@@ -26,6 +27,39 @@ void aborted(Membership membership) {
     });
   });
   CHECK(ended == membership.size - 1);
+}
+
+/// A rank that gives up while others join, as where the store says that one has failed, is not waited for by those that had seen it join.
+void given_up_while_joining(Membership membership) {
+  struct Revoked : Directory {
+    explicit Revoked(Directory& whole) : whole(whole) {}
+    void set(const std::string& key, const std::string& value) override { whole.set(key, value); }
+    std::string get(const std::string& key) override {
+      const std::string value = whole.get(key);
+      if (key.starts_with("joined/")) throw std::runtime_error("another rank has failed");
+      return value;
+    }
+    Directory& whole;
+  };
+  LocalDirectory directory;
+  std::atomic<int> ended{0};
+  std::vector<std::thread> threads;
+  const auto start = std::chrono::steady_clock::now();
+  for (int rank = 0; rank < membership.size; ++rank) {
+    membership.rank = rank;
+    threads.emplace_back([&, membership] {
+      Revoked revoked(directory);
+      try {
+        Rank self(membership, membership.rank == 0 ? static_cast<Directory&>(revoked) : directory);
+        self.communicator.barrier();
+      } catch (const std::exception&) {
+        ++ended;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(ended == membership.size);
+  CHECK(std::chrono::steady_clock::now() - start < membership.timeout / 2);
 }
 
 void timed_out(Membership membership) {
@@ -70,6 +104,7 @@ int main() {
             .size = size, .timeout = std::chrono::seconds(60), .alone_on_core = false, .as_processes = as_processes, .large_slot_bytes = 128 << 10};
         run(membership, everything);
         aborted(membership);
+        given_up_while_joining(membership);
         timed_out(membership);
         disagreeing(membership);
         std::printf("%d ranks as %s: fine\n", size, as_processes ? "processes" : "threads");

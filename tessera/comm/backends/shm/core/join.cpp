@@ -147,7 +147,12 @@ void Session::enter(Directory& directory) {
   directory.set("joined/" + std::to_string(rank()), "1");
   bool all_here = true;
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) directory.get("joined/" + std::to_string(peer));
+    try {
+      if (peer != rank()) directory.get("joined/" + std::to_string(peer));
+    } catch (...) {  // peers that have seen this rank join would wait for it
+      abort();
+      throw;
+    }
     const bool here = control(peer).pid == self.pid;
     all_here &= here;
     if (!here) watches_.emplace_back(peer, ProcessId{control(peer).pid, control(peer).start_time});
