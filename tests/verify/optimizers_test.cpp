@@ -12,7 +12,7 @@ class VerifyOptimizer : public testing_support::VerifyFixture {
  protected:
   /// Matrices of 72 x 72 and 72 x 200, in blocks that no cut respects.
   void expect_layout(const std::string& optimizer, const std::string& mesh, const Sets& more, const std::string& family) const {
-    Sets sets{"optim.name=" + optimizer, "optim.lr=0.01", "optim.weight_decay=0.1", "run.steps=3",       "batch.global_size=10",
+    Sets sets{"optim.name=" + optimizer, "optim.lr=0.01", "optim.weight_decay=0.1", "run.steps=2",       "batch.global_size=7",
               "batch.micro_size=1",      "model.dim=72",  "model.heads=6",          "model.ffn_dim=200", "zero.bucket_bytes=50000"};
     if (optimizer == "adafactor") sets.push_back("optim.momentum=0.8");
     sets.insert(sets.end(), more.begin(), more.end());
