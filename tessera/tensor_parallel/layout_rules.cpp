@@ -365,7 +365,7 @@ const Row kRows[] = {
       "aten::fmod",        "aten::maximum",     "aten::minimum",   "aten::fmax",        "aten::fmin",       "aten::atan2",        "aten::where",
       "aten::masked_fill", "aten::addcmul",     "aten::addcdiv",   "aten::lerp",        "aten::eq",         "aten::ne",           "aten::lt",
       "aten::le",          "aten::gt",          "aten::ge",        "aten::logical_and", "aten::logical_or", "aten::logical_xor",  "aten::bitwise_and",
-      "aten::bitwise_or",  "aten::bitwise_xor", "aten::logaddexp", "aten::xlogy",       "tessera::swiglu"}},
+      "aten::bitwise_or",  "aten::bitwise_xor", "aten::logaddexp", "aten::xlogy",       "tessera::swiglu",   "tessera::geglu"}},
     {along,
      {"aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum", "aten::cumprod", "aten::logcumsumexp", "aten::sort",
       "aten::argsort", "aten::topk", "aten::flip", "aten::roll", "aten::glu", "aten::index_select"}},

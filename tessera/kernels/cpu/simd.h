@@ -8,6 +8,7 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>  // its functions are always inlined, so none is left for a linker to keep
 #define TESSERA_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define TESSERA_VECTOR_BYTES 32
@@ -138,6 +139,12 @@ TESSERA_INLINE Floats exp(Floats x) {
   p = p * reduced + 1.0f;
   const Floats scaled = bits_as<Floats>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
   return select(x < -87.0f, Floats{}, scaled);
+}
+
+TESSERA_INLINE Floats root(Floats x) {
+  Floats roots;
+  for (int lane = 0; lane < kLanes; ++lane) roots[lane] = __builtin_sqrtf(x[lane]);
+  return roots;
 }
 
 TESSERA_INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
