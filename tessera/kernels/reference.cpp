@@ -34,6 +34,11 @@ at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activati
   return (activation == Activation::Silu ? at::silu(sum) : at::gelu(sum, "tanh")).to(x.scalar_type());
 }
 
+void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
+  const at::Tensor counted = padding_row < 0 ? rows : rows.masked_fill(ids.eq(padding_row).unsqueeze(1), 0);
+  at::Tensor(sum).index_add_(0, ids, counted.to(sum.scalar_type()));
+}
+
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   const auto halves = wide(x).chunk(2, -1);
   const at::Tensor c = cos.unsqueeze(-2), s = sin.unsqueeze(-2);

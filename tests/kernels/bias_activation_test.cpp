@@ -1,6 +1,7 @@
 #include "tessera/kernels/bias_activation.h"
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/kernels/embedding_gradient.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/swiglu.h"
@@ -62,6 +63,10 @@ TEST(EmbeddingGradient, AddsRowsUpInOrder) {
         const at::Tensor sum = begun.clone();
         add_embedding_gradient_(sum, rows, ids.view({2, 3}), padding);
         EXPECT_TRUE(at::equal(sum, expected)) << dim << " " << padding;
+        const KernelChoiceGuard guard(KernelChoice::Reference);
+        const at::Tensor plain = begun.clone();
+        add_embedding_gradient_(plain, rows, ids.view({2, 3}), padding);
+        EXPECT_TRUE(at::equal(plain, expected)) << dim << " " << padding;
       }
     }
   }

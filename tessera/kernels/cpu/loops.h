@@ -270,6 +270,7 @@ struct Loops {
 const Loops* loops_baseline();
 const Loops* loops_avx2();
 const Loops* loops_avx512();
+const Loops* loops_avx512_bf16();
 
 /// The fastest this machine runs; ATEN_CPU_CAPABILITY (default, avx2, avx512) lowers it together with libtorch's own kernels.
 const Loops& loops();
