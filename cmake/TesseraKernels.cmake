@@ -5,10 +5,12 @@ set(loop_options -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -Wno-
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2_options -march=x86-64-v3)
   set(avx512_options -march=x86-64-v4 -mprefer-vector-width=512)
+  set(avx512_bf16_options ${avx512_options} -mavx512bf16)
 endif()
 set_source_files_properties(${loops}_baseline.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options}")
 set_source_files_properties(${loops}_avx2.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options};${avx2_options}")
 set_source_files_properties(${loops}_avx512.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options};${avx512_options}")
+set_source_files_properties(${loops}_avx512_bf16.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON COMPILE_OPTIONS "${loop_options};${avx512_bf16_options}")
 
 # The same kernels for CUDA. A library of their own, since nvcc does not take our compilers' flags; C10_USING_CUSTOM_GENERATED_MACROS lets them compile against a wheel
 # that was built without CUDA, whose headers lack one generated file.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "tessera/core/once_differentiable.h"
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/adam8bit.h"
+#include "tessera/kernels/cpu/loops.h"
 #include "tessera/kernels/products.h"
 
 // A row knows where its first element lies in the flattened matrix, and so in which block; along a row blocks are counted on. What is held of a row is
@@ -158,38 +160,40 @@ void write_scales(const std::vector<float>& scales, QuantizedMatrix& matrix) {
   for (int64_t k = 0; coded && k < matrix.outer.numel(); ++k) matrix.outer.mutable_data_ptr<float>()[k] = coded->outer[static_cast<size_t>(from + k)];
 }
 
-/// Of the codes, wherever they are; dequantization reads them on the CPU.
-template <class T>
-void read_rows(const QuantizedMatrix& matrix, int64_t first, int64_t count, T* out) {
-  const auto& form = matrix.form;
-  const MatrixPart& part = matrix.part;
-  const int64_t width = matrix.codes.size(1), scale_width = matrix.scales.size(1);
-  const auto* const codes = static_cast<const uint8_t*>(matrix.codes.const_data_ptr());
-  const int64_t from = first_outer(part, form.block);
-  const auto& nf4 = nf4_numbers();
+/// Scales of a row's blocks as they multiply, in `made` where they are kept in 8 bits.
+const float* scales_of(const QuantizedMatrix& matrix, int64_t row, std::vector<float>& made) {
+  const int64_t width = matrix.scales.size(1), place = row * width;
+  if (!matrix.form.double_scales) return matrix.scales.const_data_ptr<float>() + place;
   const auto& numbers = dynamic_map(/*is_signed=*/true);
+  const int64_t first = RowBlocks(matrix.part, matrix.form.block, row).first, from = first_outer(matrix.part, matrix.form.block);
+  const auto* const codes = matrix.scales.const_data_ptr<uint8_t>() + place;
+  const float* const outer = matrix.outer.const_data_ptr<float>();
+  const int64_t blocks = RowBlocks(matrix.part, matrix.form.block, row).count(matrix.part, matrix.form.block);
+  made.resize(static_cast<size_t>(width));
+  for (int64_t k = 0; k < blocks; ++k) {
+    made[static_cast<size_t>(k)] = numbers[codes[k]] * outer[(first + k) / kScalesOfOne - from] + static_cast<float>(matrix.mean);
+  }
+  return made.data();
+}
+
+/// On the CPU, by the vector loops (cpu/loops_quantized.h).
+void read_rows(const QuantizedMatrix& matrix, int64_t first, int64_t count, const at::Tensor& out) {
+  const MatrixPart& part = matrix.part;
+  const int64_t width = matrix.codes.size(1);
+  const auto* const codes = static_cast<const uint8_t*>(matrix.codes.const_data_ptr());
+  const auto type = out.scalar_type() == at::kFloat ? cpu::Type::Float : cpu::Type::BFloat16;
+  auto* const to = static_cast<std::byte*>(out.data_ptr());
   parallel_for(first, first + count, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, part.columns)), [&](int64_t begin, int64_t end) {
+    std::vector<float> made;
     for (int64_t row = begin; row < end; ++row) {
-      const RowBlocks blocks(part, form.block, row);
-      const uint8_t* const in = codes + row * width;
-      T* const to = out + (row - first) * part.columns;
-      for (int64_t j = 0, k = 0; j < part.columns; ++k) {
-        const int64_t stop = std::min(part.columns, (k + 1) * form.block - blocks.offset);
-        float scale = 0;
-        if (form.double_scales) {
-          const int64_t outer = (blocks.first + k) / kScalesOfOne - from;
-          const uint8_t code = matrix.scales.const_data_ptr<uint8_t>()[row * scale_width + k];
-          scale = numbers[code] * matrix.outer.const_data_ptr<float>()[outer] + static_cast<float>(matrix.mean);
-        } else {
-          scale = matrix.scales.const_data_ptr<float>()[row * scale_width + k];
-        }
-        if (form.format == WeightFormat::Int8) {
-          scale /= 127;
-          for (; j < stop; ++j) to[j] = static_cast<T>(static_cast<float>(static_cast<int8_t>(in[j])) * scale);
-        } else {
-          for (; j < stop; ++j) to[j] = static_cast<T>(nf4[j % 2 == 0 ? in[j / 2] >> 4 : in[j / 2] & 15] * scale);
-        }
-      }
+      cpu::loops().dequantize({.codes = codes + row * width,
+                               .is_nf4 = matrix.form.format == WeightFormat::Nf4,
+                               .numbers = nf4_numbers().data(),
+                               .scales = scales_of(matrix, row, made),
+                               .offset = RowBlocks(part, matrix.form.block, row).offset,
+                               .block = matrix.form.block,
+                               .columns = part.columns,
+                               .out = {to + (row - first) * part.columns * out.element_size(), type}});
     }
   });
 }
@@ -289,20 +293,12 @@ QuantizedMatrix quantize(const at::Tensor& whole, const QuantizeForm& form, cons
 }
 
 at::Tensor dequantize(const QuantizedMatrix& matrix, int64_t first, int64_t count, at::ScalarType dtype) {
+  if (dtype != at::kFloat && dtype != at::kBFloat16) return dequantize(matrix, first, count, at::kFloat).to(dtype);
   const at::Device device = matrix.codes.device();
-  if (device.is_meta()) return at::empty({count, matrix.part.columns}, at::TensorOptions(device).dtype(dtype));
-  require(device.is_cpu(), "quantized weights are multiplied on the CPU alone in this build, and these lie on ", device, "; set run.device = cpu");
+  require(device.is_cpu() || device.is_meta(), "quantized weights are multiplied on the CPU alone in this build, and these lie on ", device,
+          "; set run.device = cpu");
   const at::Tensor tile = at::empty({count, matrix.part.columns}, at::TensorOptions(device).dtype(dtype));
-  if (dtype == at::kFloat) {
-    read_rows(matrix, first, count, tile.mutable_data_ptr<float>());
-  } else if (dtype == at::kBFloat16) {
-    read_rows(matrix, first, count, tile.mutable_data_ptr<at::BFloat16>());
-  } else if (dtype == at::kDouble) {
-    read_rows(matrix, first, count, tile.mutable_data_ptr<double>());
-  } else {
-    require(dtype == at::kHalf, "quantized weights of dtype ", dtype, " are not made");
-    read_rows(matrix, first, count, tile.mutable_data_ptr<at::Half>());
-  }
+  if (!device.is_meta()) read_rows(matrix, first, count, tile);
   return tile;
 }
 

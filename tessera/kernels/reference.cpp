@@ -20,6 +20,25 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, s
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) { return (at::silu(wide(gate)) * wide(up)).to(gate.scalar_type()); }
 
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up) { return (at::gelu(wide(gate), "tanh") * wide(up)).to(gate.scalar_type()); }
+
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps, std::optional<at::ScalarType> out_dtype) {
+  const at::Tensor input = wide(x);
+  const at::Tensor centered = input - input.mean(-1, /*keepdim=*/true);
+  const at::Tensor rstd = at::rsqrt(centered.square().mean(-1, /*keepdim=*/true) + eps);
+  return (centered * rstd * wide(weight) + wide(bias)).to(out_dtype.value_or(x.scalar_type()));
+}
+
+at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activation activation) {
+  const at::Tensor sum = wide(x) + wide(bias);
+  return (activation == Activation::Silu ? at::silu(sum) : at::gelu(sum, "tanh")).to(x.scalar_type());
+}
+
+void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
+  const at::Tensor counted = padding_row < 0 ? rows : rows.masked_fill(ids.eq(padding_row).unsqueeze(1), 0);
+  at::Tensor(sum).index_add_(0, ids, counted.to(sum.scalar_type()));
+}
+
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   const auto halves = wide(x).chunk(2, -1);
   const at::Tensor c = cos.unsqueeze(-2), s = sin.unsqueeze(-2);

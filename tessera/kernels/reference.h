@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/kernels/activation.h"
 #include "tessera/kernels/cross_entropy.h"
 #include "tessera/kernels/dispatch.h"
 #include "tessera/kernels/dropout.h"
@@ -14,6 +15,11 @@ namespace tessera::kernels::reference {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype = std::nullopt);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps,
+                      std::optional<at::ScalarType> out_dtype = std::nullopt);
+at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activation activation);
+void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row);
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options = {});
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,

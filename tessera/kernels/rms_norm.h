@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 
@@ -15,5 +16,11 @@ namespace tessera::kernels {
 /// The gradient of `weight` sums rows in an order that depends on the number of rows alone, never on the number of threads.
 /// Throws ConfigError where weight's size is not D or a dtype is not supported.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, std::optional<at::ScalarType> out_dtype = std::nullopt);
+
+/// A residual stream that grows and is normalized in one pass: {x + added, rms_norm of it}; differentiable in all three. The sum has x's dtype and is rounded
+/// once; `added` may have another. Traffic: reads 2, writes 2 tensors, and backward 3 and 1, where the two operators take 3 + 2 and 5 + 2.
+/// Memory: the two results; kept for backward: the sum, weight and one float per row.
+std::pair<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight, double eps,
+                                               std::optional<at::ScalarType> out_dtype = std::nullopt);
 
 }  // namespace tessera::kernels

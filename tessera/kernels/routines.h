@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 
+#include "tessera/kernels/activation.h"
 #include "tessera/kernels/loss_terms.h"
 
 /// What a device must bring to run the fused kernels. The operators (rms_norm.cpp and so on) check their arguments and allocate every result and temporary; a
@@ -12,18 +13,37 @@
 /// that do nothing.
 namespace tessera::kernels {
 
+/// Of a residual stream that grows and is normalized in one pass, `added` is what it grows by, and `sum` the stream from there on; both may be undefined. Its
+/// gradient that comes by other ways than the norm, `grad_sum`, is added to dx. Rows of all are contiguous.
 struct RmsNormRoutines {
-  /// out, rstd [rows] <- x, weight
-  void (*forward)(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps);
-  /// dx, d_weight <- grad; partial [ceil(rows / kRmsNormBlock), D] fp32 is scratch
-  void (*backward)(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
-                   const at::Tensor& weight, const at::Tensor& rstd);
+  /// out, rstd [rows], sum <- x, added, weight
+  void (*forward)(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight,
+                  double eps);
+  /// dx, d_weight <- grad, grad_sum; partial [ceil(rows / kRmsNormBlock), D] fp32 is scratch
+  void (*backward)(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& grad_sum,
+                   const at::Tensor& x, const at::Tensor& weight, const at::Tensor& rstd);
+};
+
+struct LayerNormRoutines {
+  /// out, mean [rows], rstd [rows], sum <- x, added, weight, bias
+  void (*forward)(const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& x, const at::Tensor& added,
+                  const at::Tensor& weight, const at::Tensor& bias, double eps);
+  /// dx, d_weight, d_bias <- grad, grad_sum; partial [ceil(rows / kRmsNormBlock), 2, D] fp32 is scratch
+  void (*backward)(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad,
+                   const at::Tensor& grad_sum, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd);
 };
 
 struct PointwiseRoutines {
   /// gate, up, and in backward the results, are [rows, F] with contiguous rows
-  void (*swiglu)(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up);
-  void (*swiglu_backward)(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up);
+  void (*swiglu)(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up, Activation activation);
+  void (*swiglu_backward)(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
+                          Activation activation);
+  /// x [rows, F] contiguous, bias [F]; partial [ceil(rows / kRmsNormBlock), F] fp32 is scratch
+  void (*bias_activation)(const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation activation);
+  void (*bias_activation_backward)(const at::Tensor& dx, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+                                   const at::Tensor& bias, Activation activation);
+  /// sum [V, D] fp32 += rows [N, D] at ids [N], each in order; rows of padding_row are left out
+  void (*embedding_gradient)(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row);
   /// x [B, S, H, D] with contiguous features; sign -1 turns backwards
   void (*rope)(const at::Tensor& out, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign);
   void (*dropout)(const at::Tensor& out, const at::Tensor& x, double p, int64_t key, const at::Tensor& rows, int64_t feature_offset, int64_t feature_total);
@@ -67,13 +87,14 @@ struct DispatchRoutines {
 
 struct Routines {
   RmsNormRoutines rms_norm;
+  LayerNormRoutines layer_norm;
   PointwiseRoutines pointwise;
   CrossEntropyRoutines cross_entropy;
   DispatchRoutines dispatch;
   bool (*multiplies_bf16)(c10::DeviceIndex device) = nullptr;  ///< whether the device has bf16 products; null: the CPU's own rules, or every device has
 };
 
-/// Rows whose contributions to rms_norm's weight gradient are summed into one partial row.
+/// Rows whose contributions to the gradient of a norm's weight, or of a bias, are summed into one partial row.
 inline constexpr int64_t kRmsNormBlock = 64;
 
 /// Called once per device type when the library loads.

@@ -11,4 +11,7 @@ namespace tessera::kernels {
 /// Throws ConfigError where shapes or dtypes differ.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
+/// The same of a GEGLU block: gelu(gate) * up, GELU in its tanh form.
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
+
 }  // namespace tessera::kernels

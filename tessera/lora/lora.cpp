@@ -13,6 +13,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/dropout.h"
+#include "tessera/lora/plain_linear.h"
 #include "tessera/nn/adapter_names.h"
 #include "tessera/nn/along.h"
 #include "tessera/nn/attach.h"
@@ -33,7 +34,7 @@
 namespace tessera::lora {
 namespace {
 
-class LowRankTerm : public nn::Interceptor {
+class LowRankTerm : public nn::Interceptor, public nn::DrawsMasks {
  public:
   LowRankTerm(at::Tensor a, at::Tensor b, const Options& options)
       : a_(std::move(a)), b_(std::move(b)), scale_(options.alpha / static_cast<double>(options.rank)), dropout_(options.dropout) {}
@@ -57,52 +58,76 @@ class LowRankTerm : public nn::Interceptor {
     require(x.dim() >= 2, "lora.dropout of '", module.path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions");
     const Slice& held = nn::slice_of(a_);  // [rank, I]: of all rows some columns, or, sharded, of some rows the same
     const int64_t first = held.boxes.empty() ? 0 : held.boxes.front().offset[1];
-    return nn::drop_by_place(x, dropout_, module.path() + ".lora", "/", {.offset = first, .total = held.shape.at(1)});
+    return nn::drop_by_place(x, dropout_, module.path() + ".lora", "@" + std::to_string(replica()), {.offset = first, .total = held.shape.at(1)});
   }
 
   at::Tensor a_, b_;
   double scale_, dropout_;
 };
 
-at::Tensor add_parameter(nn::LinearImpl& linear, std::string_view name, const std::vector<int64_t>& sizes, const nn::InitRule& rule, nn::Along along) {
+template <class AnyLinear>
+at::Tensor add_parameter(AnyLinear& linear, std::string_view name, const std::vector<int64_t>& sizes, const nn::InitRule& rule, nn::Along along) {
   const at::Tensor parameter = linear.register_parameter(std::string(name), at::empty(sizes, linear.weight.options().requires_grad(false)));
   nn::set_init(parameter, rule);
   nn::set_along(parameter, along);
   return parameter;
 }
 
-Attachment adapt(nn::LinearImpl& linear, const Options& options) {
+/// A and B, registered beside the weight.
+template <class AnyLinear>
+std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::string& path, const Options& options) {
   // A wrapper knows the parameters that it found: later ones it would neither sum nor update. Asked of everyone alike, for one rank may hold all rows of a
   // slice.
   const auto* gradients = nn::GradientDispatcher::find(linear.weight);
-  require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", linear.path(),
+  require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", path,
           "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
   const int64_t in = linear.options.in_features(), out = linear.options.out_features();
-  require(linear.weight.defined() && linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", linear.path(),
+  require(linear.weight.defined() && linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", path,
           "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
   const double bound = in > 0 ? 1 / std::sqrt(static_cast<double>(in)) : 0;
   const at::Tensor a = add_parameter(linear, nn::kLoraA, {options.rank, in}, nn::InitRule::uniform(-bound, bound), {.dim = 1, .of_weight = 1});
   const at::Tensor b = add_parameter(linear, nn::kLoraB, {out, options.rank}, nn::InitRule::zeros(), {.dim = 0, .of_weight = 0});
+  return {a, b};
+}
+
+Attachment adapt(nn::LinearImpl& linear, const Options& options) {
+  const auto [a, b] = add_matrices(linear, linear.path(), options);
   linear.set_called(true);
   return nn::attach(linear, std::make_shared<LowRankTerm>(a, b, options));
 }
 
+/// Of libtorch's own Linear: a child that drops lets train(), eval() and wrappers reach it.
+PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Options& options) {
+  const auto [a, b] = add_matrices(linear, path, options);
+  PlainTerm term{.path = path, .weight = linear.weight, .a = a, .b = b, .scale = options.alpha / static_cast<double>(options.rank)};
+  if (options.dropout > 0) term.dropout = linear.register_module("lora_dropout", nn::Dropout(options.dropout));
+  return term;
+}
+
 /// The linear layers that the pattern names; whatever else it matches is passed over, but for what would be taken for one.
-std::vector<nn::LinearImpl*> linears_matching(torch::nn::Module& root, const std::string& pattern) {
-  std::vector<nn::LinearImpl*> linears;
+struct Linears {
+  std::vector<nn::LinearImpl*> ours;
+  std::vector<std::pair<std::string, torch::nn::LinearImpl*>> libtorchs;
+};
+
+Linears linears_matching(torch::nn::Module& root, const std::string& pattern) {
+  Linears linears;
   std::string other;
   for (const auto& [path, module] : nn::modules_matching(root, pattern)) {
     if (auto* linear = dynamic_cast<nn::LinearImpl*>(module.get())) {
-      linears.push_back(linear);
+      linears.ours.push_back(linear);
       continue;
     }
-    require(dynamic_cast<const torch::nn::LinearImpl*>(module.get()) == nullptr, "LoRA of '", path,
-            "': it is libtorch's own Linear, whose calls cannot be intercepted; build it as tessera::nn::Linear");
+    if (auto* linear = dynamic_cast<torch::nn::LinearImpl*>(module.get())) {
+      linears.libtorchs.emplace_back(path, linear);
+      continue;
+    }
     require(dynamic_cast<const nn::GroupedExpertsImpl*>(module.get()) == nullptr, "LoRA of '", path,
             "': experts are stacks of matrices, beside which nothing is learnt yet; name other linear layers, such as attention's (layers.*.attention.*)");
     other = path;
   }
-  require(!linears.empty(), "LoRA: '", pattern, "' names '", other, "' and no linear layer; name linear layers, such as layers.*.attention.*");
+  require(!linears.ours.empty() || !linears.libtorchs.empty(), "LoRA: '", pattern, "' names '", other,
+          "' and no linear layer; name linear layers, such as layers.*.attention.*");
   return linears;
 }
 
@@ -129,11 +154,18 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
   require(!options.modules.empty(), "LoRA: no modules are named; give patterns of the paths of linear layers");
   nn::assign_paths(root);
   Attachment attached;
+  std::vector<PlainTerm> terms;
+  const auto is_new = [](const torch::nn::Module& linear) { return !linear.named_parameters(/*recurse=*/false).contains(std::string(nn::kLoraA)); };
   for (const std::string& pattern : options.modules) {
-    for (nn::LinearImpl* linear : linears_matching(root, pattern)) {
-      if (!linear->named_parameters(/*recurse=*/false).contains(std::string(nn::kLoraA))) attached.add(adapt(*linear, options));
+    const Linears linears = linears_matching(root, pattern);
+    for (nn::LinearImpl* linear : linears.ours) {
+      if (is_new(*linear)) attached.add(adapt(*linear, options));
+    }
+    for (const auto& [path, linear] : linears.libtorchs) {
+      if (is_new(*linear)) terms.push_back(adapt(*linear, path, options));
     }
   }
+  attached.add(attach_to_products(std::move(terms)));
   nn::assign_paths(root);
   freeze_all_but(root, options.trained);
   for (const auto& parameter : nn::unique_parameters(root)) {

@@ -27,9 +27,11 @@ struct Options {
   uint64_t seed = 0;                      ///< of A, where the model has memory already; of one on meta materialize says it
 };
 
-/// Adds A and B to every nn::Linear under `root` that one of the patterns names, attaches what computes them (innermost: call this before the model is cut or
-/// sharded), and freezes all else but `trained`. What is returned takes the terms away; the parameters stay. Throws ConfigError for a pattern that names no
-/// nn::Linear (with the nearest path), or one of libtorch's own, which cannot be intercepted, or experts; and for a pattern of `trained` that names nothing.
+/// Adds A and B to every nn::Linear, and every Linear of libtorch's own, under `root` that one of the patterns names, attaches what computes them (innermost:
+/// call this before the model is cut or sharded), and freezes all else but `trained`. What is returned takes the terms away; the parameters stay. Throws
+/// ConfigError for a pattern that names no linear layer (with the nearest path), or experts; and for a pattern of `trained` that names nothing. Libtorch's own
+/// get their term where this thread multiplies by their weight (plain_linear.h): call it on the thread that trains. They may be replicated (DDP, ZeRO 1 and 2),
+/// not sharded; state_dicts of the model list A and B beside the weight.
 [[nodiscard]] Attachment attach(torch::nn::Module& root, const Options& options);
 
 }  // namespace tessera::lora

@@ -1,6 +1,7 @@
 #include "tessera/memory/host_cache.h"
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstdlib>
 #include <mutex>
@@ -62,6 +63,7 @@ class Cache {
       }
     }
     const size_t bytes = class_bytes(size_class);
+    ++made_;
     void* block = make(bytes);
     if (block == nullptr) {
       flush();
@@ -97,6 +99,8 @@ class Cache {
     return cached_;
   }
 
+  int64_t made() const { return made_; }
+
  private:
   static void* make(size_t bytes) {
     const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
@@ -116,6 +120,7 @@ class Cache {
   }
 
   std::mutex mutex_;
+  std::atomic<int64_t> made_ = 0;
   std::array<std::vector<void*>, kClasses> free_;
   int64_t cached_ = 0;
   int guards_ = 0;
@@ -150,6 +155,7 @@ int host_cache_class(size_t bytes) {
 void* host_cache_take(int size_class) { return cache().take(size_class); }
 void host_cache_give(void* block, int size_class) { cache().give(block, size_class); }
 int64_t host_cache_bytes() { return cache().bytes(); }
+int64_t host_cache_made() { return cache().made(); }
 
 }  // namespace detail
 }  // namespace tessera

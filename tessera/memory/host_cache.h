@@ -34,5 +34,8 @@ void host_cache_give(void* block, int size_class);
 /// Bytes of free blocks that are kept now.
 int64_t host_cache_bytes();
 
+/// Blocks that were asked of the system since the process began: the same number after two steps says that nothing was allocated between them.
+int64_t host_cache_made();
+
 }  // namespace detail
 }  // namespace tessera

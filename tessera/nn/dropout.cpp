@@ -14,7 +14,7 @@ at::Tensor DropoutImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   if (!is_training() || p == 0) return x;
   require(x.dim() >= 2, "Dropout '", path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions; it takes [B, S, D] or [B, D]");
-  return drop_by_place(x, p, path(), "@" + std::to_string(replica_), {.offset = feature_first_, .total = feature_total_});
+  return drop_by_place(x, p, path(), "@" + std::to_string(replica()), {.offset = feature_first_, .total = feature_total_});
 }
 
 void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
@@ -34,7 +34,12 @@ at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name,
 
 void drop_apart(torch::nn::Module& root, int64_t replica) {
   root.apply([&](torch::nn::Module& module) {
-    if (auto* dropout = dynamic_cast<DropoutImpl*>(&module)) dropout->set_replica(replica);
+    if (auto* draws = dynamic_cast<DrawsMasks*>(&module)) draws->set_replica(replica);
+    const auto* const own = dynamic_cast<const Module*>(&module);
+    if (own == nullptr || own->chain() == nullptr) return;
+    for (const auto& interceptor : *own->chain()) {
+      if (auto* draws = dynamic_cast<DrawsMasks*>(interceptor.get())) draws->set_replica(replica);
+    }
   });
 }
 

@@ -10,13 +10,27 @@ struct FeatureBlock;
 
 namespace tessera::nn {
 
+/// What draws masks, a module or an interceptor of one, and is told which of the ranks it is on that train on other samples, with generators that may be seeded
+/// alike.
+class DrawsMasks {
+ public:
+  virtual ~DrawsMasks() = default;
+  void set_replica(int64_t replica) { replica_ = replica; }
+
+ protected:
+  int64_t replica() const { return replica_; }
+
+ private:
+  int64_t replica_ = 0;
+};
+
 /// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.
 ///   x [B, S, D] or [B, D]
 /// The mask is a function of (seed and step of the SampleScope, module path, global sample, position and feature): the same in any layout, for any
 /// micro-batch size, and when the block is computed again. It is not stored: backward draws it anew.
 /// Where no scope states a step (a loop of libtorch's own), each call's mask is drawn from libtorch's default generator, and apart on the ranks of a
 /// data-parallel wrapper: the same after torch::manual_seed, but not in another layout.
-class DropoutImpl : public Module {
+class DropoutImpl : public Module, public DrawsMasks {
  public:
   explicit DropoutImpl(double p = 0.5);
 
@@ -26,14 +40,10 @@ class DropoutImpl : public Module {
   /// Columns that a rank holds of a feature dimension that is split: first .. first + x.size(-1) of total. 0, 0: all.
   void set_feature_block(int64_t first, int64_t total);
 
-  /// Which of the ranks this is that train on other samples, with generators that may be seeded alike.
-  void set_replica(int64_t replica) { replica_ = replica; }
-
   double p;
 
  private:
   int64_t feature_first_ = 0, feature_total_ = 0;
-  int64_t replica_ = 0;
 };
 TESSERA_MODULE(Dropout);
 
@@ -41,7 +51,7 @@ TESSERA_MODULE(Dropout);
 /// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do.
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
-/// set_replica of every Dropout under `root`.
+/// set_replica of everything under `root` that draws masks, modules and what is attached to them.
 void drop_apart(torch::nn::Module& root, int64_t replica);
 
 }  // namespace tessera::nn

@@ -7,6 +7,7 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/embedding_gradient.h"
 #include "tessera/kernels/widen.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -39,8 +40,7 @@ struct EmbeddingFunction : AutogradFunction<EmbeddingFunction> {
       gradient = at::embedding_dense_backward(rows, ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);
     } else {
       if (!holds_sum) gradient.zero_();
-      gradient.index_add_(0, ids.reshape({-1}), grads[0].to(gradient.scalar_type()).reshape({-1, weight.size(1)}));
-      if (padding_row >= 0) gradient.select(0, padding_row).zero_();
+      kernels::add_embedding_gradient_(gradient, grads[0], ids, padding_row);
     }
     return {std::move(gradient), at::Tensor(), at::Tensor(), at::Tensor()};
   }

@@ -7,6 +7,8 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/layer_norm.h"
+#include "tessera/kernels/operator.h"
 #include "tessera/kernels/rms_norm.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
@@ -22,7 +24,8 @@ at::Tensor in_fp32(const at::Tensor& tensor) { return tensor.defined() ? tensor.
 /// The arithmetic is fp32, and so is the gradient that a 16-bit weight is handed.
 at::Tensor widened(const at::Tensor& weight) { return at::isReducedFloatingType(weight.scalar_type()) ? cast(weight, at::kFloat) : weight; }
 
-/// LayerNorm of 16-bit inputs with fp32 arithmetic that keeps the input as it came, and not the fp32 copy of twice its size that the arithmetic needs.
+/// LayerNorm of 16-bit inputs that kernels::layer_norm does not take, with fp32 arithmetic that keeps the input as it came, and not the fp32 copy of twice its
+/// size that the arithmetic needs.
 struct NarrowLayerNorm : AutogradFunction<NarrowLayerNorm> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const std::vector<int64_t>& shape,
                             const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps, at::ScalarType out) {
@@ -66,6 +69,9 @@ void LayerNormImpl::reset_parameters() {
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto out = compute_dtype().value_or(x.scalar_type());
+  const bool plain = weight.defined() && options.normalized_shape().size() == 1 && kernels::is_supported(weight.scalar_type());
+  const bool in_bf16 = x.scalar_type() == at::kBFloat16 || (x.scalar_type() == at::kFloat && out == at::kBFloat16);
+  if (plain && in_bf16 && kernels::is_supported(out)) return kernels::layer_norm(x, widened(in_use(weight)), widened(in_use(bias)), options.eps(), out);
   const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(widened(in_use(parameter))) : std::nullopt; };
   if (at::isReducedFloatingType(x.scalar_type())) {
     return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);

@@ -10,6 +10,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
@@ -104,6 +105,86 @@ TEST(Lora, DropsByCounterWhileTraining) {
   EXPECT_TRUE(at::equal(at_step(1, 0, x), at_step(2, 0, x)));
 }
 
+TEST(Lora, DropsApartOnRanksThatAreSeededAlike) {
+  Net net;
+  const auto adapted = lora::attach(*net, {.modules = {"first"}, .dropout = 0.5});
+  const torch::NoGradGuard no_grad;
+  parameter(*net, "first.lora_b").fill_(1);
+  const at::Tensor x = at::randn({6, 5});
+  const auto on_rank = [&](int64_t replica) {
+    nn::drop_apart(*net, replica);
+    torch::manual_seed(3);
+    return net(x);
+  };
+  EXPECT_TRUE(at::equal(on_rank(0), on_rank(0)));
+  EXPECT_FALSE(at::equal(on_rank(0), on_rank(1)));
+}
+
+struct PlainNetImpl : torch::nn::Module {
+  PlainNetImpl() : first(5, 7), second(torch::nn::LinearOptions(7, 3).bias(false)), third(3, 3) {
+    register_module("first", first);
+    register_module("second", second);
+    register_module("third", third);
+  }
+  at::Tensor forward(const at::Tensor& x) { return third(second(at::relu(first(x)))); }
+  torch::nn::Linear first, second, third;
+};
+
+at::Tensor with_merged(const PlainNetImpl& net, const at::Tensor& x, double scale) {
+  const auto weight = [&](const torch::nn::Linear& linear) {
+    const auto own = linear->named_parameters(false);
+    return own.contains("lora_a") ? linear->weight + scale * at::mm(own["lora_b"], own["lora_a"]) : linear->weight;
+  };
+  const at::Tensor h = at::relu(at::linear(x, weight(net.first), net.first->bias));
+  return at::linear(at::linear(h, weight(net.second)), weight(net.third), net.third->bias);
+}
+
+TEST(Lora, AddsItsTermsToLibtorchsOwnLinear) {
+  PlainNetImpl net;
+  const at::Tensor x = at::randn({4, 5}), stacked = at::randn({2, 3, 5}), before = net.forward(x);
+  {
+    const auto adapted = lora::attach(net, {.modules = {"first", "second"}, .rank = 2, .alpha = 6});
+    EXPECT_TRUE(at::equal(net.forward(x), before));
+    for (const auto& each : net.named_parameters()) {
+      EXPECT_EQ(each.value().requires_grad(), each.key().find("lora_") != std::string::npos) << each.key();
+      const torch::NoGradGuard no_grad;
+      if (each.key().ends_with("lora_b")) each.value().normal_();
+    }
+    for (const at::Tensor& input : {x, stacked}) {
+      net.zero_grad();
+      net.forward(input).square().sum().backward();
+      std::vector<at::Tensor> gradients;
+      for (const auto& each : net.named_parameters()) gradients.push_back(each.value().grad().defined() ? each.value().grad().clone() : at::Tensor());
+      EXPECT_TRUE(at::allclose(net.forward(input), with_merged(net, input, 3), 1e-5, 1e-6));
+      net.zero_grad();
+      with_merged(net, input, 3).square().sum().backward();
+      size_t i = 0;
+      for (const auto& each : net.named_parameters()) {
+        if (const at::Tensor& gradient = gradients[i++]; gradient.defined()) EXPECT_TRUE(at::allclose(gradient, each.value().grad(), 1e-4, 1e-5)) << each.key();
+      }
+    }
+    EXPECT_FALSE(at::equal(net.forward(x), before));
+  }
+  EXPECT_TRUE(at::equal(net.forward(x), before));
+}
+
+TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
+  PlainNetImpl net;
+  const auto adapted = lora::attach(net, {.modules = {"first"}, .dropout = 0.5});
+  const torch::NoGradGuard no_grad;
+  parameter(net, "first.lora_b").fill_(1);
+  const at::Tensor x = at::randn({6, 5});
+  const auto on_rank = [&](int64_t replica) {
+    nn::drop_apart(net, replica);
+    torch::manual_seed(3);
+    return net.forward(x);
+  };
+  EXPECT_TRUE(at::equal(on_rank(0), on_rank(0)));
+  EXPECT_FALSE(at::equal(on_rank(0), on_rank(1)));
+  net.eval();
+  EXPECT_TRUE(at::allclose(on_rank(1), with_merged(net, x, 2), 1e-5, 1e-6));
+}
+
 TEST(Lora, TrainsWhatIsNamedBeside) {
   Net net;
   const auto adapted = lora::attach(*net, {.modules = {"first"}, .trained = {"*.bias"}});
@@ -117,7 +198,6 @@ TEST(Lora, RefusesByName) {
     return [&net, modules, trained, rank] { (void)lora::attach(*net, {.modules = modules, .rank = rank, .trained = trained}); };
   };
   EXPECT_THAT(attach({"fist"}), ThrowsMessage<ConfigError>(HasSubstr("the nearest path is 'first'")));
-  EXPECT_THAT(attach({"plain"}), ThrowsMessage<ConfigError>(HasSubstr("libtorch's own Linear")));
   EXPECT_THAT(attach({"first"}, {"head.*"}), ThrowsMessage<ConfigError>(HasSubstr("'head.*' names no parameter")));
   EXPECT_THAT(attach({"first"}, {}, 0), ThrowsMessage<ConfigError>(HasSubstr("rank = 0")));
   EXPECT_THAT(attach({}), ThrowsMessage<ConfigError>(HasSubstr("no modules are named")));

@@ -8,6 +8,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/memory/host_cache.h"
 #include "tessera/memory/memory.h"
 #include "tessera/models/flops.h"
 #include "tessera/nn/attach.h"
@@ -84,6 +85,23 @@ TEST_P(EveryFamily, LossAndGradientsEqualThePlainComposition) {
     EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-5 * expected.item<double>());
     expect_gradients_close(fused, gradients(*model), 2e-5);
   }
+}
+
+TEST_P(EveryFamily, AsksTheSystemForNoMemoryInASteadyStep) {
+  const CacheHostMemory cached;
+  if (detail::host_cache_class(1 << 20) == detail::kNotCached || testing_support::test_device() != at::kCPU) GTEST_SKIP() << "nothing is cached here";
+  config.dim = 48;
+  config.ffn_dim = 128;
+  auto model = tiny_model(config);
+  const at::Tensor batch = at::randint(config.vocab_size, {16, 16});
+  int64_t before = 0;
+  for (int step = 0; step < 5; ++step) {
+    model->loss_sum(batch, batch).backward();
+    model->zero_grad();
+    if (step == 0) EXPECT_GT(detail::host_cache_made(), 0) << "nothing here is large enough to be counted";
+    if (step == 2) before = detail::host_cache_made();
+  }
+  EXPECT_EQ(detail::host_cache_made(), before);
 }
 
 TEST_P(EveryFamily, FutureTokensDoNotMatter) {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "tessera/kernels/activation.h"
 #include "tessera/kernels/loss_terms.h"
 
 /// The inner loops of the CPU kernels: plain data in, one table of functions per instruction set. A loop works on a range of rows, so callers parallelise over
@@ -35,11 +36,79 @@ struct RmsNormBackward {
   int64_t rows, dim, block;
 };
 
+struct LayerNorm {
+  Input x, weight, bias;
+  Output out;
+  float *mean, *rstd;  ///< [rows] rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+  int64_t dim;
+  double eps;
+};
+
+struct LayerNormBackward {
+  Input grad, x, weight;
+  const float *mean, *rstd;
+  Output dx;
+  float* partial;  ///< [ceil(rows / block), 2, dim] sums over `block` rows each: of grad * (x - mean) * rstd, and of grad
+  int64_t rows, dim, block;
+};
+
+/// out = x + added, out of x's type.
+struct AddRows {
+  Input x, added;
+  Output out;
+  int64_t dim;
+};
+
+/// out = activation(x + bias), rows contiguous.
+struct BiasActivation {
+  Input x, bias;
+  Output out;
+  int64_t dim;
+  Activation activation;
+};
+
+struct BiasActivationBackward {
+  Input grad, x, bias;
+  Output dx;
+  float* partial;  ///< [ceil(rows / block), dim] sums of dx over `block` rows each, before it is rounded
+  int64_t rows, dim, block;
+  Activation activation;
+};
+
+/// Adds rows up where their ids say, in the order of rows; a thread has some columns of all of them.
+struct EmbeddingGradient {
+  Input rows;          ///< [count, dim] contiguous
+  const int64_t* ids;  ///< [count]
+  int64_t count, dim, padding_row;
+  float* sum;  ///< [vocabulary, dim]
+};
+
+/// AdamW over elements that lie side by side; see kernels/adamw.h. The gradient is multiplied by `scale` first; `copy` (bf16) may be null.
+struct AdamW {
+  float* parameter;
+  Input gradient;
+  float *exp_avg, *exp_avg_sq;
+  void* copy;
+  float scale, beta1, beta2, rest1, rest2, eps, kept, step_size, inverse_root;
+};
+
+/// A row of codes of a quantized matrix (kernels/quantized_linear.h), each times the scale of its block.
+struct QuantizedRow {
+  const uint8_t* codes;  ///< int8, or two NF4 codes a byte, the first in the high bits
+  bool is_nf4;
+  const float* numbers;  ///< of NF4: 16
+  const float* scales;   ///< of each block that the row touches
+  int64_t offset;        ///< of the row's first element in its block
+  int64_t block, columns;
+  Output out;
+};
+
 struct SwiGlu {
   Input gate, up;
   int64_t gate_stride, up_stride;  ///< elements from row to row
   Output out;
   int64_t dim;
+  Activation activation;  ///< of the gate
 };
 
 struct SwiGluBackward {
@@ -47,6 +116,7 @@ struct SwiGluBackward {
   int64_t gate_stride, up_stride;
   Output d_gate, d_up;  ///< contiguous, like grad
   int64_t dim;
+  Activation activation;
 };
 
 struct Rope {
@@ -165,8 +235,16 @@ struct RoundRows {
 
 struct Loops {
   const char* name;
-  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                                ///< rows
-  void (*rms_norm_backward)(const RmsNormBackward&, int64_t begin, int64_t end);                               ///< blocks of rows
+  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                 ///< rows
+  void (*rms_norm_backward)(const RmsNormBackward&, int64_t begin, int64_t end);                ///< blocks of rows
+  void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);                             ///< rows
+  void (*layer_norm_backward)(const LayerNormBackward&, int64_t begin, int64_t end);            ///< blocks of rows
+  void (*add_rows)(const AddRows&, int64_t begin, int64_t end);                                 ///< rows
+  void (*bias_activation)(const BiasActivation&, int64_t begin, int64_t end);                   ///< rows
+  void (*bias_activation_backward)(const BiasActivationBackward&, int64_t begin, int64_t end);  ///< blocks of rows
+  void (*embedding_gradient)(const EmbeddingGradient&, int64_t begin, int64_t end);             ///< columns
+  void (*adamw)(const AdamW&, int64_t begin, int64_t end);                                      ///< elements; an element's bits do not depend on the range
+  void (*dequantize)(const QuantizedRow&);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);                                                   ///< rows
   void (*swiglu_backward)(const SwiGluBackward&, int64_t begin, int64_t end);                                  ///< rows
   void (*rope)(const Rope&, int64_t begin, int64_t end);                                                       ///< tokens of the whole batch
@@ -192,6 +270,7 @@ struct Loops {
 const Loops* loops_baseline();
 const Loops* loops_avx2();
 const Loops* loops_avx512();
+const Loops* loops_avx512_bf16();
 
 /// The fastest this machine runs; ATEN_CPU_CAPABILITY (default, avx2, avx512) lowers it together with libtorch's own kernels.
 const Loops& loops();

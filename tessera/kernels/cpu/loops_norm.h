@@ -53,6 +53,69 @@ void rms_norm_backward_blocks(const RmsNormBackward& args, int64_t begin, int64_
   }
 }
 
+template <class X, class W, class Y>
+void layer_norm_rows(const LayerNorm& args, int64_t begin, int64_t end) {
+  const auto* weight = static_cast<const W*>(args.weight.data);
+  const auto* bias = static_cast<const W*>(args.bias.data);
+  for (int64_t row = begin; row < end; ++row) {
+    const auto* x = static_cast<const X*>(args.x.data) + row * args.dim;
+    auto* out = static_cast<Y*>(args.out.data) + row * args.dim;
+    Floats values = {}, squares = {};
+    for_vectors(args.dim, [&](int64_t i, auto lanes) { values += load(x + i, lanes); });
+    const auto mean = static_cast<float>(sum(values) / static_cast<double>(args.dim));
+    for_vectors(args.dim, [&](int64_t i, auto lanes) {
+      const Floats centered = fill_missing(load(x + i, lanes), lanes, mean) - mean;
+      squares += centered * centered;
+    });
+    const auto rstd = static_cast<float>(1.0 / __builtin_sqrt(sum(squares) / static_cast<double>(args.dim) + args.eps));
+    args.mean[row] = mean;
+    args.rstd[row] = rstd;
+    for_vectors(args.dim,
+                [&](int64_t i, auto lanes) { store(out + i, (load(x + i, lanes) - mean) * rstd * load(weight + i, lanes) + load(bias + i, lanes), lanes); });
+  }
+}
+
+/// With h = (x - mean) * rstd and g = grad * weight:  dx = rstd * (g - mean(g) - h * mean(g * h)),  d_weight = sum over rows of grad * h,  d_bias of grad.
+template <class G, class X, class W>
+void layer_norm_backward_blocks(const LayerNormBackward& args, int64_t begin, int64_t end) {
+  const auto* weight = static_cast<const W*>(args.weight.data);
+  const int64_t dim = args.dim;
+  for (int64_t block = begin; block < end; ++block) {
+    float *of_weight = args.partial + block * 2 * dim, *of_bias = of_weight + dim;
+    std::memset(of_weight, 0, 2 * sizeof(float) * dim);
+    const int64_t first = block * args.block;
+    const int64_t last = first + args.block < args.rows ? first + args.block : args.rows;
+    for (int64_t row = first; row < last; ++row) {
+      const auto* grad = static_cast<const G*>(args.grad.data) + row * dim;
+      const auto* x = static_cast<const X*>(args.x.data) + row * dim;
+      auto* dx = static_cast<X*>(args.dx.data) + row * dim;
+      const float mean = args.mean[row], rstd = args.rstd[row];
+      Floats dot = {}, total = {};
+      for_vectors(dim, [&](int64_t i, auto lanes) {
+        const Floats given = load(grad + i, lanes), w = load(weight + i, lanes);
+        const Floats scaled = given * ((load(x + i, lanes) - mean) * rstd);
+        dot += scaled * w;
+        total += given * w;
+        store(of_weight + i, load(of_weight + i, lanes) + scaled, lanes);
+        store(of_bias + i, load(of_bias + i, lanes) + given, lanes);
+      });
+      const auto along = static_cast<float>(sum(dot) / static_cast<double>(dim)), shift = static_cast<float>(sum(total) / static_cast<double>(dim));
+      for_vectors(dim, [&](int64_t i, auto lanes) {
+        const Floats g = load(grad + i, lanes) * load(weight + i, lanes);
+        store(dx + i, rstd * (g - shift - (load(x + i, lanes) - mean) * rstd * along), lanes);
+      });
+    }
+  }
+}
+
+template <class X, class A>
+void add_row_elements(const AddRows& args, int64_t begin, int64_t end) {
+  const auto* x = static_cast<const X*>(args.x.data) + begin * args.dim;
+  const auto* added = static_cast<const A*>(args.added.data) + begin * args.dim;
+  auto* out = static_cast<X*>(args.out.data) + begin * args.dim;
+  for_vectors((end - begin) * args.dim, [&](int64_t i, auto lanes) { store(out + i, load(x + i, lanes) + load(added + i, lanes), lanes); });
+}
+
 template <class Y>
 void sum_rows_columns(const float* rows, int64_t num_rows, int64_t dim, void* out, int64_t begin, int64_t end) {
   auto* to = static_cast<Y*>(out) + begin;

@@ -6,7 +6,18 @@
 namespace tessera::kernels::cpu {
 namespace {
 
-template <class T>
+/// An activation x s(u(x)) with the sigmoid s (kernels/activation.h): u, and its derivative.
+struct SiluGate {
+  static TESSERA_INLINE Floats u(Floats x) { return x; }
+  static TESSERA_INLINE Floats slope(Floats) { return set(1.0f); }
+};
+struct GeluGate {
+  static constexpr float kScale = 1.5957691216f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
+  static TESSERA_INLINE Floats u(Floats x) { return x * kScale * (1.0f + kCubic * (x * x)); }
+  static TESSERA_INLINE Floats slope(Floats x) { return kScale * (1.0f + 3.0f * kCubic * (x * x)); }
+};
+
+template <class T, class Gate>
 void swiglu_rows(const SwiGlu& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* gate = static_cast<const T*>(args.gate.data) + row * args.gate_stride;
@@ -14,13 +25,13 @@ void swiglu_rows(const SwiGlu& args, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(args.out.data) + row * args.dim;
     for_vectors(args.dim, [&](int64_t i, auto lanes) {
       const Floats g = load(gate + i, lanes);
-      store(out + i, g * sigmoid(g) * load(up + i, lanes), lanes);
+      store(out + i, g * sigmoid(Gate::u(g)) * load(up + i, lanes), lanes);
     });
   }
 }
 
-/// With s = sigmoid(g):  d_up = grad * g * s,  d_gate = grad * up * s * (1 + g * (1 - s)).
-template <class T>
+/// With s = sigmoid(u(g)):  d_up = grad * g * s,  d_gate = grad * up * s * (1 + g * (1 - s) * u'(g)).
+template <class T, class Gate>
 void swiglu_backward_rows(const SwiGluBackward& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* grad = static_cast<const T*>(args.grad.data) + row * args.dim;
@@ -30,11 +41,58 @@ void swiglu_backward_rows(const SwiGluBackward& args, int64_t begin, int64_t end
     T* d_up = static_cast<T*>(args.d_up.data) + row * args.dim;
     for_vectors(args.dim, [&](int64_t i, auto lanes) {
       const Floats g = load(gate + i, lanes);
-      const Floats s = sigmoid(g);
+      const Floats s = sigmoid(Gate::u(g));
       const Floats scaled = load(grad + i, lanes) * s;
       store(d_up + i, scaled * g, lanes);
-      store(d_gate + i, scaled * load(up + i, lanes) * (1.0f + g * (1.0f - s)), lanes);
+      store(d_gate + i, scaled * load(up + i, lanes) * (1.0f + g * (1.0f - s) * Gate::slope(g)), lanes);
     });
+  }
+}
+
+template <class X, class B, class Gate>
+void bias_activation_rows(const BiasActivation& args, int64_t begin, int64_t end) {
+  const auto* bias = static_cast<const B*>(args.bias.data);
+  for (int64_t row = begin; row < end; ++row) {
+    const X* x = static_cast<const X*>(args.x.data) + row * args.dim;
+    X* out = static_cast<X*>(args.out.data) + row * args.dim;
+    for_vectors(args.dim, [&](int64_t i, auto lanes) {
+      const Floats value = load(x + i, lanes) + load(bias + i, lanes);
+      store(out + i, value * sigmoid(Gate::u(value)), lanes);
+    });
+  }
+}
+
+template <class X, class B, class Gate>
+void bias_activation_backward_blocks(const BiasActivationBackward& args, int64_t begin, int64_t end) {
+  const auto* bias = static_cast<const B*>(args.bias.data);
+  const int64_t dim = args.dim;
+  for (int64_t block = begin; block < end; ++block) {
+    float* partial = args.partial + block * dim;
+    std::memset(partial, 0, sizeof(float) * dim);
+    const int64_t last = (block + 1) * args.block < args.rows ? (block + 1) * args.block : args.rows;
+    for (int64_t row = block * args.block; row < last; ++row) {
+      const X* grad = static_cast<const X*>(args.grad.data) + row * dim;
+      const X* x = static_cast<const X*>(args.x.data) + row * dim;
+      X* dx = static_cast<X*>(args.dx.data) + row * dim;
+      for_vectors(dim, [&](int64_t i, auto lanes) {
+        const Floats value = load(x + i, lanes) + load(bias + i, lanes);
+        const Floats s = sigmoid(Gate::u(value));
+        const Floats slope = load(grad + i, lanes) * s * (1.0f + value * (1.0f - s) * Gate::slope(value));
+        store(dx + i, slope, lanes);
+        store(partial + i, load(partial + i, lanes) + slope, lanes);
+      });
+    }
+  }
+}
+
+template <class T>
+void embedding_gradient_columns(const EmbeddingGradient& args, int64_t begin, int64_t end) {
+  for (int64_t row = 0; row < args.count; ++row) {
+    const int64_t id = args.ids[row];
+    if (id == args.padding_row) continue;
+    const T* from = static_cast<const T*>(args.rows.data) + row * args.dim + begin;
+    float* to = args.sum + id * args.dim + begin;
+    for_vectors(end - begin, [&](int64_t i, auto lanes) { store(to + i, load(to + i, lanes) + load(from + i, lanes), lanes); });
   }
 }
 

@@ -5,7 +5,9 @@
 #include "tessera/kernels/cpu/loops_norm.h"
 #include "tessera/kernels/cpu/loops_panels.h"
 #include "tessera/kernels/cpu/loops_pointwise.h"
+#include "tessera/kernels/cpu/loops_quantized.h"
 #include "tessera/kernels/cpu/loops_rows.h"
+#include "tessera/kernels/cpu/loops_update.h"
 
 /// The loops of this translation unit's instruction set, with run-time types turned into template arguments.
 namespace tessera::kernels::cpu {
@@ -23,6 +25,16 @@ void with_type(Type type, F&& f) {
     f(Tag<float>{});
   } else {
     f(Tag<BFloat16>{});
+  }
+}
+
+/// f(SiluGate{}) or f(GeluGate{}).
+template <class F>
+void with_activation(Activation activation, F&& f) {
+  if (activation == Activation::Silu) {
+    f(SiluGate{});
+  } else {
+    f(GeluGate{});
   }
 }
 
@@ -46,11 +58,60 @@ constexpr Loops make_loops(const char* name) {
       });
     });
   };
+  loops.layer_norm = [](const LayerNorm& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto x) {
+      with_type(args.weight.type, [&](auto w) {
+        with_type(args.out.type,
+                  [&](auto y) { layer_norm_rows<typename decltype(x)::type, typename decltype(w)::type, typename decltype(y)::type>(args, begin, end); });
+      });
+    });
+  };
+  loops.layer_norm_backward = [](const LayerNormBackward& args, int64_t begin, int64_t end) {
+    with_type(args.grad.type, [&](auto g) {
+      with_type(args.x.type, [&](auto x) {
+        with_type(args.weight.type, [&](auto w) {
+          layer_norm_backward_blocks<typename decltype(g)::type, typename decltype(x)::type, typename decltype(w)::type>(args, begin, end);
+        });
+      });
+    });
+  };
+  loops.add_rows = [](const AddRows& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto x) {
+      with_type(args.added.type, [&](auto a) { add_row_elements<typename decltype(x)::type, typename decltype(a)::type>(args, begin, end); });
+    });
+  };
+  loops.bias_activation = [](const BiasActivation& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto x) {
+      with_type(args.bias.type, [&](auto b) {
+        with_activation(args.activation,
+                        [&](auto f) { bias_activation_rows<typename decltype(x)::type, typename decltype(b)::type, decltype(f)>(args, begin, end); });
+      });
+    });
+  };
+  loops.bias_activation_backward = [](const BiasActivationBackward& args, int64_t begin, int64_t end) {
+    with_type(args.x.type, [&](auto x) {
+      with_type(args.bias.type, [&](auto b) {
+        with_activation(args.activation, [&](auto f) {
+          bias_activation_backward_blocks<typename decltype(x)::type, typename decltype(b)::type, decltype(f)>(args, begin, end);
+        });
+      });
+    });
+  };
+  loops.embedding_gradient = [](const EmbeddingGradient& args, int64_t begin, int64_t end) {
+    with_type(args.rows.type, [&](auto t) { embedding_gradient_columns<typename decltype(t)::type>(args, begin, end); });
+  };
+  loops.adamw = [](const AdamW& args, int64_t begin, int64_t end) {
+    with_type(args.gradient.type, [&](auto g) { adamw_elements<typename decltype(g)::type>(args, begin, end); });
+  };
+  loops.dequantize = [](const QuantizedRow& args) { with_type(args.out.type, [&](auto t) { dequantize_row<typename decltype(t)::type>(args); }); };
   loops.swiglu = [](const SwiGlu& args, int64_t begin, int64_t end) {
-    with_type(args.gate.type, [&](auto t) { swiglu_rows<typename decltype(t)::type>(args, begin, end); });
+    with_type(args.gate.type,
+              [&](auto t) { with_activation(args.activation, [&](auto f) { swiglu_rows<typename decltype(t)::type, decltype(f)>(args, begin, end); }); });
   };
   loops.swiglu_backward = [](const SwiGluBackward& args, int64_t begin, int64_t end) {
-    with_type(args.gate.type, [&](auto t) { swiglu_backward_rows<typename decltype(t)::type>(args, begin, end); });
+    with_type(args.gate.type, [&](auto t) {
+      with_activation(args.activation, [&](auto f) { swiglu_backward_rows<typename decltype(t)::type, decltype(f)>(args, begin, end); });
+    });
   };
   loops.rope = [](const Rope& args, int64_t begin, int64_t end) {
     with_type(args.x.type, [&](auto t) { rope_tokens<typename decltype(t)::type>(args, begin, end); });

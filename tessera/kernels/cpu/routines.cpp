@@ -26,29 +26,112 @@ cpu::Input input(const at::Tensor& tensor) { return {tensor.const_data_ptr(), ty
 cpu::Output output(const at::Tensor& tensor) { return {tensor.data_ptr(), type_of(tensor)}; }
 float* floats(const at::Tensor& tensor) { return tensor.data_ptr<float>(); }
 
-void rms_norm(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps) {
-  const int64_t dim = weight.size(0);
-  const cpu::RmsNorm args{input(x), input(weight), output(out), floats(rstd), dim, eps};
-  parallel_for(0, rstd.numel(), grain(dim), [&](int64_t begin, int64_t end) { cpu::loops().rms_norm(args, begin, end); });
+/// Blocks of rows by `backward`, then the sums of their partial rows, [blocks, sums, dim], into `sums`.
+template <class Backward>
+void by_blocks(const at::Tensor& partial, int64_t dim, std::initializer_list<at::Tensor> sums, const Backward& backward) {
+  const int64_t blocks = partial.size(0), width = dim * static_cast<int64_t>(sums.size());
+  parallel_for(0, blocks, grain(dim * kRmsNormBlock), backward);
+  const float* first = floats(partial);
+  for (const at::Tensor& sum : sums) {
+    parallel_for(0, dim, grain(blocks), [&](int64_t begin, int64_t end) { cpu::loops().sum_rows(first, blocks, width, output(sum), begin, end); });
+    first += dim;
+  }
 }
 
-void rms_norm_backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
-                       const at::Tensor& weight, const at::Tensor& rstd) {
-  const int64_t dim = weight.size(0);
-  const cpu::RmsNormBackward args{input(grad),  input(x), input(weight), rstd.const_data_ptr<float>(), output(dx), floats(partial),
-                                  rstd.numel(), dim,      kRmsNormBlock};
-  parallel_for(0, partial.size(0), grain(dim * kRmsNormBlock), [&](int64_t begin, int64_t end) { cpu::loops().rms_norm_backward(args, begin, end); });
-  parallel_for(0, dim, grain(partial.size(0)),
-               [&](int64_t begin, int64_t end) { cpu::loops().sum_rows(args.partial, partial.size(0), dim, output(d_weight), begin, end); });
+/// Rows by `norm`, each of them first added to, so that it is read from the first cache.
+template <class Norm>
+void added_and_normed(const at::Tensor& sum, const at::Tensor& x, const at::Tensor& added, int64_t rows, int64_t dim, const Norm& norm) {
+  parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
+    if (!added.defined()) return norm(begin, end);
+    const cpu::AddRows adds{input(x), input(added), output(sum), dim};
+    for (int64_t row = begin; row < end; ++row) {
+      cpu::loops().add_rows(adds, row, row + 1);
+      norm(row, row + 1);
+    }
+  });
 }
 
-void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up) {
-  const cpu::SwiGlu args{input(gate), input(up), gate.stride(0), up.stride(0), output(out), gate.size(1)};
+/// Blocks of rows by `backward`, and what came to the stream by other ways added to each while it is in the second cache.
+template <class Backward>
+void backward_and_added(const at::Tensor& dx, const at::Tensor& grad_sum, int64_t rows, int64_t dim, int64_t begin, int64_t end, const Backward& backward) {
+  if (!grad_sum.defined()) return backward(begin, end);
+  const cpu::AddRows adds{input(dx), input(grad_sum), output(dx), dim};
+  for (int64_t block = begin; block < end; ++block) {
+    backward(block, block + 1);
+    cpu::loops().add_rows(adds, block * kRmsNormBlock, std::min(rows, (block + 1) * kRmsNormBlock));
+  }
+}
+
+void rms_norm(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight,
+              double eps) {
+  const int64_t dim = weight.size(0);
+  const cpu::RmsNorm args{input(added.defined() ? sum : x), input(weight), output(out), floats(rstd), dim, eps};
+  added_and_normed(sum, x, added, rstd.numel(), dim, [&](int64_t begin, int64_t end) { cpu::loops().rms_norm(args, begin, end); });
+}
+
+void rms_norm_backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& grad_sum,
+                       const at::Tensor& x, const at::Tensor& weight, const at::Tensor& rstd) {
+  const int64_t dim = weight.size(0), rows = rstd.numel();
+  const cpu::RmsNormBackward args{input(grad), input(x), input(weight), rstd.const_data_ptr<float>(), output(dx), floats(partial), rows, dim, kRmsNormBlock};
+  by_blocks(partial, dim, {d_weight}, [&](int64_t begin, int64_t end) {
+    backward_and_added(dx, grad_sum, rows, dim, begin, end, [&](int64_t first, int64_t last) { cpu::loops().rms_norm_backward(args, first, last); });
+  });
+}
+
+void layer_norm(const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& x, const at::Tensor& added,
+                const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  const int64_t dim = weight.size(0);
+  const cpu::LayerNorm args{input(added.defined() ? sum : x), input(weight), input(bias), output(out), floats(mean), floats(rstd), dim, eps};
+  added_and_normed(sum, x, added, rstd.numel(), dim, [&](int64_t begin, int64_t end) { cpu::loops().layer_norm(args, begin, end); });
+}
+
+void layer_norm_backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad,
+                         const at::Tensor& grad_sum, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd) {
+  const int64_t dim = weight.size(0), rows = rstd.numel();
+  const cpu::LayerNormBackward args{.grad = input(grad),
+                                    .x = input(x),
+                                    .weight = input(weight),
+                                    .mean = mean.const_data_ptr<float>(),
+                                    .rstd = rstd.const_data_ptr<float>(),
+                                    .dx = output(dx),
+                                    .partial = floats(partial),
+                                    .rows = rows,
+                                    .dim = dim,
+                                    .block = kRmsNormBlock};
+  by_blocks(partial, dim, {d_weight, d_bias}, [&](int64_t begin, int64_t end) {
+    backward_and_added(dx, grad_sum, rows, dim, begin, end, [&](int64_t first, int64_t last) { cpu::loops().layer_norm_backward(args, first, last); });
+  });
+}
+
+void bias_activation(const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation activation) {
+  const cpu::BiasActivation args{input(x), input(bias), output(out), bias.size(0), activation};
+  parallel_for(0, x.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().bias_activation(args, begin, end); });
+}
+
+void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+                              const at::Tensor& bias, Activation activation) {
+  const cpu::BiasActivationBackward args{input(grad), input(x), input(bias), output(dx), floats(partial), x.size(0), bias.size(0), kRmsNormBlock, activation};
+  by_blocks(partial, args.dim, {d_bias}, [&](int64_t begin, int64_t end) { cpu::loops().bias_activation_backward(args, begin, end); });
+}
+
+/// Threads have columns, so that a row that several tokens look up is added up by one thread, in their order.
+void embedding_gradient(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
+  const int64_t* const id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    require(id[i] >= 0 && id[i] < sum.size(0), "embedding: id ", id[i], " of token ", i, " is no row of ", sum.size(0));
+  }
+  const cpu::EmbeddingGradient args{input(rows), id, ids.numel(), sum.size(1), padding_row, floats(sum)};
+  parallel_for(0, args.dim, std::max<int64_t>(64, grain(args.count)), [&](int64_t begin, int64_t end) { cpu::loops().embedding_gradient(args, begin, end); });
+}
+
+void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up, Activation activation) {
+  const cpu::SwiGlu args{input(gate), input(up), gate.stride(0), up.stride(0), output(out), gate.size(1), activation};
   parallel_for(0, gate.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().swiglu(args, begin, end); });
 }
 
-void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
-  const cpu::SwiGluBackward args{input(grad), input(gate), input(up), gate.stride(0), up.stride(0), output(d_gate), output(d_up), gate.size(1)};
+void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
+                     Activation activation) {
+  const cpu::SwiGluBackward args{input(grad), input(gate), input(up), gate.stride(0), up.stride(0), output(d_gate), output(d_up), gate.size(1), activation};
   parallel_for(0, gate.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().swiglu_backward(args, begin, end); });
 }
 
@@ -207,7 +290,15 @@ void weigh(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& grad
 
 const Routines cpu_routines{
     .rms_norm = {.forward = rms_norm, .backward = rms_norm_backward},
-    .pointwise = {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate},
+    .layer_norm = {.forward = layer_norm, .backward = layer_norm_backward},
+    .pointwise = {.swiglu = swiglu,
+                  .swiglu_backward = swiglu_backward,
+                  .bias_activation = bias_activation,
+                  .bias_activation_backward = bias_activation_backward,
+                  .embedding_gradient = embedding_gradient,
+                  .rope = rope,
+                  .dropout = dropout,
+                  .accumulate = accumulate},
     .cross_entropy = {.forward = cross_entropy,
                       .backward = cross_entropy_backward,
                       .in_place = cross_entropy_in_place,

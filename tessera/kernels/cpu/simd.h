@@ -8,6 +8,7 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>  // its functions are always inlined, so none is left for a linker to keep
 #define TESSERA_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define TESSERA_VECTOR_BYTES 32
@@ -45,12 +46,16 @@ TESSERA_INLINE Floats select(Ints condition, Floats yes, Floats no) {
 TESSERA_INLINE Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
 
 TESSERA_INLINE Floats widen(Halves halves) { return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16); }
-/// Round to nearest, ties to even; NaN stays NaN.
+/// Round to nearest, ties to even; NaN stays NaN. The instruction, which saves a third of a gated unit's time, takes numbers below 1.2e-38 for zero.
 TESSERA_INLINE Halves narrow(Floats values) {
+#if defined(__AVX512BF16__)
+  return bits_as<Halves>(_mm512_cvtneps_pbh(bits_as<__m512>(values)));
+#else
   const Words bits = bits_as<Words>(values);
   const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const Words is_nan = bits_as<Words>(values != values);
   return __builtin_convertvector(((rounded & ~is_nan) | (is_nan & 0x7fc00000u)) >> 16, Halves);
+#endif
 }
 
 /// Which lanes exist: all, or the first `count` at the end of a row.
@@ -122,13 +127,12 @@ TESSERA_INLINE float maximum(Floats values) {
   return most;
 }
 
-/// e^x within 1.5 units in the last place; 0 below -87, e^88 above 88, NaN for NaN. x = n ln 2 + r with |r| <= ln 2 / 2; Taylor's polynomial of degree 7 leaves
-/// 5e-9.
-TESSERA_INLINE Floats exp(Floats x) {
+/// e^x for -87 <= x <= 88, as exp().
+TESSERA_INLINE Floats exp_within(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits of the mantissa
-  const Floats shifted = select(x > 88.0f, set(88.0f), x) * 1.44269504f + kRound;
+  const Floats shifted = x * 1.44269504f + kRound;
   const Floats n = shifted - kRound;
-  const Floats reduced = (select(x > 88.0f, set(88.0f), x) - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; n times the first is exact
+  const Floats reduced = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; n times the first is exact
   Floats p = reduced * (1.0f / 5040) + 1.0f / 720;
   p = p * reduced + 1.0f / 120;
   p = p * reduced + 1.0f / 24;
@@ -136,11 +140,23 @@ TESSERA_INLINE Floats exp(Floats x) {
   p = p * reduced + 0.5f;
   p = p * reduced + 1.0f;
   p = p * reduced + 1.0f;
-  const Floats scaled = bits_as<Floats>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
-  return select(x < -87.0f, Floats{}, scaled);
+  return bits_as<Floats>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
 }
 
-TESSERA_INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+/// e^x within 1.5 units in the last place; 0 below -87, e^88 above 88, NaN for NaN. x = n ln 2 + r with |r| <= ln 2 / 2; Taylor's polynomial of degree 7 leaves
+/// 5e-9.
+TESSERA_INLINE Floats exp(Floats x) { return select(x < -87.0f, Floats{}, exp_within(select(x > 88.0f, set(88.0f), x))); }
+
+TESSERA_INLINE Floats root(Floats x) {
+  Floats roots;
+  for (int lane = 0; lane < kLanes; ++lane) roots[lane] = __builtin_sqrtf(x[lane]);
+  return roots;
+}
+
+TESSERA_INLINE Floats sigmoid(Floats x) {
+  const Floats bounded = select(x < -87.0f, set(-87.0f), select(x > 87.0f, set(87.0f), x));  // NaN stays
+  return 1.0f / (1.0f + exp_within(-bounded));
+}
 
 }  // namespace
 }  // namespace tessera::kernels::cpu

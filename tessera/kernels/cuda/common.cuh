@@ -33,6 +33,16 @@ __device__ void store(T* to, int64_t i, float value) {
   to[i] = static_cast<T>(value);
 }
 
+/// to[column] <- sum over blocks, in order, of from[block * width + column].
+template <class W>
+__global__ void sum_blocks_kernel(W* to, const float* from, int64_t blocks, int64_t width, int64_t dim) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (column >= dim) return;
+  float sum = 0;
+  for (int64_t block = 0; block < blocks; ++block) sum += from[block * width + column];
+  store(to, column, sum);
+}
+
 /// combine over the block's kThreads values, in a fixed tree; every thread gets the result.
 template <class V, class Combine>
 __device__ V reduce_block(V value, Combine combine) {

@@ -16,24 +16,71 @@ void for_elements(int64_t elements, Kernel kernel, Arguments... arguments) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+/// u and its derivative of an activation x s(u(x)) (kernels/activation.h).
+constexpr float kGelu = 1.5957691216f, kCubic = 0.044715f;
+__device__ float argument(float x, Activation activation) { return activation == Activation::Silu ? x : x * kGelu * (1.0f + kCubic * x * x); }
+__device__ float slope(float x, Activation activation) { return activation == Activation::Silu ? 1.0f : kGelu * (1.0f + 3.0f * kCubic * x * x); }
+
+template <class X, class A>
+__global__ void add_kernel(int64_t n, X* out, const X* x, const A* added) {
+  const int64_t i = element();
+  if (i < n) store(out, i, load(x, i) + load(added, i));
+}
+
+template <class X, class B>
+__global__ void bias_activation_kernel(int64_t n, X* out, const X* x, const B* bias, int64_t dim, Activation activation) {
+  const int64_t i = element();
+  if (i >= n) return;
+  const float value = load(x, i) + load(bias, i % dim);
+  store(out, i, value * sigmoid(argument(value, activation)));
+}
+
+/// A thread per column, blockIdx.y a block of rows.
+template <class X, class B>
+__global__ void bias_activation_backward_kernel(X* dx, float* partial, const X* grad, const X* x, const B* bias, int64_t rows, int64_t dim,
+                                                Activation activation) {
+  const int64_t column = element();
+  if (column >= dim) return;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRmsNormBlock, last = min(first + kRmsNormBlock, rows);
+  float sum = 0;
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t i = row * dim + column;
+    const float value = load(x, i) + load(bias, column), s = sigmoid(argument(value, activation));
+    const float gradient = load(grad, i) * s * (1.0f + value * (1.0f - s) * slope(value, activation));
+    store(dx, i, gradient);
+    sum += gradient;
+  }
+  partial[blockIdx.y * dim + column] = sum;
+}
+
+/// A thread per column goes through the tokens in order, so that rows that several look up have one sum.
 template <class T>
-__global__ void swiglu_kernel(int64_t n, T* out, const T* gate, const T* up, int64_t dim, int64_t gate_stride, int64_t up_stride) {
+__global__ void embedding_gradient_kernel(int64_t dim, float* sum, const T* rows, const int64_t* ids, int64_t count, int64_t padding_row) {
+  const int64_t column = element();
+  if (column >= dim) return;
+  for (int64_t row = 0; row < count; ++row) {
+    if (ids[row] != padding_row) sum[ids[row] * dim + column] += load(rows, row * dim + column);
+  }
+}
+
+template <class T>
+__global__ void swiglu_kernel(int64_t n, T* out, const T* gate, const T* up, int64_t dim, int64_t gate_stride, int64_t up_stride, Activation activation) {
   const int64_t i = element();
   if (i >= n) return;
   const int64_t row = i / dim, column = i % dim;
   const float g = load(gate, row * gate_stride + column);
-  store(out, i, g * sigmoid(g) * load(up, row * up_stride + column));
+  store(out, i, g * sigmoid(argument(g, activation)) * load(up, row * up_stride + column));
 }
 
 template <class T>
 __global__ void swiglu_backward_kernel(int64_t n, T* d_gate, T* d_up, const T* grad, const T* gate, const T* up, int64_t dim, int64_t gate_stride,
-                                       int64_t up_stride) {
+                                       int64_t up_stride, Activation activation) {
   const int64_t i = element();
   if (i >= n) return;
   const int64_t row = i / dim, column = i % dim;
-  const float g = load(gate, row * gate_stride + column), s = sigmoid(g), scaled = load(grad, i) * s;
+  const float g = load(gate, row * gate_stride + column), s = sigmoid(argument(g, activation)), scaled = load(grad, i) * s;
   store(d_up, i, scaled * g);
-  store(d_gate, i, scaled * load(up, row * up_stride + column) * (1.0f + g * (1.0f - s)));
+  store(d_gate, i, scaled * load(up, row * up_stride + column) * (1.0f + g * (1.0f - s) * slope(g, activation)));
 }
 
 struct RopeShape {
@@ -87,19 +134,57 @@ __global__ void accumulate_kernel(int64_t n, float* sum, const T* term, bool fir
   if (i < n) sum[i] = (first ? 0.0f : sum[i]) + load(term, i);
 }
 
-void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up) {
+void swiglu(const at::Tensor& out, const at::Tensor& gate, const at::Tensor& up, Activation activation) {
   with_type(gate.scalar_type(), [&](auto t) {
     using T = decltype(t);
-    for_elements(out.numel(), swiglu_kernel<T>, out.data_ptr<T>(), gate.const_data_ptr<T>(), up.const_data_ptr<T>(), gate.size(1), gate.stride(0),
-                 up.stride(0));
+    for_elements(out.numel(), swiglu_kernel<T>, out.data_ptr<T>(), gate.const_data_ptr<T>(), up.const_data_ptr<T>(), gate.size(1), gate.stride(0), up.stride(0),
+                 activation);
   });
 }
 
-void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
+void swiglu_backward(const at::Tensor& d_gate, const at::Tensor& d_up, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
+                     Activation activation) {
   with_type(gate.scalar_type(), [&](auto t) {
     using T = decltype(t);
     for_elements(d_gate.numel(), swiglu_backward_kernel<T>, d_gate.data_ptr<T>(), d_up.data_ptr<T>(), grad.const_data_ptr<T>(), gate.const_data_ptr<T>(),
-                 up.const_data_ptr<T>(), gate.size(1), gate.stride(0), up.stride(0));
+                 up.const_data_ptr<T>(), gate.size(1), gate.stride(0), up.stride(0), activation);
+  });
+}
+
+void bias_activation(const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation activation) {
+  with_type(x.scalar_type(), [&](auto a) {
+    with_type(bias.scalar_type(), [&](auto b) {
+      using X = decltype(a);
+      using B = decltype(b);
+      for_elements(x.numel(), bias_activation_kernel<X, B>, out.data_ptr<X>(), x.const_data_ptr<X>(), bias.const_data_ptr<B>(), bias.size(0), activation);
+    });
+  });
+}
+
+void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
+                              const at::Tensor& bias, Activation activation) {
+  const int64_t rows = x.size(0), dim = bias.size(0), blocks = partial.size(0);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  with_type(x.scalar_type(), [&](auto a) {
+    with_type(bias.scalar_type(), [&](auto b) {
+      using X = decltype(a);
+      using B = decltype(b);
+      if (rows > 0) {
+        bias_activation_backward_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(
+            dx.data_ptr<X>(), partial.data_ptr<float>(), grad.const_data_ptr<X>(), x.const_data_ptr<X>(), bias.const_data_ptr<B>(), rows, dim, activation);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      }
+      sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_bias.data_ptr<B>(), partial.const_data_ptr<float>(), blocks, dim, dim);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+  });
+}
+
+void embedding_gradient(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
+  with_type(rows.scalar_type(), [&](auto t) {
+    using T = decltype(t);
+    for_elements(sum.size(1), embedding_gradient_kernel<T>, sum.data_ptr<float>(), rows.const_data_ptr<T>(), ids.const_data_ptr<int64_t>(), ids.numel(),
+                 padding_row);
   });
 }
 
@@ -131,8 +216,25 @@ void accumulate(const at::Tensor& sum, const at::Tensor& term, bool first) {
 
 }  // namespace
 
+void add_elements(const at::Tensor& out, const at::Tensor& x, const at::Tensor& added) {
+  with_type(x.scalar_type(), [&](auto a) {
+    with_type(added.scalar_type(), [&](auto b) {
+      using X = decltype(a);
+      using A = decltype(b);
+      for_elements(x.numel(), add_kernel<X, A>, out.data_ptr<X>(), x.const_data_ptr<X>(), added.const_data_ptr<A>());
+    });
+  });
+}
+
 PointwiseRoutines pointwise_routines() {
-  return {.swiglu = swiglu, .swiglu_backward = swiglu_backward, .rope = rope, .dropout = dropout, .accumulate = accumulate};
+  return {.swiglu = swiglu,
+          .swiglu_backward = swiglu_backward,
+          .bias_activation = bias_activation,
+          .bias_activation_backward = bias_activation_backward,
+          .embedding_gradient = embedding_gradient,
+          .rope = rope,
+          .dropout = dropout,
+          .accumulate = accumulate};
 }
 
 }  // namespace tessera::kernels::cuda

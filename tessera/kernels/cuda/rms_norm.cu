@@ -40,17 +40,11 @@ __global__ void partial_kernel(float* partial, const G* grad, const X* x, const 
   partial[blockIdx.y * dim + column] = sum;
 }
 
-template <class W>
-__global__ void sum_partial_kernel(W* d_weight, const float* partial, int64_t blocks, int64_t dim) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (column >= dim) return;
-  float sum = 0;
-  for (int64_t block = 0; block < blocks; ++block) sum += partial[block * dim + column];
-  store(d_weight, column, sum);
-}
-
-void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x, const at::Tensor& weight, double eps) {
+void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& input, const at::Tensor& added, const at::Tensor& weight,
+             double eps) {
   if (rstd.numel() == 0) return;
+  if (added.defined()) add_elements(sum, input, added);
+  const at::Tensor& x = added.defined() ? sum : input;
   with_type(x.scalar_type(), [&](auto a) {
     with_type(weight.scalar_type(), [&](auto b) {
       with_type(out.scalar_type(), [&](auto c) {
@@ -65,8 +59,8 @@ void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& x,
   });
 }
 
-void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
-              const at::Tensor& weight, const at::Tensor& rstd) {
+void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& grad_sum,
+              const at::Tensor& x, const at::Tensor& weight, const at::Tensor& rstd) {
   const int64_t rows = rstd.numel(), dim = weight.size(0), blocks = partial.size(0);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   with_type(grad.scalar_type(), [&](auto a) {
@@ -83,11 +77,12 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
                                                                                  rstd.const_data_ptr<float>(), rows, dim);
           C10_CUDA_KERNEL_LAUNCH_CHECK();
         }
-        sum_partial_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim);
+        sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim, dim);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       });
     });
   });
+  if (grad_sum.defined()) add_elements(dx, dx, grad_sum);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ bool multiplies_bf16(c10::DeviceIndex device) {
 }
 
 [[maybe_unused]] const bool registered = [] {
-  static const Routines routines{rms_norm_routines(), pointwise_routines(), cross_entropy_routines(), dispatch_routines(), multiplies_bf16};
+  static const Routines routines{rms_norm_routines(),      layer_norm_routines(), pointwise_routines(),
+                                 cross_entropy_routines(), dispatch_routines(),   multiplies_bf16};
   register_routines(c10::kCUDA, routines);
   return true;
 }();

@@ -68,10 +68,15 @@ Routines sim_routines() {
   const Routines& cpu = cpu_routines();
   Routines all;
 #define TESSERA_ON_DEVICE(group, Group, routine, writes) all.group.routine = on_device<&Routines::group, &kernels::Group::routine, writes>(cpu.group.routine)
-  TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, forward, 2);
+  TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, forward, 3);
   TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, backward, 3);
+  TESSERA_ON_DEVICE(layer_norm, LayerNormRoutines, forward, 4);
+  TESSERA_ON_DEVICE(layer_norm, LayerNormRoutines, backward, 4);
   TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, swiglu, 1);
   TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, swiglu_backward, 2);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, bias_activation, 1);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, bias_activation_backward, 3);
+  TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, embedding_gradient, 1);
   TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, rope, 1);
   TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, dropout, 1);
   TESSERA_ON_DEVICE(pointwise, PointwiseRoutines, accumulate, 1);

@@ -33,7 +33,7 @@ tessera_sim_suite(nn LEFT_OUT
 tessera_sim_suite(kernels LEFT_OUT
   Half.* WidenedProducts.*          # what a CPU without such products does
   *Fp8*                             # on CUDA sizes are multiples of 16
-  Loops.* Panels.*                  # the CPU's loops by their pointers
+  Loops.* Panels.* AdamWKernel.*    # the CPU's loops by their pointers
   QuantizedLinear.*                 # refused on devices, by name
   Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
 tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device

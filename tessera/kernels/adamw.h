@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::kernels {
+
+struct AdamWStep {
+  double lr = 0, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  int64_t step = 1;           ///< updates of this parameter, this one included
+  double gradient_scale = 1;  ///< what clipping multiplies by
+};
+
+/// AdamW (arXiv:1711.05101) in one pass on the host:
+///   g = gradient_scale * gradient;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+///   p = (1 - lr * weight_decay) p - lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
+///   parameter, exp_avg, exp_avg_sq  fp32, side by side in memory without gaps
+///   gradient                        fp32 or bf16, as they lie
+///   copy                            bf16, or undefined: gets the parameter, rounded to nearest
+/// Traffic: 28 bytes an element (26 of a bf16 gradient), and 2 for the copy. Whoever clips or rounds besides reads and writes 8, or 6 bytes more.
+/// An element's bits depend on its numbers alone, not on where a part of a tensor begins or on the number of threads. Nothing on meta.
+void adamw_(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamWStep& step,
+            const at::Tensor& copy = {});
+
+}  // namespace tessera::kernels

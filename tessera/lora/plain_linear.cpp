@@ -1,0 +1,81 @@
+#include "tessera/lora/plain_linear.h"
+
+#include <optional>
+#include <utility>
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/linear.h>
+
+#include "tessera/core/error.h"
+#include "tessera/nn/operator_watch.h"
+#include "tessera/nn/parameter.h"
+
+// torch::nn::Linear writes x.matmul(weight.t()) or addmm(bias, x, weight.t()): the weight is known by its memory, whatever view of it is multiplied by.
+
+namespace tessera::lora {
+namespace {
+
+/// Where an operator has x and the weight [O, I], or its transpose, among its arguments.
+struct ProductArguments {
+  size_t count = 0, x = 0, weight = 0;
+  bool transposed = false;
+};
+
+std::optional<ProductArguments> product_arguments(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::linear") return ProductArguments{.count = 3, .x = 0, .weight = 1};
+  if (name == "aten::matmul" || name == "aten::mm") return ProductArguments{.count = 2, .x = 0, .weight = 1, .transposed = true};
+  if (name == "aten::addmm" && op.schema().overload_name().empty()) return ProductArguments{.count = 5, .x = 1, .weight = 2, .transposed = true};
+  return std::nullopt;
+}
+
+class ProductTerms final : public nn::OperatorWatcher {
+ public:
+  explicit ProductTerms(std::vector<PlainTerm> terms) : terms_(std::move(terms)) {}
+
+  void before(const c10::OperatorHandle&, torch::jit::Stack&) override {}
+
+  bool instead(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    const auto where = product_arguments(op);
+    if (!where) return false;
+    const size_t first = stack.size() - where->count;
+    const PlainTerm* const term = term_of(stack[first + where->weight].toTensor(), where->transposed);
+    if (term == nullptr) return false;
+    const at::Tensor x = stack[first + where->x].toTensor();
+    op.callBoxed(&stack);
+    const at::Tensor y = std::move(stack.back()).toTensor();
+    nn::Dropout dropout = term->dropout;
+    const at::Tensor seen = dropout ? dropout(x) : x;
+    const auto in = [&](const at::Tensor& matrix) { return matrix.to(y.scalar_type()); };
+    stack.back() = at::add(y, at::linear(at::linear(in(seen), in(term->a)), in(term->b)), term->scale);
+    return true;
+  }
+
+ private:
+  const PlainTerm* term_of(const at::Tensor& matrix, bool transposed) const {
+    if (matrix.dim() != 2 || !matrix.has_storage()) return nullptr;
+    for (const PlainTerm& term : terms_) {
+      require(
+          nn::slice_of(term.a).is_whole(), "LoRA of '", term.path,
+          "', libtorch's own Linear: its matrices have been sharded, and nothing gathers them there; build the layer as tessera::nn::Linear, or replicate it "
+          "(DDP, ZeRO 1 and 2)");
+      const int64_t out = term.weight.size(0), in = term.weight.size(1);
+      const bool fits = transposed ? matrix.size(0) == in && matrix.size(1) == out : matrix.size(0) == out && matrix.size(1) == in;
+      if (fits && matrix.is_alias_of(term.weight) && matrix.storage_offset() == term.weight.storage_offset()) return &term;
+    }
+    return nullptr;
+  }
+
+  std::vector<PlainTerm> terms_;
+};
+
+}  // namespace
+
+Attachment attach_to_products(std::vector<PlainTerm> terms) {
+  if (terms.empty()) return {};
+  auto watch = std::make_shared<nn::OperatorWatch>(std::make_shared<ProductTerms>(std::move(terms)));
+  watch->wake();
+  return Attachment([watch]() mutable { watch.reset(); });
+}
+
+}  // namespace tessera::lora
