@@ -62,34 +62,40 @@ TEST_F(StepGraphs, AreTheRunWithoutThem) {
 TEST_F(StepGraphs, ReadOnceAStepAndSayTheirPeak) {
 #ifdef TESSERA_SIM_DEVICE
   if (testing_support::test_device().is_cpu()) GTEST_SKIP() << "a CPU has no graphs";
-  const Config config = graphed({});
-  const auto text = corpus(config);
-  struct {
+  struct Seen {
+    std::vector<double> losses;
     std::vector<int64_t> peaks, waits;
-  } seen;
-  comm::run_ranks(1, [&](comm::World& ranks) {
-    Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
-    RankScope scope(config, 1);
-    const at::Device device = testing_support::test_device();
-    Stepper stepper(config, mesh, device, scope);
-    BatchFeed feed(data::Loader(text, loader_options(config, mesh)), device);
-    for (int step = 1; step <= 7; ++step) {
-      scope.memory().reset_peak();
-      const auto batch = feed.next();
-      sim::HappensBefore::get().take_host_syncs();
-      pipeline::StepTimes times;  // a step that is timed runs as without a graph
-      StepRequest request{.meanwhile = [&] { feed.prepare(); }};
-      if (step == 6) request.times = &times;
-      stepper.step(batch, request);
-      int64_t waits = 0;
-      for (const auto& [name, count] : sim::HappensBefore::get().take_host_syncs()) waits += count;
-      seen.waits.push_back(waits);
-      seen.peaks.push_back(scope.memory().peak());
-    }
-  });
-  EXPECT_EQ(seen.waits, (std::vector<int64_t>{seen.waits[0], 1, 1, 2, 1, 1, 1})) << "the capture waits once more, for all before it";
-  EXPECT_EQ(seen.peaks[4], seen.peaks[2]);
-  EXPECT_EQ(seen.peaks[6], seen.peaks[2]);
+  };
+  const auto steps_of = [this](const Config& config) {
+    Seen seen;
+    const auto text = corpus(config);
+    comm::run_ranks(1, [&](comm::World& ranks) {
+      Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, ranks.size()));
+      RankScope scope(config, 1);
+      const at::Device device = testing_support::test_device();
+      Stepper stepper(config, mesh, device, scope);
+      BatchFeed feed(data::Loader(text, loader_options(config, mesh)), device);
+      for (int step = 1; step <= 8; ++step) {
+        scope.memory().reset_peak();
+        const auto batch = feed.next();
+        sim::HappensBefore::get().take_host_syncs();
+        pipeline::StepTimes times;  // a step that is timed runs as without a graph
+        StepRequest request{.meanwhile = [&] { feed.prepare(); }};
+        if (step == 6) request.times = &times;
+        seen.losses.push_back(stepper.step(batch, request).loss);
+        int64_t waits = 0;
+        for (const auto& [name, count] : sim::HappensBefore::get().take_host_syncs()) waits += count;
+        seen.waits.push_back(waits);
+        seen.peaks.push_back(scope.memory().peak());
+      }
+    });
+    return seen;
+  };
+  const Seen seen = steps_of(graphed({})), plain = steps_of(config("llama"));
+  EXPECT_EQ(seen.losses, plain.losses);
+  for (const size_t step : {1, 2, 4, 6, 7}) EXPECT_EQ(seen.waits[step], 1) << "step " << step + 1;
+  EXPECT_LE(seen.waits[3], 2) << "the capture waits once more, for all before it";
+  for (const size_t step : {4, 6, 7}) EXPECT_EQ(seen.peaks[step], seen.peaks[2]) << "step " << step + 1;
 #endif
 }
 
