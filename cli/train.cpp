@@ -44,6 +44,7 @@
 #include "tessera/train/progress.h"
 #include "tessera/train/ranks_agree.h"
 #include "tessera/train/state_bytes.h"
+#include "tessera/train/step_graph.h"
 #include "tessera/train/stop.h"
 #include "tessera/train/trainer.h"
 
@@ -250,6 +251,7 @@ int train(const TrainFlags& flags) {
   const int attempt = comm::read_environment().restart_count;
   Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
   const at::Device device = device_for(config.run.device, flags.nproc);
+  if (config.run.graph) require_graphs(device);
   precision::settle_compute(here, device, precision::Saying::Silent);
   check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, size));
   check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).layers));

@@ -1,14 +1,18 @@
 #include "tessera/comm/exposed_time.h"
 
+#include <utility>
+
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "tessera/comm/unmeasured.h"
 #include "tessera/core/ambient.h"
 
 namespace tessera::comm {
 namespace {
 
 Ambient<const ExposedTime::Scope*> innermost;
+Ambient<bool> unmeasured;
 
 c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
@@ -32,6 +36,9 @@ ExposedTime::Scope::~Scope() {
   if (--total_.open_ == 0 && on_host_) total_.on_host_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
 }
 
+Unmeasured::Unmeasured() : before_(std::exchange(*unmeasured, true)) {}
+Unmeasured::~Unmeasured() { *unmeasured = before_; }
+
 ExposedTime& ExposedTime::operator+=(const ExposedTime& other) {
   on_host_ += other.on_host_;
   waits_.insert(waits_.end(), other.waits_.begin(), other.waits_.end());
@@ -48,7 +55,7 @@ double ExposedTime::seconds() const {
 }
 
 StreamWait::StreamWait(at::Device device) {
-  if (*innermost == nullptr || device.is_cpu() || device.is_meta()) return;
+  if (*innermost == nullptr || *unmeasured || device.is_cpu() || device.is_meta()) return;
   events_ = std::make_shared<ExposedTime::Events>(device);
   events_->begin.record(current_stream(device));
 }

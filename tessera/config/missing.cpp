@@ -28,7 +28,6 @@ void refuse_missing_techniques(const Config& config) {
       {"offload.gradients", config.offload.gradients.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.optimizer", config.offload.optimizer.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.update", config.offload.update, {"host"}, "the update of offloaded state on the device"},
-      {"run.graph", config.run.graph ? "true" : "false", {"false"}, "capturing a step"},
   };
   for (const auto& [key, value, present, technique] : settings) {
     if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;

@@ -437,6 +437,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_context(config, config.data.seq_len, "data.seq_len", size_of("cp"), size_of("tp"));
   detail::validate_asynchronous(config, size_of("pp"));
   detail::validate_tied_update(config, size_of("pp"));
+  detail::validate_graph(config, size_of);
   check_numbers(config);
 }
 

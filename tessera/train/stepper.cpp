@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -129,7 +130,8 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
 }
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)
-    : limit_(config.run.memory_limit_bytes),
+    : graph_(config.run.graph),
+      limit_(config.run.memory_limit_bytes),
       memory_(std::move(memory)),
       kernels_(choice_of(config)),
       products_(choice_of(config) == kernels::KernelChoice::Auto) {
@@ -143,6 +145,7 @@ void RankScope::compute_on(at::Device device) {
   track_device(device.type());
   if (device.is_cpu() || device.is_meta()) return;
   device_.reset_device(device);
+  if (graph_) stream_.reset_stream(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
   if (limit_ > 0) limit_device(device, limit_);
 }
 
@@ -158,6 +161,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
       learning_rate_(config.optim, config.run.steps),
       experts_(config_, mesh, run_),
       clock_(run_.device) {
+  if (config.run.graph) graph_.emplace(run_.device, scope_.memory());
   if (updates_within_steps(config, run_.pipeline.size())) {
     updates_.emplace(run_);
   } else if (config.pipeline.post_validate && run_.pipeline.size() > 1) {
@@ -184,8 +188,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   }
   const comm::ExposedTime::Scope asking = clock_.begin(request.start);
   const double lr = learning_rate_.at(batch.step - run_.loss_scale.skipped());  // the schedule waits for steps that were skipped
-  const at::Tensor losses = forward_backward(batch, request, lr);
-  const at::Tensor norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(request, losses.device(), lr);
+  const auto [losses, norm] = gradients(batch, request, lr);
   if (!updates_) {
     mark_memory("update");
     if (!post_validate(norm)) update(norm, lr);
@@ -210,6 +213,19 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   outcome.experts = experts_.read();
   outcome.loss_scale = {.value = run_.loss_scale.value(), .skipped = run_.loss_scale.skipped()};
   return outcome;
+}
+
+StepGraph::Result Stepper::gradients(const data::StepBatch& batch, const StepRequest& request, double lr) {
+  const auto passes = [&](const data::StepBatch& of, const StepRequest& asked) -> StepGraph::Result {
+    const at::Tensor losses = forward_backward(of, asked, lr);
+    return {.losses = losses, .norm = updates_ ? updates_->norm(losses.device()) : complete_gradients(asked, losses.device(), lr)};
+  };
+  if (!graph_ || request.times) return passes(batch, request);
+  StepRequest asked = request;
+  asked.gradients_ready = {};
+  auto result = graph_->run(batch, run_.updated, [&](const data::StepBatch& of) { return passes(of, asked); });
+  if (request.gradients_ready) request.gradients_ready();
+  return result;
 }
 
 at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device device, double lr) {

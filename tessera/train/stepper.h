@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 
 #include "tessera/core/attachment.h"
 #include "tessera/data/loader.h"
@@ -24,6 +25,7 @@
 #include "tessera/train/expert_load.h"
 #include "tessera/train/stage_updates.h"
 #include "tessera/train/step_clock.h"
+#include "tessera/train/step_graph.h"
 
 namespace tessera {
 
@@ -68,7 +70,7 @@ struct StepOutcome {
 /// What a step is told besides its data.
 struct StepRequest {
   /// Called between backward and clipping, when `grad()` of every parameter holds the gradient of the global batch; not where weights change in the midst of
-  /// the step (updates_within_steps): there is no such moment.
+  /// the step (updates_within_steps): there is no such moment. What it changes is in the norm, but for run.graph.
   std::function<void()> gradients_ready{};
   /// Asked when the step is done: the signal by which this rank was asked to stop, 0 if it was not.
   std::function<int()> stop_signal{};
@@ -89,11 +91,14 @@ class RankScope {
 
   MemoryTracker& memory() { return memory_; }
 
-  /// The thread's work that names no device goes to this one from now on, and what is allocated there counts. Before the first tensor there.
+  /// The thread's work that names no device goes to this one from now on, and what is allocated there counts. Before the first tensor there. With run.graph it
+  /// goes to a stream of its own, for the default one cannot be captured.
   void compute_on(at::Device device);
 
  private:
   c10::OptionalDeviceGuard device_;
+  c10::OptionalStreamGuard stream_;
+  bool graph_;
   int64_t limit_;
   CacheHostMemory cache_;
   MemoryTracker memory_;
@@ -126,6 +131,8 @@ class Stepper {
     RankTimes times;
     StepFlops flops;
   };
+  /// Losses and norm; every parameter has its gradient. By the graph, where there is one.
+  StepGraph::Result gradients(const data::StepBatch& batch, const StepRequest& request, double lr);
   at::Tensor forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr);
   /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
   at::Tensor complete_gradients(const StepRequest& request, at::Device device, double lr);
@@ -152,6 +159,7 @@ class Stepper {
   std::optional<StepFlops> flops_;  ///< of this rank
   ExpertLoads experts_;
   StepClock clock_;
+  std::optional<StepGraph> graph_;  ///< run.graph
   Attachment attached_;
 };
 

@@ -10,6 +10,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/pipeline/tied.h"
 #include "tessera/train/pipeline_layout.h"

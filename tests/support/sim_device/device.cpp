@@ -14,6 +14,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "tessera/memory/ledger.h"
+#include "tests/support/sim_device/graph.h"
 #include "tests/support/sim_device/memory.h"
 #include "tests/support/sim_device/operators.h"
 
@@ -31,6 +32,7 @@ int index_of(c10::Device device) { return device.has_index() ? device.index() : 
 
 struct Event {
   Clock clock;
+  bool captured = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -60,35 +62,43 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->clock = HappensBefore::get().record(stream_number(stream));
+    *static_cast<Event*>(*event) = {.clock = HappensBefore::get().record(stream_number(stream)), .captured = Capture::of(stream.device_index()) != nullptr};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) HappensBefore::get().block(stream_number(stream), static_cast<Event*>(event)->clock);
+    if (!event) return;
+    const Event& of = *static_cast<Event*>(event);
+    TORCH_CHECK(of.captured == (Capture::of(stream.device_index()) != nullptr), "simulated device: a wait across the edge of a capture");
+    HappensBefore::get().block(stream_number(stream), of.clock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   // Work is done when it is asked for, so that it always has ended; who asks knows it from then on.
   bool queryEvent(void* event) const override {
-    if (event) learn(static_cast<Event*>(event)->clock, "query");
+    if (event) learn(outside(event), "query");
     return true;
   }
-  void synchronizeEvent(void* event) const override { learn(static_cast<Event*>(event)->clock, "synchronize"); }
+  void synchronizeEvent(void* event) const override { learn(outside(event), "synchronize"); }
   bool queryStream(const c10::Stream& stream) const override {
     learn(HappensBefore::get().record(stream_number(stream)), "query");
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override { learn(HappensBefore::get().record(stream_number(stream)), "synchronize"); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    Capture::refuse(device, "synchronize");
     HappensBefore::get().host_waits_device(device);
     after_host_sync();
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), stream_number(stream)); }
-  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
-    return 1e3 * (static_cast<Event*>(end)->clock.seconds() - static_cast<Event*>(begin)->clock.seconds());
-  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override { return 1e3 * (outside(end).seconds() - outside(begin).seconds()); }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(devices); }
 
  private:
+  static const Clock& outside(void* event) {
+    const Event& of = *static_cast<Event*>(event);
+    TORCH_CHECK(!of.captured, "simulated device: an event that was recorded in a capture knows nothing of it");
+    return of.clock;
+  }
   static void learn(const Clock& clock, const char* how) {
+    Capture::refuse(device_now, how);
     const HappensBefore::SyncReason reason(how);
     HappensBefore::get().host_waits(clock);
     after_host_sync();
@@ -173,6 +183,7 @@ void install(int count) {
     c10::SetAllocator(sim_type(), device_allocator(), 255);
     c10::impl::DeviceGuardImplRegistrar(sim_type(), new Guard);
     register_operators();
+    register_graphs();
     tessera::detail::register_device_tracking(sim_type(), [] {});  // take() counts always
     install_fault_handler();
     return true;

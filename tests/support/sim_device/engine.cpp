@@ -8,6 +8,7 @@
 #include "tessera/comm/engine.h"
 #include "tests/support/sim_device/aliases.h"
 #include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/graph.h"
 #include "tests/support/sim_device/memory.h"
 #include "tests/support/sim_device/operators.h"
 
@@ -22,8 +23,8 @@ using WorkInFlight = comm::Work;
 /// nothing.
 class SimWork final : public c10d::Work {
  public:
-  SimWork(WorkInFlight inner, int device, int stream, Aliases held)
-      : inner_(std::move(inner)), device_(device), end_(HappensBefore::get().record(stream)), held_(std::move(held)) {}
+  SimWork(WorkInFlight inner, int device, int stream, Aliases held, std::shared_ptr<WorkInFlight> again)
+      : inner_(std::move(inner)), device_(device), end_(HappensBefore::get().record(stream)), held_(std::move(held)), again_(std::move(again)) {}
   ~SimWork() override {
     try {
       if (!inner_->isCompleted()) inner_->wait();  // the bytes are in use, though nobody waits for the result
@@ -33,7 +34,12 @@ class SimWork final : public c10d::Work {
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
-  void synchronize() override { HappensBefore::get().block(stream_number(current_stream(device_)), end_); }
+  void synchronize() override {
+    Capture* const capture = Capture::of(device_);
+    TORCH_CHECK((capture != nullptr) == (again_ != nullptr), "simulated device: a wait for a collective across the edge of a capture");
+    HappensBefore::get().block(stream_number(current_stream(device_)), end_);
+    if (capture) capture->add([again = again_](int) { finish(*again); });
+  }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     bool ok = false;
     try {
@@ -48,11 +54,17 @@ class SimWork final : public c10d::Work {
   }
   void abort() override { inner_->abort(); }
 
+  /// Of a replay.
+  static void finish(WorkInFlight& work) {
+    if (const WorkInFlight done = std::exchange(work, {})) done->wait();
+  }
+
  private:
   WorkInFlight inner_;
   int device_;
   Clock end_;
-  Aliases held_;  ///< until it is waited for, as NCCL's holds them
+  Aliases held_;                         ///< until it is waited for, as NCCL's holds them
+  std::shared_ptr<WorkInFlight> again_;  ///< of the replay under way, where it was captured
 };
 
 class SimEngine final : public comm::Engine {
@@ -78,7 +90,19 @@ class SimEngine final : public comm::Engine {
     for (auto* list : {&on_host.inputs, &on_host.outputs}) {
       for (auto& tensor : *list) tensor = aliases(tensor);
     }
-    return c10::make_intrusive<SimWork>(bytes_->start(on_host), stream_.device_index(), stream, std::move(aliases));
+    std::shared_ptr<WorkInFlight> again;
+    if (Capture* const capture = Capture::of(stream_.device_index())) {
+      again = std::make_shared<WorkInFlight>();
+      Uses uses;
+      for (const auto& tensor : call.inputs) uses.add(tensor, false, name);
+      for (const auto& tensor : call.outputs) uses.add(tensor, true, name);
+      capture->add([bytes = bytes_, on_host, again, uses](int replayed) {
+        SimWork::finish(*again);
+        uses.tell(replayed);
+        *again = bytes->start(on_host);
+      });
+    }
+    return c10::make_intrusive<SimWork>(bytes_->start(on_host), stream_.device_index(), stream, std::move(aliases), std::move(again));
   }
   void set_timeout(std::chrono::milliseconds timeout) override { bytes_->set_timeout(timeout); }
   void abort() override { bytes_->abort(); }

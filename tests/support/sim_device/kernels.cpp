@@ -1,7 +1,10 @@
 // The fused kernels of tessera on the simulated devices: the CPU's routines on the same bytes, each a piece of work that the detector sees. And the attention
 // that CUDA has by other names than the CPU, with its layouts: log-sum-exps in whole rows of 32 where the memory-efficient kernel is asked for.
 
+#include <functional>
 #include <limits>
+#include <tuple>
+#include <type_traits>
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,6 +13,7 @@
 #include "tessera/kernels/routines.h"
 #include "tests/support/sim_device/aliases.h"
 #include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/graph.h"
 #include "tests/support/sim_device/memory.h"
 #include "tests/support/sim_device/operators.h"
 
@@ -36,7 +40,10 @@ class OneRoutine {
 
   at::Tensor on_host(const at::Tensor& tensor) {
     const bool writes = seen_++ < writes_;
-    if (tensor.defined() && tensor.device() == device_) record_access(tensor, stream_, sequence_, writes, Running::now());
+    if (tensor.defined() && tensor.device() == device_) {
+      record_access(tensor, stream_, sequence_, writes, Running::now());
+      if (Capture::of(device_.index())) uses_.add(tensor, writes, Running::now());
+    }
     return aliases_(tensor);
   }
   template <class Number>
@@ -44,11 +51,22 @@ class OneRoutine {
     return number;
   }
 
+  /// For a graph that is captured now.
+  void take_down(const std::function<void()>& call) const {
+    Capture* const capture = Capture::of(device_.index());
+    if (!capture) return;
+    capture->add([call, uses = uses_](int stream) {
+      uses.tell(stream);
+      call();
+    });
+  }
+
  private:
   c10::Device device_;
   c10::DeviceGuard guard_;
   Running running_{"fused kernel"};
   Aliases aliases_;
+  Uses uses_;
   int stream_;
   uint64_t sequence_;
   size_t writes_, seen_ = 0;
@@ -59,8 +77,10 @@ auto on_device(void (*)(First, Args...)) {
   return +[](First first, Args... args) {
     OneRoutine one(first, Writes);
     const at::Tensor own = one.on_host(first);
-    std::tuple<decltype(one.on_host(args))...> others{one.on_host(args)...};  // braces: in order
-    std::apply([&](const auto&... on_host) { ((cpu_routines().*Group).*Routine)(own, on_host...); }, others);
+    std::tuple<std::decay_t<decltype(one.on_host(args))>...> others{one.on_host(args)...};  // braces: in order
+    const auto call = [own, others] { std::apply([&](const auto&... on_host) { ((cpu_routines().*Group).*Routine)(own, on_host...); }, others); };
+    call();
+    one.take_down(call);
   };
 }
 

@@ -16,6 +16,7 @@
 
 #include "tessera/memory/ledger.h"
 #include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/graph.h"
 
 namespace tessera::sim {
 
@@ -50,10 +51,10 @@ const Ranges& ranges() {
 
 struct Pool {
   std::recursive_mutex mutex;
-  std::map<uintptr_t, Block*> device, pinned;                        // alive, by begin
-  std::map<std::tuple<int, int, size_t>, std::vector<Block*>> free;  // by device, stream and room, as CUDA's caching allocator keeps them
-  std::vector<Block*> closed;                                        // of `pinned`
-  std::vector<uintptr_t> opened;                                     // pages of device memory
+  std::map<uintptr_t, Block*> device, pinned;                                 // alive, by begin
+  std::map<std::tuple<int, int, int64_t, size_t>, std::vector<Block*>> free;  // by device, stream, pool and room, as CUDA's caching allocator keeps them
+  std::vector<Block*> closed;                                                 // of `pinned`
+  std::vector<uintptr_t> opened;                                              // pages of device memory
   std::array<uintptr_t, kMaxDevices> next{};
   std::array<int64_t, kMaxDevices> in_use{};
 };
@@ -192,11 +193,14 @@ void* take(size_t bytes, int device, int stream) {
   auto& p = pool();
   const std::lock_guard lock(p.mutex);
   const size_t room = room_for(bytes);
-  auto& free = p.free[{device, stream, room}];
+  const Capture* const capture = Capture::of(device);
+  const int64_t kept_for = capture ? capture->pool() : 0;
+  auto& free = p.free[{device, stream, kept_for, room}];
   Block* const block = free.empty() ? new_block(room, device) : free.back();
   if (!free.empty()) free.pop_back();
   block->bytes = bytes;
   block->stream = stream;
+  block->pool = kept_for;
   block->recorded.clear();
   p.device[block->begin] = block;
   p.in_use[static_cast<size_t>(device)] += static_cast<int64_t>(bytes);
@@ -218,7 +222,7 @@ void give(void* data) {
   p.device.erase(found);
   p.in_use[static_cast<size_t>(block->device)] -= static_cast<int64_t>(block->bytes);
   HappensBefore::get().freed(block->history, block->stream, block->recorded);
-  p.free[{block->device, block->stream, block->room}].push_back(block);
+  p.free[{block->device, block->stream, block->pool, block->room}].push_back(block);
 }
 
 void record_stream(const void* data, int stream) {
@@ -228,6 +232,26 @@ void record_stream(const void* data, int stream) {
 int64_t bytes_in_use(int device) {
   const std::lock_guard lock(pool().mutex);
   return pool().in_use[static_cast<size_t>(device)];
+}
+
+void each_block(int device, const std::function<void(const Block&)>& use) {
+  const std::lock_guard lock(pool().mutex);
+  for (const auto& [begin, block] : pool().device) {
+    if (block->device == device) use(*block);
+  }
+}
+
+void spoil(int device, int64_t kept_for) {
+  auto& p = pool();
+  const std::lock_guard lock(p.mutex);
+  const auto fill = [](const Block& block) { std::memset(host_of(reinterpret_cast<const void*>(block.begin)), 0xff, block.bytes); };
+  for (const auto& [begin, block] : p.device) {
+    if (block->device == device && block->pool == kept_for) fill(*block);
+  }
+  for (const auto& [key, blocks] : p.free) {
+    if (std::get<0>(key) != device || std::get<2>(key) != kept_for) continue;
+    for (const Block* const block : blocks) fill(*block);
+  }
 }
 
 c10::Allocator* device_allocator() {

@@ -25,6 +25,7 @@ struct Block {
   size_t room = 0;
   int device = 0;
   int stream = 0;               ///< that it was allocated on
+  int64_t pool = 0;             ///< of the graph that it was made in; 0: of none
   bool closed = false;          ///< pinned memory that the host may not touch now
   std::vector<int> recorded{};  ///< by record_stream
   History history{};
@@ -43,6 +44,10 @@ void* take(size_t bytes, int device, int stream);
 void give(void* device_address);
 void record_stream(const void* device_address, int stream);
 int64_t bytes_in_use(int device);
+/// Each piece of device memory that is alive.
+void each_block(int device, const std::function<void(const Block&)>& use);
+/// Fills with ones what was made in a graph's pool, be it alive or not.
+void spoil(int device, int64_t pool);
 
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();

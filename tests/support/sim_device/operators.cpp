@@ -1,5 +1,6 @@
 #include "tests/support/sim_device/operators.h"
 
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -7,6 +8,7 @@
 #include <unordered_map>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,6 +22,7 @@
 #include "tessera/memory/ledger.h"
 #include "tests/support/sim_device/aliases.h"
 #include "tests/support/sim_device/device.h"
+#include "tests/support/sim_device/graph.h"
 #include "tests/support/sim_device/memory.h"
 
 namespace tessera::sim {
@@ -155,6 +158,43 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, const Known& know
   return *device;
 }
 
+/// Has the graph make the same call on the same memory at each replay, and put what it makes where this one did.
+void take_down(Capture& capture, const c10::OperatorHandle& op, const Known& known, Stack arguments, const std::vector<at::Tensor>& results) {
+  const Uncounted uncounted;
+  Uses uses;
+  Aliases aliases;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    replace_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (on_device(tensor)) uses.add(tensor, known.writes[i], known.name);
+      if (!tensor.defined() || on_device(tensor)) return aliases(tensor);
+      at::Tensor number = tensor.clone();  // of the host, as it is now
+      number.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return number;
+    });
+    if (arguments[i].isDevice()) arguments[i] = c10::Device(c10::kCPU);
+    if (arguments[i].isGenerator()) arguments[i] = at::detail::getDefaultCPUGenerator();
+  }
+  std::vector<void*> places;
+  for (const at::Tensor& result : results) {
+    places.push_back(result.defined() && result.storage().data() ? host_of(result.storage().data()) : nullptr);
+    if (result.defined()) uses.add(result, true, known.name);
+  }
+  capture.add([op, arguments, places, uses](int stream) {
+    uses.tell(stream);
+    const Uncounted none;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Stack stack = arguments;
+    op.callBoxed(&stack);
+    size_t i = 0;
+    for (const auto& result : stack) {
+      each_tensor(result, [&](const at::Tensor& tensor) {
+        if (places[i]) std::memcpy(places[i], tensor.storage().data(), tensor.storage().nbytes());
+        ++i;
+      });
+    }
+  });
+}
+
 /// The CPU's kernel.
 void run(const c10::OperatorHandle& op, Stack* stack) {
   const Known& k = known(op);
@@ -165,6 +205,9 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   auto& order = HappensBefore::get();
   const uint64_t sequence = order.launch(stream);
   const Running running(k.name);
+  Capture* const capture = k.touches ? Capture::of(device.index()) : nullptr;
+  if (k.syncs) Capture::refuse(device.index(), k.name);
+  const Stack before = capture ? Stack(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end()) : Stack();
 
   Aliases aliases;
   std::vector<at::Tensor> held, written;  // what is written may be resized first, so it is recorded afterwards
@@ -193,14 +236,17 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   }
   aliases.carry_back(device);
   for (const at::Tensor& tensor : written) record_access(tensor, stream, sequence, true, k.name);
+  std::vector<at::Tensor> results;  // those in new memory; undefined for the others
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
     replace_tensors((*stack)[i], [&](const at::Tensor& result) {
       bool fresh = false;
       at::Tensor made = aliases.wrap(result, device, fresh);
+      results.push_back(fresh ? made : at::Tensor());
       if (fresh) record_access(made, stream, sequence, true, k.name);
       return made;
     });
   }
+  if (capture) take_down(*capture, op, k, before, results);
   if (k.syncs) {
     const HappensBefore::SyncReason reason(k.name);
     order.host_waits(order.record(stream));
@@ -266,7 +312,19 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from, int stream, const 
   const Uncounted uncounted;
   const at::AutoDispatchBelowADInplaceOrView below;
   Aliases aliases;
-  aliases(to).copy_(aliases(from));
+  const at::Tensor target = aliases(to), source = aliases(from);
+  target.copy_(source);
+  if (Capture* const capture = Capture::of((on_device(to) ? to : from).device().index())) {
+    Uses uses;
+    uses.add(from, false, name);
+    uses.add(to, true, name);
+    capture->add([target, source, uses](int now) {
+      uses.tell(now);
+      const Uncounted none;
+      const at::AutoDispatchBelowADInplaceOrView inside;
+      target.copy_(source);
+    });
+  }
 }
 
 /// Between devices, as CUDA's: on the source's stream, which waits for the destination's and is waited for by it.
@@ -291,6 +349,7 @@ void copy_across(const at::Tensor& to, const at::Tensor& from, bool non_blocking
   auto& order = HappensBefore::get();
   const int stream = stream_number(current_stream(device.index()));
   const bool pinned = host && with_block(host, [](Block& block) { open(block); });  // the copy itself is no access of the host
+  if (!non_blocking || !pinned) Capture::refuse(device.index(), "a copy that is not non_blocking from or to pinned memory");
   copy_bytes(to, from, stream, out ? "aten::copy_ to the host" : "aten::copy_ to the device");
   if (non_blocking && pinned) {
     with_block(host, [](Block& block) { close_while_pending(block); });
@@ -330,17 +389,38 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 
 void let_operators_read_other_devices() { reads_other_devices = true; }
 
-void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool writes, const char* by) {
-  if (tensor.numel() == 0 || !tensor.storage().data()) return;
+namespace {
+
+/// The bytes that the tensor may touch; none where it has no memory.
+std::optional<Access> access_to(const at::Tensor& tensor, bool writes, const char* by) {
+  if (tensor.numel() == 0 || !tensor.storage().data()) return std::nullopt;
   int64_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
   const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data()) + static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
   const uintptr_t end = begin + static_cast<size_t>(last + 1) * tensor.itemsize();
-  const bool pinned = !on_device(tensor);
-  with_block(tensor.storage().data(), [&](Block& block) {
-    HappensBefore::get().access(block.history, {.begin = begin, .end = end, .stream = stream, .sequence = sequence, .writes = writes, .by = by},
-                                pinned ? "pinned memory" : "device memory");
-  });
+  return Access{.begin = begin, .end = end, .writes = writes, .by = by};
+}
+
+void note(Access access, int stream, uint64_t sequence) {
+  access.stream = stream;
+  access.sequence = sequence;
+  const auto* const address = reinterpret_cast<const void*>(access.begin);
+  with_block(address, [&](Block& block) { HappensBefore::get().access(block.history, access, is_device(address) ? "device memory" : "pinned memory"); });
+}
+
+}  // namespace
+
+void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool writes, const char* by) {
+  if (const auto access = access_to(tensor, writes, by)) note(*access, stream, sequence);
+}
+
+void Uses::add(const at::Tensor& tensor, bool writes, const char* by) {
+  if (const auto access = access_to(tensor, writes, by)) accesses_.push_back(*access);
+}
+
+void Uses::tell(int stream) const {
+  const uint64_t sequence = HappensBefore::get().launch(stream);
+  for (const Access& access : accesses_) note(access, stream, sequence);
 }
 
 void register_operators() {

@@ -23,4 +23,15 @@ void let_operators_read_other_devices();
 /// Says to the detector that the `sequence`th piece of work of a stream uses all the bytes that the tensor may touch; nothing for other memory than ours.
 void record_access(const at::Tensor& tensor, int stream, uint64_t sequence, bool writes, const char* by);
 
+/// What a piece of work uses, for a graph to tell the detector of at each replay.
+class Uses {
+ public:
+  void add(const at::Tensor& tensor, bool writes, const char* by);
+  /// As one piece of work of the stream.
+  void tell(int stream) const;
+
+ private:
+  std::vector<Access> accesses_;
+};
+
 }  // namespace tessera::sim

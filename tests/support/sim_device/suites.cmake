@@ -93,4 +93,4 @@ tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAnd
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.*)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* ExposedTimes.* HostReads.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
+tessera_sim_suite(train ONLY TrainDevice.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
