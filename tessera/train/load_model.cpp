@@ -74,6 +74,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.tensor = {};
   saved.context = {};
   saved.pipeline = {};
+  saved.offload = {};
   saved.run.device = RunConfig().device;
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
