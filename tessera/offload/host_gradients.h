@@ -32,6 +32,7 @@ class HostGradients final : public GradientSynchronizer {
   void before(ActionKind action, const MicroBatchPosition& position) override { inner_->before(action, position); }
   void after(ActionKind action, const MicroBatchPosition& position) override { inner_->after(action, position); }
   void expect(ActionKind action) override { inner_->expect(action); }
+  void drain() override { inner_->drain(); }
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override { return inner_->statistics(); }

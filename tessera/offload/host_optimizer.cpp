@@ -129,6 +129,11 @@ void HostOptimizer::show_update() {
     at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
   }
   ahead_.clear();
+  end_return();
+}
+
+/// Who computes from here on has what was copied back.
+void HostOptimizer::end_return() {
   returned_ = link_.in.point();
   returned_.hold_device();
 }
@@ -180,8 +185,7 @@ void HostOptimizer::update(const Batch& batch) {
     }
     begin = end;
   }
-  returned_ = link_.in.point();
-  returned_.hold_device();
+  end_return();
 }
 
 }  // namespace tessera

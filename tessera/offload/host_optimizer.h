@@ -67,6 +67,7 @@ class HostOptimizer final : public optim::Optimizer {
   void update_later(const Batch& batch);
   void await_update() const;
   void show_update();
+  void end_return();
   size_t piece_end(const Batch& batch, size_t begin) const;
 
   HostLink link_;

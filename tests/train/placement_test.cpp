@@ -188,10 +188,18 @@ TEST_F(PlacedTraining, LayerByLayerIsBitForBitAndHoldsTwoLayersWhateverTheDepth)
   std::vector<int64_t> held;
   for (const int layers : {4, 16, 64}) {
     const std::string stages = std::to_string(layers + 2);
-    const Sets on_host{
-        "zero.stage=3",           "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "model.layers=" + std::to_string(layers),
-        "model.vocab_size=260",   "run.steps=2",         "batch.global_size=6",    "batch.micro_size=2",     "run.threads=1",
-        "optim.max_grad_norm=0.1"};
+    const Sets on_host{"zero.stage=3",
+                       "offload.params=host",
+                       "offload.gradients=host",
+                       "offload.optimizer=host",
+                       "model.layers=" + std::to_string(layers),
+                       "model.vocab_size=260",
+                       "run.steps=2",
+                       "batch.global_size=6",
+                       "batch.micro_size=2",
+                       "run.threads=1",
+                       "recompute.mode=full",
+                       "optim.max_grad_norm=0.1"};
     Sets by_layer = on_host;
     by_layer.insert(by_layer.end(), {"pipeline.schedule=breadth_first", "pipeline.virtual_stages=" + stages, "zero.wrap=layers.*"});
     const Trace plain = train(config("llama", on_host), 1), moved = train(config("llama", by_layer), 1);
