@@ -210,14 +210,33 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
   throw Error(report.sentence);
 }
 
-// Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later.
-void check_host_memory(const Config& config, int size) {
+// What of the optimizer's state goes to disk is known, and said; of activations only the first step tells.
+void check_disk(const Config& config, int64_t needed, int local_ranks, bool first) {
+  std::filesystem::path folder = std::filesystem::absolute(spill_folder(config));
+  std::error_code failed;
+  while (!std::filesystem::exists(folder, failed) && folder != folder.root_path()) folder = folder.parent_path();
+  const auto space = std::filesystem::space(folder, failed);
+  if (failed) return;  // whoever makes the file says why
+  const auto free = static_cast<int64_t>(space.available);
+  require(needed <= free, "offload.dir = ", spill_folder(config).string(), ": offload.optimizer = disk takes ", format_bytes(needed), " there for the ",
+          local_ranks, local_ranks == 1 ? " rank" : " ranks", " on this host, and ", format_bytes(free),
+          " are free; name a folder with more space, or set offload.optimizer = host");
+  if (first) log().info("offload.optimizer = disk: {} of {} free in {}", format_bytes(needed), format_bytes(free), spill_folder(config).string());
+}
+
+// Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
+// of a step.
+void check_host_memory(const Config& config, int size, bool first) {
   const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
-  const auto kept = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, mesh_roles(config).shard)).total();
+  BytesPerParameter parts = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, mesh_roles(config).shard));
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));
-  const double needed = kept * parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
+  const double here = parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
+  if (config.offload.optimizer.is("disk")) {
+    check_disk(config, static_cast<int64_t>(std::exchange(parts.state, 0) * here), local_ranks, first);
+  }
+  const double kept = parts.total(), needed = kept * here;
   const int64_t host = host_memory_bytes();
   require(host == 0 || needed <= static_cast<double>(host), "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
           " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
@@ -267,8 +286,8 @@ int train(const TrainFlags& flags) {
   if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, std::chrono::seconds(2));
   check_reached("checkpoint.dir", config.checkpoint.dir);
   say_without_effect(config, size, attempt);
-  check_host_memory(here, size);
   const bool first = comm::read_environment().rank == 0;
+  check_host_memory(here, size, first);
   Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);

@@ -19,10 +19,15 @@ struct Dependence {
   std::vector<std::string> keys;
 };
 
+bool uses_disk(const OffloadConfig& offload) {
+  const auto& moved = offload.activations;
+  return moved.is("disk") || offload.optimizer.is("disk") || std::ranges::any_of(moved.by_pattern, [](const auto& one) { return one.second == "disk"; });
+}
+
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
-  const bool pipelined = config.mesh.pp != 1;
+  const bool pipelined = config.mesh.pp != 1, staged = pipelined || config.pipeline.virtual_stages > 1;
   return {
       {!uses_optimizer(optim, optimizers_that_use("momentum")), with("optim.name", optim.name), {"optim.momentum"}},
       {!uses_optimizer(optim, optimizers_that_use("betas")), with("optim.name", optim.name), {"optim.betas"}},
@@ -36,13 +41,15 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules", "recompute.segment"}},
       {config.offload.activations.is("device"),
        "with offload.activations = device",
-       {"offload.fraction", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch", "offload.dir"}},
+       {"offload.fraction", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch"}},
+      {!uses_disk(config.offload), "where nothing goes to disk", {"offload.dir"}},
+      {config.offload.optimizer.is("device"), "with offload.optimizer = device", {"offload.update"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
       {zero.stage < 2, with("zero.stage", zero.stage), {"zero.accumulate"}},
-      {!pipelined,
-       "with mesh.pp = 1",
-       {"pipeline.schedule", "pipeline.split", "pipeline.virtual_stages", "pipeline.vertical_sync", "pipeline.per_update", "pipeline.memory_limit",
-        "pipeline.costs", "pipeline.costs_from", "pipeline.kept", "pipeline.post_validate"}},
+      {!staged,
+       "with mesh.pp = 1 and pipeline.virtual_stages = 1",
+       {"pipeline.schedule", "pipeline.split", "pipeline.vertical_sync", "pipeline.per_update", "pipeline.memory_limit", "pipeline.costs",
+        "pipeline.costs_from", "pipeline.kept", "pipeline.post_validate"}},
       {pipelined && is_asynchronous(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.post_validate"}},
       {pipelined && pipeline.schedule != "pipedream", with("pipeline.schedule", pipeline.schedule), {"pipeline.vertical_sync"}},
       {pipelined && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
@@ -72,12 +79,12 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
 std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets) {
   // Sections, and keys.
   std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero.", "lora.", "quantize."};
-  if (config.mesh.pp != 1) sections.emplace_back("pipeline.");
+  if (config.mesh.pp != 1 || config.pipeline.virtual_stages > 1) sections.emplace_back("pipeline.");
   if (config.mesh.cp != 1) sections.emplace_back("context.");
-  static const std::vector<std::string> keys{
-      "data.tokenizer",     "data.cache_dir", "data.documents",    "run.device",       "comm.backend",          "comm.algorithm",       "comm.table",
-      "comm.interface",     "comm.timeout_s", "comm.check",        "precision.params", "precision.compute",     "precision.fp8_scales", "checkpoint.verify",
-      "checkpoint.partial", "run.threads",    "run.deterministic", "run.kernels",      "run.memory_limit_bytes"};
+  static const std::vector<std::string> keys{"offload.params",     "data.tokenizer",   "data.cache_dir",    "data.documents",       "run.device",
+                                             "comm.backend",       "comm.algorithm",   "comm.table",        "comm.interface",       "comm.timeout_s",
+                                             "comm.check",         "precision.params", "precision.compute", "precision.fp8_scales", "checkpoint.verify",
+                                             "checkpoint.partial", "run.threads",      "run.deterministic", "run.kernels",          "run.memory_limit_bytes"};
   std::vector<std::string> idle;
   for (const auto& set : sets) {
     std::string key = set.substr(0, set.find('='));

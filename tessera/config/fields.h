@@ -135,7 +135,7 @@
     "Schedule, or a CSV file that holds one.")                                                                                                                \
   X(std::vector<std::string>, split, (std::vector<std::string>{"auto"}), any(),                                                                               \
     "`auto` (as many links each), `cost` (as many FLOPs each), or how many links each stage has, or the links that begin the stages after the first.")        \
-  X(int, virtual_stages, 1, any(), "Chunks of the model per rank.")                                                                                           \
+  X(int, virtual_stages, 1, any(), "Chunks of the model per rank; with `mesh.pp = 1`, too, where `breadth_first` takes a step layer by layer.")               \
   X(bool, vertical_sync, false, any(), "`pipedream`: a micro-batch uses on every stage the weights' version that it met on the first.")                       \
   X(int, per_update, 0, any(), "`pipedream_2bw`: micro-batches of a data rank that an update sums, at least one for each stage; 0: as few as that.")          \
   X(int, memory_limit, 0, any(), "Micro-batches whose activations a rank may hold at most (`zb_auto`).")                                                      \
@@ -161,14 +161,14 @@
 
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
   X(Placement, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
-  X(Placement, gradients, {}, one_of("device, host", "disk"), "Where the gradients of those slices live: as `params`.")                                   \
-  X(Placement, optimizer, {}, one_of("device, host", "disk"),                                                                                             \
-    "Where the optimizer keeps its state, and updates: `host` alone, with parameters and gradients on the device, at any `zero.stage`.")                  \
+  X(Placement, gradients, {}, one_of("device, host", "disk"),                                                                                             \
+    "Where gradients are added up: below `zero.stage = 3`, on one data rank, they go to the `host` while backward runs; else as `params`.")               \
+  X(Placement, optimizer, {}, one_of("device, host, disk"), "Where the optimizer's state waits, at any `zero.stage`.")                                    \
   X(Placement, activations, {}, one_of("device, host, disk"),                                                                                             \
     "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                    \
   X(double, fraction, 1, any(), "Share of the modules that a pattern of `activations` names whose activations are moved: the first of them.")             \
-  X(std::string, update, "host", one_of("host", "device"),                                                                                                \
-    "Where the optimizer computes what lives elsewhere: on the host, or on the device, to which it comes for that.")                                      \
+  X(std::string, update, "host", one_of("host, device"),                                                                                                  \
+    "Where parameters are updated whose state waits elsewhere: by the host's cores, or on the device, to which the state comes, piece by piece.")         \
   X(bool, delayed_update, false, any(), "The update of a step runs while the next one computes, which then uses weights of one update before.")           \
   X(int64_t, min_bytes, int64_t{1} << 20, any(), "Saved activations below stay on the device.")                                                           \
   X(int64_t, budget_bytes, 0, any(), "Most bytes of saved activations that are moved at a time; 0: no limit.")                                            \
@@ -187,7 +187,7 @@
 
 #define TESSERA_QUANTIZE_FIELDS(X)                                                                                                                    \
   X(std::string, modules, "", any(), "Linear layers whose frozen weight is kept in fewer bits. Patterns of paths, separated by commas; empty: none.") \
-  X(std::string, format, "nf4", one_of("nf4, int8"), "What an element is kept in.")                                                                 \
+  X(std::string, format, "nf4", one_of("nf4, int8"), "What an element is kept in.")                                                                   \
   X(int64_t, block, 64, any(), "Elements that share a scale.")                                                                                        \
   X(bool, double_scales, false, any(), "The scales are kept in 8 bits, 256 of which share one.")
 

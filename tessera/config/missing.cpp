@@ -26,8 +26,6 @@ void refuse_missing_techniques(const Config& config) {
   const std::vector<Setting> settings = {
       {"offload.params", config.offload.params.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.gradients", config.offload.gradients.everywhere, {"device", "host"}, "offloading to disk"},
-      {"offload.optimizer", config.offload.optimizer.everywhere, {"device", "host"}, "offloading to disk"},
-      {"offload.update", config.offload.update, {"host"}, "the update of offloaded state on the device"},
   };
   for (const auto& [key, value, present, technique] : settings) {
     if (value.empty() || std::find(present.begin(), present.end(), value) != present.end()) continue;
@@ -39,7 +37,7 @@ void refuse_missing_techniques(const Config& config) {
     require(places->by_pattern.empty(),
             "offload: places by pattern of parameters, gradients and optimizer state are not part of this build; give one place for all of each");
   }
-  for (const char* key : {"offload.delayed_update", "batch.per_rank"}) {
+  for (const char* key : {"batch.per_rank"}) {
     require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
   }
 }

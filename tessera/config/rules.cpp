@@ -285,10 +285,63 @@ void validate_sharding(const Config& config) {
           " no rank has whole gradients; set comm.compression to none, bf16 or fp16, or zero.stage = 0");
 }
 
-/// Activations go where their modules say. Parameters and gradients are on the host as slices, all or none of them: the update runs where the optimizer's state
-/// is, so one alone elsewhere would cross the link twice a step and save nothing that the three together do not. The state alone may be there: then gradients
-/// come to it, and parameters go back.
-void validate_offload(const Config& config) {
+/// Ranks that share what offload moves.
+struct OffloadRanks {
+  int data = 1;    ///< with samples or columns of their own
+  int cut = 1;     ///< over which parameters that are updated are cut
+  int stages = 1;  ///< of a pipeline
+};
+
+/// What the update needs of a place. Parameters and gradients are on the host as slices of stage 3, both or none of them: the host's cores update there, so one
+/// alone elsewhere would cross the link twice a step and save nothing that the two together do not. Below stage 3 gradients may go to it as they come.
+void validate_update(const Config& config, const OffloadRanks& ranks) {
+  const auto& offload = config.offload;
+  const bool slices = offload.params.is("host"), streamed = !slices && offload.gradients.is("host"), away = !offload.optimizer.is("device");
+  require(!slices || config.zero.stage == 3, "offload.params = host: what waits on the host are slices that a unit fetches when it is used, which ",
+          "zero.stage = 3 alone has, and zero.stage is ", config.zero.stage,
+          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host alone");
+  require((!slices || (away && offload.gradients.is("host"))) && (!streamed || config.zero.stage < 3), "offload.", slices ? "params" : "gradients",
+          " = host: ", slices ? (away ? "offload.gradients = device" : "offload.optimizer = device") : "offload.params = device",
+          ", and the host's cores update parameters, so these, their gradients and the optimizer's state lie there together; set offload.params, ",
+          "offload.gradients and offload.optimizer to host, or offload.optimizer alone");
+  require(!streamed || away, "offload.gradients = host: offload.optimizer = device, and gradients would come back to be used; set offload.optimizer = host or ",
+          "disk, or offload.gradients = device");
+  require(!streamed || ranks.data == 1, "offload.gradients = host: goes below zero.stage = 3 with one data rank, and there are ", ranks.data,
+          ", whose gradients meet on the device; set zero.stage = 3 with offload.params, offload.gradients and offload.optimizer = host, or ",
+          "offload.gradients = device");
+  require(!streamed || !config.run.deterministic, "offload.gradients = host: takes each gradient as it comes, and run.deterministic = true adds them up in a ",
+          "tree; set offload.gradients = device, or run.deterministic = false");
+  require(!streamed || !updates_within_steps(config, ranks.stages), "offload.gradients = host: pipeline.schedule = ", config.pipeline.schedule,
+          " updates on the device in the midst of a step; set offload.gradients = device");
+  require(offload.update == "host" || !(slices || streamed), "offload.update = device: offload.", slices ? "params" : "gradients",
+          " = host, and what is updated lies there; set offload.update = host, or leave both on the device");
+  const bool paged = offload.optimizer.is("disk") || (away && offload.update == "device");
+  require(!paged || ranks.cut == 1 || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}), "offload.",
+          offload.optimizer.is("disk") ? "optimizer = disk" : "update = device", ": state comes piece by piece, and optim.name = ", config.optim.name,
+          " asks of parameters that are cut over ", ranks.cut,
+          " ranks for sums of all pieces first; set offload.optimizer = host and offload.update = host, or ", "optim.name = adamw");
+  require(!(paged || offload.delayed_update) || ranks.stages == 1 || !config.pipeline.post_validate,
+          "pipeline.post_validate = true: takes an update back by a ", "copy of all that it changed, and with offload.",
+          offload.delayed_update         ? "delayed_update = true that is still changing"
+          : offload.optimizer.is("disk") ? "optimizer = disk that is not in memory"
+                                         : "update = device that is not on the device",
+          "; set pipeline.post_validate = false");
+  if (!offload.delayed_update) return;
+  require(away && offload.update == "host",
+          "offload.delayed_update = true: an update that runs beside the next step is the host's, of state that waits there; ",
+          "set offload.optimizer = host and offload.update = host");
+  require(!slices && !streamed, "offload.delayed_update = true: offload.", slices ? "params" : "gradients",
+          " = host, which the next step uses while the update would change it; set offload.params and offload.gradients to device");
+  require(!updates_within_steps(config, ranks.stages), "offload.delayed_update = true: pipeline.schedule = ", config.pipeline.schedule,
+          " has updates of its own delay; set offload.delayed_update = false, or pipeline.schedule = 1f1b");
+  require(config.precision.loss_scale == "none", "offload.delayed_update = true: precision.loss_scale = ", config.precision.loss_scale,
+          " skips steps, and the update before would wait for the next that is not skipped; set precision.loss_scale = none");
+  require(ranks.cut == 1 || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}), "offload.delayed_update = true: optim.name = ", config.optim.name,
+          " exchanges sums with the ", ranks.cut, " ranks over which parameters are cut while it updates, beside those of the next step; set ",
+          "offload.delayed_update = false, or optim.name = adamw");
+}
+
+void validate_offload(const Config& config, const OffloadRanks& ranks) {
   const auto& offload = config.offload;
   require(offload.fraction >= 0 && offload.fraction <= 1, "offload.fraction = ", offload.fraction, ": expected a share, from 0 to 1");
   at_least("offload.min_bytes", offload.min_bytes, 0);
@@ -298,17 +351,7 @@ void validate_offload(const Config& config) {
     require(place == "host" || place == "disk", "offload.activations: '", pattern, "' = ", place,
             ": what no pattern names stays on the device; take the pattern out");
   }
-  const std::pair<const char*, const Placement*> places[] = {
-      {"offload.params", &offload.params}, {"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}};
-  const auto on_host = std::find_if(places, places + 2, [](const auto& place) { return place.second->is("host"); });
-  if (on_host == places + 2) return;
-  require(config.zero.stage == 3, on_host->first, " = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone ",
-          "has, and zero.stage is ", config.zero.stage,
-          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host alone");
-  for (const auto& [key, place] : places) {
-    require(!place->is("device"), on_host->first, " = host: ", key, " = device, and the host's cores update parameters, so these, their gradients and the ",
-            "optimizer's state lie there together; set offload.params, offload.gradients and offload.optimizer to host, or offload.optimizer alone");
-  }
+  validate_update(config, ranks);
 }
 
 void validate_recompute(const Config& config) {
@@ -426,7 +469,8 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_compression(config);
   validate_recompute(config);
   validate_sharding(config);
-  validate_offload(config);
+  const int sharded = config.zero.stage == 0 ? 1 : size_of("dp_shard") * size_of("cp");
+  validate_offload(config, {.data = size_of("dp_replicate") * size_of("dp_shard") * size_of("cp"), .cut = sharded * size_of("tp"), .stages = size_of("pp")});
   detail::validate_precision(config);
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);

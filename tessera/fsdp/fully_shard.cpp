@@ -183,6 +183,10 @@ class FullyShardedDataParallel::Impl {
     if (active()) step_->expect(action);
   }
 
+  void drain() {
+    if (active()) step_->drain();
+  }
+
   void finish() {
     explicit_calls_.finish();
     if (active()) step_->finish();
@@ -380,6 +384,7 @@ void FullyShardedDataParallel::begin_step() { impl_->begin_step(); }
 void FullyShardedDataParallel::before(ActionKind action, const MicroBatchPosition& position) { impl_->before(action, position); }
 void FullyShardedDataParallel::after(ActionKind action, const MicroBatchPosition&) { impl_->after(action); }
 void FullyShardedDataParallel::expect(ActionKind action) { impl_->expect(action); }
+void FullyShardedDataParallel::drain() { impl_->drain(); }
 void FullyShardedDataParallel::finish() { impl_->finish(); }
 void FullyShardedDataParallel::after_update() { impl_->after_update(); }
 void FullyShardedDataParallel::unshard() { impl_->unshard(); }

@@ -152,6 +152,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void before(ActionKind action, const MicroBatchPosition& position) override;
   void after(ActionKind action, const MicroBatchPosition& position) override;
   void expect(ActionKind action) override;
+  void drain() override;
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;

@@ -54,6 +54,7 @@ class ShardedStep {
   void before(ActionKind action, const MicroBatchPosition& position);  ///< of an engine's step
   void after(ActionKind action);
   void expect(ActionKind action);  ///< as GradientSynchronizer::expect
+  void drain() { units_.drain(); }
   void finish();                   ///< of an engine's step
 
   bool running() const { return running_; }

@@ -319,6 +319,12 @@ void ShardedUnits::clear_sums() {
   }
 }
 
+void ShardedUnits::drain() {
+  const nn::Unwatched quietly;
+  finish_reduction();
+  finish_return();
+}
+
 void ShardedUnits::finish_reductions() {
   const nn::Unwatched quietly;
   finish_reduction();

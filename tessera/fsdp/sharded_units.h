@@ -68,6 +68,8 @@ class ShardedUnits {
   void reduce(size_t unit, bool last);
   /// Waits for what is under way and drops sums that no parameter has got.
   void clear_sums();
+  /// Waits for the reduction under way, and for what of the one before goes to the host: no gradient is whole then.
+  void drain();
   /// Waits for everything; afterwards local gradients are those of the step.
   void finish_reductions();
 

@@ -76,6 +76,9 @@ class GradientSynchronizer {
   /// An action of this kind is what comes behind another part's, which begins: what it needs first may be brought ahead of it.
   virtual void expect(ActionKind /*action*/) {}
 
+  /// Another part's actions run by now: what of this one is still on its way is waited for, where it holds memory until then.
+  virtual void drain() {}
+
   /// A forward, and its backward right behind it.
   void before_micro_batch(const MicroBatchPosition& position) {
     before(ActionKind::Forward, position);

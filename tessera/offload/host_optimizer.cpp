@@ -2,8 +2,10 @@
 
 #include <utility>
 
+#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 
+#include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 
 // Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping); the host waits for it before it reads it;
@@ -11,8 +13,8 @@
 
 namespace tessera {
 
-HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes)
-    : Optimizer(std::vector{optim::ParameterGroup{parameters}}), link_(device), piece_bytes_(piece_bytes) {
+HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes, bool delayed)
+    : Optimizer(std::vector{optim::ParameterGroup{parameters}}), link_(device), piece_bytes_(piece_bytes), delayed_(delayed) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
   const HostMemory beside;
@@ -28,12 +30,36 @@ HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, 
   inner_ = build(copies);
 }
 
+std::vector<optim::StateTensor> HostOptimizer::state() const {
+  const HostMemory beside;
+  await_update();
+  auto state = inner_->state();
+  for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
+    if (!parameters_[i].tensor.requires_grad()) continue;
+    state.push_back({parameters_[i].name, kNext, beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
+  }
+  return state;
+}
+
+void HostOptimizer::follow_all() {
+  const c10::NoGradGuard no_grad;
+  await_update();
+  ahead_.clear();
+  for (size_t i = 0; i < parameters_.size(); ++i) beside_[i].copy.copy_(parameters_[i].tensor);
+}
+
 void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const HostMemory beside;
+  await_update();
   inner_->hold_state(counts);
 }
 
 void HostOptimizer::counts_changed() {
+  await_update();
+  // Of a delayed run that is taken up every copy may be ahead.
+  if (delayed_ && ahead_.empty()) {
+    for (size_t i = 0; i < parameters_.size(); ++i) ahead_.push_back(i);
+  }
   for (auto& own : beside_) own.version.reset();
   inner_->set_update_counts(update_counts());
 }
@@ -55,6 +81,7 @@ void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
 
 void HostOptimizer::prepare(const std::vector<Batch>& batches) {
   const HostMemory beside;
+  show_update();
   returned_.wait();
   {
     const MemoryScope scope(MemoryCategory::Gradients);
@@ -63,7 +90,9 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
     }
   }
   for (const Batch& batch : batches) {
-    for (const size_t index : batch.indices) follow(index);
+    for (const size_t index : batch.indices) {
+      if (!delayed_) follow(index);
+    }
   }
   if (!inner_->needs_begin()) return;
   for (const Batch& batch : batches) {
@@ -89,8 +118,56 @@ size_t HostOptimizer::piece_end(const Batch& batch, size_t begin) const {
   return end;
 }
 
+/// Of the step before, to whoever computes from here on.
+void HostOptimizer::show_update() {
+  await_update();
+  if (ahead_.empty()) return;
+  const CopyStream::Scope copying(link_.in);
+  for (const size_t index : ahead_) {
+    Beside& own = beside_[index];
+    own.copy.mutable_grad() = at::Tensor();
+    at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
+  }
+  ahead_.clear();
+  end_return();
+}
+
+/// Who computes from here on has what was copied back.
+void HostOptimizer::end_return() {
+  returned_ = link_.in.point();
+  returned_.hold_device();
+}
+
+void HostOptimizer::await_update() const {
+  if (under_way_.valid()) under_way_.get();
+}
+
+/// Gradients and copies are the thread's until it is awaited.
+void HostOptimizer::update_later(const Batch& batch) {
+  std::vector<CopyStream::Point> arriving;
+  for (const size_t index : batch.indices) {
+    Beside& own = beside_[index];
+    own.copy.mutable_grad() = std::exchange(own.gradient, {});
+    arriving.push_back(own.arrived);
+  }
+  ahead_ = batch.indices;
+  const auto make = [this, lr = batch.lr, arriving] {
+    const c10::NoGradGuard no_grad;
+    for (const CopyStream::Point& point : arriving) point.wait();
+    inner_->apply(lr);
+  };
+  if (link_.device.is_meta()) return make();
+  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choice()] {
+    at::set_num_threads(threads);
+    const MemoryContext::Guard memory(context);
+    const kernels::KernelChoiceGuard choice(kernels);
+    make();
+  });
+}
+
 void HostOptimizer::update(const Batch& batch) {
   const HostMemory beside;
+  if (delayed_) return update_later(batch);
   for (size_t begin = 0; begin < batch.indices.size();) {
     const size_t end = piece_end(batch, begin);
     for (size_t i = begin; i < end; ++i) {
@@ -108,8 +185,7 @@ void HostOptimizer::update(const Batch& batch) {
     }
     begin = end;
   }
-  returned_ = link_.in.point();
-  returned_.hold_device();
+  end_return();
 }
 
 }  // namespace tessera

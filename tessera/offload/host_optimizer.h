@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,6 +24,10 @@ namespace tessera {
 ///   traffic   an element's gradient out, its parameter in
 /// Copies begin as the parameters are. Who writes these later through libtorch is followed, as its version counter tells, and so is whoever loads a checkpoint
 /// (set_update_counts). Works on meta. The host reads `skip`, and waits for it.
+///
+/// Delayed, an update is made on a thread of its own while the next step computes, which has the weights of one update before, and is shown to the parameters
+/// when that step's gradients are there: w(t+1) = w(t) + update of the gradient at w(t-1). The first step shows nothing. state() then has the copies as "next",
+/// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes parameters is not followed; see follow_all().
 class HostOptimizer final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the copies that it is handed.
@@ -31,12 +36,19 @@ class HostOptimizer final : public optim::Optimizer {
   /// Of parameters that are updated, and then copied back, together.
   static constexpr int64_t kPieceBytes = int64_t{64} << 20;
 
-  HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes = kPieceBytes);
+  HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes = kPieceBytes,
+                bool delayed = false);
 
   std::string kind() const override { return inner_->kind(); }
-  std::vector<optim::StateTensor> state() const override { return inner_->state(); }
+  std::vector<optim::StateTensor> state() const override;
+  std::vector<optim::StateTensor> state_at_hand() const override { return inner_->state_at_hand(); }
   bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
+
+  /// Of state that lies over parameters: what a delayed update has made of them.
+  static constexpr const char* kNext = "next";
+  /// Copies take the parameters' values of now; what is under way is lost.
+  void follow_all();
 
  private:
   /// Of a parameter: its like on the host, and what is on its way there.
@@ -52,6 +64,10 @@ class HostOptimizer final : public optim::Optimizer {
   void counts_changed() override;
   void follow(size_t index);
   void send_gradient(size_t index, const at::Tensor& gradient);
+  void update_later(const Batch& batch);
+  void await_update() const;
+  void show_update();
+  void end_return();
   size_t piece_end(const Batch& batch, size_t begin) const;
 
   HostLink link_;
@@ -59,6 +75,9 @@ class HostOptimizer final : public optim::Optimizer {
   std::vector<Beside> beside_;  ///< for each of parameters_
   CopyStream::Point returned_;  ///< all parameters of the last update
   std::unique_ptr<optim::Optimizer> inner_;
+  bool delayed_;
+  std::vector<size_t> ahead_;            ///< parameters whose copies are one update ahead
+  mutable std::future<void> under_way_;  ///< of these, where a thread still works on them
 };
 
 }  // namespace tessera

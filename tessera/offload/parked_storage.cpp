@@ -37,7 +37,7 @@ ParkedStorage::ParkedStorage(std::shared_ptr<Depot> depot, const at::Tensor& ten
       bytes_(static_cast<int64_t>(tensor.storage().nbytes())) {
   if (writes_.enabled()) version_ = writes_.current_version();
   const at::NoGradGuard no_grad;
-  const MemoryScope category(MemoryCategory::Activations);
+  const MemoryScope category(depot_->category);
   const at::Tensor on_device = bytes_of(tensor);
   host_ = depot_->link.empty(bytes_, at::kByte);
   {
@@ -66,7 +66,7 @@ bool ParkedStorage::holds(const at::Tensor& tensor) const {
 
 void ParkedStorage::fetch() {
   if (device_.defined() || read_ != 0) return;
-  const MemoryScope category(MemoryCategory::Activations);
+  const MemoryScope category(depot_->category);
   if (!extent_) return copy_in();
   host_ = depot_->link.empty(bytes_, at::kByte);
   read_ = depot_->file->read(extent_, host_);
@@ -89,7 +89,7 @@ const at::Storage& ParkedStorage::restored() {
   fetch();
   if (!device_.defined()) {
     depot_->file->wait(read_);
-    const MemoryScope category(MemoryCategory::Activations);
+    const MemoryScope category(depot_->category);
     copy_in();
     extent_.reset();
   }
@@ -97,5 +97,13 @@ const at::Storage& ParkedStorage::restored() {
   keep_until_used(device_);
   return device_.storage();
 }
+
+void ParkedStorage::refill(const at::Tensor& tensor) {
+  restored();
+  c10::StorageImpl* const back = device_.storage().unsafeGetStorageImpl();
+  tensor.storage().unsafeGetStorageImpl()->set_data_ptr(back->set_data_ptr(at::DataPtr(nullptr, device_.device())));
+}
+
+void free_memory(const at::Tensor& tensor) { tensor.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, tensor.device())); }
 
 }  // namespace tessera::offload

@@ -8,13 +8,15 @@
 #include <c10/core/TensorImpl.h>
 
 #include "tessera/memory/host_link.h"
+#include "tessera/memory/memory.h"
 #include "tessera/offload/spill_file.h"
 
 namespace tessera::offload {
 
 /// Over what parked storages move, and how much of them is away. Of one rank.
 struct Depot {
-  Depot(at::Device device, int64_t budget_bytes) : link(device), budget_bytes(budget_bytes) {}
+  Depot(at::Device device, int64_t budget_bytes, MemoryCategory category = MemoryCategory::Activations)
+      : link(device), budget_bytes(budget_bytes), category(category) {}
 
   bool has_room(int64_t bytes) const { return budget_bytes == 0 || away_bytes + bytes <= budget_bytes; }
   /// Takes host memory that is on its way to the file, and lets go of what is so no more: at most two stay, so that a run holds the same bytes however fast
@@ -23,6 +25,7 @@ struct Depot {
 
   HostLink link;
   int64_t budget_bytes;               ///< 0: no limit
+  MemoryCategory category;            ///< of what is parked
   int64_t away_bytes = 0;             ///< of storages that are parked now
   std::unique_ptr<SpillFile> file{};  ///< null: nothing goes to disk
 
@@ -34,8 +37,8 @@ struct Depot {
   std::deque<Writing> writing_;
 };
 
-/// The bytes of a storage of the device, kept elsewhere until backward asks for them. The storage itself is free to die as soon as this is made. Its copies are
-/// ordered by streams alone: out behind what wrote it, in behind out, and whoever uses what came back behind that.
+/// The bytes of a storage of the device, kept elsewhere until they are asked for: by backward, or by an optimizer. The storage itself is free to die as soon as
+/// this is made. Its copies are ordered by streams alone: out behind what wrote it, in behind out, and whoever uses what came back behind that.
 class ParkedStorage {
  public:
   ParkedStorage(std::shared_ptr<Depot> depot, const at::Tensor& tensor, bool on_disk);
@@ -50,6 +53,8 @@ class ParkedStorage {
   void fetch();
   /// They lie on the device again, for the current stream to read; fetched where they are not.
   const at::Storage& restored();
+  /// The same, as memory of the very tensor that was parked, from which free_memory() has taken its own.
+  void refill(const at::Tensor& tensor);
 
  private:
   void copy_in();
@@ -65,5 +70,8 @@ class ParkedStorage {
   at::Tensor device_{};                          ///< [bytes], back on the device
   CopyStream::Point out_{}, in_{};
 };
+
+/// Frees the memory of the tensor's storage, which stays a storage of so many bytes: nobody may look at them until it is refilled.
+void free_memory(const at::Tensor& tensor);
 
 }  // namespace tessera::offload

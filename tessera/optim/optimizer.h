@@ -69,6 +69,9 @@ class Optimizer {
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
 
+  /// Those of them that lie where they are updated between steps; the rest waits elsewhere, and state() would bring it.
+  virtual std::vector<StateTensor> state_at_hand() const { return state(); }
+
   /// Allocates the state of parameters that have had updates elsewhere, as `counts` of another optimizer's update_counts() say, before state() is loaded.
   virtual void hold_state(const std::map<std::string, int64_t>& counts);
 

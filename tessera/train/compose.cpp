@@ -27,7 +27,9 @@
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/offload/activations.h"
+#include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
@@ -135,6 +137,9 @@ nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own)
 }
 
 void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
+  const bool has_next = std::ranges::any_of(resume.manifest.tensors, [](const auto& stored) { return stored.first.starts_with("optimizer.next."); });
+  require(!has_next || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
+          " was saved by a run of true, whose last update is not in its weights; set offload.delayed_update = true");
   std::vector<std::string> ignored{hook_prefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
@@ -151,6 +156,8 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
     log().info("{}: saved with another precision.params, precision.master or optim.state_dtype; what was stored is read as {}", resume.folder.string(), list);
   }
   checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
+  if (auto* const host = dynamic_cast<HostOptimizer*>(run.optimizer.get()); host != nullptr && !has_next) host->follow_all();
+  if (run.host != nullptr) run.host->follow();
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());
 }
@@ -165,21 +172,37 @@ Attachment move_activations(const Config& config, LanguageModel& model, at::Devi
                                    .min_bytes = offload.min_bytes,
                                    .budget_bytes = offload.budget_bytes,
                                    .prefetch = offload.prefetch,
-                                   .dir = offload.dir};
-  if (offload.dir.empty() && !config.log.dir.empty()) options.dir = std::filesystem::path(config.log.dir) / "offload";
+                                   .dir = spill_folder(config)};
   for (const auto& [pattern, place] : offload.activations.by_pattern) options.where.push_back({pattern, place_of(place)});
   if (options.where.empty()) options.where = {{.modules = "layers.*", .place = place_of(offload.activations.everywhere)}};
   for (const auto& named : options.where) check_pattern("offload.activations", model, named.modules);
   return offload_activations(model, device, options);
 }
 
-/// Whose state lies on the host beside the device where offload.optimizer says so; of slices that are there, all does anyway.
+/// Below stage 3: gradients go to the host as they come, and what is updated lies there.
+void stream_gradients(const Config& config, at::Device device, Composition& run) {
+  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), run.updated, device, config.zero.bucket_bytes);
+  run.host = host.get();
+  run.updated = host->updated();
+  run.offloaded = true;
+  run.synchronizer = std::move(host);
+}
+
+/// Where state waits, and where it is updated, as [offload] says; of what lies on the host as a whole, state does, too.
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const precision::Policy& policy, at::Device device, const Composition& run) {
   const auto make = [&](const std::vector<nn::NamedParameter>& updated) {
     return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device));
   };
-  if (run.offloaded || !config.offload.optimizer.is("host")) return make(run.updated);
-  return std::make_unique<HostOptimizer>(run.updated, device, make);
+  const bool on_disk = config.offload.optimizer.is("disk");
+  const auto paged = [&](const std::vector<nn::NamedParameter>& updated) -> std::unique_ptr<optim::Optimizer> {
+    const PagedOptimizerOptions options{.place = on_disk ? OffloadPlace::Disk : OffloadPlace::Host, .dir = spill_folder(config)};
+    return std::make_unique<PagedOptimizer>(updated, options, make);
+  };
+  if (config.offload.optimizer.is("device")) return make(run.updated);
+  if (config.offload.update == "device") return paged(run.updated);
+  const HostOptimizer::Build inside = on_disk ? HostOptimizer::Build(paged) : make;
+  if (run.offloaded) return inside(run.updated);
+  return std::make_unique<HostOptimizer>(run.updated, device, inside, HostOptimizer::kPieceBytes, config.offload.delayed_update);
 }
 
 /// What holds for the process, once a rank.
@@ -206,6 +229,11 @@ void let_the_head_follow(const CutModel& model) {
 }
 
 }  // namespace
+
+std::filesystem::path spill_folder(const Config& config) {
+  if (!config.offload.dir.empty() || config.log.dir.empty()) return config.offload.dir;
+  return std::filesystem::path(config.log.dir) / "offload";
+}
 
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& run) {
   std::vector<std::string> others;
@@ -373,9 +401,13 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   const comm::Group data = mesh[roles.tokens];
   allow_tf32(policy, device, data.rank() == 0);
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
+  const bool streamed = config.offload.gradients.is("host") && config.zero.stage < 3;
+  if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, run);  // one data rank: there is nothing to compare
+  if (streamed) stream_gradients(config, device, run);
   // Before there is an optimizer: master weights begin as the weights are.
   const bool from_files = device != at::kMeta && !resume && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
   if (from_files) load_starting_weights(config, *run.model);
+  if (from_files && run.host != nullptr) run.host->follow();
   {
     const HostMemory beside(run.offloaded);
     run.optimizer = make_optimizer(config, policy, device, run);
@@ -385,7 +417,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   if (from_files || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, mesh, *run.model);
-  if (config.zero.stage == 0) synchronize_replicas(config, mesh, resume, run);
+  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, run);
   return run;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -28,6 +29,8 @@
 
 namespace tessera {
 
+class HostGradients;
+
 /// A model with everything that a configuration attaches to it. Members are destroyed from the last to the first: what is attached goes before the
 /// model it is attached to.
 struct Composition : CutModel {
@@ -48,12 +51,16 @@ struct Composition : CutModel {
   precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
   std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
+  HostGradients* host = nullptr;                        ///< it, where gradients go to the host as they come
   std::vector<const DistributedDataParallel*> buckets;  ///< of each part, or the whole, where it has a bucket layout that a checkpoint keeps
 
   /// Whether the first and the last stage have a copy each of what both use, on whichever rank.
   bool has_tied_copies() const { return tied.has_value(); }
   int stage_of(size_t part) const { return parts.empty() ? 0 : parts[part].stage; }
 };
+
+/// Folder of what lives on disk.
+std::filesystem::path spill_folder(const Config& config);
 
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);

@@ -18,6 +18,7 @@
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/synchronize.h"
 
 namespace tessera {
 
@@ -32,6 +33,15 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
           "; name a folder that `tessera train` wrote with checkpoint.dir");
   for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
   return *found.folder;
+}
+
+/// Parameters live on the host; the unit in use and those ahead of it are on the device.
+void fetch_layers(const Config& config, at::Device device, LoadedModel& model) {
+  FullyShardOptions options = stage_3_options(config, precision::policy_from(config.precision), *model.model);
+  options.device = device;
+  options.offload = Offload::Host;
+  if (model.parts.empty()) model.fetched.push_back(fully_shard(*model.model, comm::Group::self(), options));
+  for (const ModelShare& part : model.parts) model.fetched.push_back(fully_shard(*part.module.ptr(), comm::Group::self(), options));
 }
 
 LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device device, const SavedWeights& saved) {
@@ -51,6 +61,7 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   cut_model(config, layout, built);
   for (const at::Tensor& parameter : built.model->parameters()) parameter.set_requires_grad(false);
   quantize_frozen(config, *built.model, device, saved);
+  if (config.offload.params.is("host")) fetch_layers(settled, device, built);
   materialize(*built.model, 0, device);
   built.model->eval();
   return built;
@@ -74,6 +85,7 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.tensor = {};
   saved.context = {};
   saved.pipeline = {};
+  saved.offload = {};
   saved.run.device = RunConfig().device;
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again

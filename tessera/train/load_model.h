@@ -10,6 +10,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/config/config.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/train/cut_model.h"
 #include "tessera/train/expert_ranks.h"
 
@@ -36,7 +37,9 @@ struct FoundModel {
 };
 
 /// In evaluation mode.
-struct LoadedModel : CutModel {};
+struct LoadedModel : CutModel {
+  std::vector<std::unique_ptr<GradientSynchronizer>> fetched;  ///< what brings layers from the host when they are used; empty where all are on the device
+};
 
 /// The checkpoint `given`, or the newest valid one where it is a checkpoint.dir. `flag` names it in messages. Throws ConfigError.
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets = {});

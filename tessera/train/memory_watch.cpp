@@ -116,7 +116,7 @@ MemoryWatch::MemoryWatch(MemoryTracker tracker, const Composition& run) {
       tracker.describe(p.tensor.grad(), p.name + ".grad");
     }
   }
-  for (const auto& held : run.optimizer->state()) tracker.describe(held.tensor, held.parameter + "." + held.state);
+  for (const auto& held : run.optimizer->state_at_hand()) tracker.describe(held.tensor, held.parameter + "." + held.state);
   for (const auto& p : run.parameters) {
     if (!p.tensor.requires_grad()) continue;
     attached_.add(nn::GradientDispatcher::of(p.tensor).listen(

@@ -37,7 +37,7 @@ class PartSynchronizers final : public GradientSynchronizer {
   }
   void after(ActionKind action, const MicroBatchPosition& position) override {
     for (Share& share : shares_) {
-      if (share.part == position.part) share.synchronizer->after(action, position);
+      share.part == position.part ? share.synchronizer->after(action, position) : share.synchronizer->drain();
     }
   }
   void finish() override {

@@ -24,6 +24,9 @@
 namespace tessera {
 namespace {
 
+/// One stage of one rank. A rank may hold several all the same, which a step then takes in another order than one micro-batch after the other.
+bool is_whole(const Config& config, int ranks) { return ranks == 1 && config.pipeline.virtual_stages == 1; }
+
 bool is_known(const std::string& name) {
   const auto& known = schedules::known_schedules();
   return std::ranges::find(known, name, &schedules::KnownSchedule::name) != known.end();
@@ -163,7 +166,7 @@ std::vector<int> PipelineLayout::stages_of(int rank) const {
 bool is_schedule_file(const PipelineConfig& config) { return !is_known(config.schedule); }
 
 ScheduleMaker schedule_maker(const Config& config, int ranks) {
-  if (ranks == 1) return [](int micro_batches) { return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches}); };
+  if (is_whole(config, ranks)) return [](int micro_batches) { return schedules::make_schedule({.name = "naive", .ranks = 1, .micro_batches = micro_batches}); };
   if (is_schedule_file(config.pipeline)) {
     const schedules::Schedule schedule = schedule_in_file(config.pipeline, ranks);
     if (config.run.deterministic) refuse_other_orders(schedule);
@@ -196,7 +199,7 @@ ScheduleMaker schedule_maker(const Config& config, int ranks) {
 
 PipelineLayout pipeline_layout(const Config& config, int ranks) {
   PipelineLayout layout;
-  if (ranks == 1) return {.links = {{0, config.model.layers + 2}}, .rank_of = {0}};
+  if (is_whole(config, ranks)) return {.links = {{0, config.model.layers + 2}}, .rank_of = {0}};
   layout.rank_of = placement(config.pipeline, ranks);
   const auto stages = static_cast<int>(layout.rank_of.size());
   const std::vector<std::string> links = link_names(config.model);
@@ -228,7 +231,7 @@ void check_adapted_stages(const Config& config, const PipelineLayout& layout) {
 void check_pipeline(const Config& config, const MeshShape& axes) {
   const MeshRoles roles = mesh_roles(config);
   const int ranks = size_along(axes, roles.stages);
-  if (ranks == 1) return;
+  if (is_whole(config, ranks)) return;
   const PipelineLayout layout = pipeline_layout(config, ranks);  // or a refusal
   check_adapted_stages(config, layout);
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;

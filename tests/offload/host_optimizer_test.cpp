@@ -2,13 +2,18 @@
 
 #include "tessera/offload/host_optimizer.h"
 
+#include <filesystem>
+#include <map>
+
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
+#include "tessera/offload/paged_optimizer.h"
 #include "tests/optim/parameters.h"
 
 namespace tessera {
@@ -84,6 +89,93 @@ TEST_P(HostOptimizerOf, IsBitForBitInPiecesOfAnySize) {
       EXPECT_TRUE(at::equal(mine[i].tensor, want[i].tensor)) << mine[i].parameter << " " << mine[i].state;
     }
   }
+}
+
+TEST_P(HostOptimizerOf, IsBitForBitWithItsStatePagedInPiecesOfAnySize) {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("tessera-paged-" + std::to_string(getpid()));
+  for (const int64_t piece : {int64_t{1}, int64_t{200}, HostOptimizer::kPieceBytes}) {
+    for (const OffloadPlace place : {OffloadPlace::Host, OffloadPlace::Disk}) {
+      Pair pair;
+      auto& updated = place == OffloadPlace::Host ? pair.device : pair.cpu;  // state comes to the device, and from disk to the host
+      Pair same;
+      auto& reference = place == OffloadPlace::Host ? same.device : same.cpu;
+      PagedOptimizer paged(updated, {.place = place, .dir = folder, .piece_bytes = piece}, building(GetParam()));
+      const auto plain = optim::make_optimizer(config_of(GetParam()), reference);
+      for (int step = 0; step < 4; ++step) {
+        pair.draw(step);
+        same.draw(step);
+        if (step == 1) {
+          for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->at(3).tensor).mutable_grad() = at::Tensor();
+        }
+        if (step == 2) EXPECT_EQ(paged.state().size(), plain->state().size()) << "brought in, in the midst of a run";
+        paged.step(1e-2);
+        plain->step(1e-2);
+      }
+      for (size_t i = 0; i < updated.size(); ++i) {
+        EXPECT_TRUE(at::equal(updated[i].tensor.detach(), reference[i].tensor.detach())) << i << " " << piece;
+      }
+      std::map<std::string, at::Tensor> want;
+      for (const auto& held : plain->state()) want[held.parameter + held.state] = held.tensor;
+      const auto mine = paged.state();
+      ASSERT_EQ(mine.size(), want.size());
+      for (const auto& held : mine) EXPECT_TRUE(at::equal(held.tensor, want.at(held.parameter + held.state))) << held.parameter << held.state;
+    }
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder));
+  std::filesystem::remove_all(folder);
+}
+
+TEST(PagedOptimizer, HoldsTheStateOfAPieceAndOfTheNext) {
+  const std::vector<std::vector<int64_t>> shapes(8, {16, 16});
+  for (const bool meta : {false, true}) {
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    auto parameters = make_parameters(shapes, meta ? at::Device(at::kMeta) : testing_support::test_device());
+    constexpr int64_t kOne = 16 * 16 * 4;
+    PagedOptimizer paged(parameters, {.place = OffloadPlace::Host, .piece_bytes = kOne}, building("adamw"));
+    for (int step = 0; step < 3; ++step) {
+      optim::draw_gradients(parameters, step);
+      const int64_t before = memory.current();
+      memory.reset_peak();
+      paged.step(1e-2);
+      EXPECT_EQ(memory.current(), before);
+      EXPECT_LE(memory.peak(), before + 5 * kOne) << "two averages of two parameters, and what the operator takes";
+      EXPECT_EQ(memory.current(MemoryCategory::Optimizer), 4 * 8) << "counts of updates";
+      EXPECT_EQ(memory.host_by_category()[static_cast<size_t>(MemoryCategory::Optimizer)], 2 * 8 * kOne);
+    }
+    EXPECT_EQ(paged.state_at_hand().size(), 0u);
+  }
+}
+
+/// w(t+1) = w(t) + update of the gradient at w(t-1), whose gradient here is a function of the weights.
+TEST(HostOptimizer, ADelayedUpdateIsThatOfTheGradientOfOneStepBefore) {
+  const auto set_gradients = [](const std::vector<nn::NamedParameter>& all, const std::vector<at::Tensor>& at_weights, int step) {
+    for (size_t i = 0; i < all.size(); ++i) at::Tensor(all[i].tensor).mutable_grad() = at_weights[i].detach().mul(0.5).add(0.1 * step);
+  };
+  Pair pair;  // `cpu` are the weights after an update more than `device` shows
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  std::vector<at::Tensor> shown;  // what the reference computes with: the weights of one update before
+  for (const auto& one : pair.cpu) shown.push_back(one.tensor.detach().clone());
+  for (int step = 0; step < 5; ++step) {
+    std::vector<at::Tensor> on_device;
+    for (size_t i = 0; i < shown.size(); ++i) {
+      EXPECT_TRUE(at::equal(pair.device[i].tensor.detach().to(at::kCPU), shown[i])) << step << " " << i;
+      on_device.push_back(pair.device[i].tensor);
+    }
+    set_gradients(pair.device, on_device, step);
+    set_gradients(pair.cpu, shown, step);
+    for (size_t i = 0; i < shown.size(); ++i) shown[i] = pair.cpu[i].tensor.detach().clone();  // of the update before this one
+    away.step(1e-2);
+    plain->step(1e-2);
+  }
+  EXPECT_EQ(away.update_counts(), plain->update_counts());
+  size_t next = 0;
+  for (const auto& held : away.state()) {
+    if (held.state != HostOptimizer::kNext) continue;
+    EXPECT_TRUE(at::equal(held.tensor, pair.cpu[next++].tensor.detach())) << held.parameter;
+  }
+  EXPECT_EQ(next, pair.cpu.size());
 }
 
 TEST(HostOptimizer, WhatIsSkippedIsAsItWas) {

@@ -253,6 +253,17 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
     expect_same("llama", {"recompute.mode=full", "recompute.segment=2", "model.layers=5"}, world);
   }
   expect_same("llama", {"offload.activations=host", "mesh.pp=2", "model.layers=4"}, 2);
+  for (const std::string place : {"host", "disk"}) {
+    expect_same("llama", {"offload.optimizer=" + place, "offload.gradients=host"}, 1);
+    expect_same("gpt2", {"offload.optimizer=" + place, "offload.update=device", "precision.params=bf16", "precision.compute=bf16"}, 1);
+    expect_same("llama", {"offload.optimizer=" + place, "offload.update=device", "zero.stage=2"}, 2);
+  }
+  expect_same("llama", {"offload.optimizer=disk", "precision.params=bf16", "precision.compute=bf16"}, 1);
+  expect_same("llama", {"offload.optimizer=host", "offload.delayed_update=true"}, 1);
+  expect_same("llama",
+              {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "model.layers=4", "pipeline.schedule=breadth_first",
+               "pipeline.virtual_stages=6", "recompute.mode=full", "offload.activations=host"},
+              1);
 }
 
 TEST_F(DryRunTest, Stage3MovesWhatTheFormulaSaysAlsoWithRecompute) {

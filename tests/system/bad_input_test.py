@@ -115,6 +115,7 @@ class BadInput(SystemTest):
     def test_model_beyond_the_hosts_memory(self):
         for nproc in (1, 2):
             self.refused("model.vocab_size=1000000000", nproc=nproc, expect=["96.0 B parameters", "16.0 bytes", f"the {nproc} rank", "on this host, and it has"])
+        self.refused("model.vocab_size=1000000000", "offload.optimizer=disk", expect=["offload.dir = ", "offload.optimizer = disk takes", "are free"])
 
     def test_hugging_face_folder_that_is_none(self):
         self.refused(f"model.from_hf={self.folder}", expect=["config.json"])

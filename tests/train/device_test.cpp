@@ -68,6 +68,17 @@ TEST_F(TrainDevice, StagesAndCutSequencesHaveTheCpusBits) {
 TEST_F(TrainDevice, OffloadHasTheCpusBits) {
   for (const int world : {1, 2})
     expect_the_same_run({"llama", world, {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}}, /*bytes=*/false);
+  const std::string dir = "offload.dir=" + (folder_ / "away").string();
+  for (const auto& sets : std::vector<std::vector<std::string>>{{"offload.gradients=host", "offload.optimizer=host"},
+                                                                {"offload.gradients=host", "offload.optimizer=disk", dir},
+                                                                {"offload.optimizer=disk", dir},
+                                                                {"offload.optimizer=host", "offload.update=device"},
+                                                                {"offload.optimizer=disk", "offload.update=device", dir},
+                                                                {"offload.optimizer=host", "offload.delayed_update=true"},
+                                                                {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host",
+                                                                 "pipeline.schedule=breadth_first", "pipeline.virtual_stages=4"}}) {
+    expect_the_same_run({"llama", 1, sets}, /*bytes=*/false);
+  }
 }
 
 }  // namespace

@@ -26,11 +26,11 @@ class PlacedTraining : public testing_support::TrainFixture {
       EXPECT_EQ(moved.steps[i].loss_scale.skipped, plain.steps[i].loss_scale.skipped);
       EXPECT_GT(moved.steps[i].memory.host[at], 0);
       EXPECT_EQ(plain.steps[i].memory.host[at], 0);
-      if (category == MemoryCategory::Optimizer) {
-        EXPECT_EQ(moved.steps[i].memory.current[at], 0);
+      if (category == MemoryCategory::Optimizer && moved.steps[i].memory.current[at] > 0) {  // but for the counts of updates, where state comes to the device
+        EXPECT_LE(moved.steps[i].memory.current[at], plain.steps[i].memory.current[at] / 50);
       }
     }
-    EXPECT_LT(total_of(moved.peak), total_of(plain.peak));
+    EXPECT_LE(total_of(moved.peak), total_of(plain.peak)) << "the same where what an update takes is all";
   }
   void activations(const std::string& family, const Sets& sets, int world, const std::string& place = "host") const {
     expect_same_bits(MemoryCategory::Activations, {"offload.activations=" + place, "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()},
@@ -39,6 +39,7 @@ class PlacedTraining : public testing_support::TrainFixture {
   void optimizer(const std::string& family, const Sets& sets, int world) const {
     expect_same_bits(MemoryCategory::Optimizer, {"offload.optimizer=host"}, family, sets, world);
   }
+  std::string dir() const { return "offload.dir=" + (folder_ / "away").string(); }
 };
 
 TEST_F(PlacedTraining, ActivationsOnTheHostAreBitForBitUnderEveryTechnique) {
@@ -102,6 +103,115 @@ TEST_F(PlacedTraining, TheOptimizerOnTheHostIsBitForBitAtEveryStage) {
   optimizer("llama", {"mesh.tp=2"}, 2);
   optimizer("llama", {"mesh.pp=2", "pipeline.schedule=zb_h1", "pipeline.post_validate=true"}, 2);
   optimizer("mixtral", {"model.experts=4", "mesh.ep=2", "zero.stage=1"}, 2);
+}
+
+TEST_F(PlacedTraining, StateOnDiskOrUpdatedOnTheDeviceIsBitForBitAtEveryStage) {
+  for (const Sets& placed : {Sets{"offload.optimizer=disk", dir()},
+                             {"offload.optimizer=host", "offload.update=device"},
+                             {"offload.optimizer=disk", "offload.update=device", dir()}}) {
+    const auto same = [&](const std::string& family, const Sets& sets, int world) { expect_same_bits(MemoryCategory::Optimizer, placed, family, sets, world); };
+    same("llama", {"model.kv_heads=2", "precision.params=bf16", "precision.compute=bf16"}, 1);
+    same("gpt2", {"model.dropout=0.1", "model.tie_embeddings=true", "zero.stage=1"}, 2);
+    same("llama", {"zero.stage=2", "optim.name=lion", "optim.state_dtype=bf16"}, 2);
+    same("llama", {"zero.stage=3"}, 2);
+    same("llama", {"mesh.pp=2", "pipeline.schedule=zb_h1"}, 2);
+    same("llama", {"optim.name=muon"}, 1);
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder_ / "away"));
+}
+
+TEST_F(PlacedTraining, GradientsThatGoToTheHostAsTheyComeAreBitForBit) {
+  for (const Sets& placed : {Sets{"offload.gradients=host", "offload.optimizer=host"}, {"offload.gradients=host", "offload.optimizer=disk", dir()}}) {
+    const auto same = [&](const std::string& family, Sets sets, int world) {
+      expect_same_bits(MemoryCategory::Gradients, placed, family, sets, world);
+      sets.insert(sets.end(), placed.begin(), placed.end());
+      sets.insert(sets.end(), {"run.steps=2", "batch.global_size=10", "batch.micro_size=1", "run.threads=1"});
+      const Trace away = train(config(family, sets), world);
+      EXPECT_EQ(away.peak[static_cast<size_t>(MemoryCategory::Gradients)], 0) << "the device has those on their way alone";
+      EXPECT_EQ(away.peak[static_cast<size_t>(MemoryCategory::Optimizer)], 0);
+    };
+    same("llama", {"model.kv_heads=2"}, 1);
+    same("gpt2", {"model.dropout=0.1", "model.tie_embeddings=true", "zero.stage=2"}, 1);
+    same("llama", {"precision.params=bf16", "precision.compute=bf16"}, 1);
+    same("llama", {"precision.params=fp16", "precision.compute=fp16", "precision.reduce=fp16", "precision.loss_scale=dynamic"}, 1);
+    same("llama", {"mesh.tp=2", "tensor.sequence_parallel=true"}, 2);
+    same("llama", {"mesh.pp=2", "recompute.mode=full"}, 2);
+    same("gpt2", {"mesh.pp=2", "model.tie_embeddings=true", "recompute.mode=full"}, 2);
+  }
+}
+
+/// The reference takes gradients at the weights of one update before, and updates those of now.
+TEST_F(PlacedTraining, ADelayedUpdateIsThatOfAPlainLoopWithStaleWeights) {
+  for (const auto& [world, sets] : {std::pair<int, Sets>{1, {}}, {2, {"zero.stage=2"}}, {1, {"offload.optimizer=disk", dir()}}}) {
+    Sets common{"batch.global_size=4", "batch.micro_size=1", "run.threads=1", "run.steps=5", "optim.max_grad_norm=0.1", "optim.schedule=linear"};
+    Sets delayed = common;
+    delayed.insert(delayed.end(), {"offload.optimizer=host", "offload.delayed_update=true"});
+    delayed.insert(delayed.end(), sets.begin(), sets.end());
+    const Trace moved = train(config("llama", delayed), world);
+    if (sets == Sets{"zero.stage=2"}) common.insert(common.end(), sets.begin(), sets.end());
+    const Config plain = config("llama", common);
+    const auto text = corpus(plain);
+    std::vector<StepOutcome> steps;
+    comm::run_ranks(world, [&](comm::World& ranks) {
+      Mesh mesh(ranks, mesh_shape(plain.mesh, plain.zero.stage, ranks.size()));
+      RankScope scope(plain, ranks.local_size());
+      Stepper stepper(plain, mesh, testing_support::OnTheCpu::now() ? at::Device(at::kCPU) : testing_support::test_device(), scope);
+      data::Loader loader(text, loader_options(plain, mesh));
+      const auto weights = [&] {
+        std::vector<at::Tensor> all;
+        for (const auto& one : stepper.run().parameters) all.push_back(one.tensor.detach().clone());
+        return all;
+      };
+      const auto set_weights = [&](const std::vector<at::Tensor>& values) {
+        const at::NoGradGuard no_grad;
+        for (size_t i = 0; i < values.size(); ++i) at::Tensor(stepper.run().parameters[i].tensor).copy_(values[i]);
+      };
+      std::vector<at::Tensor> now = weights();
+      for (int64_t step = 1; step <= plain.run.steps; ++step) {
+        const auto outcome = stepper.step(loader.next(), {.gradients_ready = [&] { set_weights(now); }});
+        const std::vector<at::Tensor> next = weights();
+        set_weights(now);
+        now = next;
+        if (ranks.rank() == 0) steps.push_back(outcome);
+      }
+    });
+    for (size_t i = 0; i < steps.size(); ++i) {
+      EXPECT_EQ(moved.steps[i].loss, steps[i].loss) << "step " << i + 1 << " of " << world;
+      EXPECT_EQ(moved.steps[i].grad_norm, steps[i].grad_norm);
+    }
+    EXPECT_EQ(moved.steps[0].memory.current[static_cast<size_t>(MemoryCategory::Optimizer)], 0);
+  }
+}
+
+/// Layer by layer through all micro-batches of a step: a pipeline of one rank, each of whose stages is gathered from the host.
+TEST_F(PlacedTraining, LayerByLayerIsBitForBitAndHoldsTwoLayersWhateverTheDepth) {
+  std::vector<int64_t> held;
+  for (const int layers : {4, 16, 64}) {
+    const std::string stages = std::to_string(layers + 2);
+    const Sets on_host{"zero.stage=3",
+                       "offload.params=host",
+                       "offload.gradients=host",
+                       "offload.optimizer=host",
+                       "model.layers=" + std::to_string(layers),
+                       "model.vocab_size=260",
+                       "run.steps=2",
+                       "batch.global_size=6",
+                       "batch.micro_size=2",
+                       "run.threads=1",
+                       "recompute.mode=full",
+                       "optim.max_grad_norm=0.1"};
+    Sets by_layer = on_host;
+    by_layer.insert(by_layer.end(), {"pipeline.schedule=breadth_first", "pipeline.virtual_stages=" + stages, "zero.wrap=layers.*"});
+    const Trace plain = train(config("llama", on_host), 1), moved = train(config("llama", by_layer), 1);
+    EXPECT_EQ(testing_support::difference(moved.gradients, plain.gradients), 0);
+    EXPECT_EQ(testing_support::difference(moved.weights, plain.weights), 0);
+    for (size_t i = 0; i < plain.steps.size(); ++i) EXPECT_EQ(moved.steps[i].loss, plain.steps[i].loss);
+    held.push_back(moved.peak[static_cast<size_t>(MemoryCategory::Parameters)] + moved.peak[static_cast<size_t>(MemoryCategory::Comm)]);
+  }
+  EXPECT_EQ(held[0], held[1]);
+  EXPECT_EQ(held[0], held[2]);
+  const int64_t vocabulary = 260 * 24 * 4;  // embedding and head, which here are the largest of the chain
+  EXPECT_LE(held[0], 4 * vocabulary) << "of the layer in use and the next, weights and, in backward, gradients";
 }
 
 TEST_F(PlacedTraining, EveryOptimizerMayBeOnTheHost) {

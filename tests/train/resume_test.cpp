@@ -33,6 +33,43 @@ TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
   }
 }
 
+TEST_F(Resume, StateGoesOnFromAnyPlaceInAnyOtherBitForBit) {
+  const std::string dir = "offload.dir=" + (folder_ / "away").string();
+  const std::vector<Layout> all{{"device", 1, {}},
+                                {"gradients streamed, state on disk", 1, {"offload.gradients=host", "offload.optimizer=disk", dir}},
+                                {"state on disk", 1, {"offload.optimizer=disk", dir}},
+                                {"state on the host, updated on the device", 1, {"offload.optimizer=host", "offload.update=device"}}};
+  for (const Sets& sets : {Sets{}, Sets{"precision.params=bf16", "precision.compute=bf16"}}) {
+    std::vector<std::vector<StepResult>> steps;
+    for (const Layout& layout : all) {
+      std::filesystem::remove_all(saved(layout));
+      steps.push_back(run_saving(layout, sets));
+      expect_same_bits(stored(saved(layout, kLast)), stored(saved(all[0], kLast)));
+    }
+    for (size_t i = 0; i < all.size(); ++i) expect_goes_on(all[i], all[(i + 1) % all.size()], sets, /*bound=*/0, steps[0]);
+  }
+}
+
+TEST_F(Resume, ADelayedUpdateGoesOnAndBeginsLater) {
+  const Layout plain{"plain", 1, {}}, host{"delayed", 1, {"offload.optimizer=host", "offload.delayed_update=true"}};
+  const Layout sharded{"delayed of stage 2", 2, {"offload.optimizer=host", "offload.delayed_update=true", "zero.stage=2"}};
+  const auto whole = run_saving(host, {});
+  expect_goes_on(host, host, {}, /*bound=*/0, whole);
+  expect_goes_on(host, sharded, {}, kLosses, whole);
+  run_saving(plain, {});
+  const auto begun = run(host, {"checkpoint.resume=" + saved(plain, kSaved).string()});
+  ASSERT_EQ(begun.size(), static_cast<size_t>(kLast - kSaved));
+  const auto on = run(plain, {"checkpoint.resume=" + saved(plain, kSaved).string()});
+  EXPECT_EQ(begun[0].loss, on[0].loss) << "the weights that were saved";
+  EXPECT_NE(begun[1].loss, on[1].loss) << "those again";
+  try {
+    run(plain, {"checkpoint.resume=" + saved(host, kSaved).string()});
+    FAIL() << "a last update is missing";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("offload.delayed_update = false"), HasSubstr("set offload.delayed_update = true")));
+  }
+}
+
 TEST_F(Resume, EveryLayoutGoesOnInEveryOther) {
   const std::vector<Layout> all(layouts().begin(), layouts().begin() + 5);
   expect_each_goes_on(all, {0, 1, 2, 3, 4});

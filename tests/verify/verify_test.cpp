@@ -37,6 +37,23 @@ TEST_F(VerifyTest, SlicesOnTheHostPassAndAreBitForBitOnOneRank) {
   expect_passes("dp_shard=2,dp_replicate=2", "gpt2", sets);
 }
 
+TEST_F(VerifyTest, StateElsewhereStreamedGradientsAndLayersOneByOnePass) {
+  const std::string dir = "offload.dir=" + (folder_ / "away").string();
+  for (const std::vector<std::string>& sets : {std::vector<std::string>{"offload.gradients=host", "offload.optimizer=disk", dir},
+                                               {"offload.optimizer=host", "offload.update=device"},
+                                               {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=disk", dir,
+                                                "pipeline.schedule=breadth_first", "pipeline.virtual_stages=4"}}) {
+    const auto alone = run("dp_shard=1", "llama", sets);
+    EXPECT_TRUE(alone.passed() && alone.bit_for_bit) << to_string(alone);
+  }
+  expect_passes("tp=2", "llama", {"offload.gradients=host", "offload.optimizer=host"});
+  expect_passes("pp=2", "llama", {"offload.gradients=host", "offload.optimizer=host"});
+  expect_passes("dp_shard=2", "llama", {"zero.stage=2", "offload.optimizer=disk", dir});
+  expect_passes("dp_shard=2,tp=2", "llama",
+                {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "pipeline.schedule=breadth_first",
+                 "pipeline.virtual_stages=4"});
+}
+
 TEST_F(VerifyTest, OneRankAndTheDeterministicTreeAreBitForBit) {
   for (const char* mesh : {"dp_replicate=1", "dp_replicate=3", "dp_replicate=5"}) {
     const auto report = run(mesh, "llama", {"run.deterministic=true"});

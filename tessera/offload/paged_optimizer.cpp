@@ -1,0 +1,127 @@
+#include "tessera/offload/paged_optimizer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/GradMode.h>
+
+#include "tessera/memory/memory.h"
+#include "tessera/offload/parked_storage.h"
+
+// The optimizer inside keeps its tensors, and only their memory comes and goes: no optimizer knows that it is paged. It is handed parameters that require no
+// gradient, so it makes state when one is first updated, and its step is called once a piece, with the gradients of that piece and none for all others, which
+// it leaves alone. What is fetched ahead is what stands behind the piece at hand in the order of construction, which is that of updates.
+
+namespace tessera {
+
+PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters, const PagedOptimizerOptions& options, const Build& build)
+    : Optimizer(std::vector{optim::ParameterGroup{parameters}}),
+      piece_bytes_(options.piece_bytes),
+      on_disk_(options.place == OffloadPlace::Disk),
+      pages_(parameters_.size()) {
+  const at::Device device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().tensor.device();
+  depot_ = std::make_shared<offload::Depot>(device, /*budget_bytes=*/0, MemoryCategory::Optimizer);
+  if (on_disk_) depot_->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", device.is_meta());
+  std::vector<nn::NamedParameter> stand_ins;
+  for (const auto& [name, tensor, aliases] : parameters_) {
+    const at::Tensor stand_in = tensor.detach();
+    nn::set_slice(stand_in, nn::slice_of(tensor));
+    stand_ins_.push_back(stand_in);
+    stand_ins.push_back({name, stand_in, aliases});
+  }
+  inner_ = build(stand_ins);
+}
+
+PagedOptimizer::~PagedOptimizer() = default;
+
+/// State that was made since. What shares memory with a parameter, or with other state, stays where it is.
+void PagedOptimizer::adopt_state() {
+  std::map<std::string, size_t> index_of;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (pages_[i].empty()) index_of.emplace(parameters_[i].name, i);
+  }
+  if (index_of.empty()) return;
+  std::map<const c10::StorageImpl*, int> users;
+  for (const at::Tensor& stand_in : stand_ins_) ++users[stand_in.storage().unsafeGetStorageImpl()];
+  const auto state = inner_->state();
+  for (const auto& held : state) ++users[held.tensor.storage().unsafeGetStorageImpl()];
+  for (const auto& held : state) {
+    const auto found = index_of.find(held.parameter);
+    if (found == index_of.end() || users.at(held.tensor.storage().unsafeGetStorageImpl()) > 1) continue;
+    pages_[found->second].push_back({.tensor = held.tensor});
+  }
+}
+
+void PagedOptimizer::bring(size_t index) const {
+  for (Page& page : pages_[index]) {
+    if (const auto away = std::exchange(page.away, nullptr)) away->refill(page.tensor);
+  }
+}
+
+void PagedOptimizer::send(size_t index) {
+  for (Page& page : pages_[index]) {
+    if (page.away || page.tensor.numel() == 0) continue;
+    page.away = std::make_shared<offload::ParkedStorage>(depot_, page.tensor, on_disk_);
+    offload::free_memory(page.tensor);
+  }
+}
+
+/// Begins to bring what comes after this parameter, as much as one piece.
+void PagedOptimizer::fetch_behind(size_t index) {
+  int64_t bytes = 0;
+  for (size_t next = index + 1; next < parameters_.size(); ++next) {
+    bytes += static_cast<int64_t>(parameters_[next].tensor.nbytes());
+    if (next > index + 1 && bytes > piece_bytes_) return;
+    for (Page& page : pages_[next]) {
+      if (page.away) page.away->fetch();
+    }
+  }
+}
+
+std::vector<optim::StateTensor> PagedOptimizer::state() const {
+  const c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < pages_.size(); ++i) bring(i);
+  return inner_->state();
+}
+
+void PagedOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
+  const c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < pages_.size(); ++i) bring(i);
+  inner_->hold_state(counts);
+  adopt_state();
+}
+
+void PagedOptimizer::counts_changed() { inner_->set_update_counts(update_counts()); }
+
+/// One past the last of the batch's parameters that are updated with the one at `begin`.
+size_t PagedOptimizer::piece_end(const Batch& batch, size_t begin) const {
+  int64_t bytes = 0;
+  size_t end = begin;
+  for (; end < batch.indices.size(); ++end) {
+    bytes += static_cast<int64_t>(batch.parameters[end].nbytes());
+    if (end > begin && bytes > piece_bytes_) break;
+  }
+  return end;
+}
+
+void PagedOptimizer::update(const Batch& batch) {
+  for (size_t begin = 0; begin < batch.indices.size();) {
+    const size_t end = piece_end(batch, begin);
+    for (size_t i = begin; i < end; ++i) bring(batch.indices[i]);
+    fetch_behind(batch.indices[end - 1]);
+    for (size_t i = begin; i < end; ++i) {
+      const at::Tensor& stand_in = stand_ins_[batch.indices[i]];
+      nn::set_data_of_same(stand_in, batch.parameters[i].detach());
+      stand_in.mutable_grad() = batch.gradients[i];
+    }
+    inner_->begin(batch.lr);
+    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    for (size_t i = begin; i < end; ++i) stand_ins_[batch.indices[i]].mutable_grad() = at::Tensor();
+    adopt_state();
+    for (size_t i = begin; i < end; ++i) send(batch.indices[i]);
+    begin = end;
+  }
+  for (size_t i = 0; i < pages_.size(); ++i) send(i);  // what a checkpoint has brought in, of parameters that sat this step out
+}
+
+}  // namespace tessera
