@@ -12,6 +12,7 @@ struct Link {
   std::string name{};
   double bytes_per_s = 0;             ///< each way, of one device
   std::optional<double> latency_s{};  ///< of a hop; none where nobody says
+  double contention = 0;              ///< between nodes: by what share each node beyond the second makes a byte slower
 };
 
 /// What its maker says of a device, and of the machine in which it stands: the numbers that a plan of a cluster begins with. Files are in plan/hardware/, each

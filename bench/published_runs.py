@@ -1,0 +1,99 @@
+"""Published runs as configurations: which device and framework they are of, and which keys say what was run. Each source is read as it describes itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+
+
+@dataclass
+class Run:
+    device: str
+    framework: str
+    world: int
+    sets: list[str]
+    seconds: float | None = None  # of a step, as measured; None: not usable for time
+    group: str = ""  # runs among which a layout is chosen
+    plainness: tuple = ()  # the least is the anchor
+    regime: str = ""
+    unsupported: str = ""
+    reserved: float = 0.0  # bytes, as measured
+    fits: bool | None = None
+    capacity: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    file: str
+    read: Callable[[dict], list[Run]] = field(repr=False)
+
+
+def sets_of(**keys: object) -> list[str]:
+    """model_dim=4 -> "model.dim=4"."""
+    return [f"{key.replace('__', '.')}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items() if value is not None]
+
+
+def llama(row: dict) -> list[str]:
+    return sets_of(model__family="llama", model__dim=row["hidden_size"], model__layers=row["num_layers"], model__heads=row["num_attention_heads"],
+                   model__kv_heads=row.get("num_kv_heads"), model__ffn_dim=row["ffn_hidden_size"], model__vocab_size=row["vocab_size"],
+                   model__tie_embeddings=bool(row.get("tied_embeddings")), data__seq_len=row["seq_len_tokens"])
+
+
+def gpt(row: dict, vocab: int) -> list[str]:
+    return sets_of(model__family="gpt2", model__dim=row["hidden_size"], model__layers=row["num_layers"], model__heads=row["num_attention_heads"],
+                   model__ffn_dim=4 * row["hidden_size"], model__vocab_size=vocab, model__tie_embeddings=True, data__seq_len=row["seq_len_tokens"])
+
+
+def layout(tp: int, pp: int, dp: int, zero: int, micro: int, batch: int, schedule: str = "1f1b") -> list[str]:
+    shard = {"mesh__dp_shard": dp} if zero else {"mesh__dp_replicate": dp}
+    cut = {"pipeline__schedule": schedule} if pp > 1 else {}
+    return sets_of(mesh__tp=tp, mesh__pp=pp, zero__stage=zero, batch__micro_size=micro, batch__global_size=batch, **shard, **cut)
+
+
+def plainness(row: dict, micro: int) -> tuple:
+    return row["num_gpus"], row["tp"] * row["pp"], -micro, row["num_layers"] * row["hidden_size"] ** 2
+
+
+def sweep_h100(table: dict) -> list[Run]:
+    runs = []
+    for row in table["rows"]:
+        micro = row["micro_batch_size_seqs"]
+        tp, pp, dp, zero = row["tp"], row["pp"], row["dp"], row["zero_stage"]
+        run = Run("h100", "nanotron", row["num_gpus"],
+                  llama(row) + layout(tp, pp, dp, zero if dp > 1 else 0, micro, row["global_batch_size_seqs"]) + sets_of(tensor__sequence_parallel=tp > 1))
+        if row.get("tied_embeddings") is None:  # failed rows do not say; those that ran are tied below 4 thousand wide
+            run.sets = [s for s in run.sets if not s.startswith("model.tie")] + sets_of(model__tie_embeddings=row["hidden_size"] < 4096)
+        if row.get("num_kv_heads") is None:
+            run.sets += sets_of(model__kv_heads=row["num_attention_heads"])
+        if row["num_attention_heads"] % tp:
+            run.unsupported = "tp does not divide the heads"
+        if pp > row["num_layers"]:
+            run.unsupported = "more stages than layers"
+        if row.get("usable_for_time"):
+            run.seconds = row["iter_time_s_derived"]
+        run.group = f"{row['model']} {row['num_gpus']} {row['global_batch_size_seqs']} {row['vocab_size']}"
+        run.plainness = plainness(row, micro)
+        run.regime = f"{row['num_gpus']} devices"
+        if row["status"] in ("success", "oom"):
+            run.fits, run.capacity = row["status"] == "success", 79.1 * GIB
+            run.reserved = (row.get("peak_reserved_mem_gib") or 0) * GIB
+        runs.append(run)
+    return runs
+
+
+def sweep_a100(table: dict) -> list[Run]:
+    runs = []
+    for row in table["rows"]:
+        micro = row["micro_batch_size_seqs"]
+        runs.append(Run("a100-80gb", "megatron-deepspeed", row["num_gpus"],
+                        gpt(row, 50304) + layout(row["tp"], row["pp"], row["dp"], 0, micro, row["global_batch_size_seqs"]), seconds=row["iter_time_s"],
+                        group=f"{row['num_layers']} {row['hidden_size']} {row['num_gpus']} {row['global_batch_size_seqs']}", plainness=plainness(row, micro),
+                        regime=f"tp {row['tp']}"))
+    return runs
+
+
+SOURCES = [
+    Source("Megatron-DeepSpeed on one host of A100 (vTrain)", "vtrain_single_node_a100.json", sweep_a100),
+    Source("Nanotron on 8 to 512 H100 (Ultra-Scale Playbook)", "hf_ultrascale_h100.json", sweep_h100),
+]
