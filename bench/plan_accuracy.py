@@ -25,6 +25,7 @@ lr = 1e-4
 [run]
 steps = 10
 """
+HARDWARE = Path(__file__).resolve().parent.parent / "tessera/plan/hardware"
 PEAK = {"a100-80gb": 312e12, "h100": 989.4e12, "h200": 989.4e12}
 
 
@@ -33,7 +34,7 @@ def plan(runs: list[Run], tessera: str, jobs: int) -> list[dict]:
     shares: list[list[int]] = []
     kinds = defaultdict(list)
     for i, run in enumerate(runs):
-        kinds[run.device, run.framework].append(i)
+        kinds[run.device, run.framework, run.between].append(i)
     for members in kinds.values():
         shares += [members[start::jobs] for start in range(jobs)]
     answers: list[dict] = [{} for _ in runs]
@@ -46,7 +47,11 @@ def plan(runs: list[Run], tessera: str, jobs: int) -> list[dict]:
             base.write_text(BASE)
             layouts.write_text("".join(json.dumps({"world": runs[i].world, "set": runs[i].sets}) + "\n" for i in share))
             first = runs[share[0]]
-            command = [tessera, "plan", str(base), "--device", first.device, "--layouts", str(layouts)]
+            device = first.device
+            if first.between:
+                device = Path(folder) / "device.toml"
+                device.write_text((HARDWARE / f"{first.device}.toml").read_text().replace("[between]\n", f"[between]\n{first.between}\n"))
+            command = [tessera, "plan", str(base), "--device", str(device), "--layouts", str(layouts)]
             command += ["--framework", first.framework] if first.framework else []
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         for i, line in zip(share, done.stdout.splitlines(), strict=True):

@@ -4,7 +4,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <string_view>
+#include <utility>
+
+#include <fmt/format.h>
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
@@ -71,6 +75,33 @@ Device parse_device(const std::string& text, const std::string& origin) {
   }
   file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "devices_per_node", "tflops", "inside", "between", "reaches", "sources"});
   return device;
+}
+
+std::string to_toml(const Device& device) {
+  const auto quoted = [](const std::string& text) {
+    std::ostringstream out;
+    out << toml::value<std::string>(text);
+    return out.str();
+  };
+  const auto figure = [](double value) { return fmt::format("{:.6g}", value); };
+  std::string text = "name = " + quoted(device.name) + "\nmemory_gb = " + figure(device.memory_bytes / 1e9) +
+                     "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
+  if (device.power_w) text += "power_w = " + figure(*device.power_w) + "\n";
+  text += fmt::format("devices_per_node = {}\n\n[tflops]\n", device.devices_per_node);
+  for (const auto& [format, rate] : device.flops_per_s) text += format + " = " + figure(rate / 1e12) + "\n";
+  for (const auto& [key, link] : {std::pair{"inside", device.inside}, {"between", device.between}}) {
+    if (!link) continue;
+    text += fmt::format("\n[{}]\nlink = {}\ngb_per_s = {}\n", key, quoted(link->name), figure(link->bytes_per_s / 1e9));
+    if (link->latency_s) text += "latency_us = " + figure(*link->latency_s * 1e6) + "\n";
+    if (link->contention > 0) text += "contention = " + figure(link->contention) + "\n";
+  }
+  const auto table = [&](const char* name, const auto& entries, const auto& written) {
+    if (!entries.empty()) text += fmt::format("\n[{}]\n", name);
+    for (const auto& [key, value] : entries) text += key + " = " + written(value) + "\n";
+  };
+  table("reaches", device.reaches, figure);
+  table("sources", device.sources, quoted);
+  return text;
 }
 
 std::vector<std::string> device_names() {

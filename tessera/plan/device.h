@@ -37,6 +37,9 @@ Device find_device(const std::string& name_or_file);
 /// Of a file's text; `origin` stands in messages.
 Device parse_device(const std::string& text, const std::string& origin);
 
+/// A file from which parse_device() reads this, up to the sixth digit of a figure.
+std::string to_toml(const Device& device);
+
 /// Those that tessera brings, in the order of their names.
 std::vector<std::string> device_names();
 

@@ -43,8 +43,9 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
     habits.launch = microseconds(*host, "launch_us", habits.launch);
     habits.collective_launch = microseconds(*host, "collective_launch_us", habits.collective_launch);
     habits.collective_launch_per_level = microseconds(*host, "collective_launch_level_us", habits.collective_launch_per_level);
+    framework.pipelined_launch_per_rank = microseconds(*host, "pipelined_collective_rank_us", 0);
     habits.waits_for_collectives = host->flag("waits_for_collectives").value_or(false);
-    host->end({"launch_us", "collective_launch_us", "collective_launch_level_us", "waits_for_collectives"});
+    host->end({"launch_us", "collective_launch_us", "collective_launch_level_us", "pipelined_collective_rank_us", "waits_for_collectives"});
   }
   if (auto operators = file.table("operators")) {
     for (const std::string& name : operators->keys()) {
@@ -97,6 +98,7 @@ Framework find_framework(const std::string& name_or_file) {
 
 Machine driven(const Framework& framework, const Config& config, Machine machine) {
   machine.habits = framework.habits;
+  if (config.mesh.pp > 1) machine.habits.layer_collective_launch_per_rank = framework.pipelined_launch_per_rank;
   if (framework.whole_logits) machine.habits.logit_columns = (config.model.vocab_size + config.mesh.tp - 1) / config.mesh.tp;
   return machine;
 }

@@ -14,15 +14,16 @@ namespace tessera::plan {
 /// and what its allocator and libraries hold beside tensors. Files are in plan/frameworks/, each line with its source; a user's own may be named in their
 /// place.
 struct Framework {
-  std::string key{};                    ///< "nanotron", or the file
-  std::string name{};                   ///< "Nanotron"
-  std::vector<std::string> settings{};  ///< "precision.params=bf16": over the configuration
-  bool whole_logits = false;            ///< all logits of a micro-batch exist at once
-  Habits habits{};                      ///< in time
-  double context_bytes = 0;             ///< of the device: its context, libraries' workspaces, buffers of collectives
-  double logit_bytes = 0;               ///< of an element of the logits at the loss, beside ours
-  double kept_per_element = 0;          ///< bytes that a layer keeps for backward beside ours, of a token and feature of its stream
-  double reserve = 1;                   ///< what the allocator holds over what is alive: fitted, the only such term
+  std::string key{};                     ///< "nanotron", or the file
+  std::string name{};                    ///< "Nanotron"
+  std::vector<std::string> settings{};   ///< "precision.params=bf16": over the configuration
+  bool whole_logits = false;             ///< all logits of a micro-batch exist at once
+  Habits habits{};                       ///< in time
+  double pipelined_launch_per_rank = 0;  ///< Habits::layer_collective_launch_per_rank, where there are stages
+  double context_bytes = 0;              ///< of the device: its context, libraries' workspaces, buffers of collectives
+  double logit_bytes = 0;                ///< of an element of the logits at the loss, beside ours
+  double kept_per_element = 0;           ///< bytes that a layer keeps for backward beside ours, of a token and feature of its stream
+  double reserve = 1;                    ///< what the allocator holds over what is alive: fitted, the only such term
   std::map<std::string, std::string> sources{};
 };
 

@@ -44,11 +44,12 @@ struct OperatorHabit {
 struct Habits {
   double launch = 0;  ///< seconds in which the host asks for an operator, and for a collective; 0: as the device says
   double collective_launch = 0;
-  double collective_launch_per_level = 0;  ///< and for each doubling of the ranks that meet
-  int64_t logit_columns = 0;               ///< of the product that makes logits, by which it is known; 0: they are made and used as ours
-  double logit_bytes = 0;                  ///< that cross memory for each logit, in forward and backward together, beside the products
-  double logit_launches = 0;               ///< in so many kernels
-  bool waits_for_collectives = false;      ///< nothing is computed beside a collective
+  double collective_launch_per_level = 0;       ///< and for each doubling of the ranks that meet
+  double layer_collective_launch_per_rank = 0;  ///< of those within a layer (tensor parallelism), for each rank that meets
+  int64_t logit_columns = 0;                    ///< of the product that makes logits, by which it is known; 0: they are made and used as ours
+  double logit_bytes = 0;                       ///< that cross memory for each logit, in forward and backward together, beside the products
+  double logit_launches = 0;                    ///< in so many kernels
+  bool waits_for_collectives = false;           ///< nothing is computed beside a collective
   std::vector<OperatorHabit> operators{};
 
   const OperatorHabit* of(const std::string& name) const;

@@ -60,6 +60,7 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
   if (placed->second.ranks > 1) {
     host_ += (habits.collective_launch > 0 ? habits.collective_launch : machine_.device.collective_launch) +
              habits.collective_launch_per_level * std::log2(placed->second.ranks);
+    if (call.group == "tp") host_ += habits.layer_collective_launch_per_rank * placed->second.ranks;
   }
   const double seconds = collective_seconds(call, placed->second, machine_);
   double& group = groups_[call.group];
