@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from published_runs import SOURCES, Run
@@ -25,6 +25,7 @@ lr = 1e-4
 [run]
 steps = 10
 """
+COLLECTIVES = "collectives_measured.json"
 HARDWARE = Path(__file__).resolve().parent.parent / "tessera/plan/hardware"
 PEAK = {"a100-80gb": 312e12, "h100": 989.4e12, "h200": 989.4e12}
 
@@ -187,6 +188,29 @@ def memory_section(runs: list[Run], answers: list[dict]) -> str:
                    f"that ran; foretold to fit and failed: {100 * misses / max(1, count - ran):.1f}% of those that failed.\n\n")
 
 
+def all_reduces(path: Path, tessera: str) -> str:
+    """nccl-tests of one host, by device and number of devices."""
+    known = {"NVIDIA A100 SXM": "a100-80gb", "NVIDIA V100 SXM2": "v100-32gb", "NVIDIA H200 SXM": "h200", "NVIDIA B200 SXM": "b200"}
+    by = defaultdict(list)
+    for row in json.loads(path.read_text())["rows"]:
+        if row["collective"] == "all_reduce" and row.get("gpu") in known and row.get("time_s") and row.get("num_nodes") == 1:
+            by[row["gpu"]].append(row)
+    text = f"### All-reduces of one host\n{HEAD}\n"
+    for gpu, rows in sorted(by.items()):
+        with tempfile.TemporaryDirectory() as folder:
+            base, lines = Path(folder) / "base.toml", Path(folder) / "lines"
+            base.write_text(BASE)
+            lines.write_text("".join(json.dumps({"all_reduce": int(row["size_bytes"]), "world": row["num_gpus"]}) + "\n" for row in rows))
+            command = [tessera, "plan", str(base), "--device", known[gpu], "--layouts", str(lines)]
+            answers = [json.loads(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()]
+        text += row_of_all_reduces(gpu, rows, answers)
+    return text + "\n"
+
+
+def row_of_all_reduces(gpu: str, rows: list[dict], answers: list[dict]) -> str:
+    return row(gpu, errors([(answer["seconds"], r["time_s"]) for r, answer in zip(rows, answers, strict=True)])) + "\n"
+
+
 INTRODUCTION = """# How exact plans are, of others' runs
 
 Written by `bench/plan_accuracy.py`. Published runs of other programs, planned as [plan.md](plan.md) says: the very step of this library, configured as the
@@ -223,6 +247,8 @@ def main() -> int:
         if args.keep:
             with args.keep.open("a") as kept:
                 kept.writelines(json.dumps({"run": vars(run), "answer": answer}) + "\n" for run, answer in zip(runs, answers))
+    if (args.data / COLLECTIVES).exists() and not args.only:
+        text += all_reduces(args.data / COLLECTIVES, args.tessera)
     if args.out:
         args.out.write_text(text)
     else:

@@ -98,7 +98,56 @@ def sweep_a100(table: dict) -> list[Run]:
     return runs
 
 
+def torchtitan(table: dict) -> list[Run]:
+    runs = []
+    for row in table["rows"]:
+        compiled = row.get("compile")
+        run = Run("h200" if "H200" in row["gpu"] else "h100", "torchtitan-compile" if compiled else "torchtitan", row["num_gpus"], [], row["iter_time_s_derived"],
+                  regime="compiled" if compiled else "eager", plainness=plainness(row, row["local_batch_size_seqs"]))
+        if row["precision"] != "bf16":
+            run.unsupported = "float8 products by module"
+        recompute = "full" if row["activation_recompute"] == "full" else "selective"
+        run.sets = llama(row) + layout(row["tp"], row["pp"], row["fsdp"], 3, row["local_batch_size_seqs"], row["global_batch_size_seqs"])
+        run.sets += sets_of(recompute__mode=recompute, mesh__cp=row["cp"], tensor__overlap=True if row["async_tp"] else None)
+        runs.append(run)
+    return runs
+
+
+def megatron(table: dict) -> list[Run]:
+    runs = []
+    for row in table["rows"]:
+        micro = row.get("micro_batch_size_seqs_bigscience_note") or row.get("micro_batch_size_seqs")
+        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], row["iter_time_s_derived"], regime=f"table {row['table']}", plainness=plainness(row, micro))
+        run.sets = gpt(row, row["vocab_size"]) + layout(row["tp"], row["pp"], row["dp"], row["zero_stage"], micro, row["global_batch_size_seqs"])
+        run.sets += sets_of(recompute__mode="full")
+        runs.append(run)
+    return runs
+
+
+def zero_bubble(table: dict) -> list[Run]:
+    schedules = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb_1p", "ZB-2p": "zb_2p"}
+    runs = []
+    for row in table["rows"]:
+        seconds = row.get("iter_time_s_derived")
+        if seconds is None:
+            continue
+        micro = row["micro_batch_size_seqs"]
+        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], seconds, regime=row["schedule"], plainness=plainness(row, micro))
+        if row["schedule"] not in schedules:
+            run.unsupported = f"schedule {row['schedule']}"
+            runs.append(run)
+            continue
+        run.sets = gpt(row, 50304) + layout(1, row["pp"], 1, 0, micro, micro * row["num_microbatches_per_pipeline"], schedules[row["schedule"]])
+        run.sets += sets_of(pipeline__virtual_stages=row.get("vp"), model__tie_embeddings=False)
+        run.group = f"{row['model']} {row['num_gpus']} {row['num_microbatches_per_pipeline']}"
+        runs.append(run)
+    return runs
+
+
 SOURCES = [
     Source("Megatron-DeepSpeed on one host of A100 (vTrain)", "vtrain_single_node_a100.json", sweep_a100),
     Source("Nanotron on 8 to 512 H100 (Ultra-Scale Playbook)", "hf_ultrascale_h100.json", sweep_h100),
+    Source("torchtitan on 8 to 256 H100", "torchtitan_llama3.json", torchtitan),
+    Source("Megatron-LM on up to 3,072 A100 (SC21)", "megatron_ptdp_sc21.json", megatron),
+    Source("Megatron-LM with zero-bubble schedules on 8 to 32 A100", "zero_bubble_iclr24.json", zero_bubble),
 ]

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <stop_token>
 #include <string>
@@ -24,6 +25,7 @@
 #include "tessera/core/text_file.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
+#include "tessera/plan/collective_time.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/explain.h"
@@ -54,8 +56,12 @@ struct PlanFlags {
 
 /// A file has no name that speaks of a number of parameters, and no source.
 plan::Preset planned(const PlanFlags& flags, const std::optional<plan::Framework>& framework) {
-  std::vector<std::string> sets = framework ? framework->settings : std::vector<std::string>();
-  sets.insert(sets.end(), flags.sets.begin(), flags.sets.end());
+  std::vector<std::string> sets = flags.sets;
+  if (framework) {
+    const int tp = planned(flags, std::nullopt).config.mesh.tp;
+    sets = plan::settings_of(*framework, tp);
+    sets.insert(sets.end(), flags.sets.begin(), flags.sets.end());
+  }
   if (is_there(flags.what)) return {.config = read_config(flags.what, sets)};
   if (auto found = plan::preset(flags.what, sets)) {
     resolve(found->config);
@@ -239,6 +245,17 @@ std::vector<std::string> lines_of(const std::string& path) {
   return lines;
 }
 
+/// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
+nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
+  require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
+  const auto bytes = asked.get<int64_t>();
+  std::vector<int> ranks(static_cast<size_t>(world));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
+  const plan::Machine machine = plan::machine_of(device);
+  return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
+}
+
 /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
 void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
   for (const std::string& line : lines_of(flags.layouts)) {
@@ -250,6 +267,11 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
       PlanFlags one = flags;
       one.world = layout.value("world", flags.world);
       require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
+      if (layout.contains("all_reduce")) {
+        require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
+        std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
+        continue;
+      }
       for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
       Config config = planned(one, framework).config;
       if (device) limit_to(*device, config);

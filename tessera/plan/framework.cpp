@@ -96,6 +96,12 @@ Framework find_framework(const std::string& name_or_file) {
                                    "; frameworks:", names));
 }
 
+std::vector<std::string> settings_of(const Framework& framework, int tp) {
+  std::vector<std::string> settings = framework.settings;
+  if (tp == 1) std::erase_if(settings, [](const std::string& setting) { return setting.starts_with("tensor."); });
+  return settings;
+}
+
 Machine driven(const Framework& framework, const Config& config, Machine machine) {
   machine.habits = framework.habits;
   if (config.mesh.pp > 1) machine.habits.layer_collective_launch_per_rank = framework.pipelined_launch_per_rank;

@@ -36,6 +36,9 @@ Framework parse_framework(const std::string& text, const std::string& origin);
 
 std::vector<std::string> framework_names();
 
+/// Its settings for a layout: what it says of layers that are cut (tensor.*) goes with the cut.
+std::vector<std::string> settings_of(const Framework& framework, int tp);
+
 /// The machine, as the framework's host drives it in this configuration.
 Machine driven(const Framework& framework, const Config& config, Machine machine);
 
