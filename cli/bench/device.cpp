@@ -118,7 +118,7 @@ int bench_device(const BenchDeviceFlags& flags) {
   require(flags.threads >= 0 && flags.threads <= 4096, "--threads = ", flags.threads, ": expected 1 to 4096, or 0 for as many as there are");
   if (flags.threads > 0) at::set_num_threads(flags.threads);
   plan::Device device = bench::measure_device({.seconds = flags.seconds, .iterations = flags.iterations});
-  const int ranks = bench_ranks(flags.nproc);
+  const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
   device.devices_per_node = ranks;
   if (ranks > 1) {
     std::vector<std::string> lines;
