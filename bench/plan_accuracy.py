@@ -109,7 +109,7 @@ def constant_rate(scored: list[Scored]) -> list[float]:
 
 
 def anchored(scored: list[Scored]) -> list[float]:
-    """One efficiency of the device from one row: the plainest, of fewest devices, then least cut, then largest micro-batch. It is left out of the score."""
+    """One efficiency of the device from one row: the plainest, of fewest devices, then least cut, then with most to compute. It is left out of the score."""
     anchor = min(scored, key=lambda s: s.run.plainness)
     factor = anchor.run.seconds / anchor.seconds
     return errors([(s.seconds * factor, s.run.seconds) for s in scored if s is not anchor])

@@ -55,8 +55,9 @@ def layout(tp: int, pp: int, dp: int, zero: int, micro: int, batch: int, schedul
     return sets_of(mesh__tp=tp, mesh__pp=pp, zero__stage=zero, batch__micro_size=micro, batch__global_size=batch, **shard, **cut)
 
 
-def plainness(row: dict, micro: int) -> tuple:
-    return row["num_gpus"], row["tp"] * row["pp"], -micro, row["num_layers"] * row["hidden_size"] ** 2
+def plainness(row: dict, batch: int) -> tuple:
+    """The least is the plainest: of fewest devices, then least cut, then with most to compute."""
+    return row["num_gpus"], row["tp"] * row["pp"], -row["num_layers"] * row["hidden_size"] ** 2 * batch
 
 
 def sweep_h100(table: dict) -> list[Run]:
@@ -77,7 +78,7 @@ def sweep_h100(table: dict) -> list[Run]:
         if row.get("usable_for_time"):
             run.seconds = row["iter_time_s_derived"]
         run.group = f"{row['model']} {row['num_gpus']} {row['global_batch_size_seqs']} {row['vocab_size']}"
-        run.plainness = plainness(row, micro)
+        run.plainness = plainness(row, row["global_batch_size_seqs"])
         run.regime = f"{row['num_gpus']} devices"
         if row["status"] in ("success", "oom"):
             run.fits, run.capacity = row["status"] == "success", 79.1 * GIB
@@ -93,7 +94,7 @@ def sweep_a100(table: dict) -> list[Run]:
         micro = row["micro_batch_size_seqs"]
         runs.append(Run("a100-80gb", "megatron-deepspeed", row["num_gpus"],
                         gpt(row, 50304) + layout(row["tp"], row["pp"], row["dp"], 0, micro, row["global_batch_size_seqs"]), seconds=row["iter_time_s"],
-                        group=f"{row['num_layers']} {row['hidden_size']} {row['num_gpus']} {row['global_batch_size_seqs']}", plainness=plainness(row, micro),
+                        group=f"{row['num_layers']} {row['hidden_size']} {row['num_gpus']} {row['global_batch_size_seqs']}", plainness=plainness(row, row["global_batch_size_seqs"]),
                         regime=f"tp {row['tp']}"))
     return runs
 
@@ -103,12 +104,12 @@ def torchtitan(table: dict) -> list[Run]:
     for row in table["rows"]:
         compiled = row.get("compile")
         run = Run("h200" if "H200" in row["gpu"] else "h100", "torchtitan-compile" if compiled else "torchtitan", row["num_gpus"], [], row["iter_time_s_derived"],
-                  regime="compiled" if compiled else "eager", plainness=plainness(row, row["local_batch_size_seqs"]))
+                  regime="compiled" if compiled else "eager", plainness=plainness(row, row["global_batch_size_seqs"]))
         if row["precision"] != "bf16":
             run.unsupported = "float8 products by module"
         recompute = "full" if row["activation_recompute"] == "full" else "selective"
         run.sets = llama(row) + layout(row["tp"], row["pp"], row["fsdp"], 3, row["local_batch_size_seqs"], row["global_batch_size_seqs"])
-        run.sets += sets_of(recompute__mode=recompute, mesh__cp=row["cp"], tensor__overlap=True if row["async_tp"] else None)
+        run.sets += sets_of(recompute__mode=recompute, mesh__cp=row["cp"], tensor__overlap=True if row.get("async_tp") else None)
         runs.append(run)
     return runs
 
@@ -117,7 +118,9 @@ def megatron(table: dict) -> list[Run]:
     runs = []
     for row in table["rows"]:
         micro = row.get("micro_batch_size_seqs_bigscience_note") or row.get("micro_batch_size_seqs")
-        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], row["iter_time_s_derived"], regime=f"table {row['table']}", plainness=plainness(row, micro))
+        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], row["iter_time_s_derived"], regime=f"table {row['table']}", plainness=plainness(row, row["global_batch_size_seqs"]))
+        if row["zero_stage"] == 3:
+            run.unsupported = "ZeRO 3 of DeepSpeed, of which there is no file"
         run.sets = gpt(row, row["vocab_size"]) + layout(row["tp"], row["pp"], row["dp"], row["zero_stage"], micro, row["global_batch_size_seqs"])
         run.sets += sets_of(recompute__mode="full")
         runs.append(run)
@@ -132,7 +135,8 @@ def zero_bubble(table: dict) -> list[Run]:
         if seconds is None:
             continue
         micro = row["micro_batch_size_seqs"]
-        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], seconds, regime=row["schedule"], plainness=plainness(row, micro))
+        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], seconds, regime=row["schedule"],
+                  plainness=plainness(row, micro * row["num_microbatches_per_pipeline"]))
         if row["schedule"] not in schedules:
             run.unsupported = f"schedule {row['schedule']}"
             runs.append(run)
