@@ -218,6 +218,12 @@ program's file in `tessera/plan/frameworks/` says, on a device of `tessera/plan/
 multiplies all times of a table by one number, that of its plainest run; **constant rate** is what a planner scores that divides FLOPs by the one rate that
 suits the table best. Errors are relative to what was measured. Our own memory, which is exact to the byte, is in [planning.md](planning.md#how-exact).
 
+What "cold" owes to these tables, and to none of their rows alone: the launch cost of an operator under eager PyTorch (30 to 40 us, from the runs of the two
+sweeps that the host decides), what Nanotron's collectives cost its host (140 us, and with stages 300 us a rank: a floor of some 4 + 2.85 tp milliseconds a layer
+and micro-batch that is the same for models of 1 to 80 billion parameters), 6% that each further host takes of that cluster's network, and the 75% that products
+reach on an H100, where the best shape reaches 80%. `reserve`, of memory, is fitted to the sweep's median. Megatron-LM's file was written without a look at its
+tables, and those of torchtitan as well.
+
 """
 
 
