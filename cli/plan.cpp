@@ -3,9 +3,11 @@
 #include <condition_variable>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <stop_token>
 #include <string>
@@ -22,11 +24,14 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
+#include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
+#include "tessera/plan/collective_time.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/explain.h"
 #include "tessera/plan/formats.h"
+#include "tessera/plan/framework.h"
 #include "tessera/plan/longest.h"
 #include "tessera/plan/machine.h"
 #include "tessera/plan/out_of_memory.h"
@@ -41,7 +46,7 @@ namespace tessera::cli {
 namespace {
 
 struct PlanFlags {
-  std::string what, device;
+  std::string what, device, framework, layouts;
   std::vector<std::string> sets;
   int world = 1;
   std::optional<int> devices_per_node;
@@ -51,9 +56,15 @@ struct PlanFlags {
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
-plan::Preset planned(const PlanFlags& flags) {
-  if (is_there(flags.what)) return {.config = read_config(flags.what, flags.sets)};
-  if (auto found = plan::preset(flags.what, flags.sets)) {
+plan::Preset planned(const PlanFlags& flags, const std::optional<plan::Framework>& framework) {
+  std::vector<std::string> sets = flags.sets;
+  if (framework) {
+    const int tp = planned(flags, std::nullopt).config.mesh.tp;
+    sets = plan::settings_of(*framework, tp);
+    sets.insert(sets.end(), flags.sets.begin(), flags.sets.end());
+  }
+  if (is_there(flags.what)) return {.config = read_config(flags.what, sets)};
+  if (auto found = plan::preset(flags.what, sets)) {
     resolve(found->config);
     return *found;
   }
@@ -104,10 +115,17 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
-nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device) {
+nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device,
+                       const std::optional<plan::Framework>& framework) {
   nlohmann::json json = plan::to_json(run);
   json["compute"] = config.precision.compute;  // what auto became
   if (device) json["device"] = device->key;
+  if (framework) {
+    json["framework"] = framework->key;
+    json["reserved_bytes"] = plan::reserved_bytes(*framework, config, run);
+    json["context_bytes"] = framework->context_bytes;
+    json["unfitted_bytes"] = plan::reserved_bytes(*framework, config, run, /*reserve=*/false);
+  }
   return json;
 }
 
@@ -215,6 +233,71 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Machine
   return best != nullptr ? 0 : 1;
 }
 
+plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
+  plan::Machine machine = plan::machine_of(device);
+  return framework ? plan::driven(*framework, config, machine) : machine;
+}
+
+/// Guards that a plan of this framework opens, on this thread.
+std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::Framework>& framework) {
+  return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
+}
+
+std::vector<std::string> lines_of(const std::string& path) {
+  require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
+  std::vector<std::string> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
+/// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
+nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
+  require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
+  const auto bytes = asked.get<int64_t>();
+  std::vector<int> ranks(static_cast<size_t>(world));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
+  const plan::Machine machine = plan::machine_of(device);
+  return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
+}
+
+/// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
+void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
+  for (const std::string& line : lines_of(flags.layouts)) {
+    nlohmann::json answer;
+    try {
+      const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
+              "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
+      PlanFlags one = flags;
+      one.world = layout.value("world", flags.world);
+      require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
+      if (layout.contains("all_reduce")) {
+        require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
+        std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
+        continue;
+      }
+      for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
+      Config config = planned(one, framework).config;
+      if (device) limit_to(*device, config);
+      validate(config, one.world, Purpose::Plan);
+      precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
+      const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
+      answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
+      int64_t peak = 0;
+      for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
+      answer["peak_bytes"] = peak;
+      answer.erase("ranks");
+      answer.erase("pipeline");
+    } catch (const std::exception& error) {
+      answer = {{"refused", error.what()}};
+    }
+    std::printf("%s\n", answer.dump().c_str());
+    std::fflush(stdout);
+  }
+}
+
 }  // namespace
 
 void add_plan(Command app, int& exit_code) {
@@ -227,6 +310,9 @@ void add_plan(Command app, int& exit_code) {
   command.add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
   command.add_option("--device", flags->device,
                      "The device of each rank: what fits in its memory, and how long a step takes; a name, or a file like those of tessera/plan/hardware");
+  command.add_option("--framework", flags->framework, "Whose step it is, in place of ours: a name, or a file like those of tessera/plan/frameworks");
+  command.add_option("--layouts", flags->layouts,
+                     "A file of layouts, one JSON object a line, such as {\"world\": 8, \"set\": [\"mesh.tp=2\"]}: a line for each");
   command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a node, in place of what --device says").needs("--device");
   command.add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
@@ -242,17 +328,29 @@ void add_plan(Command app, int& exit_code) {
     check_search(*flags);
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
-    plan::Preset what = planned(*flags);
-    Config& config = what.config;
+    std::optional<plan::Framework> framework;
+    if (!flags->framework.empty()) framework = plan::find_framework(flags->framework);
+    const auto logits = logits_of(framework);
     std::optional<plan::Device> device;
-    if (!flags->device.empty()) limit_to(device.emplace(device_of(*flags)), config);
+    if (!flags->device.empty()) device = device_of(*flags);
+    if (!flags->layouts.empty()) {
+      require(!flags->explain && !flags->longest && !flags->search && !flags->events,
+              "--layouts: plans each of them; leave out what stands in place of a plan");
+      const kernels::Bf16ProductsGuard accelerated(/*native=*/true);
+      say_layouts(*flags, device, framework);
+      exit_code = 0;
+      return;
+    }
+    plan::Preset what = planned(*flags, framework);
+    Config& config = what.config;
+    if (device) limit_to(*device, config);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
     if (flags->search) forget_layout(config, flags->sets);
     if (flags->batch) config.batch.global_size = *flags->batch;
     validate(config, flags->explain || flags->search ? 1 : flags->world, Purpose::Plan);
     // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
-    if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
+    if (!is_there(flags->what) || framework) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
     if (flags->explain) {
       say_explanation(what, *flags);
@@ -260,7 +358,7 @@ void add_plan(Command app, int& exit_code) {
       return;
     }
     if (flags->search) {
-      exit_code = say_search(config, *flags, plan::machine_of(*device));
+      exit_code = say_search(config, *flags, machine_for(*device, framework, config));
       return;
     }
     if (flags->longest) {
@@ -270,10 +368,10 @@ void add_plan(Command app, int& exit_code) {
     }
     const auto run = [&] {
       ProgressLine line;
-      const auto machine = device ? std::optional(plan::machine_of(*device)) : std::nullopt;
+      const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
       return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
     }();
-    std::string text = flags->json ? json_of(run, config, device).dump(2) + "\n" : plan::to_string(run);
+    std::string text = flags->json ? json_of(run, config, device, framework).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;

@@ -94,6 +94,18 @@ void add_cp(Command bench, int& exit_code) {
   command.when_chosen([flags, &exit_code] { exit_code = bench_cp(*flags); });
 }
 
+void add_device(Command bench, int& exit_code) {
+  auto flags = std::make_shared<BenchDeviceFlags>();
+  flags->seconds = 0.2;
+  auto command = bench.add_command("device", "Measure this CPU as a device, for tessera plan --device: products, memory, attention, operators, all-reduces");
+  command.add_option("--nproc", flags->nproc, "Ranks to time all-reduces with (default 2); 1: none");
+  command.add_option("--threads", flags->threads, "Threads of a rank (default: as many as there are)");
+  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
+  command.add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
+  command.add_option("-o,--output", flags->output, "Where the device's file goes (TOML)");
+  command.when_chosen([flags, &exit_code] { exit_code = bench_device(*flags); });
+}
+
 }  // namespace
 
 void add_bench(Command app, int& exit_code) {
@@ -103,6 +115,7 @@ void add_bench(Command app, int& exit_code) {
   add_tp(bench, exit_code);
   add_pp(bench, exit_code);
   add_cp(bench, exit_code);
+  add_device(bench, exit_code);
 }
 
 }  // namespace tessera::cli

@@ -61,11 +61,17 @@ struct BenchCpFlags : BenchFlags {
   std::string backend = "auto";
 };
 
+struct BenchDeviceFlags : BenchFlags {
+  int threads = 0;
+  std::string output{};
+};
+
 /// Each checks its flags (ConfigError), measures, shows, and returns the exit code.
 int bench_comm(const BenchCommFlags& flags);
 int bench_tp(const BenchTpFlags& flags);
 int bench_pp(const BenchPpFlags& flags);
 int bench_cp(const BenchCpFlags& flags);
+int bench_device(const BenchDeviceFlags& flags);
 
 /// Refuses limits that measure nothing.
 void check_limits(double seconds, int64_t iterations);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
@@ -12,6 +13,7 @@
 #include <ATen/ops/sub.h>
 #include <torch/library.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
@@ -267,9 +269,16 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) {
 }
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
 
+namespace {
+const Ambient<bool> whole_logits;
+}
+WholeLogitsGuard::WholeLogitsGuard() : former_(std::exchange(*whole_logits, true)) {}
+WholeLogitsGuard::~WholeLogitsGuard() { *whole_logits = former_; }
+
 int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens, int64_t logits_bytes) {
   const int64_t row_bytes = std::max<int64_t>(1, vocabulary) * static_cast<int64_t>(c10::elementSize(compute_dtype));
   if (chunk_tokens > 0) return std::max<int64_t>(1, std::min(tokens, chunk_tokens));
+  if (*whole_logits) return std::max<int64_t>(1, tokens);
   const int64_t most = std::max(kSmallestChunk, logits_bytes / row_bytes);
   const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
   return std::max<int64_t>(1, (tokens + chunks - 1) / chunks);  // chunks of one size, so that the last is no leftover

@@ -42,6 +42,18 @@ inline constexpr int64_t kLogitsBytesInPlace = int64_t{64} << 20;
 int64_t linear_cross_entropy_chunk(int64_t tokens, int64_t vocabulary, at::ScalarType compute_dtype, int64_t chunk_tokens = 0,
                                    int64_t logits_bytes = kLogitsBytes);
 
+/// While one is alive, this thread's default chunk is all tokens: planning does so for programs that hold all logits at once.
+class WholeLogitsGuard {
+ public:
+  WholeLogitsGuard();
+  ~WholeLogitsGuard();
+  WholeLogitsGuard(const WholeLogitsGuard&) = delete;
+  WholeLogitsGuard& operator=(const WholeLogitsGuard&) = delete;
+
+ private:
+  bool former_;
+};
+
 /// Sum over valid tokens of the cross-entropy of `hidden @ weight^T`, without ever holding all logits; differentiable in `hidden` and `weight`.
 ///   hidden  [T, D]  fp32 or bf16
 ///   weight  [V, D]  fp32 or bf16; its gradient, accumulated over the chunks in fp32, comes in its grad_dtype()

@@ -12,6 +12,8 @@
 namespace tessera::plan {
 namespace {
 
+constexpr int64_t kTreeBytes = int64_t{4} << 20;  ///< above, rings carry more than trees do (NCCL's tuner)
+
 double levels(int among) { return among > 1 ? std::ceil(std::log2(among)) : 0; }
 
 }  // namespace
@@ -31,10 +33,16 @@ double collective_seconds(const CollectiveEvent& call, const Placement& placemen
     const LinkRates& link = across ? machine.across : machine.inside;
     return link.latency + static_cast<double>(call.bytes) / link.bandwidth;
   }
-  const double bandwidth = across ? std::min(machine.inside.bandwidth, machine.across.bandwidth * placement.per_host) : machine.inside.bandwidth;
+  const double slower = 1 + machine.across.contention * std::max(0, placement.hosts - 2);
+  const double bandwidth = across ? std::min(machine.inside.bandwidth, machine.across.bandwidth * placement.per_host / slower) : machine.inside.bandwidth;
   const double passes = call.op == "all_reduce" ? 2 : 1;
-  const double latency = machine.inside.latency * levels(placement.per_host) + machine.across.latency * levels(placement.hosts);
-  return passes * latency + static_cast<double>(call.sent_bytes) / bandwidth;
+  double latency = passes * (machine.inside.latency * levels(placement.per_host) + machine.across.latency * levels(placement.hosts));
+  if (across && call.op != "all_to_all") {  // a ring goes through all ranks; of reductions to all, libraries take a tree where that is shorter
+    const double ring =
+        passes * ((placement.hosts - 1) * machine.across.hop + (placement.ranks - placement.hosts) * machine.inside.hop + machine.inside.latency);
+    latency = call.op == "all_reduce" && call.sent_bytes < kTreeBytes ? std::min(ring, latency) : std::max(ring, latency);
+  }
+  return latency + static_cast<double>(call.sent_bytes) / bandwidth;
 }
 
 }  // namespace tessera::plan

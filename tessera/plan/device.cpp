@@ -4,17 +4,18 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <set>
 #include <sstream>
 #include <string_view>
+#include <utility>
 
-#include <toml++/toml.h>
+#include <fmt/format.h>
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/plan/hardware_files.h"
+#include "tessera/plan/toml_table.h"
 
 namespace tessera::plan {
 namespace {
@@ -26,84 +27,21 @@ constexpr std::array kFormats{"fp4", "fp8", "bf16", "fp16", "tf32", "fp32"};
 constexpr std::array kShares{"products", "attention", "memory", "inside", "between"};
 constexpr std::array kCounts{"multiprocessors", "inside_us", "between_us", "launch_us", "collective_launch_us", "gap_us"};
 
-constexpr double kMost = 1e9;  ///< of any figure, in the units of the file: an exabyte of memory
-
-/// Reads a table key by key, and refuses what is left.
-class DeviceTable {
- public:
-  DeviceTable(const toml::table& table, std::string origin, std::string prefix = {}) : table_(table), origin_(std::move(origin)), prefix_(std::move(prefix)) {}
-
-  std::optional<double> number(const std::string& key) {
-    const toml::node* node = take(key);
-    if (node == nullptr) return std::nullopt;
-    const auto value = node->value<double>();
-    require(value && node->is_number() && *value > 0, name_of(key), ": expected a number above 0");
-    require(*value <= kMost, name_of(key), ": expected at most ", format_float(kMost));
-    return value;
-  }
-  double needed(const std::string& key) {
-    const auto value = number(key);
-    require(value.has_value(), name_of(key), " is missing");
-    return *value;
-  }
-  std::string text(const std::string& key) {
-    const toml::node* node = take(key);
-    require(node != nullptr && node->is_string(), name_of(key), node == nullptr ? " is missing" : ": expected a text");
-    return *node->value<std::string>();
-  }
-  std::optional<DeviceTable> table(const std::string& key) {
-    const toml::node* node = take(key);
-    if (node == nullptr) return std::nullopt;
-    require(node->is_table(), name_of(key), ": expected a table");
-    return DeviceTable(*node->as_table(), origin_, prefix_ + key + ".");
-  }
-  std::vector<std::string> keys() const {
-    std::vector<std::string> all;
-    for (const auto& [key, node] : table_) all.emplace_back(key.str());
-    return all;
-  }
-  /// `known`: what else could have been meant.
-  void end(const std::vector<std::string>& known) const {
-    for (const std::string& key : keys()) {
-      if (taken_.contains(key)) continue;
-      const auto near = nearest(key, known);
-      throw ConfigError(detail::concat(name_of(key), " is unknown", near.empty() ? "" : "; did you mean " + near + "?"));
-    }
-  }
-  std::string name_of(const std::string& key) const { return detail::concat(origin_, ": ", prefix_, key); }
-
- private:
-  const toml::node* take(const std::string& key) {
-    taken_.insert(key);
-    return table_.get(key);
-  }
-
-  const toml::table& table_;
-  std::string origin_, prefix_;
-  std::set<std::string> taken_;
-};
-
-std::optional<Link> link_of(DeviceTable& device, const std::string& key) {
+std::optional<Link> link_of(TomlTable& device, const std::string& key) {
   auto table = device.table(key);
   if (!table) return std::nullopt;
   Link link{.name = table->text("link"), .bytes_per_s = 1e9 * table->needed("gb_per_s")};
   if (const auto latency = table->number("latency_us")) link.latency_s = 1e-6 * *latency;
-  table->end({"link", "gb_per_s", "latency_us"});
+  link.contention = table->number("contention").value_or(0);
+  table->end({"link", "gb_per_s", "latency_us", "contention"});
   return link;
 }
 
 }  // namespace
 
 Device parse_device(const std::string& text, const std::string& origin) {
-  toml::table parsed;
-  try {
-    parsed = toml::parse(text, origin);
-  } catch (const toml::parse_error& error) {
-    std::ostringstream where;
-    where << error.source().begin;
-    throw ConfigError(detail::concat(origin, ": ", error.description(), " (", where.str(), ")"));
-  }
-  DeviceTable file(parsed, origin);
+  const toml::table parsed = parse_toml(text, origin);
+  TomlTable file(parsed, origin);
   Device device{.key = origin, .name = file.text("name")};
   device.memory_bytes = 1e9 * file.needed("memory_gb");
   device.memory_bytes_per_s = 1e9 * file.needed("memory_gb_per_s");
@@ -137,6 +75,33 @@ Device parse_device(const std::string& text, const std::string& origin) {
   }
   file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "devices_per_node", "tflops", "inside", "between", "reaches", "sources"});
   return device;
+}
+
+std::string to_toml(const Device& device) {
+  const auto quoted = [](const std::string& text) {
+    std::ostringstream out;
+    out << toml::value<std::string>(text);
+    return out.str();
+  };
+  const auto figure = [](double value) { return fmt::format("{:.6g}", value); };
+  std::string text = "name = " + quoted(device.name) + "\nmemory_gb = " + figure(device.memory_bytes / 1e9) +
+                     "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
+  if (device.power_w) text += "power_w = " + figure(*device.power_w) + "\n";
+  text += fmt::format("devices_per_node = {}\n\n[tflops]\n", device.devices_per_node);
+  for (const auto& [format, rate] : device.flops_per_s) text += format + " = " + figure(rate / 1e12) + "\n";
+  for (const auto& [key, link] : {std::pair{"inside", device.inside}, {"between", device.between}}) {
+    if (!link) continue;
+    text += fmt::format("\n[{}]\nlink = {}\ngb_per_s = {}\n", key, quoted(link->name), figure(link->bytes_per_s / 1e9));
+    if (link->latency_s) text += "latency_us = " + figure(*link->latency_s * 1e6) + "\n";
+    if (link->contention > 0) text += "contention = " + figure(link->contention) + "\n";
+  }
+  const auto table = [&](const char* name, const auto& entries, const auto& written) {
+    if (!entries.empty()) text += fmt::format("\n[{}]\n", name);
+    for (const auto& [key, value] : entries) text += key + " = " + written(value) + "\n";
+  };
+  table("reaches", device.reaches, figure);
+  table("sources", device.sources, quoted);
+  return text;
 }
 
 std::vector<std::string> device_names() {

@@ -12,6 +12,7 @@ struct Link {
   std::string name{};
   double bytes_per_s = 0;             ///< each way, of one device
   std::optional<double> latency_s{};  ///< of a hop; none where nobody says
+  double contention = 0;              ///< between nodes: by what share each node beyond the second makes a byte slower
 };
 
 /// What its maker says of a device, and of the machine in which it stands: the numbers that a plan of a cluster begins with. Files are in plan/hardware/, each
@@ -35,6 +36,9 @@ Device find_device(const std::string& name_or_file);
 
 /// Of a file's text; `origin` stands in messages.
 Device parse_device(const std::string& text, const std::string& origin);
+
+/// A file from which parse_device() reads this, up to the sixth digit of a figure.
+std::string to_toml(const Device& device);
 
 /// Those that tessera brings, in the order of their names.
 std::vector<std::string> device_names();

@@ -1,15 +1,24 @@
 #include "tessera/plan/machine.h"
 
+#include <algorithm>
 #include <string>
 
 namespace tessera::plan {
 namespace {
 
 LinkRates link_rates(const std::optional<Link>& link, double otherwise, double share, double latency) {
-  return {.bandwidth = (link ? link->bytes_per_s : otherwise) * share, .latency = latency};
+  return {.bandwidth = (link ? link->bytes_per_s : otherwise) * share,
+          .latency = latency,
+          .hop = link ? link->latency_s.value_or(0) : 0,
+          .contention = link ? link->contention : 0};
 }
 
 }  // namespace
+
+const OperatorHabit* Habits::of(const std::string& name) const {
+  const auto found = std::ranges::find_if(operators, [&](const OperatorHabit& habit) { return name.starts_with(habit.name); });
+  return found == operators.end() ? nullptr : &*found;
+}
 
 Machine machine_of(const Device& device) {
   const DeviceRates usual;

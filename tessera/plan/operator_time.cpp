@@ -53,6 +53,17 @@ bool only_writes(std::string_view name) { return starts_with_any(name, {"aten::c
 
 double crossing_seconds(int64_t bytes, const DeviceRates& device) { return static_cast<double>(bytes) / (device.memory_bandwidth * device.memory_share); }
 
+/// Attention that has its scores in memory: two products forward, four backward, and what passes over the scores between them.
+double plain_attention_seconds(const OperatorEvent& ran, double passes, const DeviceRates& device) {
+  const int64_t rows = ran.shape[ran.shape.size() - 2], features = ran.shape.back();
+  const int64_t batch = std::accumulate(ran.shape.begin(), ran.shape.end() - 2, int64_t{1}, std::multiplies<>());
+  const auto bytes = static_cast<int64_t>(c10::elementSize(ran.dtype));
+  const double rate = rate_of(ran.dtype, device);
+  const double products = product_seconds(rows, rows, features, batch, bytes, rate, device) + product_seconds(rows, features, rows, batch, bytes, rate, device);
+  const double scores = static_cast<double>(batch) * static_cast<double>(rows) * static_cast<double>(rows) * static_cast<double>(bytes);
+  return products * (ran.name.find("backward") == std::string::npos ? 1 : 2) + passes * scores / (device.memory_bandwidth * device.memory_share);
+}
+
 }  // namespace
 
 double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device) {
@@ -67,10 +78,13 @@ double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t e
   return std::max(fastest, crossing_seconds(element_bytes * batch * (m * k + k * n + m * n), device));
 }
 
-double operator_seconds(const OperatorEvent& ran, const DeviceRates& device) {
+double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, const OperatorHabit* habit) {
   if (is_view(ran.name)) return 0;
+  if (habit != nullptr && habit->score_passes > 0 && is_attention(ran.name) && ran.shape.size() > 2) {
+    return plain_attention_seconds(ran, habit->score_passes, device);
+  }
   const int64_t bytes = ran.read_bytes + ran.written_bytes - (only_writes(ran.name) ? ran.written_bytes : 0);
-  const double crossing = crossing_seconds(bytes, device);
+  const double crossing = crossing_seconds(bytes, device) * (habit != nullptr ? habit->passes : 1);
   if (ran.flops == 0) return crossing;
   const double rate = rate_of(ran.dtype, device);
   if (is_attention(ran.name)) return std::max(ran.flops / 2 / (rate * device.attention_share), crossing);

@@ -14,6 +14,7 @@ double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t e
 
 /// Seconds of a device for an operator: matrix products as above, attention by its FLOPs (causal: half of them), all others by the bytes that they read and
 /// write. What is a view on a device takes none. Throws ConfigError where the device has no rate for the type of a product.
-double operator_seconds(const OperatorEvent& ran, const DeviceRates& device);
+/// `habit`: of a program that runs it in other kernels.
+double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, const OperatorHabit* habit = nullptr);
 
 }  // namespace tessera::plan

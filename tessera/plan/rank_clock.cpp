@@ -1,6 +1,7 @@
 #include "tessera/plan/rank_clock.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "tessera/plan/operator_time.h"
@@ -23,23 +24,44 @@ void RankClock::read(const Event& event) {
 /// Layers repeat each other: what an operator takes is worked out once.
 double RankClock::seconds_of(const OperatorEvent& ran) {
   const auto [at, fresh] = known_.try_emplace({ran.name, ran.flops, ran.read_bytes + ran.written_bytes, ran.shape}, 0);
-  if (fresh) at->second = operator_seconds(ran, machine_.device);
+  if (fresh) at->second = operator_seconds(ran, machine_.device, machine_.habits.of(ran.name));
   return at->second;
 }
 
 void RankClock::run(const OperatorEvent& ran) {
   const double seconds = seconds_of(ran);
   if (seconds == 0) return;
-  host_ += machine_.device.launch;
+  const Habits& habits = machine_.habits;
+  const OperatorHabit* habit = habits.of(ran.name);
+  const double launches = habit != nullptr ? habit->launches : 1;
+  host_ += launches * (habits.launch > 0 ? habits.launch : machine_.device.launch);
   if (host_ > device_) time_.asked += host_ - device_;
-  device_ = std::max(host_, device_) + machine_.device.kernel_gap + seconds;
-  time_.computing += machine_.device.kernel_gap + seconds;
+  const double taken = launches * machine_.device.kernel_gap + seconds;
+  device_ = std::max(host_, device_) + taken;
+  time_.computing += taken;
+  if (habits.logit_columns > 0 && !ran.shape.empty() && ran.shape.back() == habits.logit_columns && ran.flops > 0) use_logits(ran);
+}
+
+/// What lies between the product that makes logits and those of its backward.
+void RankClock::use_logits(const OperatorEvent& made) {
+  const Habits& habits = machine_.habits;
+  host_ += habits.logit_launches * habits.launch;
+  double logits = 1;
+  for (const int64_t size : made.shape) logits *= static_cast<double>(size);
+  const double seconds = logits * habits.logit_bytes / (machine_.device.memory_bandwidth * machine_.device.memory_share);
+  device_ = std::max(host_, device_) + seconds;
+  time_.computing += seconds;
 }
 
 void RankClock::start(const CollectiveEvent& call, const Event& event) {
-  host_ += machine_.device.collective_launch;
   const auto [placed, fresh] = places_.try_emplace(call.group);
   if (fresh) placed->second = place_(call.group);
+  const Habits& habits = machine_.habits;
+  if (placed->second.ranks > 1) {
+    host_ += (habits.collective_launch > 0 ? habits.collective_launch : machine_.device.collective_launch) +
+             habits.collective_launch_per_level * std::log2(placed->second.ranks);
+    if (call.group == "tp") host_ += habits.layer_collective_launch_per_rank * placed->second.ranks;
+  }
   const double seconds = collective_seconds(call, placed->second, machine_);
   double& group = groups_[call.group];
   if (is_message(call) && std::ranges::find(channels_, call.group) != channels_.end()) {
@@ -50,6 +72,9 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
   group = std::max({host_, device_, group}) + seconds;
   time_.collectives += seconds;
   for (const int64_t flight : event.writes) done_[flight] = group;
+  if (!habits.waits_for_collectives) return;
+  time_.exposed += group - device_;
+  device_ = group;
 }
 
 void RankClock::wait(const Event& event) {

@@ -49,6 +49,7 @@ class RankClock {
 
  private:
   void run(const OperatorEvent& ran);
+  void use_logits(const OperatorEvent& made);
   void start(const CollectiveEvent& call, const Event& event);
   void wait(const Event& event);
   void turn(const ActionEvent& action);

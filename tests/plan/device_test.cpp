@@ -80,6 +80,20 @@ TEST(Devices, AUsersOwnFile) {
   EXPECT_FALSE(device.power_w);
 }
 
+TEST(Devices, WhatIsWrittenReadsBack) {
+  for (const std::string& name : plan::device_names()) {
+    const plan::Device device = plan::find_device(name), again = plan::parse_device(plan::to_toml(device), name);
+    EXPECT_EQ(again.name, device.name);
+    EXPECT_EQ(again.memory_bytes, device.memory_bytes);
+    EXPECT_EQ(again.flops_per_s, device.flops_per_s);
+    EXPECT_EQ(again.reaches, device.reaches);
+    EXPECT_EQ(again.sources, device.sources);
+    EXPECT_EQ(again.between.has_value(), device.between.has_value());
+    if (device.inside) EXPECT_EQ(again.inside->bytes_per_s, device.inside->bytes_per_s);
+    if (device.between) EXPECT_EQ(again.between->latency_s, device.between->latency_s);
+  }
+}
+
 TEST(Devices, BadFilesAndNamesAreRefused) {
   EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device("h10"); }), AllOf(HasSubstr("--device = h10"), HasSubstr("did you mean h100?")));
   EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device(::testing::TempDir()); }), HasSubstr("is a folder"));

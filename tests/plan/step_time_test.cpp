@@ -109,6 +109,16 @@ TEST(CollectiveSeconds, AcrossHostsTheirLinksDecide) {
   EXPECT_EQ(seconds({5}), 0);
 }
 
+TEST(CollectiveSeconds, ARingAcrossHostsTakesAHopARankAndSlowsDownWithThem) {
+  Machine machine{.devices_per_host = 2, .inside = {.bandwidth = 100e9, .latency = 0, .hop = 1e-6}, .across = {.bandwidth = 10e9, .latency = 0, .hop = 10e-6}};
+  const CollectiveEvent call{.op = "reduce_scatter", .bytes = 8000000, .sent_bytes = 8000000};
+  const auto seconds = [&](int ranks) { return collective_seconds(call, {.ranks = ranks, .hosts = ranks / 2, .per_host = 2}, machine); };
+  EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 8e6 / 20e9);
+  machine.across.contention = 0.5;
+  EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 2 * 8e6 / 20e9);
+  EXPECT_DOUBLE_EQ(seconds(4), 10e-6 + 2 * 1e-6 + 8e6 / 20e9);
+}
+
 // ---- one rank
 
 class Clock : public testing::Test {

@@ -1,0 +1,146 @@
+#include "cli/bench/device.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "cli/bench/bench.h"
+#include "cli/bench/rows.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+#include "tessera/kernels/fp32_products.h"
+#include "tessera/kernels/products.h"
+
+// A CPU is planned like any other device: a rate of products, a memory, and what an operator costs that does nothing. Its host is the device itself, so what
+// asking for an operator takes stands between operators (gap_us), and the host is never ahead.
+
+namespace tessera::bench {
+namespace {
+
+double seconds_of(const std::function<void()>& call, const Limits& limits) {
+  const Ranks alone{.barrier = [] {}, .slowest = [](const std::vector<double>& mine) { return mine; }};
+  return measure(alone, call, limits).median_us * 1e-6;
+}
+
+double product_rate(int64_t m, int64_t n, int64_t k, at::ScalarType type, const Limits& limits) {
+  const at::Tensor a = at::randn({m, k}).to(type), b = at::randn({n, k}).to(type);
+  at::Tensor result = at::empty({m, n}, a.options());
+  return 2.0 * static_cast<double>(m * n * k) / seconds_of([&] { at::mm_out(result, a, b.t()); }, limits);
+}
+
+double attention_rate(at::ScalarType type, const Limits& limits) {
+  constexpr int64_t heads = 8, tokens = 512, features = 64;
+  const at::Tensor q = at::randn({1, heads, tokens, features}).to(type);
+  const double flops = 2.0 * heads * tokens * tokens * features;  // causal: half of the four
+  return flops / seconds_of([&] { (void)at::scaled_dot_product_attention(q, q, q, {}, 0.0, /*is_causal=*/true); }, limits);
+}
+
+/// Bytes read and written a second, of tensors that no cache holds.
+double memory_rate(const Limits& limits) {
+  constexpr int64_t elements = int64_t{16} << 20;
+  const at::Tensor from = at::randn({elements});
+  at::Tensor into = at::empty({elements});
+  return 2.0 * elements * static_cast<double>(sizeof(float)) / seconds_of([&] { into.copy_(from); }, limits);
+}
+
+double memory_bytes() { return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE)); }
+
+std::string cpu_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 2));
+  }
+  return "CPU";
+}
+
+}  // namespace
+
+plan::Device measure_device(const Limits& limits) {
+  const c10::InferenceMode inference;
+  const kernels::FastProducts fast;
+  plan::Device device{.key = "this machine", .name = fmt::format("{}, {} threads", cpu_name(), at::get_num_threads())};
+  device.memory_bytes = memory_bytes();
+  device.memory_bytes_per_s = memory_rate(limits);
+  constexpr std::array<std::array<int64_t, 3>, 3> shapes{{{512, 512, 512}, {1024, 1024, 1024}, {512, 2048, 1024}}};
+  double share = 1;
+  const auto add = [&](const std::string& format, at::ScalarType type) {
+    double best = 0, sum = 0;
+    for (const auto& [m, n, k] : shapes) {
+      const double rate = product_rate(m, n, k, type, limits);
+      best = std::max(best, rate);
+      sum += rate;
+    }
+    device.flops_per_s[format] = best;
+    share = std::min(share, sum / static_cast<double>(shapes.size()) / best);
+    return best;
+  };
+  const double best = add("fp32", at::kFloat);
+  if (!kernels::is_widened(at::kBFloat16, at::kCPU)) add("bf16", at::kBFloat16);
+  const at::Tensor few = at::ones({16});
+  device.reaches = {{"multiprocessors", 1},
+                    {"products", share},
+                    {"attention", std::min(1.0, attention_rate(at::kFloat, limits) / best)},
+                    {"memory", 1},
+                    {"launch_us", 0.01},
+                    {"collective_launch_us", 0.01},
+                    {"gap_us", 1e6 * seconds_of([&] { (void)few.add(few); }, limits)}};
+  device.sources["device"] = "tessera bench device";
+  return device;
+}
+
+void add_links(plan::Device& device, const AllReduces& measured) {
+  const double sent = 2.0 * static_cast<double>(measured.large_bytes) * (measured.ranks - 1) / measured.ranks;
+  device.inside =
+      plan::Link{.name = fmt::format("{} ranks of this host", measured.ranks), .bytes_per_s = sent / std::max(1e-9, measured.large - measured.small)};
+  device.reaches["inside"] = 1;
+  device.reaches["inside_us"] = 1e6 * measured.small / 2 / std::ceil(std::log2(measured.ranks));
+}
+
+}  // namespace tessera::bench
+
+namespace tessera::cli {
+
+int bench_device(const BenchDeviceFlags& flags) {
+  check_limits(flags.seconds, flags.iterations);
+  require(flags.threads >= 0 && flags.threads <= 4096, "--threads = ", flags.threads, ": expected 1 to 4096, or 0 for as many as there are");
+  if (flags.threads > 0) at::set_num_threads(flags.threads);
+  plan::Device device = bench::measure_device({.seconds = flags.seconds, .iterations = flags.iterations});
+  const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
+  device.devices_per_node = ranks;
+  if (ranks > 1) {
+    std::vector<std::string> lines;
+    const std::string sizes = "4K,16M";
+    const int failed = rows_of_copies(
+        ranks, "auto",
+        {"bench", "comm", "--op", "all_reduce", "--backend", "auto", "--algorithm", "engine", "--bytes", sizes, "--seconds", fmt::format("{}", flags.seconds)},
+        lines);
+    if (failed != 0) return failed;
+    bench::AllReduces measured{.ranks = ranks};
+    for (const std::string& line : lines) {
+      const Row row = nlohmann::json::parse(line).get<Row>();
+      const bool small = row.bytes < (1 << 20);
+      (small ? measured.small_bytes : measured.large_bytes) = row.whole_bytes;
+      (small ? measured.small : measured.large) = row.timing.median_us * 1e-6;
+    }
+    bench::add_links(device, measured);
+  }
+  const std::string text = plan::to_toml(device);
+  if (!flags.output.empty()) write_file("--output", flags.output, text);
+  std::fputs(text.c_str(), stdout);
+  return 0;
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,130 @@
+#include "tessera/plan/framework.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <tuple>
+
+#include "tessera/core/file_type.h"
+#include "tessera/plan/hardware_files.h"
+#include "tessera/plan/toml_table.h"
+
+// A framework is told apart by what it says of itself, in four kinds of lines: keys of our configuration, the operators that it does not fuse, what its host
+// takes, and what it holds beside tensors. The step stays ours; where that cannot say what a framework does, there is no file for it.
+
+namespace tessera::plan {
+namespace {
+
+OperatorHabit habit_of(TomlTable& table, const std::string& name) {
+  OperatorHabit habit{.name = name};
+  habit.launches = table.number("launches").value_or(1);
+  habit.passes = table.number("passes").value_or(1);
+  habit.score_passes = table.number("score_passes").value_or(0);
+  table.end({"launches", "passes", "score_passes"});
+  return habit;
+}
+
+double microseconds(TomlTable& table, const std::string& key, double otherwise) { return table.number(key).value_or(otherwise * 1e6) * 1e-6; }
+
+}  // namespace
+
+Framework parse_framework(const std::string& text, const std::string& origin) {
+  const toml::table parsed = parse_toml(text, origin);
+  TomlTable file(parsed, origin);
+  Framework framework{.key = origin, .name = file.text("name")};
+  if (auto settings = file.table("settings")) {
+    for (const std::string& section : settings->keys()) {
+      auto keys = settings->table(section);
+      for (const std::string& key : keys->keys()) framework.settings.push_back(section + "." + key + "=" + keys->written(key));
+    }
+  }
+  Habits& habits = framework.habits;
+  if (auto host = file.table("host")) {
+    habits.launch = microseconds(*host, "launch_us", habits.launch);
+    habits.collective_launch = microseconds(*host, "collective_launch_us", habits.collective_launch);
+    habits.collective_launch_per_level = microseconds(*host, "collective_launch_level_us", habits.collective_launch_per_level);
+    framework.pipelined_launch_per_rank = microseconds(*host, "pipelined_collective_rank_us", 0);
+    habits.waits_for_collectives = host->flag("waits_for_collectives").value_or(false);
+    host->end({"launch_us", "collective_launch_us", "collective_launch_level_us", "pipelined_collective_rank_us", "waits_for_collectives"});
+  }
+  if (auto operators = file.table("operators")) {
+    for (const std::string& name : operators->keys()) {
+      auto table = operators->table(name);
+      habits.operators.push_back(habit_of(*table, name));
+    }
+  }
+  if (auto logits = file.table("logits")) {
+    framework.whole_logits = logits->flag("whole").value_or(false);
+    framework.logit_bytes = logits->number("held_bytes").value_or(0);
+    habits.logit_bytes = logits->number("moved_bytes").value_or(0);
+    habits.logit_launches = logits->number("launches").value_or(0);
+    logits->end({"whole", "held_bytes", "moved_bytes", "launches"});
+  }
+  if (auto memory = file.table("memory")) {
+    framework.context_bytes = 1e9 * memory->number("context_gb").value_or(0);
+    framework.kept_per_element = memory->number("kept_per_element").value_or(0);
+    framework.reserve = memory->number("reserve").value_or(1);
+    require(framework.reserve >= 1, memory->name_of("reserve"), ": expected at least 1: what is held over what is alive");
+    memory->end({"context_gb", "kept_per_element", "reserve"});
+  }
+  auto sources = file.table("sources");
+  require(sources.has_value() && !sources->keys().empty(), file.name_of("sources"), " is missing: where the lines are from");
+  for (const std::string& key : sources->keys()) framework.sources[key] = sources->text(key);
+  file.end({"name", "settings", "host", "operators", "logits", "memory", "sources"});
+  return framework;
+}
+
+std::vector<std::string> framework_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, text] : kFrameworkFiles) names.emplace_back(name);
+  return names;
+}
+
+Framework find_framework(const std::string& name_or_file) {
+  for (const auto& [name, text] : kFrameworkFiles) {
+    if (name == name_or_file) return parse_framework(std::string(text), std::string(name));
+  }
+  if (is_there(name_or_file)) {
+    require(!is_folder(name_or_file), "--framework ", name_or_file, ": is a folder; name a file, or one of the frameworks that tessera plan knows");
+    std::ifstream file(name_or_file);
+    return parse_framework({std::istreambuf_iterator<char>(file), {}}, name_or_file);
+  }
+  std::string names;
+  for (const auto& name : framework_names()) names += " " + name;
+  const auto near = nearest(name_or_file, framework_names());
+  throw ConfigError(detail::concat("--framework = ", name_or_file, ": neither a framework nor a file", near.empty() ? "" : "; did you mean " + near + "?",
+                                   "; frameworks:", names));
+}
+
+std::vector<std::string> settings_of(const Framework& framework, int tp) {
+  std::vector<std::string> settings = framework.settings;
+  if (tp == 1) std::erase_if(settings, [](const std::string& setting) { return setting.starts_with("tensor."); });
+  return settings;
+}
+
+Machine driven(const Framework& framework, const Config& config, Machine machine) {
+  machine.habits = framework.habits;
+  if (config.mesh.pp > 1) machine.habits.layer_collective_launch_per_rank = framework.pipelined_launch_per_rank;
+  if (framework.whole_logits) machine.habits.logit_columns = (config.model.vocab_size + config.mesh.tp - 1) / config.mesh.tp;
+  return machine;
+}
+
+double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve) {
+  const auto& [model, mesh, batch] = std::tie(config.model, config.mesh, config.batch);
+  const double tokens = static_cast<double>(batch.micro_size) * static_cast<double>(config.data.seq_len) / mesh.cp / mesh.tp;
+  const double logits = framework.logit_bytes * tokens * static_cast<double>(model.vocab_size);
+  const bool cut = run.pipeline.stages.size() > 1;
+  const int last = cut ? run.pipeline.stages.back().rank : 0;
+  double most = 0;
+  for (const RankClass& ranks : run.ranks) {
+    double alive = static_cast<double>(total_of(ranks.peak_bytes));
+    const double layers = static_cast<double>(model.layers) / mesh.pp;
+    const double kept = cut ? run.pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank)) : 1;
+    alive += framework.kept_per_element * tokens * static_cast<double>(model.dim) * layers * kept;
+    if (ranks.pipeline_rank == last) alive += logits;
+    most = std::max(most, alive);
+  }
+  return most * (reserve ? framework.reserve : 1);
+}
+
+}  // namespace tessera::plan

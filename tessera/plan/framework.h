@@ -1,0 +1,49 @@
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tessera/config/config.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/plan/machine.h"
+
+namespace tessera::plan {
+
+/// How another framework does our step: what of our configuration it is, what our operators cost it that it does not fuse, what its host needs to ask for one,
+/// and what its allocator and libraries hold beside tensors. Files are in plan/frameworks/, each line with its source; a user's own may be named in their
+/// place.
+struct Framework {
+  std::string key{};                     ///< "nanotron", or the file
+  std::string name{};                    ///< "Nanotron"
+  std::vector<std::string> settings{};   ///< "precision.params=bf16": over the configuration
+  bool whole_logits = false;             ///< all logits of a micro-batch exist at once
+  Habits habits{};                       ///< in time
+  double pipelined_launch_per_rank = 0;  ///< Habits::layer_collective_launch_per_rank, where there are stages
+  double context_bytes = 0;              ///< of the device: its context, libraries' workspaces, buffers of collectives
+  double logit_bytes = 0;                ///< of an element of the logits at the loss, beside ours
+  double kept_per_element = 0;           ///< bytes that a layer keeps for backward beside ours, of a token and feature of its stream
+  double reserve = 1;                    ///< what the allocator holds over what is alive: fitted, the only such term
+  std::map<std::string, std::string> sources{};
+};
+
+/// One of the files that tessera brings, by name, or a file. Throws ConfigError for a name that is neither (with the nearest), and for a file that is not of
+/// this form.
+Framework find_framework(const std::string& name_or_file);
+
+/// Of a file's text; `origin` stands in messages.
+Framework parse_framework(const std::string& text, const std::string& origin);
+
+std::vector<std::string> framework_names();
+
+/// Its settings for a layout: what it says of layers that are cut (tensor.*) goes with the cut.
+std::vector<std::string> settings_of(const Framework& framework, int tp);
+
+/// The machine, as the framework's host drives it in this configuration.
+Machine driven(const Framework& framework, const Config& config, Machine machine);
+
+/// Bytes that the framework's allocator holds of the device that needs most: alive tensors of the dry run and what it keeps beside them, times its reserve.
+/// Beside them lies the context. `reserve`: with that fitted term, or without.
+double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve = true);
+
+}  // namespace tessera::plan

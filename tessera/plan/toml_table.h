@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <toml++/toml.h>
+
+#include "tessera/config/config.h"
+#include "tessera/core/error.h"
+#include "tessera/core/format.h"
+
+/// How files of devices and of frameworks are read, and refused by the names that they have for things.
+namespace tessera::plan {
+
+inline toml::table parse_toml(const std::string& text, const std::string& origin) {
+  try {
+    return toml::parse(text, origin);
+  } catch (const toml::parse_error& error) {
+    std::ostringstream where;
+    where << error.source().begin;
+    throw ConfigError(detail::concat(origin, ": ", error.description(), " (", where.str(), ")"));
+  }
+}
+
+/// Reads a table key by key, and refuses what is left.
+class TomlTable {
+ public:
+  TomlTable(const toml::table& table, std::string origin, std::string prefix = {}) : table_(table), origin_(std::move(origin)), prefix_(std::move(prefix)) {}
+
+  std::optional<double> number(const std::string& key) {
+    const toml::node* node = take(key);
+    if (node == nullptr) return std::nullopt;
+    constexpr double most = 1e9;  // of any figure, in the units of the file: an exabyte of memory
+    const auto value = node->value<double>();
+    require(value && node->is_number() && *value > 0, name_of(key), ": expected a number above 0");
+    require(*value <= most, name_of(key), ": expected at most ", format_float(most));
+    return value;
+  }
+  double needed(const std::string& key) {
+    const auto value = number(key);
+    require(value.has_value(), name_of(key), " is missing");
+    return *value;
+  }
+  std::string text(const std::string& key) {
+    const toml::node* node = take(key);
+    require(node != nullptr && node->is_string(), name_of(key), node == nullptr ? " is missing" : ": expected a text");
+    return *node->value<std::string>();
+  }
+  std::optional<bool> flag(const std::string& key) {
+    const toml::node* node = take(key);
+    if (node == nullptr) return std::nullopt;
+    require(node->is_boolean(), name_of(key), ": expected true or false");
+    return node->value<bool>();
+  }
+  std::optional<TomlTable> table(const std::string& key) {
+    const toml::node* node = take(key);
+    if (node == nullptr) return std::nullopt;
+    require(node->is_table(), name_of(key), ": expected a table");
+    return TomlTable(*node->as_table(), origin_, prefix_ + key + ".");
+  }
+  /// As a value of --set would be written.
+  std::string written(const std::string& key) {
+    const toml::node* node = take(key);
+    require(node != nullptr && (node->is_string() || node->is_boolean() || node->is_number()), name_of(key), ": expected a text, a number, true or false");
+    if (node->is_string()) return *node->value<std::string>();
+    if (node->is_boolean()) return *node->value<bool>() ? "true" : "false";
+    return node->is_integer() ? std::to_string(*node->value<int64_t>()) : format_float(*node->value<double>());
+  }
+  std::vector<std::string> keys() const {
+    std::vector<std::string> all;
+    for (const auto& [key, node] : table_) all.emplace_back(key.str());
+    return all;
+  }
+  /// `known`: what else could have been meant.
+  void end(const std::vector<std::string>& known) const {
+    for (const std::string& key : keys()) {
+      if (taken_.contains(key)) continue;
+      const auto near = nearest(key, known);
+      throw ConfigError(detail::concat(name_of(key), " is unknown", near.empty() ? "" : "; did you mean " + near + "?"));
+    }
+  }
+  std::string name_of(const std::string& key) const { return detail::concat(origin_, ": ", prefix_, key); }
+
+ private:
+  const toml::node* take(const std::string& key) {
+    taken_.insert(key);
+    return table_.get(key);
+  }
+
+  const toml::table& table_;
+  std::string origin_, prefix_;
+  std::set<std::string> taken_;
+};
+
+}  // namespace tessera::plan

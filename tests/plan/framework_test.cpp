@@ -1,0 +1,156 @@
+// How other frameworks do our step: their files, what these change of a plan, and nothing else.
+
+#include "tessera/plan/framework.h"
+
+#include <gmock/gmock.h>
+
+#include "tessera/kernels/linear_cross_entropy.h"
+#include "tessera/plan/operator_time.h"
+#include "tessera/plan/presets.h"
+#include "tessera/plan/rank_clock.h"
+#include "tests/refusal.h"
+
+namespace tessera::plan {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr const char* kPlainFramework = R"(name = "Theirs"
+[settings.precision]
+params = "bf16"
+[settings.tensor]
+sequence_parallel = true
+[host]
+launch_us = 50
+collective_launch_us = 100
+pipelined_collective_rank_us = 30
+[operators."aten::add"]
+launches = 3
+passes = 2
+[logits]
+whole = true
+held_bytes = 12
+moved_bytes = 8
+launches = 2
+[memory]
+context_gb = 2
+kept_per_element = 4
+reserve = 1.25
+[sources]
+all = "this test"
+)";
+
+std::string framework_refusal(const std::string& old, const std::string& fresh) {
+  std::string text = kPlainFramework;
+  text.replace(text.find(old), old.size(), fresh);
+  return testing_support::refusal([&] { (void)parse_framework(text, "theirs.toml"); });
+}
+
+TEST(Frameworks, ThoseThatTesseraBringsAreReadAndNameTheirSources) {
+  EXPECT_THAT(framework_names(), testing::Contains("nanotron"));
+  for (const std::string& name : framework_names()) {
+    const Framework framework = find_framework(name);
+    EXPECT_EQ(framework.key, name);
+    EXPECT_TRUE(framework.sources.contains("settings")) << name;
+    EXPECT_TRUE(framework.sources.contains("host")) << name;
+  }
+}
+
+TEST(Frameworks, SettingsOfLayersThatAreCutGoWithTheCut) {
+  const Framework framework = parse_framework(kPlainFramework, "theirs.toml");
+  EXPECT_THAT(settings_of(framework, /*tp=*/1), ElementsAre("precision.params=bf16"));
+  EXPECT_THAT(settings_of(framework, /*tp=*/2), ElementsAre("precision.params=bf16", "tensor.sequence_parallel=true"));
+}
+
+TEST(Frameworks, BadFilesAndNamesAreRefused) {
+  EXPECT_THAT(testing_support::refusal([] { (void)find_framework("nanotorn"); }),
+              AllOf(HasSubstr("--framework = nanotorn"), HasSubstr("did you mean nanotron?")));
+  EXPECT_THAT(testing_support::refusal([] { (void)find_framework(::testing::TempDir()); }), HasSubstr("is a folder"));
+  EXPECT_THAT(framework_refusal("name = \"Theirs\"", ""), HasSubstr("theirs.toml: name is missing"));
+  EXPECT_THAT(framework_refusal("launch_us = 50", "lunch_us = 50"), AllOf(HasSubstr("host.lunch_us is unknown"), HasSubstr("launch_us?")));
+  EXPECT_THAT(framework_refusal("launch_us = 50", "launch_us = -1"), HasSubstr("host.launch_us: expected a number above 0"));
+  EXPECT_THAT(framework_refusal("whole = true", "whole = 1"), HasSubstr("logits.whole: expected true or false"));
+  EXPECT_THAT(framework_refusal("reserve = 1.25", "reserve = 0.5"), HasSubstr("memory.reserve: expected at least 1"));
+  EXPECT_THAT(framework_refusal("all = \"this test\"", ""), HasSubstr("sources is missing"));
+  EXPECT_THAT(framework_refusal("params = \"bf16\"", "params = [1]"), HasSubstr("settings.precision.params: expected a text"));
+  EXPECT_THAT(framework_refusal("[settings.precision]\nparams = \"bf16\"", "[settings]\nprecision = 1"), HasSubstr("settings.precision: expected a table"));
+  EXPECT_THAT(framework_refusal("[operators.\"aten::add\"]\nlaunches = 3\npasses = 2", "[operators]\nadd = 1"), HasSubstr("operators.add: expected a table"));
+  EXPECT_THAT(framework_refusal("[host]", "[hosts]"), HasSubstr("hosts is unknown; did you mean host?"));
+}
+
+Machine theirs(int pp) {
+  Machine machine;
+  machine.device = {.flops = {{at::kFloat, 1e12}}, .memory_bandwidth = 1e9, .memory_share = 1, .kernel_gap = 0, .launch = 1e-6, .collective_launch = 1e-6};
+  machine.inside = {.bandwidth = 1e9, .latency = 0};
+  Config config;
+  config.model.vocab_size = 1000;
+  config.mesh.pp = pp;
+  config.mesh.tp = 2;
+  return driven(parse_framework(kPlainFramework, "theirs.toml"), config, machine);
+}
+
+double seconds_of(const Machine& machine, const Event& event) {
+  RankClock clock(machine, [](const std::string&) { return Placement{.ranks = 4, .hosts = 1, .per_host = 4}; });
+  clock.read(event);
+  return clock.time().step;
+}
+
+TEST(Frameworks, AnOperatorTakesWhatItsLineSaysAndOthersWhatTheyTook) {
+  const Event add{.what = OperatorEvent{.name = "aten::add", .shape = {10}, .dtype = at::kFloat, .written_bytes = 1000000}};
+  const Event mul{.what = OperatorEvent{.name = "aten::mul", .shape = {10}, .dtype = at::kFloat, .written_bytes = 1000000}};
+  EXPECT_NEAR(seconds_of(theirs(1), add), 3 * 50e-6 + 2e-3, 1e-9);
+  EXPECT_NEAR(seconds_of(theirs(1), mul), 50e-6 + 1e-3, 1e-9);
+}
+
+TEST(Frameworks, CollectivesOfALayerTakeLongerToAskForWhereThereAreStages) {
+  const auto call = [](const std::string& group) {
+    return Event{.what = CollectiveEvent{.op = "all_gather", .group = group, .sent_bytes = 1000000}, .writes = {-1}};
+  };
+  EXPECT_NEAR(seconds_of(theirs(1), call("tp")), 100e-6 + 1e-3, 1e-9);
+  EXPECT_NEAR(seconds_of(theirs(2), call("tp")), 100e-6 + 4 * 30e-6 + 1e-3, 1e-9);
+  EXPECT_NEAR(seconds_of(theirs(2), call("dp_shard")), 100e-6 + 1e-3, 1e-9);
+}
+
+TEST(Frameworks, LogitsAreKnownByTheirColumns) {
+  const auto product = [](int64_t columns) {
+    return Event{.what = OperatorEvent{.name = "aten::mm", .shape = {1000, columns}, .dtype = at::kFloat, .flops = 1}};
+  };
+  EXPECT_NEAR(seconds_of(theirs(1), product(500)) - seconds_of(theirs(1), product(499)), 8 * 500 * 1000 / 1e9, 1e-4);
+}
+
+TEST(Frameworks, AttentionThatKeepsItsScoresPassesOverThem) {
+  DeviceRates device{.flops = {{at::kFloat, 1e18}}, .memory_bandwidth = 1e9, .memory_share = 1};
+  const OperatorEvent attention{.name = "aten::attention", .shape = {2, 3, 64, 16}, .dtype = at::kFloat, .flops = 1};
+  const OperatorHabit once{.name = "aten::attention", .score_passes = 1}, twice{.name = "aten::attention", .score_passes = 2};
+  EXPECT_NEAR(operator_seconds(attention, device, &twice) - operator_seconds(attention, device, &once), 2 * 3 * 64 * 64 * 4 / 1e9, 1e-12);
+}
+
+TEST(Frameworks, WhatTheyHoldBesideTensors) {
+  Config config =
+      preset("7b", {"model.layers=1", "model.dim=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=100", "data.seq_len=32", "batch.global_size=2"})
+          ->config;
+  resolve(config);
+  const DryRun run = dry_run(config, 1);
+  const double alive = static_cast<double>(total_of(largest_class(run).peak_bytes));
+  const Framework framework = parse_framework(kPlainFramework, "theirs.toml");
+  const double tokens = static_cast<double>(config.batch.micro_size) * 32;
+  const double plain = alive + 12 * tokens * 100 + 4 * tokens * 64;
+  EXPECT_DOUBLE_EQ(reserved_bytes(framework, config, run, /*reserve=*/false), plain);
+  EXPECT_DOUBLE_EQ(reserved_bytes(framework, config, run), 1.25 * plain);
+  EXPECT_EQ(framework.context_bytes, 2e9);
+}
+
+TEST(Frameworks, WholeLogitsAreOneChunk) {
+  EXPECT_LT(kernels::linear_cross_entropy_chunk(4096, 100000, at::kFloat), 4096);
+  {
+    const kernels::WholeLogitsGuard whole;
+    EXPECT_EQ(kernels::linear_cross_entropy_chunk(4096, 100000, at::kFloat), 4096);
+  }
+  EXPECT_LT(kernels::linear_cross_entropy_chunk(4096, 100000, at::kFloat), 4096);
+}
+
+}  // namespace
+}  // namespace tessera::plan
