@@ -40,9 +40,8 @@ void refuse_missing_techniques(const Config& config) {
     require(places->by_pattern.empty(),
             "offload: places by pattern of parameters, gradients and optimizer state are not part of this build; give one place for all of each");
   }
-  for (const char* key : {"offload.delayed_update", "batch.per_rank"}) {
-    require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
-  }
+  const char* key = "offload.delayed_update";
+  require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
 }
 
 }  // namespace tessera
