@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -32,6 +33,7 @@
 #include "tessera/plan/presets.h"
 #include "tessera/plan/search.h"
 #include "tessera/plan/settings.h"
+#include "tessera/plan/whole_run.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
@@ -46,13 +48,16 @@ struct PlanFlags {
   std::optional<int> devices_per_node;
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
-  std::string output;
+  std::string output, tokens;
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
 plan::Preset planned(const PlanFlags& flags) {
   if (is_there(flags.what)) return {.config = read_config(flags.what, flags.sets)};
   if (auto found = plan::preset(flags.what, flags.sets)) {
+    BatchConfig& batch = found->config.batch;
+    const auto sizes_the_step = [](const std::string& set) { return set.starts_with("batch.global_size"); };
+    if (batch.per_rank > 0 && std::ranges::none_of(flags.sets, sizes_the_step)) batch.global_size = 0;  // the preset's own, which nobody asked for
     resolve(found->config);
     return *found;
   }
@@ -103,8 +108,9 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
-nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device) {
+nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device, const std::optional<plan::WholeRun>& all) {
   nlohmann::json json = plan::to_json(run);
+  if (all) json["run"] = plan::to_json(*all);
   json["compute"] = config.precision.compute;  // what auto became
   if (device) json["device"] = device->key;
   return json;
@@ -158,6 +164,16 @@ void forget_layout(Config& config) {
   config.batch.micro_size = 1;
 }
 
+/// What data ranks there will be is not known before a layout is chosen.
+void size_steps(const PlanFlags& flags, Config& config) {
+  BatchConfig& batch = config.batch;
+  if (flags.batch) batch.global_size = *flags.batch;
+  if (flags.max_batch) batch.global_size = *flags.max_batch;
+  if (flags.batch || flags.max_batch) batch.per_rank = 0;
+  require(!flags.search || batch.per_rank == 0, "batch.per_rank = ", batch.per_rank,
+          ": --search chooses the data ranks, too; say with --batch or --max-batch how many sequences a step has");
+}
+
 /// Powers of two up to the largest, and that.
 std::vector<int64_t> batches_up_to(int64_t largest) {
   std::vector<int64_t> sizes;
@@ -167,6 +183,8 @@ std::vector<int64_t> batches_up_to(int64_t largest) {
 }
 
 void check_search(const PlanFlags& flags) {
+  require(flags.tokens.empty() || !(flags.search || flags.explain || flags.longest), "--tokens = ", flags.tokens,
+          ": is said of a plan; leave out --search, --explain and --longest, or --tokens");
   if (flags.search) {
     require(!flags.explain && !flags.longest && !flags.events, "--search: stands in place of the plan; leave out --explain, --longest and --events");
     require(!flags.batch || !flags.max_batch, "--batch and --max-batch: the one is the size of a step, the other the largest to choose from; give one");
@@ -222,6 +240,8 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--device", flags->device,
                      "The device of each rank: what fits in its memory, and how long a step takes; a name, or a file like those of tessera/plan/hardware");
   command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a node, in place of what --device says").needs("--device");
+  command.add_option("--tokens", flags->tokens,
+                     "Of the whole run, such as 15T, in place of run.steps: steps and, with --device, days, device hours and energy");
   command.add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
   command
@@ -240,13 +260,17 @@ void add_plan(Command app, int& exit_code) {
     Config& config = what.config;
     std::optional<plan::Device> device;
     if (!flags->device.empty()) limit_to(device.emplace(device_of(*flags)), config);
+    const double tokens = flags->tokens.empty() ? 0 : plan::parse_tokens(flags->tokens);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
     if (flags->search) forget_layout(config);
-    if (flags->batch) config.batch.global_size = *flags->batch;
-    validate(config, flags->explain || flags->search ? 1 : flags->world, Purpose::Plan);
-    // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
+    size_steps(*flags, config);
+    const int world = flags->explain || flags->search ? 1 : flags->world;
+    settle_batch(config, world);
+    validate(config, world, Purpose::Plan);
+    // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, for one that multiplies what it
+    // names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
-    if (!is_there(flags->what)) accelerator.emplace(/*native=*/true);
+    if (!is_there(flags->what) || (device && device->flops_per_s.contains("bf16"))) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
     if (flags->explain) {
       say_explanation(what, *flags);
@@ -267,7 +291,10 @@ void add_plan(Command app, int& exit_code) {
       const auto machine = device ? std::optional(plan::machine_of(*device)) : std::nullopt;
       return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
     }();
-    std::string text = flags->json ? json_of(run, config, device).dump(2) + "\n" : plan::to_string(run);
+    const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
+    std::optional<plan::WholeRun> all;
+    if (steps > 0) all = plan::whole_run(run, steps, device ? device->power_w : std::nullopt);
+    std::string text = flags->json ? json_of(run, config, device, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
