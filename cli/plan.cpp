@@ -19,6 +19,7 @@
 
 #include "cli/commands.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -38,6 +39,7 @@
 #include "tessera/plan/presets.h"
 #include "tessera/plan/search.h"
 #include "tessera/plan/settings.h"
+#include "tessera/plan/whole_run.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
@@ -52,7 +54,7 @@ struct PlanFlags {
   std::optional<int> devices_per_node;
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
-  std::string output;
+  std::string output, tokens;
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
@@ -65,6 +67,9 @@ plan::Preset planned(const PlanFlags& flags, const std::optional<plan::Framework
   }
   if (is_there(flags.what)) return {.config = read_config(flags.what, sets)};
   if (auto found = plan::preset(flags.what, sets)) {
+    BatchConfig& batch = found->config.batch;
+    const auto sizes_the_step = [](const std::string& set) { return set.starts_with("batch.global_size"); };
+    if (batch.per_rank > 0 && std::ranges::none_of(flags.sets, sizes_the_step)) batch.global_size = 0;  // the preset's own, which nobody asked for
     resolve(found->config);
     return *found;
   }
@@ -116,8 +121,9 @@ class ProgressLine {
 };
 
 nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device,
-                       const std::optional<plan::Framework>& framework) {
+                       const std::optional<plan::Framework>& framework, const std::optional<plan::WholeRun>& all = std::nullopt) {
   nlohmann::json json = plan::to_json(run);
+  if (all) json["run"] = plan::to_json(*all);
   json["compute"] = config.precision.compute;  // what auto became
   if (device) json["device"] = device->key;
   if (framework) {
@@ -182,6 +188,16 @@ void forget_layout(Config& config, const std::vector<std::string>& sets) {
   }
 }
 
+/// What data ranks there will be is not known before a layout is chosen.
+void size_steps(const PlanFlags& flags, Config& config) {
+  BatchConfig& batch = config.batch;
+  if (flags.batch) batch.global_size = *flags.batch;
+  if (flags.max_batch) batch.global_size = *flags.max_batch;
+  if (flags.batch || flags.max_batch) batch.per_rank = 0;
+  require(!flags.search || batch.per_rank == 0, "batch.per_rank = ", batch.per_rank,
+          ": --search chooses the data ranks, too; say with --batch or --max-batch how many sequences a step has");
+}
+
 /// Powers of two up to the largest, and that.
 std::vector<int64_t> batches_up_to(int64_t largest) {
   std::vector<int64_t> sizes;
@@ -191,6 +207,8 @@ std::vector<int64_t> batches_up_to(int64_t largest) {
 }
 
 void check_search(const PlanFlags& flags) {
+  require(flags.tokens.empty() || !(flags.search || flags.explain || flags.longest), "--tokens = ", flags.tokens,
+          ": is said of a plan; leave out --search, --explain and --longest, or --tokens");
   if (flags.search) {
     require(!flags.explain && !flags.longest && !flags.events, "--search: stands in place of the plan; leave out --explain, --longest and --events");
     require(!flags.batch || !flags.max_batch, "--batch and --max-batch: the one is the size of a step, the other the largest to choose from; give one");
@@ -314,6 +332,8 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--layouts", flags->layouts,
                      "A file of layouts, one JSON object a line, such as {\"world\": 8, \"set\": [\"mesh.tp=2\"]}: a line for each");
   command.add_option("--devices-per-node", flags->devices_per_node, "Devices of a node, in place of what --device says").needs("--device");
+  command.add_option("--tokens", flags->tokens,
+                     "Of the whole run, such as 15T, in place of run.steps: steps and, with --device, days, device hours and energy");
   command.add_flag("--explain", flags->explain, "Where the memory goes, number by number, in place of the plan");
   command.add_flag("--events", flags->events, "With --json: all that each kind of rank does in a step, and what each event waits for").needs("--json");
   command
@@ -344,13 +364,17 @@ void add_plan(Command app, int& exit_code) {
     plan::Preset what = planned(*flags, framework);
     Config& config = what.config;
     if (device) limit_to(*device, config);
+    const double tokens = flags->tokens.empty() ? 0 : plan::parse_tokens(flags->tokens);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
     if (flags->search) forget_layout(config, flags->sets);
-    if (flags->batch) config.batch.global_size = *flags->batch;
-    validate(config, flags->explain || flags->search ? 1 : flags->world, Purpose::Plan);
-    // A file is planned for this machine, as train would run it; a preset, which no CPU trains, for devices that multiply what it names.
+    size_steps(*flags, config);
+    const int world = flags->explain || flags->search ? 1 : flags->world;
+    settle_batch(config, world);
+    validate(config, world, Purpose::Plan);
+    // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, and another framework's step,
+    // for one that multiplies what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;
-    if (!is_there(flags->what) || framework) accelerator.emplace(/*native=*/true);
+    if (!is_there(flags->what) || framework || (device && device->flops_per_s.contains("bf16"))) accelerator.emplace(/*native=*/true);
     precision::settle_compute(config, at::kMeta);
     if (flags->explain) {
       say_explanation(what, *flags);
@@ -371,7 +395,11 @@ void add_plan(Command app, int& exit_code) {
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
       return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
     }();
-    std::string text = flags->json ? json_of(run, config, device, framework).dump(2) + "\n" : plan::to_string(run);
+    const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
+    std::optional<plan::WholeRun> all;
+    if (steps > 0) all = plan::whole_run(run, steps, device ? device->power_w : std::nullopt);
+    std::string text =
+        flags->json ? json_of(run, config, device, framework, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     std::fputs(text.c_str(), stdout);
     exit_code = 0;

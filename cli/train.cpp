@@ -22,6 +22,7 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/meeting/network.h"
+#include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -32,6 +33,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/plan/out_of_memory.h"
+#include "tessera/plan/preflight.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
@@ -61,6 +63,7 @@ struct TrainFlags {
   std::string inject;
   bool memory_report = false;
   bool strict_log = false;
+  bool preflight = false;
   std::string memory_report_file;  ///< empty: in log.dir
 };
 
@@ -119,9 +122,12 @@ void check_log_dir(const TrainFlags& flags, const Config& config) {
           "); name another log.dir, or rename the file");
 }
 
+// The launcher of a run's ranks, or the first of them: what is said once is said here.
+bool comes_first(int attempt) { return !std::getenv(kSettingsSaid) && comm::read_environment().rank == 0 && attempt == 0; }
+
 // Once for all ranks, by whoever comes first.
 void say_without_effect(const Config& config, int size, int attempt) {
-  if (std::getenv(kSettingsSaid) || comm::read_environment().rank != 0 || attempt > 0) return;
+  if (!comes_first(attempt)) return;
   for (const auto& setting : settings_without_effect(config, size)) log().warn("{}", setting);
 }
 
@@ -266,6 +272,7 @@ void try_checkpoint_dir(const Config& config) {
 int train(const TrainFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
   const int size = world_size(flags.nproc);
+  settle_batch(config, size);
   validate(config, size);
   const int attempt = comm::read_environment().restart_count;
   Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
@@ -288,6 +295,10 @@ int train(const TrainFlags& flags) {
   say_without_effect(config, size, attempt);
   const bool first = comm::read_environment().rank == 0;
   check_host_memory(here, size, first);
+  if (flags.preflight && comes_first(attempt)) {
+    const auto environment = comm::read_environment();
+    log().info("{}", plan::preflight(here, size, environment.launched ? environment.local_size : size, device.is_cpu() ? host_memory_bytes() : 0));
+  }
   Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
@@ -363,6 +374,7 @@ void add_train(Command app, int& exit_code) {
   command.add_option("--dump-step", flags->dump_step, "Write gradients and weights of this step");
   command.add_option("--dump-dir", flags->dump_dir, "Where to write them");
   command.add_option("--inject", flags->inject, "Faults to make happen, such as \"rank=1,op=all_reduce,count=40,do=kill\"; several are separated by ;");
+  command.add_flag("--preflight", flags->preflight, "Run a step dry before any rank is started, and refuse what would not fit or would hang");
   command.add_flag("--strict-log", flags->strict_log, "End the run where a record cannot be written, rather than say so and train on");
   auto report =
       command.add_flag("--memory-report{}", flags->memory_report_file,

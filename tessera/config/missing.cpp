@@ -21,8 +21,6 @@ struct Setting {
 }  // namespace
 
 void refuse_missing_techniques(const Config& config) {
-  const Config defaults;
-  const auto text = [&](const Config& of, const char* key) { return detail::value_text(of, key).value_or(""); };
   const std::vector<Setting> settings = {
       {"offload.params", config.offload.params.everywhere, {"device", "host"}, "offloading to disk"},
       {"offload.gradients", config.offload.gradients.everywhere, {"device", "host"}, "offloading to disk"},
@@ -36,9 +34,6 @@ void refuse_missing_techniques(const Config& config) {
   for (const auto* places : {&config.offload.params, &config.offload.gradients, &config.offload.optimizer}) {
     require(places->by_pattern.empty(),
             "offload: places by pattern of parameters, gradients and optimizer state are not part of this build; give one place for all of each");
-  }
-  for (const char* key : {"batch.per_rank"}) {
-    require(text(config, key) == text(defaults, key), key, " = ", text(config, key), ": not part of this build; leave it out");
   }
 }
 

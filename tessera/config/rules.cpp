@@ -61,6 +61,7 @@ void check_sizes(const Config& config) {
   check("data.seq_len", config.data.seq_len);
   check("batch.global_size", config.batch.global_size);
   check("batch.micro_size", config.batch.micro_size);
+  check("batch.per_rank", config.batch.per_rank);
 }
 
 /// A path is absolute by now, so its folder may hold what nobody wrote. A checkpoint keeps the configuration as JSON, which is UTF-8: no step could be saved.
@@ -177,6 +178,7 @@ void validate_data(const Config& config, Purpose purpose) {
 
 void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpose) {
   at_least("batch.micro_size", batch.micro_size, 1);
+  require(batch.per_rank == 0, "batch.per_rank = ", batch.per_rank, ": is not settled for these ranks (settle_batch); set batch.global_size");
   at_least("batch.global_size", batch.global_size, 1);
   const int64_t whole = batch.global_size / batch.micro_size;
   require(batch.global_size % batch.micro_size == 0, "batch.global_size = ", batch.global_size, ": a step is a whole number of forward passes of ",

@@ -150,15 +150,38 @@ struct PathWalk {
 
 bool matches(std::string_view pattern, std::string_view path) { return path_matches(components(pattern), 0, components(path), 0); }
 
+namespace {
+
+using MatchedModules = std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>;
+
+/// What lies below `module` and matches, going down no further than the parts of the pattern, none of which is "**", lead.
+void match_below(const torch::nn::Module& module, const std::string& path, const std::vector<std::string_view>& pattern, size_t depth, MatchedModules& found) {
+  for (const auto& child : module.named_children()) {
+    if (!component_matches(pattern[depth], child.key())) continue;
+    const std::string at = path.empty() ? child.key() : path + "." + child.key();
+    if (depth + 1 == pattern.size()) {
+      found.emplace_back(at, child.value());
+    } else {
+      match_below(*child.value(), at, pattern, depth + 1, found);
+    }
+  }
+}
+
+}  // namespace
+
 std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_matching(torch::nn::Module& root, const std::string& pattern) {
-  std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> matched;
-  std::vector<std::string> paths;
   if (pattern.empty()) return {{"", share(root)}};
-  for (const auto& module : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
-    if (matches(pattern, module.key())) matched.emplace_back(module.key(), module.value());
-    paths.push_back(module.key());
+  MatchedModules matched;
+  const auto parts = components(pattern);
+  if (std::ranges::find(parts, "**") == parts.end()) {
+    match_below(root, "", parts, 0, matched);
+  } else {
+    for (const auto& module : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+      if (matches(pattern, module.key())) matched.emplace_back(module.key(), module.value());
+    }
   }
   if (matched.empty()) {
+    const auto paths = root.named_modules(/*name_prefix=*/"", /*include_self=*/false).keys();
     const std::string near = nearest(pattern, paths);
     require(false, "no module matches '", pattern, "' in ", root.name(), near.empty() ? "" : "; the nearest path is '" + near + "'",
             paths.empty() ? "; it has no modules inside" : "");

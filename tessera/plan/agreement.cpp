@@ -17,7 +17,7 @@
 namespace tessera::plan {
 namespace {
 
-constexpr int kNobody = -1;
+constexpr int kNobody = -1, kSeveral = -2;
 
 bool are_axes(const std::vector<std::string>& names, const MeshShape& shape) {
   return std::ranges::all_of(names, [&](const auto& name) { return std::ranges::find(shape, name, &MeshShape::value_type::first) != shape.end(); });
@@ -74,17 +74,29 @@ void Agreement::add(const std::vector<int>& ranks, const Events& events) {
   Class& one = classes_.emplace_back();
   one.example = ranks.front();
   for (const int rank : ranks) class_of_.at(static_cast<size_t>(rank)) = static_cast<int>(classes_.size()) - 1;
+  std::map<int64_t, Errands::Call> in_flight;
   for (const Event& event : events) {
+    if (std::holds_alternative<WaitEvent>(event.what)) {
+      const auto begun = event.reads.empty() ? in_flight.end() : in_flight.find(event.reads.front());
+      if (begun != in_flight.end()) one.errands.wait(begun->second);
+      continue;
+    }
     const auto* call = std::get_if<CollectiveEvent>(&event.what);
     if (call == nullptr) continue;
-    Calls& calls = one.calls[call->group];
+    const uint32_t site = site_of(*call);
+    Lane lane{.group = call->group};
     if (!is_message(*call)) {
-      calls.push_back({.what = number_of(*call), .site = site_of(*call)});
+      one.calls[call->group].push_back({.what = number_of(*call), .site = site});
     } else if (call->op == "send") {
-      one.messages[call->group].sent[{call->tag, call->group_rank, call->peer}].push_back({.bytes = call->bytes, .site = site_of(*call)});
+      lane = {.group = call->group, .way = Lane::Way::Sent, .tag = call->tag, .from = call->group_rank, .to = call->peer};
+      one.messages[call->group].sent[{call->tag, call->group_rank, call->peer}].push_back({.bytes = call->bytes, .site = site});
     } else {
-      one.messages[call->group].received[{call->tag, call->peer, call->group_rank}].push_back({.bytes = call->bytes, .site = site_of(*call)});
+      lane = {.group = call->group, .way = Lane::Way::Received, .tag = call->tag, .from = call->peer, .to = call->group_rank};
+      one.messages[call->group].received[{call->tag, call->peer, call->group_rank}].push_back({.bytes = call->bytes, .site = site});
     }
+    const auto begun = one.errands.begin(lane, call->op + " of " + call->group + sites_[site]);
+    // Of a send a rank asks whether it is over before it waits for its end (pipeline/executor.cpp): what was recorded holds nobody up.
+    if (lane.way != Lane::Way::Sent && !event.writes.empty() && event.writes.back() < 0) in_flight.insert_or_assign(event.writes.back(), begun);
   }
 }
 
@@ -141,40 +153,65 @@ std::pair<std::vector<int>, std::vector<int>> Agreement::places_and_rows(const s
   return {std::move(place), std::move(row)};
 }
 
-std::string Agreement::first_disagreement() const {
+std::vector<Agreement::Meetings> Agreement::meetings() const {
   std::set<std::string> groups;
   for (const auto& one : classes_) {
     for (const auto& [group, calls] : one.calls) groups.insert(group);
+    for (const auto& [group, messages] : one.messages) groups.insert(group);
   }
-  constexpr int several = -2;
+  std::vector<Meetings> all;
   for (const auto& group : groups) {
     const auto [place, row] = places_and_rows(group);
-    // A class's one place in the group, if it has one; and which classes meet somewhere: each with the first of its row, all with each other where peers count.
-    std::vector<int> place_of(classes_.size(), kNobody);
+    Meetings& of = all.emplace_back(Meetings{.group = group, .place_of = std::vector<int>(classes_.size(), kNobody), .together = {}});
     std::map<int, std::set<int>> rows;
     for (size_t rank = 0; rank < class_of_.size(); ++rank) {
       const int one = class_of_[rank];
       if (one == kNobody) continue;
-      int& known = place_of[static_cast<size_t>(one)];
-      known = known == kNobody || known == place[rank] ? place[rank] : several;
+      int& known = of.place_of[static_cast<size_t>(one)];
+      known = known == kNobody || known == place[rank] ? place[rank] : kSeveral;
       rows[row[rank]].insert(one);
     }
-    std::set<std::set<int>> meetings;
-    for (auto& [number, classes] : rows) meetings.insert(std::move(classes));
-    for (const auto& classes : meetings) {
-      for (const int b : classes) {
-        const auto difference = compare_calls(group, classes_[static_cast<size_t>(*classes.begin())], classes_[static_cast<size_t>(b)]);
-        if (!difference.empty()) return difference;
-        for (const int a : classes) {
-          const int from = place_of[static_cast<size_t>(a)], to = place_of[static_cast<size_t>(b)];
-          if (from < 0 || to < 0) continue;
-          const auto lost = compare_messages(group, classes_[static_cast<size_t>(a)], from, classes_[static_cast<size_t>(b)], to);
-          if (!lost.empty()) return lost;
-        }
+    for (auto& [number, classes] : rows) of.together.insert(std::move(classes));
+  }
+  return all;
+}
+
+/// Each class with the first of its row, all with each other where peers count.
+std::string Agreement::first_difference(const Meetings& of) const {
+  for (const auto& classes : of.together) {
+    for (const int b : classes) {
+      const auto difference = compare_calls(of.group, classes_[static_cast<size_t>(*classes.begin())], classes_[static_cast<size_t>(b)]);
+      if (!difference.empty()) return difference;
+      for (const int a : classes) {
+        const int from = of.place_of[static_cast<size_t>(a)], to = of.place_of[static_cast<size_t>(b)];
+        if (from < 0 || to < 0) continue;
+        const auto lost = compare_messages(of.group, classes_[static_cast<size_t>(a)], from, classes_[static_cast<size_t>(b)], to);
+        if (!lost.empty()) return lost;
       }
     }
   }
   return {};
+}
+
+std::string Agreement::first_circle(const std::vector<Meetings>& all) const {
+  CircularWait waits;
+  for (const auto& one : classes_) waits.add(one.example, one.errands);
+  for (const auto& of : all) {
+    for (const auto& classes : of.together) {
+      for (const int a : classes) {
+        for (const int b : classes) waits.meet(of.group, a, of.place_of[static_cast<size_t>(a)], b, of.place_of[static_cast<size_t>(b)]);
+      }
+    }
+  }
+  return waits.find();
+}
+
+std::string Agreement::first_disagreement() const {
+  const auto all = meetings();
+  for (const auto& of : all) {
+    if (auto difference = first_difference(of); !difference.empty()) return difference;
+  }
+  return first_circle(all);
 }
 
 }  // namespace tessera::plan

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "tessera/core/events.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/plan/circular_wait.h"
 
 namespace tessera::plan {
 
@@ -17,6 +19,7 @@ namespace tessera::plan {
 ///
 ///   collectives   of a group: op, elements and dtype of the whole, root, in this order, alike on all members (of an uneven all_to_all op and dtype)
 ///   messages      what a rank sends to another under a tag is what that one receives, where a class has one place in the group, so that peers are known
+///   waits         of all groups together: no ranks wait in a circle, each in a call that another begins only behind its own wait (plan/circular_wait.h)
 class Agreement {
  public:
   explicit Agreement(MeshShape shape);
@@ -27,7 +30,7 @@ class Agreement {
   /// A class: its ranks, all of which do what `events` says.
   void add(const std::vector<int>& ranks, const Events& events);
 
-  /// One sentence about the first group whose members disagree; empty where all would meet.
+  /// One sentence about the first group whose members disagree, or about ranks that wait in a circle, with their call sites; empty where all would meet.
   std::string first_disagreement() const;
 
  private:
@@ -49,12 +52,22 @@ class Agreement {
     int example = 0;
     std::map<std::string, Calls> calls;
     std::map<std::string, Messages> messages;
+    Errands errands;  ///< the same calls in one order, with the waits for them
+  };
+  /// The ranks of one name's groups: where each class has its place in them, and which classes are together in one.
+  struct Meetings {
+    std::string group;
+    std::vector<int> place_of;  ///< by class; kNobody, or kSeveral
+    std::set<std::set<int>> together;
   };
 
   uint32_t number_of(const CollectiveEvent& call);
   uint32_t site_of(const CollectiveEvent& call);
   /// Of every rank: its place in its group of this name, and a number that the members of one group share.
   std::pair<std::vector<int>, std::vector<int>> places_and_rows(const std::string& group) const;
+  std::vector<Meetings> meetings() const;
+  std::string first_difference(const Meetings& of) const;
+  std::string first_circle(const std::vector<Meetings>& all) const;
   std::string compare_calls(const std::string& group, const Class& a, const Class& b) const;
   std::string compare_messages(const std::string& group, const Class& a, int place_of_a, const Class& b, int place_of_b) const;
 

@@ -70,7 +70,7 @@ class ProgressHooks final : public nn::OperatorHooks {
 
 struct RankRun {
   RankClass ranks;
-  Events events;           ///< of the last step: its collectives, or all where they are asked for
+  Events events;           ///< of the last step: its collectives and the waits for them, or all where they are asked for
   bool consistent = true;  ///< with what the tracker saw; else the rehearsal has left something out
 };
 
@@ -159,7 +159,9 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     if (clock) result.time = clock->time();
     run.consistent = run.consistent && of_step.alive() == alive();
     if (step == kDrySteps) {
-      const auto kept = [&](const Event& event) { return options.events || std::holds_alternative<CollectiveEvent>(event.what); };
+      const auto kept = [&](const Event& event) {
+        return options.events || std::holds_alternative<CollectiveEvent>(event.what) || std::holds_alternative<WaitEvent>(event.what);
+      };
       if (rehearsal) {
         run.events = whole_step(shown, *rehearsal, kept);
       } else {
@@ -220,7 +222,9 @@ StepTime timed(const Config& config, const DryRun& run, const Machine& machine) 
   }
   StepTime time = step_time(classes, run.pipeline.actions);
   time.tokens_per_second = static_cast<double>(run.tokens_per_step) / time.seconds / run.world;
-  const auto peak = machine.device.flops.find(config.precision.compute == "bf16" ? at::kBFloat16 : config.precision.compute == "fp16" ? at::kHalf : at::kFloat);
+  const std::map<std::string, at::ScalarType> types{{"bf16", at::kBFloat16}, {"fp16", at::kHalf}, {"fp8", at::kFloat8_e4m3fn}};
+  const auto type = types.find(config.precision.compute);
+  const auto peak = machine.device.flops.find(type == types.end() ? at::kFloat : type->second);
   if (peak != machine.device.flops.end()) time.mfu = flops / time.seconds / run.world / peak->second;
   return time;
 }
@@ -346,7 +350,8 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   }
   if (options.machine) run.time = timed(config, run, *options.machine);
   const std::string problem = agreement.first_disagreement();
-  invariant(problem.empty(), "ranks of this layout would wait for each other in vain: ", problem);
+  require(problem.empty(), "mesh: ranks of this layout would wait for each other in vain: ", problem,
+          "; choose another layout, for no run of this one would end (and say so to tessera's authors)");
   try {
     validate(config, world, Purpose::Train);
   } catch (const ConfigError& e) {

@@ -80,7 +80,7 @@ struct DryRunOptions {
 /// Three steps are run: the first, in which buckets follow the order of registration; the second, in which they are made anew; and one as all others are.
 /// Peaks are over all three, collectives are those of the third. All numbers are read from the events of a step (core/events.h), and of micro-batches that do
 /// the same a few are run, where that changes no number. `config` must be validated for `world`.
-/// The classes' collectives are compared (agreement.h): InternalError where ranks that share a group would not meet in it.
+/// The classes' collectives are compared (agreement.h): ConfigError where ranks that share a group would not meet in it, or wait in a circle.
 /// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -26,6 +27,11 @@ namespace {
 constexpr size_t kFirst = 12;  ///< dry runs before climbing begins
 constexpr double kShareOfFirst = 0.5;
 
+/// Ends a dry run for which nobody waits any longer.
+struct OutOfPatience : std::runtime_error {
+  OutOfPatience() : std::runtime_error("out of patience") {}
+};
+
 double seconds_a_token(const Tried& tried) { return tried.time.seconds / static_cast<double>(tried.choice.batch); }
 
 /// Which is the better answer.
@@ -36,8 +42,11 @@ bool is_better(const Tried& a, const Tried& b) {
 
 class Search {
  public:
-  Search(const Config& config, int world, const Machine& machine, const SearchOptions& options)
-      : config_(config), world_(world), machine_(machine), options_(options), estimate_(config, world, machine), begin_(std::chrono::steady_clock::now()) {
+  using Clock = std::chrono::steady_clock;
+
+  /// `until`: a dry run that lasts longer is broken off.
+  Search(const Config& config, int world, const Machine& machine, const SearchOptions& options, Clock::time_point until)
+      : config_(config), world_(world), machine_(machine), options_(options), estimate_(config, world, machine), until_(until) {
     found_.world = world;
     found_.limit = config.run.memory_limit_bytes;
   }
@@ -50,7 +59,7 @@ class Search {
   }
 
  private:
-  double elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  double elapsed() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
   bool is_over(double share = 1) const { return elapsed() > share * static_cast<double>(options_.patience.count()); }
 
   struct Candidate {
@@ -103,7 +112,10 @@ class Search {
       const Config changed = with_settings(config_, settings_of(choice, world_));
       validate(changed, world_, Purpose::Plan);
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world_));
-      const DryRun run = dry_run(changed, world_, {.machine = machine_, .alike_stages = true});
+      const auto patient = [this](const DryRunProgress&) {
+        if (Clock::now() > until_) throw OutOfPatience();
+      };
+      const DryRun run = dry_run(changed, world_, {.machine = machine_, .alike_stages = true, .progress = patient});
       const int64_t peak = total_of(largest_class(run).peak_bytes);
       return &tried_
                   .emplace(choice, Tried{.choice = choice,
@@ -114,6 +126,9 @@ class Search {
                   .first->second;
     } catch (const ConfigError& error) {
       refused_.emplace(choice, error.what());
+      return nullptr;
+    } catch (const OutOfPatience&) {
+      found_.complete = false;
       return nullptr;
     }
   }
@@ -136,7 +151,7 @@ class Search {
   void look_at(const std::vector<Candidate>& all) {
     std::map<std::tuple<int, int, int, int>, int> looks;
     const auto mesh = [](const LayoutChoice& c) { return std::tuple(c.tp, c.pp, c.cp, c.ep); };
-    while (tried_.empty() || !is_over(kShareOfFirst)) {
+    while (found_.complete && (tried_.empty() || !is_over(kShareOfFirst))) {
       const bool enough = tried_.size() >= kFirst;
       if (enough && best()->fits) break;
       const Candidate* next = nullptr;
@@ -163,6 +178,7 @@ class Search {
           break;
         }
         const Tried* tried = look(choice);
+        if (!found_.complete) break;
         if (tried != nullptr && is_better(*tried, *better)) better = tried;
       }
       if (better == at || is_over()) break;
@@ -235,7 +251,7 @@ class Search {
     for (int64_t world = int64_t{2} * world_; world <= most && !is_over(2); world *= 2) {
       SearchOptions options = options_;
       options.patience = std::chrono::seconds(0);
-      Search other(config_, static_cast<int>(world), machine_, options);
+      Search other(config_, static_cast<int>(world), machine_, options, begin_ + 2 * options_.patience);
       const auto all = other.candidates();
       if (all.empty()) {
         found_.most_looked_at = static_cast<int>(world);
@@ -256,7 +272,7 @@ class Search {
     if (const Tried* best = found_.best()) {
       explain(*best);
       observe(*best);
-    } else {
+    } else if (found_.complete || !found_.ranked.empty()) {
       look_for_a_world();
     }
     found_.seconds = elapsed();
@@ -267,7 +283,7 @@ class Search {
   const Machine& machine_;
   const SearchOptions& options_;
   Estimator estimate_;
-  std::chrono::steady_clock::time_point begin_;
+  Clock::time_point begin_ = Clock::now(), until_;
   LayoutSearch found_{};
   std::map<LayoutChoice, Tried> tried_{};
   std::map<LayoutChoice, std::string> refused_{};
@@ -278,7 +294,7 @@ class Search {
 
 LayoutSearch search_layouts(const Config& config, int world, const Machine& machine, const SearchOptions& options) {
   require(config.run.memory_limit_bytes > 0, "--search: run.memory_limit_bytes is not set, and anything fits; set it, or name a device");
-  return Search(config, world, machine, options).run();
+  return Search(config, world, machine, options, std::chrono::steady_clock::now() + options.patience).run();
 }
 
 nlohmann::json to_json(const LayoutSearch& search) {
@@ -311,6 +327,7 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
         "a step more sequences (--batch, --max-batch), or name another number of ranks\n",
         search.world);
   }
+  if (search.ranked.empty() && !search.complete) return out + "no dry run came to its end in time; give it more (--patience)\n";
   if (best == nullptr) {
     out += fmt::format("none fits in {} a rank", format_bytes(search.limit));
     if (!search.ranked.empty()) {

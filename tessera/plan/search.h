@@ -58,7 +58,7 @@ struct SearchOptions {
 /// the step is run dry in the first of them, and then in all that differ from the best so far in one thing, as long as one of them is better. Rules of the
 /// configuration are not repeated: what they refuse is passed over. Optimizer, precision, model and data stay as they are; mesh.*, zero.stage, recompute.mode,
 /// pipeline.schedule, batch.micro_size and tensor.sequence_parallel are chosen. run.memory_limit_bytes, the device's, has to be set.
-/// Cost: dry runs, for `patience`; at least one is made.
+/// Cost: dry runs, for `patience`, after which one that has begun is broken off; where that was the first, there is nothing to rank, and `complete` is false.
 LayoutSearch search_layouts(const Config& config, int world, const Machine& machine, const SearchOptions& options = {});
 
 nlohmann::json to_json(const LayoutSearch& search);

@@ -8,6 +8,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/testing.h"
+#include "tessera/config/settle_batch.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
@@ -161,6 +162,11 @@ Config in_layout(Config config, const MeshConfig& mesh) {
   return config;
 }
 
+Config settled(Config layout) {
+  settle_batch(layout, checked_world(layout));
+  return layout;
+}
+
 Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   validate(layout, world);
   for (int rank = 0; rank < world; ++rank) device_for(layout, rank, world);  // or a refusal
@@ -179,8 +185,8 @@ Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
 }
 
 Verification::Verification(const Config& config, const MeshConfig& mesh, const VerifyOptions& options)
-    : layout_(in_layout(config, mesh)),
-      reference_(reference_of(config)),
+    : layout_(settled(in_layout(config, mesh))),
+      reference_(reference_of(layout_)),
       options_(options),
       world_(checked_world(layout_)),
       axes_(mesh_shape(layout_.mesh, layout_.zero.stage, world_)),

@@ -222,5 +222,13 @@ TEST_F(SearchTest, AlikeStagesTakeTheSameTime) {
   }
 }
 
+/// Of a large model the first dry run alone may take longer than anybody waits.
+TEST_F(SearchTest, BreaksOffADryRunThatLastsTooLong) {
+  const LayoutSearch found = search_layouts(small(), 2, machine(), {.patience = std::chrono::seconds(0)});
+  EXPECT_FALSE(found.complete);
+  EXPECT_THAT(found.ranked, IsEmpty());
+  EXPECT_THAT(to_string(found), HasSubstr("(--patience)"));
+}
+
 }  // namespace
 }  // namespace tessera::plan

@@ -43,8 +43,10 @@ constexpr std::array kEngines{
 
 const Entry& find(const std::string& backend) {
   const auto* entry = std::find_if(kEngines.begin(), kEngines.end(), [&](const Entry& e) { return e.name == backend; });
-  require(entry != kEngines.end(), "comm.backend = ", backend, ": there is no such backend; this build has ",
-          fmt::format("{}", fmt::join(engine_names(), ", ")));
+  if (entry == kEngines.end()) {  // asked for every call of a plan: what this build has is looked up where it is said
+    throw ConfigError(
+        detail::concat("comm.backend = ", backend, ": there is no such backend; this build has ", fmt::format("{}", fmt::join(engine_names(), ", "))));
+  }
   return *entry;
 }
 

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "tessera/config/config.h"
+
+namespace tessera::plan {
+
+/// A dry run of the step that `world` ranks are about to train, `local_ranks` of them on this host: throws ConfigError where a rank needs more than
+/// run.memory_limit_bytes (with the cheapest setting that would fit), where this host's ranks need more than its `host_memory` bytes (0: not asked), and where
+/// ranks would wait for each other in vain (agreement.h). Else one sentence that says what was found. Cost: a dry run; where it does not fit, those of
+/// find_fit.
+std::string preflight(const Config& config, int world, int local_ranks, int64_t host_memory);
+
+}  // namespace tessera::plan
