@@ -299,6 +299,7 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
       for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
       Config config = planned(one, framework).config;
       if (device) limit_to(*device, config);
+      settle_batch(config, one.world);
       validate(config, one.world, Purpose::Plan);
       precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
