@@ -138,7 +138,8 @@ def ranking(scored: list[Scored]) -> str:
         regrets.append(first.run.seconds / min(s.run.seconds for s in members) - 1)
         taus.append(kendall([(s.seconds, s.run.seconds) for s in members]))
     return (f"\nRanking, {len(groups)} groups of five and more layouts of one model, devices and batch: the layout foretold to be fastest takes "
-            f"{100 * statistics.median(regrets):.1f}% (median; mean {100 * statistics.mean(regrets):.1f}%, p90 {100 * quantile(regrets, 0.9):.1f}%) more than the best measured; "
+            f"{100 * statistics.median(regrets):.1f}% (median; mean {100 * statistics.mean(regrets):.1f}%, p90 {100 * quantile(regrets, 0.9):.1f}%) "
+            "more than the best measured; "
             f"Kendall's tau {statistics.median(taus):.2f} (median; mean {statistics.mean(taus):.2f}).\n")
 
 
@@ -184,8 +185,9 @@ def memory_section(runs: list[Run], answers: list[dict]) -> str:
     if not count:
         return ""
     text = f"### Reserved memory\n{HEAD}\n" + row("with the fitted reserve", errors(fitted)) + "\n" + row("without", errors(plain)) + "\n"
-    return text + (f"\nFeasibility of {count} runs, {ran} of which ran: {100 * right / count:.1f}% right; foretold to fail and ran: {100 * alarms / max(1, ran):.1f}% of those "
-                   f"that ran; foretold to fit and failed: {100 * misses / max(1, count - ran):.1f}% of those that failed.\n\n")
+    return text + (f"\nFeasibility of {count} runs, {ran} of which ran: {100 * right / count:.1f}% right; "
+                   f"foretold to fail and ran: {100 * alarms / max(1, ran):.1f}% of those that ran; "
+                   f"foretold to fit and failed: {100 * misses / max(1, count - ran):.1f}% of those that failed.\n\n")
 
 
 def all_reduces(path: Path, tessera: str) -> str:
@@ -219,8 +221,8 @@ multiplies all times of a table by one number, that of its plainest run; **const
 suits the table best. Errors are relative to what was measured. Our own memory, which is exact to the byte, is in [planning.md](planning.md#how-exact).
 
 What "cold" owes to these tables, and to none of their rows alone: the launch cost of an operator under eager PyTorch (30 to 40 us, from the runs of the two
-sweeps that the host decides), what Nanotron's collectives cost its host (140 us, and with stages 300 us a rank: a floor of some 4 + 2.85 tp milliseconds a layer
-and micro-batch that is the same for models of 1 to 80 billion parameters), 6% that each further host takes of that cluster's network, and the 75% that products
+sweeps that the host decides), what Nanotron's collectives cost its host (140 us, and with stages 300 us a rank: a floor of some 4 + 2.85 tp ms a layer and
+micro-batch that is the same for models of 1 to 80 billion parameters), 6% that each further host takes of that cluster's network, and the 75% that products
 reach on an H100, where the best shape reaches 80%. `reserve`, of memory, is fitted to the sweep's median. Megatron-LM's file was written without a look at its
 tables, and those of torchtitan as well.
 

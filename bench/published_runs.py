@@ -94,7 +94,8 @@ def sweep_a100(table: dict) -> list[Run]:
         micro = row["micro_batch_size_seqs"]
         runs.append(Run("a100-80gb", "megatron-deepspeed", row["num_gpus"],
                         gpt(row, 50304) + layout(row["tp"], row["pp"], row["dp"], 0, micro, row["global_batch_size_seqs"]), seconds=row["iter_time_s"],
-                        group=f"{row['num_layers']} {row['hidden_size']} {row['num_gpus']} {row['global_batch_size_seqs']}", plainness=plainness(row, row["global_batch_size_seqs"]),
+                        group=f"{row['num_layers']} {row['hidden_size']} {row['num_gpus']} {row['global_batch_size_seqs']}",
+                        plainness=plainness(row, row["global_batch_size_seqs"]),
                         regime=f"tp {row['tp']}"))
     return runs
 
@@ -103,7 +104,8 @@ def torchtitan(table: dict) -> list[Run]:
     runs = []
     for row in table["rows"]:
         compiled = row.get("compile")
-        run = Run("h200" if "H200" in row["gpu"] else "h100", "torchtitan-compile" if compiled else "torchtitan", row["num_gpus"], [], row["iter_time_s_derived"],
+        run = Run("h200" if "H200" in row["gpu"] else "h100", "torchtitan-compile" if compiled else "torchtitan", row["num_gpus"], [],
+                  row["iter_time_s_derived"],
                   regime="compiled" if compiled else "eager", plainness=plainness(row, row["global_batch_size_seqs"]))
         if row["precision"] != "bf16":
             run.unsupported = "float8 products by module"
@@ -118,7 +120,8 @@ def megatron(table: dict) -> list[Run]:
     runs = []
     for row in table["rows"]:
         micro = row.get("micro_batch_size_seqs_bigscience_note") or row.get("micro_batch_size_seqs")
-        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], row["iter_time_s_derived"], regime=f"table {row['table']}", plainness=plainness(row, row["global_batch_size_seqs"]))
+        run = Run("a100-80gb", "megatron-lm", row["num_gpus"], [], row["iter_time_s_derived"], regime=f"table {row['table']}",
+                  plainness=plainness(row, row["global_batch_size_seqs"]))
         if row["zero_stage"] == 3:
             run.unsupported = "ZeRO 3 of DeepSpeed, of which there is no file"
         run.sets = gpt(row, row["vocab_size"]) + layout(row["tp"], row["pp"], row["dp"], row["zero_stage"], micro, row["global_batch_size_seqs"])
