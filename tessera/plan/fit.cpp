@@ -29,6 +29,7 @@ struct Choice {
 
 constexpr int kShardState = 1, kShardGradients = 2, kShardParameters = 8;       // stages 1, 2 and 3; above 1 accumulation sends more, stage 3 gathers twice
 constexpr int kOffload = 16;                                                    // slices cross to the device with every unit, and the host updates them
+constexpr int kState = 12, kStateAndGradients = 13;                             // a gradient out and a parameter back; with each micro-batch
 constexpr int kHalfMicroBatch = 4;                                              // products of half the size are less efficient
 constexpr int kSelective = 3, kFull = 10;                                       // a share of the FLOPs, and up to a third of them
 constexpr int kOneForwardOneBackward = 1, kHalfMemory = 3, kThirdOfMemory = 5;  // larger bubbles
@@ -49,6 +50,10 @@ std::vector<Choice> stages(const Config& config, int world) {
     choices.push_back(std::move(choice));
   }
   if (config.offload.params.is("host")) return choices;
+  if (config.offload.optimizer.is("device")) {
+    choices.push_back({.sets = {"offload.optimizer=host"}, .price = kState});
+    if (size_along(shape, roles.tokens) == 1) choices.push_back({.sets = {"offload.gradients=host", "offload.optimizer=host"}, .price = kStateAndGradients});
+  }
   Choice host{.price = kOffload};  // of one rank, too
   if (config.zero.stage < 3) {
     host = {.sets = {"zero.stage=3"}, .price = kOffload + kShardParameters};

@@ -16,6 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::UnorderedElementsAreArray;
 using Sets = std::vector<std::string>;
 
 class Fit : public testing_support::TrainFixture {
@@ -34,18 +35,25 @@ TEST_F(Fit, CheapSettingsComeFirst) {
                              {"batch.micro_size=1"},
                              {"batch.micro_size=1", "recompute.mode=selective"},
                              {"recompute.mode=full"},
-                             {"batch.micro_size=1", "recompute.mode=full"},
-                             on_host};
-  for (size_t i = 0; i < 5; ++i) expected.push_back(and_also(on_host, expected[i]));
-  EXPECT_EQ(alone, expected);
+                             {"batch.micro_size=1", "recompute.mode=full"}};
+  const Sets state{"offload.optimizer=host"}, streamed{"offload.gradients=host", "offload.optimizer=host"};
+  EXPECT_EQ(std::vector(alone.begin(), alone.begin() + 4), std::vector(expected.begin(), expected.begin() + 4));
+  EXPECT_EQ(alone[4], state);
+  EXPECT_EQ(alone[5], streamed);
+  EXPECT_EQ(alone[6], expected[4]);
+  for (const Sets& away : {state, streamed, on_host}) {
+    expected.push_back(away);
+    for (size_t i = 0; i < 5; ++i) expected.push_back(and_also(away, expected[i]));
+  }
+  EXPECT_THAT(alone, UnorderedElementsAreArray(expected));
   const auto four = plan::cheaper_settings(config("llama"), 4);
-  EXPECT_EQ(four.size(), 5u * 2 * 3 - 1);
+  EXPECT_EQ(four.size(), 6u * 2 * 3 - 1);
   EXPECT_EQ(four[0], Sets{"zero.stage=1"});
   EXPECT_EQ(four[1], Sets{"zero.stage=2"});
   EXPECT_EQ(four.back(), and_also(on_host, {"batch.micro_size=1", "recompute.mode=full"}));
   EXPECT_THAT(four, Contains(Sets{"zero.stage=3", "batch.micro_size=1", "recompute.mode=full"}));
   const Sets smallest{"batch.micro_size=1", "recompute.mode=full"};
-  EXPECT_THAT(plan::cheaper_settings(config("llama", smallest), 1), ElementsAre(on_host));
+  EXPECT_THAT(plan::cheaper_settings(config("llama", smallest), 1), ElementsAre(state, streamed, on_host));
   EXPECT_THAT(plan::cheaper_settings(config("llama", and_also(on_host, smallest)), 1), IsEmpty());
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=3"}), 2), Contains(Sets(on_host.begin() + 1, on_host.end())));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"zero.stage=2"}), 2), Not(Contains(Contains("zero.stage=1"))));
@@ -73,7 +81,7 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   EXPECT_LE(total_of(alone.best()->peak), full);
   const auto none = plan::find_fit(settings, 1, 1000);
   EXPECT_FALSE(none.fits);
-  EXPECT_EQ(none.tried.size(), 11u);
+  EXPECT_EQ(none.tried.size(), 23u);
   for (const auto& setting : none.tried) EXPECT_GE(total_of(setting.peak), total_of(none.best()->peak));
   const auto impatient = plan::find_fit(settings, 2, 1000, std::chrono::seconds(0));
   EXPECT_FALSE(impatient.complete);
@@ -95,7 +103,7 @@ TEST_F(Fit, AddsUpWhatAllRanksComputeAndSend) {
 TEST_F(Fit, PassesOverWhatTheRulesRefuse) {
   const auto search = plan::find_fit(config("llama", {"run.deterministic=true"}), 2, 1000);
   for (const auto& setting : search.tried) EXPECT_THAT(plan::flags_of(setting.sets), Not(HasSubstr("zero.stage")));
-  EXPECT_EQ(search.tried.size(), 5u);
+  EXPECT_EQ(search.tried.size(), 11u);
 }
 
 // What is predicted is what a run needs, to the byte: at that limit it trains, a byte below it does not.

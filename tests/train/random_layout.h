@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <filesystem>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -44,6 +45,7 @@ class LayoutDice : private Dice {
     draw_precision();
     draw_optimizer();
     draw_rest();
+    draw_offload();  // last, so that what a seed draws besides is what it was
     return {.family = family_, .sets = std::move(sets_)};
   }
 
@@ -246,6 +248,29 @@ class LayoutDice : private Dice {
     set_once_in(5, "comm.check", "true");
     if (once_in(6)) set("comm.algorithm", word({"all_reduce=ring", "all_reduce=binomial_tree", "all_gather=ring,reduce_scatter=ring"}));
     set("run.seed", below(100));
+  }
+
+  /// Bits stay what they are. State on disk lies in a file without a name.
+  void draw_offload() {
+    if (once_in(6)) {
+      set("offload.activations", word({"host", "disk"}));
+      set("offload.min_bytes", 256);
+      set_once_in(2, "offload.prefetch", "0");
+    }
+    if (pp_ == 1 && once_in(6)) {
+      set("pipeline.virtual_stages", 2 + below(2));
+      set("pipeline.schedule", "breadth_first");
+    }
+    const bool decided = std::ranges::any_of(sets_, [](const std::string& set) { return set.starts_with("offload.optimizer"); });
+    if (!decided && once_in(3)) {
+      set("offload.optimizer", word({"host", "disk"}));
+      if (once_in(3)) {
+        set("offload.update", "device");
+      } else if (replicate_ * shard_ * cp_ == 1 && stage_ < 3 && once_in(2)) {
+        set("offload.gradients", "host");
+      }
+    }
+    set("offload.dir", std::filesystem::temp_directory_path().string());
   }
 
   const std::string lines_;
