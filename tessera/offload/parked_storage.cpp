@@ -86,6 +86,10 @@ void ParkedStorage::copy_in() {
 const at::Storage& ParkedStorage::restored() {
   require(!writes_.enabled() || writes_.current_version() == version_, "offload.activations: a tensor of ", bytes_,
           " bytes that backward needs was changed in place after it was saved; change a copy");
+  return brought();
+}
+
+const at::Storage& ParkedStorage::brought() {
   fetch();
   if (!device_.defined()) {
     depot_->file->wait(read_);
@@ -98,8 +102,9 @@ const at::Storage& ParkedStorage::restored() {
   return device_.storage();
 }
 
+/// Its version says nothing: a master counts its writes with the weight that it was made from.
 void ParkedStorage::refill(const at::Tensor& tensor) {
-  restored();
+  brought();
   c10::StorageImpl* const back = device_.storage().unsafeGetStorageImpl();
   tensor.storage().unsafeGetStorageImpl()->set_data_ptr(back->set_data_ptr(at::DataPtr(nullptr, device_.device())));
 }

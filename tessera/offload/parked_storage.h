@@ -57,6 +57,7 @@ class ParkedStorage {
   void refill(const at::Tensor& tensor);
 
  private:
+  const at::Storage& brought();
   void copy_in();
 
   std::shared_ptr<Depot> depot_;
