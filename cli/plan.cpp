@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/plan_pictures.h"
 #include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -48,6 +49,7 @@ struct PlanFlags {
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
   std::string output;
+  PlanPictures pictures;
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
@@ -192,8 +194,17 @@ void check_search(const PlanFlags& flags) {
   }
 }
 
+/// The best layout's own plan, with all that a picture needs.
+void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanFlags& flags, const plan::Device& device) {
+  const auto run = plan::dry_run(winner, found.world, {.machine = plan::machine_of(device), .history = true});
+  nlohmann::json json = json_of(run, winner, device);
+  json["search"] = plan::to_json(found);
+  flags.pictures.write({.config = winner, .run = run, .device = &device, .search = &found, .json = std::move(json)});
+}
+
 /// Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
-int say_search(const Config& config, const PlanFlags& flags, const plan::Machine& machine) {
+int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device) {
+  const plan::Machine machine = plan::machine_of(device);
   const auto found = [&] {
     ProgressLine line;
     plan::SearchOptions options{.progress = [&](const std::string& text) { line.say(text); }};
@@ -209,6 +220,9 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Machine
     winner.run.memory_limit_bytes = 0;  // the device's own
     write_text_file("--output " + flags.output, flags.output, to_toml(winner));
     if (!flags.json) text += flags.output + ": written\n";
+  }
+  if (best != nullptr && flags.pictures.asked()) {
+    draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device);
   }
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);
@@ -238,8 +252,11 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--max-batch", flags->max_batch, "With --search: the step is chosen, too, of powers of two up to this; the fastest for a token is first");
   command.add_option("--patience", flags->patience, "With --search: seconds after which no further layout is run dry (20)");
   command.add_option("-o,--output", flags->output, "With --search: where the configuration of the best goes (TOML)");
+  flags->pictures.add_options(command);
   command.when_chosen([flags, &exit_code] {
     check_search(*flags);
+    require(!flags->pictures.asked() || !(flags->explain || flags->longest), "--report and --trace: draw a plan; leave out --explain and --longest");
+    flags->pictures.check(flags->what, !flags->device.empty());
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     plan::Preset what = planned(*flags);
@@ -260,7 +277,7 @@ void add_plan(Command app, int& exit_code) {
       return;
     }
     if (flags->search) {
-      exit_code = say_search(config, *flags, plan::machine_of(*device));
+      exit_code = say_search(config, *flags, *device);
       return;
     }
     if (flags->longest) {
@@ -271,10 +288,14 @@ void add_plan(Command app, int& exit_code) {
     const auto run = [&] {
       ProgressLine line;
       const auto machine = device ? std::optional(plan::machine_of(*device)) : std::nullopt;
-      return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
+      return plan::dry_run(config, flags->world,
+                           {.events = flags->events, .machine = machine, .history = !flags->pictures.report.empty(), .progress = std::ref(line)});
     }();
     std::string text = flags->json ? json_of(run, config, device).dump(2) + "\n" : plan::to_string(run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
+    if (flags->pictures.asked()) {
+      flags->pictures.write({.config = config, .run = run, .device = device ? &*device : nullptr, .json = json_of(run, config, device)});
+    }
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });
