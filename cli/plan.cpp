@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/plan_pictures.h"
 #include "tessera/config/detail.h"
 #include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
@@ -55,6 +56,7 @@ struct PlanFlags {
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
   std::string output, tokens;
+  PlanPictures pictures;
 };
 
 /// A file has no name that speaks of a number of parameters, and no source.
@@ -228,94 +230,108 @@ void check_search(const PlanFlags& flags) {
   }
 }
 
+/// The best layout's own plan, with all that a picture needs.
+void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanFlags& flags, const plan::Device& device) {
+  const auto run = plan::dry_run(winner, found.world, {.machine = plan::machine_of(device), .history = true});
+  nlohmann::json json = json_of(run, winner, device, std::nullopt);
+  json["search"] = plan::to_json(found);
+  flags.pictures.write({.config = winner, .run = run, .device = &device, .search = &found, .json = std::move(json)});
+}
+
 /// Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
-int say_search(const Config& config, const PlanFlags& flags, const plan::Machine& machine) {
-  const auto found = [&] {
-    ProgressLine line;
-    plan::SearchOptions options{.progress = [&](const std::string& text) { line.say(text); }};
-    if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
-    if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
-    return plan::search_layouts(config, flags.world, machine, options);
-  }();
-  const plan::Tried* best = found.best();
-  std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
-  if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
-  if (best != nullptr && !flags.output.empty()) {
-    Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
-    winner.run.memory_limit_bytes = 0;  // the device's own
-    write_text_file("--output " + flags.output, flags.output, to_toml(winner));
-    if (!flags.json) text += flags.output + ": written\n";
-  }
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
-  return best != nullptr ? 0 : 1;
-}
-
-plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
-  plan::Machine machine = plan::machine_of(device);
-  return framework ? plan::driven(*framework, config, machine) : machine;
-}
-
-/// Guards that a plan of this framework opens, on this thread.
-std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::Framework>& framework) {
-  return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
-}
-
-std::vector<std::string> lines_of(const std::string& path) {
-  require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
-  std::vector<std::string> lines;
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) lines.push_back(line);
-  return lines;
-}
-
-/// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
-nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
-  require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
-  const auto bytes = asked.get<int64_t>();
-  std::vector<int> ranks(static_cast<size_t>(world));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
+int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device) {
   const plan::Machine machine = plan::machine_of(device);
-  return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
-}
-
-/// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
-void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
-  for (const std::string& line : lines_of(flags.layouts)) {
-    nlohmann::json answer;
-    try {
-      const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-      require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
-              "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
-      PlanFlags one = flags;
-      one.world = layout.value("world", flags.world);
-      require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
-      if (layout.contains("all_reduce")) {
-        require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
-        std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
-        continue;
+  const auto found =
+      [&] {
+        ProgressLine line;
+        int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
+          if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
+          return plan::search_layouts(config, flags.world, machine, options);
+        }
+        ();
+        const plan::Tried* best = found.best();
+        std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
+        if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
+        if (best != nullptr && !flags.output.empty()) {
+          Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
+          winner.run.memory_limit_bytes = 0;  // the device's own
+          write_text_file("--output " + flags.output, flags.output, to_toml(winner));
+          if (!flags.json) text += flags.output + ": written\n";
+        }
+        if (best != nullptr && flags.pictures.asked()) {
+          draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device);
+        }
+        std::fputs(text.c_str(), stdout);
+        std::fflush(stdout);
+        return best != nullptr ? 0 : 1;
       }
-      for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
-      Config config = planned(one, framework).config;
-      if (device) limit_to(*device, config);
-      settle_batch(config, one.world);
-      validate(config, one.world, Purpose::Plan);
-      precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
-      const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
-      answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
-      int64_t peak = 0;
-      for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
-      answer["peak_bytes"] = peak;
-      answer.erase("ranks");
-      answer.erase("pipeline");
-    } catch (const std::exception& error) {
-      answer = {{"refused", error.what()}};
-    }
-    std::printf("%s\n", answer.dump().c_str());
-    std::fflush(stdout);
+
+  plan::Machine
+  machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
+    plan::Machine machine = plan::machine_of(device);
+    return framework ? plan::driven(*framework, config, machine) : machine;
   }
-}
+
+  /// Guards that a plan of this framework opens, on this thread.
+  std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::Framework>& framework) {
+    return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
+  }
+
+  std::vector<std::string> lines_of(const std::string& path) {
+    require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
+    std::vector<std::string> lines;
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) lines.push_back(line);
+    return lines;
+  }
+
+  /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
+  nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
+    require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
+    const auto bytes = asked.get<int64_t>();
+    std::vector<int> ranks(static_cast<size_t>(world));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
+    const plan::Machine machine = plan::machine_of(device);
+    return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
+  }
+
+  /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
+  void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
+    for (const std::string& line : lines_of(flags.layouts)) {
+      nlohmann::json answer;
+      try {
+        const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+        require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
+                "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
+        PlanFlags one = flags;
+        one.world = layout.value("world", flags.world);
+        require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
+        if (layout.contains("all_reduce")) {
+          require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
+          std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
+          continue;
+        }
+        for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
+        Config config = planned(one, framework).config;
+        if (device) limit_to(*device, config);
+        settle_batch(config, one.world);
+        validate(config, one.world, Purpose::Plan);
+        precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
+        const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
+        answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
+        int64_t peak = 0;
+        for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
+        answer["peak_bytes"] = peak;
+        answer.erase("ranks");
+        answer.erase("pipeline");
+      } catch (const std::exception& error) {
+        answer = {{"refused", error.what()}};
+      }
+      std::printf("%s\n", answer.dump().c_str());
+      std::fflush(stdout);
+    }
+  }
 
 }  // namespace
 
@@ -345,8 +361,11 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--max-batch", flags->max_batch, "With --search: the step is chosen, too, of powers of two up to this; the fastest for a token is first");
   command.add_option("--patience", flags->patience, "With --search: seconds after which no further layout is run dry (20)");
   command.add_option("-o,--output", flags->output, "With --search: where the configuration of the best goes (TOML)");
+  flags->pictures.add_options(command);
   command.when_chosen([flags, &exit_code] {
     check_search(*flags);
+    require(!flags->pictures.asked() || !(flags->explain || flags->longest), "--report and --trace: draw a plan; leave out --explain and --longest");
+    flags->pictures.check(flags->what, !flags->device.empty());
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     std::optional<plan::Framework> framework;
@@ -383,7 +402,7 @@ void add_plan(Command app, int& exit_code) {
       return;
     }
     if (flags->search) {
-      exit_code = say_search(config, *flags, machine_for(*device, framework, config));
+      exit_code = say_search(config, *flags, *device, machine_for(*device, framework, config));
       return;
     }
     if (flags->longest) {
@@ -394,7 +413,8 @@ void add_plan(Command app, int& exit_code) {
     const auto run = [&] {
       ProgressLine line;
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
-      return plan::dry_run(config, flags->world, {.events = flags->events, .machine = machine, .progress = std::ref(line)});
+      return plan::dry_run(config, flags->world,
+                           {.events = flags->events, .machine = machine, .history = !flags->pictures.report.empty(), .progress = std::ref(line)});
     }();
     const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
     std::optional<plan::WholeRun> all;
@@ -402,6 +422,9 @@ void add_plan(Command app, int& exit_code) {
     std::string text =
         flags->json ? json_of(run, config, device, framework, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
+    if (flags->pictures.asked()) {
+      flags->pictures.write({.config = config, .run = run, .device = device ? &*device : nullptr, .json = json_of(run, config, device, framework, all)});
+    }
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

@@ -4,33 +4,11 @@
 
 #include <fmt/format.h>
 
+#include "tessera/core/markup.h"
 #include "tessera/core/text_file.h"
 
 namespace tessera {
 namespace {
-
-std::string escaped(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      default:
-        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-  }
-  return out;
-}
 
 /// Hundredths of a pixel are enough, and keep files small.
 std::string number(double value) {
@@ -52,7 +30,7 @@ Svg::Svg(double width, double height) : width_(width), height_(height) {}
 
 Svg& Svg::rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip) {
   body_ << "<rect x=\"" << number(x) << "\" y=\"" << number(y) << "\" width=\"" << number(width) << "\" height=\"" << number(height) << "\" fill=\""
-        << escaped(fill) << "\"";
+        << escape_markup(fill) << "\"";
   return end("rect", tooltip);
 }
 
@@ -60,30 +38,30 @@ Svg& Svg::end(std::string_view element, std::string_view tooltip) {
   if (tooltip.empty()) {
     body_ << "/>\n";
   } else {
-    body_ << "><title>" << escaped(tooltip) << "</title></" << element << ">\n";
+    body_ << "><title>" << escape_markup(tooltip) << "</title></" << element << ">\n";
   }
   return *this;
 }
 
 Svg& Svg::line(double x1, double y1, double x2, double y2, std::string_view stroke, double width) {
-  body_ << "<line x1=\"" << number(x1) << "\" y1=\"" << number(y1) << "\" x2=\"" << number(x2) << "\" y2=\"" << number(y2) << "\" stroke=\"" << escaped(stroke)
+  body_ << "<line x1=\"" << number(x1) << "\" y1=\"" << number(y1) << "\" x2=\"" << number(x2) << "\" y2=\"" << number(y2) << "\" stroke=\"" << escape_markup(stroke)
         << "\" stroke-width=\"" << number(width) << "\"/>\n";
   return *this;
 }
 
 Svg& Svg::polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width) {
-  body_ << "<polyline fill=\"none\" stroke=\"" << escaped(stroke) << "\" stroke-width=\"" << number(width) << "\"" << points_attribute(points);
+  body_ << "<polyline fill=\"none\" stroke=\"" << escape_markup(stroke) << "\" stroke-width=\"" << number(width) << "\"" << points_attribute(points);
   return end("polyline", {});
 }
 
 Svg& Svg::polygon(const std::vector<std::pair<double, double>>& points, std::string_view fill, std::string_view tooltip) {
-  body_ << "<polygon fill=\"" << escaped(fill) << "\"" << points_attribute(points);
+  body_ << "<polygon fill=\"" << escape_markup(fill) << "\"" << points_attribute(points);
   return end("polygon", tooltip);
 }
 
 Svg& Svg::text(double x, double y, std::string_view text, TextStyle style) {
-  body_ << "<text x=\"" << number(x) << "\" y=\"" << number(y) << "\" font-size=\"" << number(style.size) << "\" fill=\"" << escaped(style.color)
-        << "\" text-anchor=\"" << escaped(style.anchor) << "\"" << (style.bold ? " font-weight=\"bold\"" : "") << ">" << escaped(text) << "</text>\n";
+  body_ << "<text x=\"" << number(x) << "\" y=\"" << number(y) << "\" font-size=\"" << number(style.size) << "\" fill=\"" << escape_markup(style.color)
+        << "\" text-anchor=\"" << escape_markup(style.anchor) << "\"" << (style.bold ? " font-weight=\"bold\"" : "") << ">" << escape_markup(text) << "</text>\n";
   return *this;
 }
 

@@ -24,6 +24,7 @@
 #include "tessera/plan/cpu_memory.h"
 #include "tessera/plan/rank_classes.h"
 #include "tessera/plan/rehearsal.h"
+#include "tessera/plan/step_history.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/memory_watch.h"
 #include "tessera/train/stepper.h"
@@ -147,9 +148,11 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     EventReader of_step(before);
     std::optional<RankClock> clock;
     if (options.machine && step == kDrySteps) clock.emplace(*options.machine, groups_placed(config, mesh, *options.machine), channel_names(stepper.run()));
+    StepHistory history(before.device);
     const auto read = [&](const Event& event) {
       of_step.read(event);
       if (clock) clock->read(event);
+      if (options.history && step == kDrySteps) history.read(event, of_step.alive().device, clock ? std::optional(clock->now()) : std::nullopt);
     };
     if (rehearsal) {
       for_each_event(shown, *rehearsal, [&](const Event& event, int, int) { read(event); });
@@ -157,6 +160,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
       std::ranges::for_each(shown, read);
     }
     if (clock) result.time = clock->time();
+    if (options.history && step == kDrySteps) result.history = std::move(history).take();
     run.consistent = run.consistent && of_step.alive() == alive();
     if (step == kDrySteps) {
       const auto kept = [&](const Event& event) {
@@ -170,6 +174,10 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
       result.hardware_flops = of_step.flops();
       result.recomputed_flops = of_step.recomputed_flops();
       result.collectives = collectives_of(run.events);
+      if (options.machine) {
+        const auto place = groups_placed(config, mesh, *options.machine);
+        for (const auto& sum : result.collectives) result.places.try_emplace(sum.axis, place(sum.axis));
+      }
     }
     if (total_of(of_step.peak().host) > total_of(result.host_bytes)) result.host_bytes = of_step.peak().host;
     if (total_of(of_step.peak().device) <= peak) continue;

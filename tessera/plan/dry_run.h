@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,19 +21,21 @@ namespace tessera::plan {
 /// Ranks that do the same step.
 struct RankClass {
   int64_t count = 0;
-  std::vector<int> examples;               ///< the first few of them
-  int64_t micro_batches = 0;               ///< per step, padding included
-  int pipeline_rank = 0;                   ///< along mesh.pp
-  int64_t parameters = 0;                  ///< elements held
-  MemoryByCategory peak_bytes{};           ///< at the moment of the largest total over the dry steps
-  MemoryByCategory host_bytes{};           ///< beside the device (offload), when most was there
-  std::vector<MemoryBlock> largest;        ///< alive then, the largest first (DryRunOptions::largest)
-  std::vector<CollectiveSum> collectives;  ///< of one step, in the order of their first call
-  double flops = 0;                        ///< model FLOPs of one step (see docs/planning.md)
-  double hardware_flops = 0;               ///< of the matrix products that a step runs, what is computed again included
-  double recomputed_flops = 0;             ///< of those, what recompute runs again
-  Events events;                           ///< of one step (DryRunOptions::events)
-  RankTime time;                           ///< of one step (DryRunOptions::machine)
+  std::vector<int> examples;                ///< the first few of them
+  int64_t micro_batches = 0;                ///< per step, padding included
+  int pipeline_rank = 0;                    ///< along mesh.pp
+  int64_t parameters = 0;                   ///< elements held
+  MemoryByCategory peak_bytes{};            ///< at the moment of the largest total over the dry steps
+  MemoryByCategory host_bytes{};            ///< beside the device (offload), when most was there
+  std::vector<MemoryBlock> largest;         ///< alive then, the largest first (DryRunOptions::largest)
+  std::vector<CollectiveSum> collectives;   ///< of one step, in the order of their first call
+  double flops = 0;                         ///< model FLOPs of one step (see docs/planning.md)
+  double hardware_flops = 0;                ///< of the matrix products that a step runs, what is computed again included
+  double recomputed_flops = 0;              ///< of those, what recompute runs again
+  Events events;                            ///< of one step (DryRunOptions::events)
+  RankTime time;                            ///< of one step (DryRunOptions::machine)
+  std::map<std::string, Placement> places;  ///< where the ranks of each group lie (the same)
+  MemoryHistory history;                    ///< of one step (DryRunOptions::history)
 };
 
 /// How many sequences make up a step: those of a forward pass, times the ranks that are dealt others, times their passes.
@@ -71,6 +74,7 @@ struct DryRunOptions {
   bool largest = false;              ///< the largest tensors at the peak, too, for some 2 us an operator
   bool events = false;               ///< all that a step does, too
   std::optional<Machine> machine{};  ///< what a step takes on it, too
+  bool history = false;              ///< what is alive over the step, too, in seconds of the machine, or else in operators (step_history.h)
   bool alike_stages = false;         ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
   bool rehearse = true;              ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second

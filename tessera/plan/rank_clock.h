@@ -46,6 +46,7 @@ class RankClock {
 
   void read(const Event& event);
   RankTime time() const;
+  double now() const { return end(); }  ///< seconds since the step began: all up to here is asked for and computed
 
  private:
   void run(const OperatorEvent& ran);

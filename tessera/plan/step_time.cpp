@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include "tessera/core/error.h"
-#include "tessera/pipeline/schedules/simulate.h"
 
 namespace tessera::plan {
 namespace {
@@ -28,28 +27,39 @@ schedules::StageCosts stage_costs(const RankTime& time, int stage) {
   return costs;
 }
 
-}  // namespace
-
-StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline) {
-  invariant(!classes.empty(), "a step without ranks");
+/// Of each rank of the pipeline.
+std::vector<const RankTime*> slowest_of(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline) {
   std::vector<const RankTime*> slowest(std::max<size_t>(1, pipeline.actions.size()), nullptr);
   for (const TimedClass& each : classes) {
     const RankTime*& known = slowest.at(static_cast<size_t>(each.pipeline_rank));
     if (known == nullptr || each.time->step > known->step) known = each.time;
   }
-  const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
-  StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked};
-  if (pipeline.actions.empty()) return step;
+  return slowest;
+}
+
+}  // namespace
+
+schedules::Costs pipeline_costs(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline) {
+  const auto slowest = slowest_of(classes, pipeline);
   schedules::Costs costs;
-  double before = 0, after = 0;
   for (int stage = 0; stage < pipeline.stages(); ++stage) {
     const RankTime* time = slowest.at(static_cast<size_t>(pipeline.rank_of[static_cast<size_t>(stage)]));
     invariant(time != nullptr, "no class holds stage ", stage);
     costs.stages.push_back(stage_costs(*time, stage));
     costs.communication = std::max(costs.communication, time->message);
-    before = std::max(before, time->before);
-    after = std::max(after, time->after);
   }
+  return costs;
+}
+
+StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline) {
+  invariant(!classes.empty(), "a step without ranks");
+  const auto slowest = slowest_of(classes, pipeline);
+  const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
+  StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked};
+  if (pipeline.actions.empty()) return step;
+  const schedules::Costs costs = pipeline_costs(classes, pipeline);
+  double before = 0, after = 0;
+  for (const RankTime* time : slowest) before = std::max(before, time->before), after = std::max(after, time->after);
   step.seconds = before + measure(pipeline, simulate(pipeline, costs)).makespan + after;
   step.bubble = std::max(0.0, step.seconds - decides.step);
   return step;

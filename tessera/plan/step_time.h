@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/pipeline/schedules/schedule.h"
+#include "tessera/pipeline/schedules/simulate.h"
 #include "tessera/plan/rank_clock.h"
 
 namespace tessera::plan {
@@ -31,6 +32,9 @@ struct TimedClass {
 /// Without a pipeline, whose actions are empty then, the slowest class decides. With one, stages' actions cost what the slowest class of their rank took, the
 /// schedule is simulated with them and with messages between its stages, and what ranks do before and behind it stands before and behind.
 StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline = {});
+
+/// What the actions of `pipeline`, and its messages, cost by the slowest class of each of its ranks: seconds.
+schedules::Costs pipeline_costs(const std::vector<TimedClass>& classes, const schedules::Schedule& pipeline);
 
 nlohmann::json to_json(const StepTime& time);
 std::string to_string(const StepTime& time);
