@@ -224,7 +224,9 @@ What "cold" owes to these tables, and to none of their rows alone: the launch co
 sweeps that the host decides), what Nanotron's collectives cost its host (140 us, and with stages 300 us a rank: a floor of some 4 + 2.85 tp ms a layer and
 micro-batch that is the same for models of 1 to 80 billion parameters), 6% that each further host takes of that cluster's network, and the 75% that products
 reach on an H100, where the best shape reaches 80%. `reserve`, of memory, is fitted to the sweep's median. Megatron-LM's file was written without a look at its
-tables, and those of torchtitan as well.
+tables, and those of torchtitan as well. Rows of the
+two sweeps that are scored here were looked at, too, while these numbers were chosen (three to five tries each), so their scores say how well the model can
+fit, and the tables after them how it carries over. The anchor (the run with most to compute) and what counts as unsupported were settled after first scores.
 
 """
 

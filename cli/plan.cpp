@@ -239,99 +239,96 @@ void draw_search(const plan::LayoutSearch& found, const Config& winner, const Pl
 }
 
 /// Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
-int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device) {
+int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
+  const auto found = [&] {
+    ProgressLine line;
+    plan::SearchOptions options{.progress = [&](const std::string& text) { line.say(text); }};
+    if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
+    if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
+    return plan::search_layouts(config, flags.world, machine, options);
+  }();
+  const plan::Tried* best = found.best();
+  std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
+  if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
+  if (best != nullptr && !flags.output.empty()) {
+    Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
+    winner.run.memory_limit_bytes = 0;  // the device's own
+    write_text_file("--output " + flags.output, flags.output, to_toml(winner));
+    if (!flags.json) text += flags.output + ": written\n";
+  }
+  if (best != nullptr && flags.pictures.asked()) {
+    draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device);
+  }
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+  return best != nullptr ? 0 : 1;
+}
+
+plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
+  plan::Machine machine = plan::machine_of(device);
+  return framework ? plan::driven(*framework, config, machine) : machine;
+}
+
+/// Guards that a plan of this framework opens, on this thread.
+std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::Framework>& framework) {
+  return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
+}
+
+std::vector<std::string> lines_of(const std::string& path) {
+  require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
+  std::vector<std::string> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
+/// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
+nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
+  require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
+  const auto bytes = asked.get<int64_t>();
+  std::vector<int> ranks(static_cast<size_t>(world));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
   const plan::Machine machine = plan::machine_of(device);
-  const auto found =
-      [&] {
-        ProgressLine line;
-        int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
-          if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
-          return plan::search_layouts(config, flags.world, machine, options);
-        }
-        ();
-        const plan::Tried* best = found.best();
-        std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
-        if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
-        if (best != nullptr && !flags.output.empty()) {
-          Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
-          winner.run.memory_limit_bytes = 0;  // the device's own
-          write_text_file("--output " + flags.output, flags.output, to_toml(winner));
-          if (!flags.json) text += flags.output + ": written\n";
-        }
-        if (best != nullptr && flags.pictures.asked()) {
-          draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device);
-        }
-        std::fputs(text.c_str(), stdout);
-        std::fflush(stdout);
-        return best != nullptr ? 0 : 1;
+  return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
+}
+
+/// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
+void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
+  for (const std::string& line : lines_of(flags.layouts)) {
+    nlohmann::json answer;
+    try {
+      const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
+              "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
+      PlanFlags one = flags;
+      one.world = layout.value("world", flags.world);
+      require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
+      if (layout.contains("all_reduce")) {
+        require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
+        std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
+        continue;
       }
-
-  plan::Machine
-  machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
-    plan::Machine machine = plan::machine_of(device);
-    return framework ? plan::driven(*framework, config, machine) : machine;
-  }
-
-  /// Guards that a plan of this framework opens, on this thread.
-  std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::Framework>& framework) {
-    return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
-  }
-
-  std::vector<std::string> lines_of(const std::string& path) {
-    require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
-    std::vector<std::string> lines;
-    std::ifstream file(path);
-    for (std::string line; std::getline(file, line);) lines.push_back(line);
-    return lines;
-  }
-
-  /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
-  nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
-    require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
-    const auto bytes = asked.get<int64_t>();
-    std::vector<int> ranks(static_cast<size_t>(world));
-    std::iota(ranks.begin(), ranks.end(), 0);
-    const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
-    const plan::Machine machine = plan::machine_of(device);
-    return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
-  }
-
-  /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
-  void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
-    for (const std::string& line : lines_of(flags.layouts)) {
-      nlohmann::json answer;
-      try {
-        const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-        require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
-                "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
-        PlanFlags one = flags;
-        one.world = layout.value("world", flags.world);
-        require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
-        if (layout.contains("all_reduce")) {
-          require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
-          std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
-          continue;
-        }
-        for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
-        Config config = planned(one, framework).config;
-        if (device) limit_to(*device, config);
-        settle_batch(config, one.world);
-        validate(config, one.world, Purpose::Plan);
-        precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
-        const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
-        answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
-        int64_t peak = 0;
-        for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
-        answer["peak_bytes"] = peak;
-        answer.erase("ranks");
-        answer.erase("pipeline");
-      } catch (const std::exception& error) {
-        answer = {{"refused", error.what()}};
-      }
-      std::printf("%s\n", answer.dump().c_str());
-      std::fflush(stdout);
+      for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
+      Config config = planned(one, framework).config;
+      if (device) limit_to(*device, config);
+      settle_batch(config, one.world);
+      validate(config, one.world, Purpose::Plan);
+      precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
+      const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
+      answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
+      int64_t peak = 0;
+      for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
+      answer["peak_bytes"] = peak;
+      answer.erase("ranks");
+      answer.erase("pipeline");
+    } catch (const std::exception& error) {
+      answer = {{"refused", error.what()}};
     }
+    std::printf("%s\n", answer.dump().c_str());
+    std::fflush(stdout);
   }
+}
 
 }  // namespace
 
