@@ -27,7 +27,7 @@ HostGradients::HostGradients(std::unique_ptr<GradientSynchronizer> inner, const 
     nn::set_slice(copy, nn::slice_of(tensor));
     nn::set_updated_for(copy, nn::updated_for(tensor));
     copies_.push_back({name, copy, aliases});
-    versions_.push_back(tensor._version());
+    versions_.emplace_back();
     if (!tensor.requires_grad()) continue;
     hooks_.add(nn::GradientDispatcher::of(tensor).listen([this, i](const at::Tensor&) { send(i); }));
   }
@@ -39,10 +39,12 @@ HostGradients::~HostGradients() = default;
 void HostGradients::follow() {
   const c10::NoGradGuard no_grad;
   returned_.wait();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    copies_[i].tensor.copy_(parameters_[i].tensor);
-    versions_[i] = parameters_[i].tensor._version();
-  }
+  for (size_t i = 0; i < parameters_.size(); ++i) take(i);
+}
+
+void HostGradients::take(size_t index) {
+  copies_[index].tensor.copy_(parameters_[index].tensor);
+  versions_[index] = {parameters_[index].tensor._version(), copies_[index].tensor._version()};
 }
 
 void HostGradients::begin_step() {
@@ -50,10 +52,9 @@ void HostGradients::begin_step() {
   while (!flights_.empty()) land();  // of a step that failed
   clear_gradients();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].tensor._version() == versions_[i]) continue;
+    if (parameters_[i].tensor._version() == versions_[i].parameter) continue;
     returned_.wait();
-    copies_[i].tensor.copy_(parameters_[i].tensor);
-    versions_[i] = parameters_[i].tensor._version();
+    take(i);
   }
   inner_->begin_step();
 }
@@ -99,9 +100,11 @@ void HostGradients::after_update() {
   {
     const CopyStream::Scope copying(link_.in);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (!copies_[i].tensor.grad().defined()) continue;  // nobody has updated it
-      at::Tensor(parameters_[i].tensor).copy_(copies_[i].tensor, /*non_blocking=*/true);
-      versions_[i] = parameters_[i].tensor._version();
+      const auto& [name, copy, aliases] = copies_[i];
+      // What nobody updates may follow another's update (an embedding's second end on one rank); libtorch's SGD writes behind the version counter.
+      if (!copy.grad().defined() && copy._version() == versions_[i].copy) continue;
+      at::Tensor(parameters_[i].tensor).copy_(copy, /*non_blocking=*/true);
+      versions_[i] = {parameters_[i].tensor._version(), copy._version()};
     }
     returned_ = link_.in.point();
   }

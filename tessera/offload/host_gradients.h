@@ -53,6 +53,12 @@ class HostGradients final : public GradientSynchronizer {
     CopyStream::Point arrived;
   };
 
+  /// Version counters when a parameter and its copy were last equal.
+  struct Versions {
+    int64_t parameter = 0, copy = 0;
+  };
+
+  void take(size_t index);
   void send(size_t index);
   void land();
 
@@ -60,7 +66,7 @@ class HostGradients final : public GradientSynchronizer {
   HostLink link_;
   int64_t in_flight_bytes_;
   std::vector<nn::NamedParameter> parameters_, copies_;
-  std::vector<uint32_t> versions_;  ///< of the parameters, when the copies were last what they are
+  std::vector<Versions> versions_;
   std::deque<Flight> flights_;
   int64_t flying_bytes_ = 0;
   CopyStream::Point returned_;  ///< parameters of the last update

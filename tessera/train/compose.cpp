@@ -181,9 +181,13 @@ Attachment move_activations(const Config& config, LanguageModel& model, at::Devi
 
 /// Below stage 3: gradients go to the host as they come, and what is updated lies there.
 void stream_gradients(const Config& config, at::Device device, Composition& run) {
-  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), run.updated, device, config.zero.bucket_bytes);
+  std::vector<nn::NamedParameter> with_gradients = run.updated;
+  for (const auto& parameter : run.synchronizer->updated()) {
+    if (nn::follows(nn::updated_for(parameter.tensor))) with_gradients.push_back(parameter);
+  }
+  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), with_gradients, device, config.zero.bucket_bytes);
   run.host = host.get();
-  run.updated = host->updated();
+  run.updated = trained(host->updated());
   run.offloaded = true;
   run.synchronizer = std::move(host);
 }

@@ -222,7 +222,8 @@ void check_adapted_stages(const Config& config, const PipelineLayout& layout) {
     const auto parameters = part->parameters();
     require(std::ranges::any_of(parameters, [](const at::Tensor& parameter) { return parameter.requires_grad(); }), "lora.modules = ", config.lora.modules,
             ": names nothing in stage ", stage, " of ", layout.links.size(), " (", model->link_name(layout.links[stage].begin), " to ",
-            model->link_name(layout.links[stage].end - 1), "), which would have nothing to train; name layers of each stage, or set mesh.pp to less");
+            model->link_name(layout.links[stage].end - 1), "), which would have nothing to train; name layers of each stage, or set ",
+            config.mesh.pp == 1 ? "pipeline.virtual_stages" : "mesh.pp", " to less");
   }
 }
 

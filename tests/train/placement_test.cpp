@@ -137,6 +137,9 @@ TEST_F(PlacedTraining, GradientsThatGoToTheHostAsTheyComeAreBitForBit) {
     same("llama", {"mesh.tp=2", "tensor.sequence_parallel=true"}, 2);
     same("llama", {"mesh.pp=2", "recompute.mode=full"}, 2);
     same("gpt2", {"mesh.pp=2", "model.tie_embeddings=true", "recompute.mode=full"}, 2);
+    // Both ends of the embedding on one rank: the second one follows.
+    same("llama", {"model.tie_embeddings=true", "pipeline.virtual_stages=2", "pipeline.schedule=breadth_first", "recompute.mode=full"}, 1);
+    same("llama", {"model.tie_embeddings=true", "mesh.pp=2", "pipeline.virtual_stages=2", "pipeline.schedule=zb_v", "recompute.mode=full", "zero.stage=1"}, 2);
   }
 }
 
