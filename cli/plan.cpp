@@ -274,12 +274,23 @@ std::unique_ptr<kernels::WholeLogitsGuard> logits_of(const std::optional<plan::F
   return framework && framework->whole_logits ? std::make_unique<kernels::WholeLogitsGuard>() : nullptr;
 }
 
-std::vector<std::string> lines_of(const std::string& path) {
-  require(is_there(path) && !is_folder(path), "--layouts = ", path, ": expected a file with a layout a line");
-  std::vector<std::string> lines;
+/// What a file has a line of each; refused as a whole where one of them is no layout.
+std::vector<nlohmann::json> layouts_in(const std::string& path) {
+  const auto refuse_unless = [&](bool good, const std::string& what) {
+    require(good, "--layouts = ", path, ": ", what, R"(; give a file with a layout a line, such as {"world": 8, "set": ["mesh.tp=2"]})");
+  };
+  refuse_unless(is_there(path), "no such file");
+  refuse_unless(std::filesystem::is_regular_file(path), "is not a regular file");
+  std::vector<nlohmann::json> layouts;
   std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) lines.push_back(line);
-  return lines;
+  for (std::string line; std::getline(file, line);) {
+    auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    refuse_unless(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
+                  detail::concat("line ", layouts.size() + 1, " is no layout"));
+    layouts.push_back(std::move(layout));
+  }
+  refuse_unless(!layouts.empty(), "is empty");
+  return layouts;
 }
 
 /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
@@ -295,12 +306,9 @@ nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const pla
 
 /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
 void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
-  for (const std::string& line : lines_of(flags.layouts)) {
+  for (const nlohmann::json& layout : layouts_in(flags.layouts)) {
     nlohmann::json answer;
     try {
-      const auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-      require(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
-              "--layouts: '", line, R"(' is no layout: expected {"world": 8, "set": ["mesh.tp=2"]})");
       PlanFlags one = flags;
       one.world = layout.value("world", flags.world);
       require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);

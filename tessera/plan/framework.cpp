@@ -1,6 +1,7 @@
 #include "tessera/plan/framework.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <tuple>
@@ -86,6 +87,7 @@ Framework find_framework(const std::string& name_or_file) {
   }
   if (is_there(name_or_file)) {
     require(!is_folder(name_or_file), "--framework ", name_or_file, ": is a folder; name a file, or one of the frameworks that tessera plan knows");
+    require(std::filesystem::is_regular_file(name_or_file), "--framework ", name_or_file, ": is not a regular file; write it to one, and name that");
     std::ifstream file(name_or_file);
     return parse_framework({std::istreambuf_iterator<char>(file), {}}, name_or_file);
   }

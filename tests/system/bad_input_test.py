@@ -191,7 +191,13 @@ class BadInput(SystemTest):
         os.mkfifo(pipe)
         self.assertIn("is not a regular file; write it to one", self.refusal(run("train", pipe)))
         self.assertIn("is not a regular file; write it to one", self.refusal(run("plan", pipe)))
-        self.assertIn("--device ", self.refusal(run("plan", self.recipe, "--device", pipe)))
+        for flag in ("--device", "--framework", "--layouts"):
+            self.assertIn("is not a regular file", self.refusal(run("plan", self.recipe, flag, pipe)))
+        layouts = self.folder / "layouts.jsonl"
+        for content, said in ((b"", "is empty"), (b'{"world": 1}\n\xff\xfe\n', "line 2 is no layout")):
+            layouts.write_bytes(content)
+            self.assertIn(said, self.refusal(run("plan", self.recipe, "--layouts", layouts)))
+        self.refused("batch.global_size=0", "batch.per_rank=4", "batch.micro_size=0", expect=["batch.micro_size = 0"])
 
     def test_a_configuration_that_no_run_saved_is_kept(self):
         log = self.folder / "log"
