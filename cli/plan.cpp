@@ -231,8 +231,8 @@ void check_search(const PlanFlags& flags) {
 }
 
 /// The best layout's own plan, with all that a picture needs.
-void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanFlags& flags, const plan::Device& device) {
-  const auto run = plan::dry_run(winner, found.world, {.machine = plan::machine_of(device), .history = true});
+void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
+  const auto run = plan::dry_run(winner, found.world, {.machine = machine, .history = true});
   nlohmann::json json = json_of(run, winner, device, std::nullopt);
   json["search"] = plan::to_json(found);
   flags.pictures.write({.config = winner, .run = run, .device = &device, .search = &found, .json = std::move(json)});
@@ -257,7 +257,7 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
     if (!flags.json) text += flags.output + ": written\n";
   }
   if (best != nullptr && flags.pictures.asked()) {
-    draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device);
+    draw_search(found, plan::with_settings(config, plan::settings_of(best->choice, found.world)), flags, device, machine);
   }
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);

@@ -168,10 +168,7 @@ void save_config(const Config& config, bool strict) {
   const auto file = std::filesystem::path(config.log.dir) / "config.toml";
   std::error_code error;
   if (std::filesystem::exists(file, error) && !is_saved_config(file)) {
-    std::filesystem::path aside;
-    int number = 1;
-    do aside = detail::concat(file.string(), ".kept-", number++);
-    while (std::filesystem::exists(std::filesystem::symlink_status(aside, error)));
+    const auto aside = name_aside(file, "kept");
     std::filesystem::rename(file, aside, error);
     require(!error, "log.dir = ", config.log.dir, ": config.toml there was not saved by a run of this build, and cannot be kept as ", aside.filename().string(),
             ": ", error.message(), "; move it elsewhere, or choose another log.dir");

@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <string>
 
 #include <ATen/Parallel.h>
@@ -15,14 +14,15 @@
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include "cli/bench/bench.h"
 #include "cli/bench/rows.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/host_name.h"
 #include "tessera/kernels/fp32_products.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/host_memory.h"
 
 // A CPU is planned like any other device: a rate of products, a memory, and what an operator costs that does nothing. Its host is the device itself, so what
 // asking for an operator takes stands between operators (gap_us), and the host is never ahead.
@@ -56,23 +56,14 @@ double memory_rate(const Limits& limits) {
   return 2.0 * elements * static_cast<double>(sizeof(float)) / seconds_of([&] { into.copy_(from); }, limits);
 }
 
-double memory_bytes() { return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE)); }
-
-std::string cpu_name() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 2));
-  }
-  return "CPU";
-}
-
 }  // namespace
 
 plan::Device measure_device(const Limits& limits) {
   const c10::InferenceMode inference;
   const kernels::FastProducts fast;
-  plan::Device device{.key = "this machine", .name = fmt::format("{}, {} threads", cpu_name(), at::get_num_threads())};
-  device.memory_bytes = memory_bytes();
+  const std::string processor = processor_name();
+  plan::Device device{.key = "this machine", .name = fmt::format("{}, {} threads", processor.empty() ? "CPU" : processor, at::get_num_threads())};
+  device.memory_bytes = static_cast<double>(host_memory_bytes());
   device.memory_bytes_per_s = memory_rate(limits);
   constexpr std::array<std::array<int64_t, 3>, 3> shapes{{{512, 512, 512}, {1024, 1024, 1024}, {512, 2048, 1024}}};
   double share = 1;

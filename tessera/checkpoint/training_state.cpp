@@ -44,7 +44,6 @@ void settle_wrappers(const torch::nn::Module& model) {
 bool is_state(std::string_view stored) { return stored.starts_with("optimizer."); }
 
 constexpr std::string_view kMaster = "optimizer.master.";
-constexpr std::string_view kNext = "optimizer.next.";  // HostOptimizer::kNext
 
 /// Where the checkpoint has no masters for those that are held here, the stored weights fill them. Where it has some for weights that have none here, or are
 /// of another type here, those are what was trained: they fill the weights after the stored ones, which say less.
@@ -98,8 +97,13 @@ std::vector<SlicedTensor> parameter_targets(const torch::nn::Module& model) {
   return targets;
 }
 
+namespace {
+std::string_view rest(std::string_view text) { return text.substr(std::min(text.size(), text.find('.') + 1)); }
+}  // namespace
+
+std::string_view state_of(std::string_view stored) { return is_state(stored) ? rest(stored).substr(0, rest(stored).find('.')) : std::string_view(); }
+
 std::string_view parameter_of(std::string_view stored) {
-  const auto rest = [](std::string_view text) { return text.substr(std::min(text.size(), text.find('.') + 1)); };
   if (is_state(stored)) return rest(rest(stored));
   return stored.starts_with(kModel) || stored.starts_with("buffer.") ? rest(stored) : stored;
 }
@@ -141,7 +145,7 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
   add_followers(model, targets);
   std::erase_if(targets, [&](const SlicedTensor& target) {
     if (!is_state(target.slice.name) || source.tensors.contains(target.slice.name)) return false;
-    if (target.slice.name.starts_with(kNext)) return true;  // saved where updates are not delayed: whoever keeps it follows the weights
+    if (state_of(target.slice.name) == optim::kNextState) return true;  // saved where updates are not delayed: whoever keeps it follows the weights
     const auto counts = source.optimizer.find("update_counts");
     return counts != source.optimizer.end() && !target.slice.name.starts_with(kMaster) &&
            counts->value(std::string(parameter_of(target.slice.name)), int64_t{-1}) == 0;
@@ -163,7 +167,7 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
     optimizer.set_update_counts(counts);
     // Where a program goes back to a moment before a parameter's first update, what it has gathered since is forgotten.
     for (const auto& held : optimizer.state()) {
-      if (held.state != "master" && held.state != "next" && counts.at(held.parameter) == 0) at::Tensor(held.tensor).zero_();
+      if (held.state != "master" && held.state != optim::kNextState && counts.at(held.parameter) == 0) at::Tensor(held.tensor).zero_();
     }
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(detail::concat("the checkpoint's optimizer entry cannot be read: ", json_reason(error)));

@@ -39,6 +39,15 @@ std::filesystem::path output_place(const std::filesystem::path& file, const std:
   return place;
 }
 
+std::filesystem::path name_aside(const std::filesystem::path& file, const std::string& suffix) {
+  std::filesystem::path aside;
+  std::error_code ignored;
+  int number = 1;
+  do aside = detail::concat(file.string(), ".", suffix, "-", number++);
+  while (std::filesystem::exists(std::filesystem::symlink_status(aside, ignored)));
+  return aside;
+}
+
 std::filesystem::directory_iterator entries_of(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::directory_iterator entries(folder, error);

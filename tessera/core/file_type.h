@@ -14,6 +14,9 @@ bool is_folder(const std::filesystem::path& path);
 /// Throws ConfigError, with `knob`, where the folder does not exist, or what is there is no regular file: a device or a pipe would be replaced by a file.
 std::filesystem::path output_place(const std::filesystem::path& file, const std::string& knob);
 
+/// FILE.SUFFIX-1, or with the first number after it that nothing has: for a file that gives its place to another.
+std::filesystem::path name_aside(const std::filesystem::path& file, const std::string& suffix);
+
 /// To read the names in a folder; the same errors.
 std::filesystem::directory_iterator entries_of(const std::filesystem::path& folder);
 

@@ -26,6 +26,12 @@ std::string points_attribute(const std::vector<std::pair<double, double>>& point
 
 }  // namespace
 
+double binary_grid_step(double top) {
+  double step = 1;
+  while (top / step > 6) step *= 2;
+  return step;
+}
+
 Svg::Svg(double width, double height) : width_(width), height_(height) {}
 
 Svg& Svg::rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip) {
@@ -44,8 +50,8 @@ Svg& Svg::end(std::string_view element, std::string_view tooltip) {
 }
 
 Svg& Svg::line(double x1, double y1, double x2, double y2, std::string_view stroke, double width) {
-  body_ << "<line x1=\"" << number(x1) << "\" y1=\"" << number(y1) << "\" x2=\"" << number(x2) << "\" y2=\"" << number(y2) << "\" stroke=\"" << escape_markup(stroke)
-        << "\" stroke-width=\"" << number(width) << "\"/>\n";
+  body_ << "<line x1=\"" << number(x1) << "\" y1=\"" << number(y1) << "\" x2=\"" << number(x2) << "\" y2=\"" << number(y2) << "\" stroke=\""
+        << escape_markup(stroke) << "\" stroke-width=\"" << number(width) << "\"/>\n";
   return *this;
 }
 
@@ -61,7 +67,8 @@ Svg& Svg::polygon(const std::vector<std::pair<double, double>>& points, std::str
 
 Svg& Svg::text(double x, double y, std::string_view text, TextStyle style) {
   body_ << "<text x=\"" << number(x) << "\" y=\"" << number(y) << "\" font-size=\"" << number(style.size) << "\" fill=\"" << escape_markup(style.color)
-        << "\" text-anchor=\"" << escape_markup(style.anchor) << "\"" << (style.bold ? " font-weight=\"bold\"" : "") << ">" << escape_markup(text) << "</text>\n";
+        << "\" text-anchor=\"" << escape_markup(style.anchor) << "\"" << (style.bold ? " font-weight=\"bold\"" : "") << ">" << escape_markup(text)
+        << "</text>\n";
   return *this;
 }
 

@@ -40,4 +40,7 @@ class Svg {
   std::ostringstream body_;
 };
 
+/// Bytes between two lines of a grid up to `top`: a power of two, so that six lines or fewer are enough.
+double binary_grid_step(double top);
+
 }  // namespace tessera

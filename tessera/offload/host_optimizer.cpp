@@ -36,7 +36,7 @@ std::vector<optim::StateTensor> HostOptimizer::state() const {
   auto state = inner_->state();
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
     if (!parameters_[i].tensor.requires_grad()) continue;
-    state.push_back({parameters_[i].name, kNext, beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
+    state.push_back({parameters_[i].name, std::string(optim::kNextState), beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
   }
   return state;
 }
@@ -90,9 +90,7 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
     }
   }
   for (const Batch& batch : batches) {
-    for (const size_t index : batch.indices) {
-      if (!delayed_) follow(index);
-    }
+    for (size_t i = 0; !delayed_ && i < batch.indices.size(); ++i) follow(batch.indices[i]);
   }
   if (!inner_->needs_begin()) return;
   for (const Batch& batch : batches) {
@@ -105,17 +103,6 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
   for (const Batch& batch : batches) {
     for (const size_t index : batch.indices) beside_[index].copy.mutable_grad() = at::Tensor();
   }
-}
-
-/// One past the last of the batch's parameters that are updated with the one at `begin`.
-size_t HostOptimizer::piece_end(const Batch& batch, size_t begin) const {
-  int64_t bytes = 0;
-  size_t end = begin;
-  for (; end < batch.indices.size(); ++end) {
-    bytes += static_cast<int64_t>(batch.parameters[end].nbytes());
-    if (end > begin && bytes > piece_bytes_) break;
-  }
-  return end;
 }
 
 /// Of the step before, to whoever computes from here on.
@@ -169,7 +156,7 @@ void HostOptimizer::update(const Batch& batch) {
   const HostMemory beside;
   if (delayed_) return update_later(batch);
   for (size_t begin = 0; begin < batch.indices.size();) {
-    const size_t end = piece_end(batch, begin);
+    const size_t end = batch.piece_end(begin, piece_bytes_);
     for (size_t i = begin; i < end; ++i) {
       Beside& own = beside_[batch.indices[i]];
       own.arrived.wait();

@@ -45,8 +45,6 @@ class HostOptimizer final : public optim::Optimizer {
   bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
 
-  /// Of state that lies over parameters: what a delayed update has made of them.
-  static constexpr const char* kNext = "next";
   /// Copies take the parameters' values of now; what is under way is lost.
   void follow_all();
 
@@ -68,7 +66,6 @@ class HostOptimizer final : public optim::Optimizer {
   void await_update() const;
   void show_update();
   void end_return();
-  size_t piece_end(const Batch& batch, size_t begin) const;
 
   HostLink link_;
   int64_t piece_bytes_;

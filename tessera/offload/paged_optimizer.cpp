@@ -93,20 +93,9 @@ void PagedOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
 
 void PagedOptimizer::counts_changed() { inner_->set_update_counts(update_counts()); }
 
-/// One past the last of the batch's parameters that are updated with the one at `begin`.
-size_t PagedOptimizer::piece_end(const Batch& batch, size_t begin) const {
-  int64_t bytes = 0;
-  size_t end = begin;
-  for (; end < batch.indices.size(); ++end) {
-    bytes += static_cast<int64_t>(batch.parameters[end].nbytes());
-    if (end > begin && bytes > piece_bytes_) break;
-  }
-  return end;
-}
-
 void PagedOptimizer::update(const Batch& batch) {
   for (size_t begin = 0; begin < batch.indices.size();) {
-    const size_t end = piece_end(batch, begin);
+    const size_t end = batch.piece_end(begin, piece_bytes_);
     for (size_t i = begin; i < end; ++i) bring(batch.indices[i]);
     fetch_behind(batch.indices[end - 1]);
     for (size_t i = begin; i < end; ++i) {

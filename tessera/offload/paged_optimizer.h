@@ -62,7 +62,6 @@ class PagedOptimizer final : public optim::Optimizer {
   void fetch_behind(size_t index);
   void bring(size_t index) const;
   void send(size_t index);
-  size_t piece_end(const Batch& batch, size_t begin) const;
 
   int64_t piece_bytes_;
   bool on_disk_;

@@ -38,6 +38,15 @@ std::vector<at::Tensor> Optimizer::Batch::gradients_as_parameters() const {
   return own;
 }
 
+size_t Optimizer::Batch::piece_end(size_t begin, int64_t bytes) const {
+  size_t end = begin;
+  for (int64_t taken = 0; end < parameters.size(); ++end) {
+    taken += static_cast<int64_t>(parameters[end].nbytes());
+    if (end > begin && taken > bytes) break;
+  }
+  return end;
+}
+
 std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pair<at::Tensor, at::Tensor>>& apart) {
   std::vector<Batch> batches;
   size_t index = 0;

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,6 +37,9 @@ struct StateTensor {
   at::Tensor tensor;      ///< rank-local
   Slice slice;            ///< what it is of the logical tensor
 };
+
+/// A state that lies over its parameter and is what a delayed update has made of it (HostOptimizer): where there is one, the weights are one update behind.
+inline constexpr std::string_view kNextState = "next";
 
 /// Updates parameters in place from their `grad()`; parameters without a gradient are left alone, state included, as torch.optim does.
 /// State is allocated at construction, under MemoryCategory::Optimizer, so that a plan sees it before the first step; that of a parameter that requires no
@@ -93,6 +97,9 @@ class Optimizer {
 
     /// The gradients in their parameters' types, for operators that take one type alone: a wrapper may have reduced those of 16-bit weights in fp32.
     std::vector<at::Tensor> gradients_as_parameters() const;
+
+    /// One past the last of the parameters from `begin` on that together have at most `bytes`; at least one of them.
+    size_t piece_end(size_t begin, int64_t bytes) const;
   };
 
   explicit Optimizer(std::vector<ParameterGroup> groups);

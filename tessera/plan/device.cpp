@@ -104,27 +104,11 @@ std::string to_toml(const Device& device) {
   return text;
 }
 
-std::vector<std::string> device_names() {
-  std::vector<std::string> names;
-  for (const auto& [name, text] : kHardwareFiles) names.emplace_back(name);
-  return names;
-}
+std::vector<std::string> device_names() { return names_of(kHardwareFiles); }
 
 Device find_device(const std::string& name_or_file) {
-  for (const auto& [name, text] : kHardwareFiles) {
-    if (name == name_or_file) return parse_device(std::string(text), std::string(name));
-  }
-  if (is_there(name_or_file)) {
-    require(!is_folder(name_or_file), "--device ", name_or_file, ": is a folder; name a file, or one of the devices that tessera plan knows");
-    require(std::filesystem::is_regular_file(name_or_file), "--device ", name_or_file, ": is not a regular file; write it to one, and name that");
-    std::ifstream file(name_or_file);
-    return parse_device({std::istreambuf_iterator<char>(file), {}}, name_or_file);
-  }
-  std::string names;
-  for (const auto& name : device_names()) names += " " + name;
-  const auto near = nearest(name_or_file, device_names());
-  throw ConfigError(
-      detail::concat("--device = ", name_or_file, ": neither a device nor a file", near.empty() ? "" : "; did you mean " + near + "?", "; devices:", names));
+  const auto [text, origin] = find_text(name_or_file, kHardwareFiles, "--device", "device");
+  return parse_device(text, origin);
 }
 
 }  // namespace tessera::plan

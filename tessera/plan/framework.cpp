@@ -75,27 +75,11 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
   return framework;
 }
 
-std::vector<std::string> framework_names() {
-  std::vector<std::string> names;
-  for (const auto& [name, text] : kFrameworkFiles) names.emplace_back(name);
-  return names;
-}
+std::vector<std::string> framework_names() { return names_of(kFrameworkFiles); }
 
 Framework find_framework(const std::string& name_or_file) {
-  for (const auto& [name, text] : kFrameworkFiles) {
-    if (name == name_or_file) return parse_framework(std::string(text), std::string(name));
-  }
-  if (is_there(name_or_file)) {
-    require(!is_folder(name_or_file), "--framework ", name_or_file, ": is a folder; name a file, or one of the frameworks that tessera plan knows");
-    require(std::filesystem::is_regular_file(name_or_file), "--framework ", name_or_file, ": is not a regular file; write it to one, and name that");
-    std::ifstream file(name_or_file);
-    return parse_framework({std::istreambuf_iterator<char>(file), {}}, name_or_file);
-  }
-  std::string names;
-  for (const auto& name : framework_names()) names += " " + name;
-  const auto near = nearest(name_or_file, framework_names());
-  throw ConfigError(detail::concat("--framework = ", name_or_file, ": neither a framework nor a file", near.empty() ? "" : "; did you mean " + near + "?",
-                                   "; frameworks:", names));
+  const auto [text, origin] = find_text(name_or_file, kFrameworkFiles, "--framework", "framework");
+  return parse_framework(text, origin);
 }
 
 std::vector<std::string> settings_of(const Framework& framework, int tp) {

@@ -89,13 +89,6 @@ void legend(Svg& svg, const std::vector<MemoryCategory>& categories, double left
   }
 }
 
-/// Bytes between two lines of a grid.
-double grid_step(double top) {
-  double step = 1;
-  while (top / step > 6) step *= 2;
-  return step;
-}
-
 // ---- memory of the ranks
 
 std::string draw_peaks(const DryRun& run) {
@@ -108,7 +101,7 @@ std::string draw_peaks(const DryRun& run) {
   const auto x = [&](double bytes) { return left + plot * bytes / most; };
   const double bottom = top + row * static_cast<double>(shown);
   legend(svg, categories_of(run), left, 20);
-  for (double bytes = 0; bytes <= most; bytes += grid_step(most)) {
+  for (double bytes = 0; bytes <= most; bytes += binary_grid_step(most)) {
     svg.line(x(bytes), top - 6, x(bytes), bottom, "#cccccc", 0.5);
     svg.text(x(bytes), bottom + 16, format_bytes(static_cast<int64_t>(bytes)), {.size = 11, .color = "#666666", .anchor = "middle"});
   }
@@ -172,7 +165,7 @@ std::string draw_curve(const MemoryHistory& history, const DryRun& run, bool tim
   const auto x = [&](double seconds) { return left + plot * (history.seconds > 0 ? seconds / history.seconds : 0); };
   const auto y = [&](double bytes) { return top + height * (1 - bytes / most); };
   legend(svg, categories_of(run), left, 20);
-  for (double bytes = 0; bytes <= most; bytes += grid_step(most)) {
+  for (double bytes = 0; bytes <= most; bytes += binary_grid_step(most)) {
     svg.line(left, y(bytes), left + plot, y(bytes), "#cccccc", 0.5);
     svg.text(left - 6, y(bytes) + 4, format_bytes(static_cast<int64_t>(bytes)), {.size = 11, .color = "#666666", .anchor = "end"});
   }

@@ -1,19 +1,27 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <optional>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
+#include <fmt/format.h>
 #include <toml++/toml.h>
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 
-/// How files of devices and of frameworks are read, and refused by the names that they have for things.
+/// How files of devices and of frameworks are found, read, and refused by the names that they have for things.
 namespace tessera::plan {
 
 inline toml::table parse_toml(const std::string& text, const std::string& origin) {
@@ -24,6 +32,38 @@ inline toml::table parse_toml(const std::string& text, const std::string& origin
     where << error.source().begin;
     throw ConfigError(detail::concat(origin, ": ", error.description(), " (", where.str(), ")"));
   }
+}
+
+/// What a name stands for, and a name for it in messages.
+struct NamedText {
+  std::string text, origin;
+};
+
+/// The files that tessera brings, by name: kHardwareFiles, kFrameworkFiles.
+using BuiltInFiles = std::span<const std::pair<std::string_view, std::string_view>>;
+
+inline std::vector<std::string> names_of(BuiltInFiles files) {
+  std::vector<std::string> names;
+  for (const auto& [name, text] : files) names.emplace_back(name);
+  return names;
+}
+
+/// One of `files` by its name, or a file of the user's. `flag` ("--device") and `kind` ("device") stand in messages. Throws ConfigError for a name that is
+/// neither, with the nearest, and for what is no regular file.
+inline NamedText find_text(const std::string& name_or_file, BuiltInFiles files, const std::string& flag, const std::string& kind) {
+  for (const auto& [name, text] : files) {
+    if (name == name_or_file) return {std::string(text), std::string(name)};
+  }
+  const auto names = names_of(files);
+  if (!is_there(name_or_file)) {
+    const auto near = nearest(name_or_file, names);
+    throw ConfigError(detail::concat(flag, " = ", name_or_file, ": neither a ", kind, " nor a file", near.empty() ? "" : "; did you mean " + near + "?", "; ",
+                                     kind, "s: ", fmt::format("{}", fmt::join(names, " "))));
+  }
+  require(!is_folder(name_or_file), flag, " ", name_or_file, ": is a folder; name a file, or one of the ", kind, "s that tessera plan knows");
+  require(std::filesystem::is_regular_file(name_or_file), flag, " ", name_or_file, ": is not a regular file; write it to one, and name that");
+  std::ifstream file(name_or_file);
+  return {{std::istreambuf_iterator<char>(file), {}}, name_or_file};
 }
 
 /// Reads a table key by key, and refuses what is left.

@@ -137,7 +137,8 @@ nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own)
 }
 
 void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
-  const bool has_next = std::ranges::any_of(resume.manifest.tensors, [](const auto& stored) { return stored.first.starts_with("optimizer.next."); });
+  const bool has_next =
+      std::ranges::any_of(resume.manifest.tensors, [](const auto& stored) { return checkpoint::state_of(stored.first) == optim::kNextState; });
   require(!has_next || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
           " was saved by a run of true, whose last update is not in its weights; set offload.delayed_update = true");
   std::vector<std::string> ignored{hook_prefix};

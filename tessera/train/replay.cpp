@@ -20,6 +20,7 @@
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/host_name.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/json_reason.h"
 #include "tessera/core/version.h"
@@ -36,13 +37,10 @@ namespace tessera {
 
 namespace {
 
-/// Libraries choose their kernels, and with them the order of sums, by the processor.
+/// Libraries choose their kernels, and with them the order of sums, by the processor. The space before its name is in checkpoints that exist.
 std::string processor() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 1));
-  }
-  return "unknown";
+  const std::string name = processor_name();
+  return name.empty() ? "unknown" : " " + name;
 }
 
 struct Recorded {

@@ -10,8 +10,8 @@
 #include "tessera/config/defaults.h"
 #include "tessera/config/detail.h"
 #include "tessera/config/optim_groups.h"
-#include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
+#include "tests/config/rules.h"
 
 namespace tessera {
 namespace {
@@ -21,33 +21,8 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-Config good() {
-  Config config;
-  config.model.family = "llama";
-  config.model.dim = 64;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.data.files = {"/text.txt"};
-  config.data.seq_len = 16;
-  config.batch.global_size = 8;
-  config.optim.lr = 1e-3;
-  config.run.steps = 10;
-  resolve(config);
-  return config;
-}
-
-/// The refusal of the good configuration after one change.
-template <class Change>
-std::string refusal(const Change& change, int world_size = 1, Purpose purpose = Purpose::Train) {
-  Config config = good();
-  change(config);
-  try {
-    validate(config, world_size, purpose);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "(accepted)";
-}
+using config_rules::good;
+using config_rules::refusal;
 
 TEST(Resolve, FillsWhatDependsOnOtherFields) {
   auto config = good();
@@ -318,66 +293,6 @@ TEST(Validate, DeterministicDataRanksMayCutTheirLayers) {
   EXPECT_EQ(refusal([](Config& c) { c.mesh.tp = 2, c.run.deterministic = true; }, 4), "(accepted)");
 }
 
-TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
-  const auto offload = [](Config& c, const char* params, const char* gradients, const char* optimizer) {
-    c.offload.params = params, c.offload.gradients = gradients, c.offload.optimizer = optimizer;
-  };
-  for (const int stage : {0, 1, 2}) {
-    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "host", "host", "host"); }),
-              "offload.params = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
-              "is " +
-                  std::to_string(stage) +
-                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host "
-                  "alone");
-  }
-  EXPECT_EQ(
-      refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
-      "offload.params = host: offload.gradients = device, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
-      "there together; set offload.params, offload.gradients and offload.optimizer to host, or offload.optimizer alone");
-  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), "(accepted)");
-  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
-  for (const int stage : {0, 1, 2, 3}) EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }), "(accepted)");
-}
-
-TEST(Validate, GradientsGoToTheHostWhereTheyAreOfOneRank) {
-  const auto streamed = [](Config& c) { c.offload.gradients = "host", c.offload.optimizer = "host"; };
-  for (const int stage : {0, 1, 2}) EXPECT_EQ(refusal([&](Config& c) { streamed(c), c.zero.stage = stage; }), "(accepted)");
-  EXPECT_EQ(refusal([&](Config& c) { streamed(c), c.mesh.tp = 2; }, 2), "(accepted)");
-  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.zero.stage = 3; }), StartsWith("offload.gradients = host: offload.params = device"));
-  EXPECT_THAT(refusal([&](Config& c) { c.offload.gradients = "host"; }), StartsWith("offload.gradients = host: offload.optimizer = device"));
-  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.zero.stage = 2; }, 2), AllOf(StartsWith("offload.gradients = host"), HasSubstr("zero.stage = 3")));
-  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.run.deterministic = true; }), StartsWith("offload.gradients = host: takes each"));
-  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.offload.update = "device"; }), StartsWith("offload.update = device: offload.gradients = host"));
-}
-
-TEST(Validate, StateThatComesPieceByPieceIsThatOfElementsOrOfWholeParameters) {
-  const auto disk = [](Config& c) { c.offload.optimizer = "disk"; };
-  EXPECT_EQ(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.optim.state_dtype = "fp32"; }), "(accepted)");
-  EXPECT_THAT(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.zero.stage = 2; }, 2), StartsWith("offload.optimizer = disk: state comes"));
-  EXPECT_THAT(refusal([&](Config& c) { c.offload.optimizer = "host", c.offload.update = "device", c.optim.name = "adam8bit", c.zero.stage = 1; }, 2),
-              StartsWith("offload.update = device: state comes"));
-  EXPECT_THAT(refusal([&](Config& c) { disk(c), c.mesh.pp = 2, c.pipeline.post_validate = true; }, 2), StartsWith("pipeline.post_validate = true"));
-}
-
-TEST(Validate, DelayedUpdatesAreOfTheHost) {
-  const auto delayed = [](Config& c) { c.offload.optimizer = "host", c.offload.delayed_update = true; };
-  EXPECT_EQ(refusal([&](Config& c) { delayed(c); }), "(accepted)");
-  EXPECT_THAT(refusal([](Config& c) { c.offload.delayed_update = true; }), StartsWith("offload.delayed_update = true: an update that runs"));
-  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.offload.update = "device"; }), StartsWith("offload.delayed_update = true: an update that runs"));
-  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.offload.gradients = "host"; }), StartsWith("offload.delayed_update = true: offload.gradients"));
-  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.optim.name = "muon", c.zero.stage = 1; }, 2), StartsWith("offload.delayed_update = true: optim.name"));
-}
-
-TEST(Validate, ActivationsWaitWhereTheirModulesSay) {
-  EXPECT_EQ(refusal([](Config& c) { c.offload.activations = "host"; }), "(accepted)");
-  EXPECT_EQ(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "disk"}, {"layers.1", "host"}}; }), "(accepted)");
-  EXPECT_THAT(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "device"}}; }), StartsWith("offload.activations: 'layers.0' = device"));
-  EXPECT_THAT(refusal([](Config& c) { c.offload.fraction = 1.1; }), StartsWith("offload.fraction = 1.1"));
-  EXPECT_THAT(refusal([](Config& c) { c.offload.min_bytes = -1; }), StartsWith("offload.min_bytes = -1"));
-  EXPECT_THAT(refusal([](Config& c) { c.offload.budget_bytes = -1; }), StartsWith("offload.budget_bytes = -1"));
-  EXPECT_THAT(refusal([](Config& c) { c.offload.prefetch = -1; }), StartsWith("offload.prefetch = -1"));
-}
-
 TEST(Validate, SegmentsAreOfModulesThatAreAllRecomputed) {
   const auto segment = [](Config& c, const char* mode) { c.recompute.segment = 2, c.recompute.mode = mode; };
   EXPECT_EQ(refusal([&](Config& c) { segment(c, "full"); }), "(accepted)");
@@ -608,41 +523,6 @@ TEST(Validate, Mixtures) {
   EXPECT_EQ(mixture([](Config& c) { c.mesh.tp = 2; }, 2), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.model.router = "sigmoid"; }), HasSubstr("of a mixture of experts"));
   EXPECT_THAT(refusal([](Config& c) { c.model.shared_ffn_dim = 8; }), HasSubstr("of a mixture of experts"));
-}
-
-TEST(SettleBatch, MakesOneSizeOfASharePerDataRank) {
-  const auto settled = [](int64_t per_rank, int64_t global, int world, const auto& change) {
-    Config config = good();
-    config.batch.per_rank = per_rank;
-    config.batch.global_size = global;
-    change(config);
-    settle_batch(config, world);
-    EXPECT_EQ(config.batch.per_rank, 0);
-    return config.batch.global_size;
-  };
-  const auto plain = [](Config&) {};
-  EXPECT_EQ(settled(3, 0, 1, plain), 3);
-  EXPECT_EQ(settled(3, 0, 5, plain), 15);
-  EXPECT_EQ(settled(3, 15, 5, plain), 15) << "both, and equal";
-  EXPECT_EQ(settled(0, 7, 5, plain), 7);
-  EXPECT_EQ(settled(4, 0, 12, [](Config& c) { c.mesh.tp = 2, c.mesh.pp = 3; }), 8) << "ranks that layers are cut over see the same sequences";
-  EXPECT_EQ(settled(4, 0, 6, [](Config& c) { c.zero.stage = 3, c.mesh.cp = 3; }), 8);
-  const auto refused = [](int64_t per_rank, int64_t global, int world, int64_t micro = 1) -> std::string {
-    Config config = good();
-    config.batch = {.global_size = global, .micro_size = micro, .per_rank = per_rank};
-    try {
-      settle_batch(config, world);
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "(accepted)";
-  };
-  EXPECT_EQ(refused(4, 8, 3),
-            "batch.per_rank = 4: over 3 data ranks that is a step of 12 sequences, and batch.global_size = 8 says another; leave one of the two out");
-  EXPECT_THAT(refused(-1, 0, 3), StartsWith("batch.per_rank = -1"));
-  EXPECT_THAT(refused(3, 0, 3, 2), AllOf(StartsWith("batch.per_rank = 3"), HasSubstr("batch.micro_size = 2")));
-  EXPECT_THAT(refused(1'000'000'000, 0, 3), StartsWith("batch.per_rank = 1000000000"));
-  EXPECT_THAT(refusal([](Config& c) { c.batch.per_rank = 2; }), StartsWith("batch.per_rank = 2")) << "which nobody settled";
 }
 
 }  // namespace

@@ -172,7 +172,7 @@ TEST(HostOptimizer, ADelayedUpdateIsThatOfTheGradientOfOneStepBefore) {
   EXPECT_EQ(away.update_counts(), plain->update_counts());
   size_t next = 0;
   for (const auto& held : away.state()) {
-    if (held.state != HostOptimizer::kNext) continue;
+    if (held.state != optim::kNextState) continue;
     EXPECT_TRUE(at::equal(held.tensor, pair.cpu[next++].tensor.detach())) << held.parameter;
   }
   EXPECT_EQ(next, pair.cpu.size());

@@ -23,6 +23,11 @@ void rms_norm_rows(const RmsNorm& args, int64_t begin, int64_t end) {
   }
 }
 
+template <class Backward>
+TESSERA_INLINE int64_t block_end(const Backward& args, int64_t first) {
+  return first + args.block < args.rows ? first + args.block : args.rows;
+}
+
 /// With h = x * rstd and g = grad * weight:  dx = rstd * (g - h * mean(g * h)),  d_weight = sum over rows of grad * h.
 template <class G, class X, class W>
 void rms_norm_backward_blocks(const RmsNormBackward& args, int64_t begin, int64_t end) {
@@ -32,7 +37,7 @@ void rms_norm_backward_blocks(const RmsNormBackward& args, int64_t begin, int64_
     float* partial = args.partial + block * dim;
     std::memset(partial, 0, sizeof(float) * dim);
     const int64_t first = block * args.block;
-    const int64_t last = first + args.block < args.rows ? first + args.block : args.rows;
+    const int64_t last = block_end(args, first);
     for (int64_t row = first; row < last; ++row) {
       const auto* grad = static_cast<const G*>(args.grad.data) + row * dim;
       const auto* x = static_cast<const X*>(args.x.data) + row * dim;
@@ -84,7 +89,7 @@ void layer_norm_backward_blocks(const LayerNormBackward& args, int64_t begin, in
     float *of_weight = args.partial + block * 2 * dim, *of_bias = of_weight + dim;
     std::memset(of_weight, 0, 2 * sizeof(float) * dim);
     const int64_t first = block * args.block;
-    const int64_t last = first + args.block < args.rows ? first + args.block : args.rows;
+    const int64_t last = block_end(args, first);
     for (int64_t row = first; row < last; ++row) {
       const auto* grad = static_cast<const G*>(args.grad.data) + row * dim;
       const auto* x = static_cast<const X*>(args.x.data) + row * dim;

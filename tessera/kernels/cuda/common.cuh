@@ -22,6 +22,12 @@ void with_type(at::ScalarType type, F&& f) {
   }
 }
 
+/// The same for three tensors' types.
+template <class F>
+void with_types(at::ScalarType a, at::ScalarType b, at::ScalarType c, F&& f) {
+  with_type(a, [&](auto x) { with_type(b, [&](auto y) { with_type(c, [&](auto z) { f(x, y, z); }); }); });
+}
+
 inline unsigned blocks_for(int64_t elements) { return static_cast<unsigned>((elements + kThreads - 1) / kThreads); }
 
 template <class T>

@@ -45,17 +45,13 @@ void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& su
   if (rstd.numel() == 0) return;
   if (added.defined()) add_elements(sum, input, added);
   const at::Tensor& x = added.defined() ? sum : input;
-  with_type(x.scalar_type(), [&](auto a) {
-    with_type(weight.scalar_type(), [&](auto b) {
-      with_type(out.scalar_type(), [&](auto c) {
-        using X = decltype(a);
-        using W = decltype(b);
-        using Y = decltype(c);
-        forward_kernel<<<rstd.numel(), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out.data_ptr<Y>(), rstd.data_ptr<float>(), x.const_data_ptr<X>(),
-                                                                                         weight.const_data_ptr<W>(), weight.size(0), static_cast<float>(eps));
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
-    });
+  with_types(x.scalar_type(), weight.scalar_type(), out.scalar_type(), [&](auto a, auto b, auto c) {
+    using X = decltype(a);
+    using W = decltype(b);
+    using Y = decltype(c);
+    forward_kernel<<<rstd.numel(), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(out.data_ptr<Y>(), rstd.data_ptr<float>(), x.const_data_ptr<X>(),
+                                                                                     weight.const_data_ptr<W>(), weight.size(0), static_cast<float>(eps));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
@@ -63,24 +59,20 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
               const at::Tensor& x, const at::Tensor& weight, const at::Tensor& rstd) {
   const int64_t rows = rstd.numel(), dim = weight.size(0), blocks = partial.size(0);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  with_type(grad.scalar_type(), [&](auto a) {
-    with_type(x.scalar_type(), [&](auto b) {
-      with_type(weight.scalar_type(), [&](auto c) {
-        using G = decltype(a);
-        using X = decltype(b);
-        using W = decltype(c);
-        if (rows > 0) {
-          dx_kernel<<<rows, kThreads, 0, stream>>>(dx.data_ptr<X>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), weight.const_data_ptr<W>(),
-                                                   rstd.const_data_ptr<float>(), dim);
-          C10_CUDA_KERNEL_LAUNCH_CHECK();
-          partial_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(),
-                                                                                 rstd.const_data_ptr<float>(), rows, dim);
-          C10_CUDA_KERNEL_LAUNCH_CHECK();
-        }
-        sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim, dim);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
-    });
+  with_types(grad.scalar_type(), x.scalar_type(), weight.scalar_type(), [&](auto a, auto b, auto c) {
+    using G = decltype(a);
+    using X = decltype(b);
+    using W = decltype(c);
+    if (rows > 0) {
+      dx_kernel<<<rows, kThreads, 0, stream>>>(dx.data_ptr<X>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), weight.const_data_ptr<W>(),
+                                               rstd.const_data_ptr<float>(), dim);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      partial_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(),
+                                                                             rstd.const_data_ptr<float>(), rows, dim);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+    sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim, dim);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   if (grad_sum.defined()) add_elements(dx, dx, grad_sum);
 }

@@ -47,13 +47,6 @@ Peak peak_of(const MemoryHistory& history) {
   return {.alive = event->after, .seconds = event->seconds, .where = module.empty() ? phase : phase + ", in " + module};
 }
 
-/// Bytes between two lines of the grid: a power of two, so that six lines or fewer are enough.
-double grid_step(int64_t top) {
-  double step = 1;
-  while (static_cast<double>(top) / step > 6) step *= 2;
-  return step;
-}
-
 class Picture {
  public:
   Picture(const MemoryHistory& history, const std::string& title)
@@ -88,7 +81,7 @@ class Picture {
   }
 
   void grid() {
-    const double step = grid_step(static_cast<int64_t>(most_));
+    const double step = binary_grid_step(std::floor(most_));
     for (double bytes = 0; bytes <= most_; bytes += step) {
       svg_.line(kLeft, y(bytes), kLeft + kPlot, y(bytes), "#cccccc", 0.5);
       svg_.text(kLeft - 6, y(bytes) + 4, format_bytes(static_cast<int64_t>(bytes)), {.size = 11, .anchor = "end"});

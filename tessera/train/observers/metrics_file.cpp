@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
 
 namespace tessera {
@@ -36,11 +37,8 @@ Records read_records(const std::filesystem::path& file, int64_t first_step) {
 
 /// Nobody's records, or damaged ones: a copy stays beside what takes their place, under a name that nothing has.
 void keep_aside(const std::filesystem::path& file, int64_t unknown) {
-  std::filesystem::path aside;
+  const auto aside = name_aside(file, "unreadable");
   std::error_code error;
-  int number = 1;
-  do aside = detail::concat(file.string(), ".unreadable-", number++);
-  while (std::filesystem::exists(aside, error));
   std::filesystem::copy_file(file, aside, error);
   require(!error, "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " holds ", unknown,
           " lines that are no records of a run, and a copy ", "of it cannot be kept: ", error.message(), "; move it elsewhere, or choose another log.dir");

@@ -1,0 +1,76 @@
+// Which places may be combined, and what the refusals of the others say.
+
+#include <gmock/gmock.h>
+
+#include "tests/config/rules.h"
+
+namespace tessera {
+namespace {
+
+using config_rules::refusal;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+TEST(Validate, OffloadTakesAllOfStage3OrNothing) {
+  const auto offload = [](Config& c, const char* params, const char* gradients, const char* optimizer) {
+    c.offload.params = params, c.offload.gradients = gradients, c.offload.optimizer = optimizer;
+  };
+  for (const int stage : {0, 1, 2}) {
+    EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "host", "host", "host"); }),
+              "offload.params = host: what waits on the host are slices that a unit fetches when it is used, which zero.stage = 3 alone has, and zero.stage "
+              "is " +
+                  std::to_string(stage) +
+                  "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host "
+                  "alone");
+  }
+  EXPECT_EQ(
+      refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "device", "host"); }),
+      "offload.params = host: offload.gradients = device, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
+      "there together; set offload.params, offload.gradients and offload.optimizer to host, or offload.optimizer alone");
+  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "disk"); }), "(accepted)");
+  EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = 3, offload(c, "host", "host", "host"); }), "(accepted)");
+  for (const int stage : {0, 1, 2, 3}) EXPECT_EQ(refusal([&](Config& c) { c.zero.stage = stage, offload(c, "device", "device", "host"); }), "(accepted)");
+}
+
+TEST(Validate, GradientsGoToTheHostWhereTheyAreOfOneRank) {
+  const auto streamed = [](Config& c) { c.offload.gradients = "host", c.offload.optimizer = "host"; };
+  for (const int stage : {0, 1, 2}) EXPECT_EQ(refusal([&](Config& c) { streamed(c), c.zero.stage = stage; }), "(accepted)");
+  EXPECT_EQ(refusal([&](Config& c) { streamed(c), c.mesh.tp = 2; }, 2), "(accepted)");
+  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.zero.stage = 3; }), StartsWith("offload.gradients = host: offload.params = device"));
+  EXPECT_THAT(refusal([&](Config& c) { c.offload.gradients = "host"; }), StartsWith("offload.gradients = host: offload.optimizer = device"));
+  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.zero.stage = 2; }, 2), AllOf(StartsWith("offload.gradients = host"), HasSubstr("zero.stage = 3")));
+  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.run.deterministic = true; }), StartsWith("offload.gradients = host: takes each"));
+  EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.offload.update = "device"; }), StartsWith("offload.update = device: offload.gradients = host"));
+}
+
+TEST(Validate, StateThatComesPieceByPieceIsThatOfElementsOrOfWholeParameters) {
+  const auto disk = [](Config& c) { c.offload.optimizer = "disk"; };
+  EXPECT_EQ(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.optim.state_dtype = "fp32"; }), "(accepted)");
+  EXPECT_THAT(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.zero.stage = 2; }, 2), StartsWith("offload.optimizer = disk: state comes"));
+  EXPECT_THAT(refusal([&](Config& c) { c.offload.optimizer = "host", c.offload.update = "device", c.optim.name = "adam8bit", c.zero.stage = 1; }, 2),
+              StartsWith("offload.update = device: state comes"));
+  EXPECT_THAT(refusal([&](Config& c) { disk(c), c.mesh.pp = 2, c.pipeline.post_validate = true; }, 2), StartsWith("pipeline.post_validate = true"));
+}
+
+TEST(Validate, DelayedUpdatesAreOfTheHost) {
+  const auto delayed = [](Config& c) { c.offload.optimizer = "host", c.offload.delayed_update = true; };
+  EXPECT_EQ(refusal([&](Config& c) { delayed(c); }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.offload.delayed_update = true; }), StartsWith("offload.delayed_update = true: an update that runs"));
+  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.offload.update = "device"; }), StartsWith("offload.delayed_update = true: an update that runs"));
+  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.offload.gradients = "host"; }), StartsWith("offload.delayed_update = true: offload.gradients"));
+  EXPECT_THAT(refusal([&](Config& c) { delayed(c), c.optim.name = "muon", c.zero.stage = 1; }, 2), StartsWith("offload.delayed_update = true: optim.name"));
+}
+
+TEST(Validate, ActivationsWaitWhereTheirModulesSay) {
+  EXPECT_EQ(refusal([](Config& c) { c.offload.activations = "host"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "disk"}, {"layers.1", "host"}}; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.offload.activations.by_pattern = {{"layers.0", "device"}}; }), StartsWith("offload.activations: 'layers.0' = device"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.fraction = 1.1; }), StartsWith("offload.fraction = 1.1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.min_bytes = -1; }), StartsWith("offload.min_bytes = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.budget_bytes = -1; }), StartsWith("offload.budget_bytes = -1"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.prefetch = -1; }), StartsWith("offload.prefetch = -1"));
+}
+
+}  // namespace
+}  // namespace tessera
