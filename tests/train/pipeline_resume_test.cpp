@@ -61,7 +61,7 @@ TEST_F(PipelineResume, PowerSgdGoesOnToTheBit) {
   }
 }
 
-/// Its start is counted in steps, also where a step holds several updates.
+/// Its start is counted in steps, also where a step holds several updates: a checkpoint is taken before it and after it.
 TEST_F(PipelineResume, PowerSgdOfAsynchronousPipelinesBeginsByStepsAndGoesOnToTheBit) {
   for (const char* schedule : {"pipeline.schedule=pipedream", "pipeline.schedule=pipedream_2bw"}) {
     const Sets sets{"mesh.pp=2",
@@ -70,13 +70,18 @@ TEST_F(PipelineResume, PowerSgdOfAsynchronousPipelinesBeginsByStepsAndGoesOnToTh
                     "optim.max_grad_norm=0",
                     "comm.compression=powersgd",
                     "comm.powersgd_rank=1",
-                    "batch.global_size=8",
-                    "comm.powersgd_start=4"};
-    const Layout layout = with(schedule, 4, sets), never = with("never", 4, sets, {"comm.powersgd_start=100"});
-    const auto whole = run_saving(layout, {}), plain = run(never, {});
-    EXPECT_EQ(whole[3].loss, plain[3].loss) << "all updates of four steps are whole";
-    EXPECT_NE(whole[5].loss, plain[5].loss);
-    expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
+                    "batch.global_size=8"};
+    const auto plain = run(with("never", 4, sets, {"comm.powersgd_start=100"}), {});
+    for (const int64_t start : {2, 4}) {
+      const std::string after = "comm.powersgd_start=" + std::to_string(start);
+      SCOPED_TRACE(schedule + (", " + after));
+      const std::string name = schedule + (" from " + std::to_string(start));
+      const Layout layout = with(name.c_str(), 4, sets, {after});
+      const auto whole = run_saving(layout, {});
+      EXPECT_EQ(whole.at(start - 1).loss, plain.at(start - 1).loss) << "all updates until then are whole";
+      EXPECT_EQ(whole.at(kLast - 1).loss == plain.at(kLast - 1).loss, start == kLast - 1 && schedule == std::string_view("pipeline.schedule=pipedream_2bw"));
+      expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
+    }
   }
 }
 
