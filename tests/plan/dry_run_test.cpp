@@ -240,7 +240,10 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
     const Config placed = config(family, sets);
     expect_real_peak(placed, world);
     if (world == 1) {
-      EXPECT_EQ(plan::dry_run(placed, 1).ranks.at(0).host_bytes, train(placed, 1).steps.back().memory.host) << ::testing::PrintToString(sets);
+      // An update that is made late falls into the step that saved it or into the next.
+      const auto steps = train(placed, 1).steps;
+      const auto most = std::ranges::max(steps, {}, [](const StepOutcome& step) { return total_of(step.memory.host); });
+      EXPECT_EQ(plan::dry_run(placed, 1).ranks.at(0).host_bytes, most.memory.host) << ::testing::PrintToString(sets);
     }
   };
   for (const int world : {1, 2}) {
