@@ -6,7 +6,9 @@
 #include "tessera/data/loader.h"
 #include "tessera/nn/record_events.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/machine.h"
 #include "tests/train/fixture.h"
 
 namespace tessera::plan {
@@ -131,6 +133,28 @@ TEST_F(RehearsalTest, GivesThePlanOfAllMicroBatches) {
   expect_the_same("mixtral", {"batch.global_size=10"}, 2);
 }
 
+/// To the byte and the microsecond, on hosts that the groups of different stages meet in different ways.
+TEST_F(RehearsalTest, TellsStagesBetweenTheEndsFromOneAnother) {
+  const Machine machine = [] {
+    Machine made = machine_of(find_device("h100"));
+    made.devices_per_host = 3;
+    return made;
+  }();
+  using Case = std::tuple<std::string, Sets, int>;
+  for (const auto& [family, sets, world] : std::vector<Case>{{"llama", {"mesh.pp=5", "batch.global_size=7"}, 5},
+                                                             {"llama", {"mesh.pp=5", "mesh.dp_shard=2", "zero.stage=2", "batch.global_size=12"}, 10},
+                                                             {"gpt2", {"mesh.pp=5", "pipeline.schedule=zb_h1", "batch.global_size=8"}, 5},
+                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 4},
+                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}, 4},
+                                                             {"llama", {"mesh.pp=4", "recompute.mode=full", "recompute.every=2"}, 4}}) {
+    SCOPED_TRACE(family + " " + ::testing::PrintToString(sets));
+    Sets all{"model.layers=10", "batch.global_size=8", "batch.micro_size=1", "run.threads=1"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config asked = config(family, all);
+    EXPECT_EQ(to_json(dry_run(asked, world, {.machine = machine})), to_json(dry_run(asked, world, {.machine = machine, .share_traces = false})));
+  }
+}
+
 TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
   const Sets three{"model.layers=3", "batch.global_size=9", "mesh.pp=3"};
   for (const auto& [schedule, stage] : std::vector<std::pair<std::string, std::string>>{{"gpipe", "2"}, {"1f1b", "0"}, {"zb_h1", "0"}}) {
@@ -153,12 +177,12 @@ TEST(Rehearsal, RunsAsFewMicroBatchesAsThereAreKinds) {
     }
     return schedule;
   };
-  const auto found = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/false);
+  const auto found = shortest_rehearsal(one, 6, /*rank=*/0, {}, /*neighbours=*/false);
   ASSERT_TRUE(found);
   EXPECT_EQ(found->micro_batches, 3);
   EXPECT_EQ(found->stands_for, (std::vector<int>{0, 1, 1, 1, 1, 2}));
-  EXPECT_FALSE(shortest_rehearsal(one, 3, comm::Group::self(), /*neighbours=*/false)) << "all are run as it is";
-  const auto looking = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/true);
+  EXPECT_FALSE(shortest_rehearsal(one, 3, /*rank=*/0, {}, /*neighbours=*/false)) << "all are run as it is";
+  const auto looking = shortest_rehearsal(one, 6, /*rank=*/0, {}, /*neighbours=*/true);
   ASSERT_TRUE(looking);
   EXPECT_EQ(looking->stands_for, (std::vector<int>{0, 1, 2, 2, 2, 3}));
 }
