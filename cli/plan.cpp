@@ -26,6 +26,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
+#include "tessera/kernels/fp16_products.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/collective_time.h"
@@ -378,6 +379,8 @@ void add_plan(Command app, int& exit_code) {
     const auto logits = logits_of(framework);
     std::optional<plan::Device> device;
     if (!flags->device.empty()) device = device_of(*flags);
+    std::optional<kernels::Fp16ProductsGuard> halves;  // of a device; a CPU's file has no rate of them
+    if (device && device->flops_per_s.contains("fp16")) halves.emplace();
     if (!flags->layouts.empty()) {
       require(!flags->explain && !flags->longest && !flags->search && !flags->events,
               "--layouts: plans each of them; leave out what stands in place of a plan");
