@@ -5,7 +5,9 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/data/loader.h"
 #include "tessera/nn/record_events.h"
+#include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/plan/alike_stages.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/machine.h"
@@ -153,6 +155,47 @@ TEST_F(RehearsalTest, TellsStagesBetweenTheEndsFromOneAnother) {
     const Config asked = config(family, all);
     EXPECT_EQ(to_json(dry_run(asked, world, {.machine = machine})), to_json(dry_run(asked, world, {.machine = machine, .share_traces = false})));
   }
+}
+
+/// What the second of five ranks sends and receives, told of the fourth.
+TEST(AlikeStages, MessagesGetTheirOwnPeersAndTags) {
+  const auto schedule = schedules::one_f_one_b(5, 4);
+  const auto legs = [&](int rank) { return pipeline::itinerary(schedule, pipeline::chain(5), rank); };
+  const auto events = [&](int rank) {
+    Events found;
+    const int of_crossing = pipeline::end_of_tags(1, pipeline::chain(2)), of_micro_batch = pipeline::end_of_tags(1, pipeline::chain(5));
+    const auto add = [&](const char* op, const pipeline::Message& message) {
+      const int tag = message.micro_batch * of_micro_batch + message.crossing * of_crossing + (message.gradient ? 1 : 0);
+      found.push_back({.what = CollectiveEvent{.op = op, .group = "pp", .group_size = 5, .group_rank = rank, .peer = message.peer, .tag = tag}});
+    };
+    for (const auto& leg : legs(rank)) {
+      for (const auto& post : leg.posts) add("recv", post);
+      for (const auto& sent : leg.sends) add("send", sent);
+    }
+    return found;
+  };
+  Events told = events(1);
+  ASSERT_TRUE(same_legs(legs(1), {1}, legs(1), {1}));
+  EXPECT_FALSE(same_legs(legs(1), {1}, legs(3), {3})) << "which warms up less";
+  for (Event& event : told) std::get<CollectiveEvent>(event.what).peer = 0;
+  ASSERT_TRUE(readdress(told, legs(1), 1, 5, {"pp"}));
+  EXPECT_EQ(told, events(1));
+  // Of one micro-batch the second and the third do the same.
+  const auto one = schedules::one_f_one_b(5, 1);
+  const auto of = [&](int rank) { return pipeline::itinerary(one, pipeline::chain(5), rank); };
+  EXPECT_TRUE(same_legs(of(1), {1}, of(2), {2}));
+  Events moved;
+  for (const auto& leg : of(1)) {
+    for (const auto& post : leg.posts)
+      moved.push_back({.what = CollectiveEvent{.op = "recv", .group = "pp", .tag = 3 * post.crossing + (post.gradient ? 1 : 0)}});
+    for (const auto& sent : leg.sends)
+      moved.push_back({.what = CollectiveEvent{.op = "send", .group = "pp", .tag = 3 * sent.crossing + (sent.gradient ? 1 : 0)}});
+  }
+  ASSERT_TRUE(readdress(moved, of(2), 2, 5, {"pp"}));
+  std::vector<int> tags, peers;
+  for (const auto& call : only<CollectiveEvent>(moved)) tags.push_back(call.tag), peers.push_back(call.peer);
+  EXPECT_EQ(peers, (std::vector<int>{1, 3, 3, 1}));
+  EXPECT_EQ(tags, (std::vector<int>{3, 6, 7, 4}));
 }
 
 TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
