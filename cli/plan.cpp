@@ -26,6 +26,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
+#include "tessera/kernels/fp16_products.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/collective_time.h"
@@ -295,7 +296,7 @@ std::vector<nlohmann::json> layouts_in(const std::string& path) {
 
 /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
 nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
-  require(asked.is_number_integer(), "--layouts: all_reduce: expected a number of bytes");
+  require(asked.is_number_integer() && asked.get<int64_t>() >= 0, "--layouts: all_reduce: expected a number of bytes");
   const auto bytes = asked.get<int64_t>();
   std::vector<int> ranks(static_cast<size_t>(world));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -378,6 +379,8 @@ void add_plan(Command app, int& exit_code) {
     const auto logits = logits_of(framework);
     std::optional<plan::Device> device;
     if (!flags->device.empty()) device = device_of(*flags);
+    std::optional<kernels::Fp16ProductsGuard> halves;  // of a device; a CPU's file has no rate of them
+    if (device && device->flops_per_s.contains("fp16")) halves.emplace();
     if (!flags->layouts.empty()) {
       require(!flags->explain && !flags->longest && !flags->search && !flags->events,
               "--layouts: plans each of them; leave out what stands in place of a plan");
@@ -423,7 +426,7 @@ void add_plan(Command app, int& exit_code) {
     }();
     const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
     std::optional<plan::WholeRun> all;
-    if (steps > 0) all = plan::whole_run(run, steps, device ? device->power_w : std::nullopt);
+    if (steps > 0) all = plan::whole_run(run, steps, !device ? std::nullopt : device->held_to_w ? device->held_to_w : device->power_w);
     std::string text =
         flags->json ? json_of(run, config, device, framework, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));

@@ -207,7 +207,12 @@ void check_splits(const char* op, const Group& group, const at::Tensor& tensor, 
 
 Pending::Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-bool Pending::done() const { return !state_ || state_->work->isCompleted(); }
+bool Pending::done() const {
+  if (!state_) return true;
+  const bool over = state_->work->isCompleted();
+  if (over && state_->call.op == Operation::Send) state_->in_flight = 0;  // who asked before it waits is held up by nobody: no wait to tell of
+  return over;
+}
 
 void Pending::wait() {
   if (!state_) return;

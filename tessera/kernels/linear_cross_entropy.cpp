@@ -292,15 +292,20 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   require(options.chunk_tokens >= 0, "linear_cross_entropy: chunk_tokens = ", options.chunk_tokens, " must be positive, or 0 for the default");
   require(options.expected_gradient != 0, "linear_cross_entropy: expected_gradient must not be 0");
   const at::ScalarType compute = options.compute_dtype.value_or(hidden.scalar_type());
-  if (compute == at::kHalf && !hidden.is_cuda()) {
+  if (compute == at::kHalf && is_widened(compute, hidden.device())) {
     auto wide = options;
     wide.compute_dtype = at::kFloat;
     return linear_cross_entropy(rounded_to_half(hidden), rounded_to_half(weight), labels, wide);
   }
+  const bool stands_for_device = compute == at::kHalf && hidden.is_meta();
+  if (stands_for_device && (hidden.scalar_type() == at::kHalf || weight.scalar_type() == at::kHalf)) {
+    return linear_cross_entropy(hidden.to(at::kFloat), weight.to(at::kFloat), labels, options);
+  }
   if (kernel_choice() == KernelChoice::Reference && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute, options.loss);
   require_supported("linear_cross_entropy: hidden", hidden);
   require_supported("linear_cross_entropy: weight", weight);
-  require(is_supported(compute), "linear_cross_entropy: compute_dtype ", c10::toString(compute), " is not supported; use Float or BFloat16");
+  require(is_supported(compute) || stands_for_device, "linear_cross_entropy: compute_dtype ", c10::toString(compute),
+          " is not supported; use Float or BFloat16");
   const bool differentiate = at::GradMode::is_enabled(), needs_weight = differentiate && weight.requires_grad();
   const Settings settings{.compute = compute,
                           .chunk_tokens = options.chunk_tokens,

@@ -15,6 +15,7 @@
 #include "tessera/core/ambient.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/fp16_products.h"
 #include "tessera/kernels/routines.h"
 
 // Casts around a product would do the same arithmetic, but autograd would keep the wide operands for backward. Here a function of its own keeps the narrow ones
@@ -26,6 +27,7 @@ namespace {
 
 /// What a guard has said: 1 native products, -1 none; 0: as the machine is.
 const Ambient<int> native;
+const Ambient<bool> device_with_fp16;
 
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
@@ -103,9 +105,13 @@ bool multiplies_bf16(c10::Device device) {
 Bf16ProductsGuard::Bf16ProductsGuard(bool native_products) : former_(std::exchange(*native, native_products ? 1 : -1)) {}
 Bf16ProductsGuard::~Bf16ProductsGuard() { *native = former_; }
 
+Fp16ProductsGuard::Fp16ProductsGuard() : former_(std::exchange(*device_with_fp16, true)) {}
+Fp16ProductsGuard::~Fp16ProductsGuard() { *device_with_fp16 = former_; }
+
 bool is_widened(at::ScalarType dtype, c10::Device device) {
   if (!device.is_cpu() && !device.is_meta()) return false;
-  return dtype == at::kHalf || (dtype == at::kBFloat16 && !multiplies_bf16(device));
+  if (dtype == at::kHalf) return !(device.is_meta() && *device_with_fp16);
+  return dtype == at::kBFloat16 && !multiplies_bf16(device);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {

@@ -95,8 +95,7 @@ void Agreement::add(const std::vector<int>& ranks, const Events& events) {
       one.messages[call->group].received[{call->tag, call->peer, call->group_rank}].push_back({.bytes = call->bytes, .site = site});
     }
     const auto begun = one.errands.begin(lane, call->op + " of " + call->group + sites_[site]);
-    // Of a send a rank asks whether it is over before it waits for its end (pipeline/executor.cpp): what was recorded holds nobody up.
-    if (lane.way != Lane::Way::Sent && !event.writes.empty() && event.writes.back() < 0) in_flight.insert_or_assign(event.writes.back(), begun);
+    if (!event.writes.empty() && event.writes.back() < 0) in_flight.insert_or_assign(event.writes.back(), begun);
   }
 }
 

@@ -46,6 +46,9 @@ Device parse_device(const std::string& text, const std::string& origin) {
   device.memory_bytes = 1e9 * file.needed("memory_gb");
   device.memory_bytes_per_s = 1e9 * file.needed("memory_gb_per_s");
   device.power_w = file.number("power_w");
+  device.held_to_w = file.number("held_to_w");
+  require(!device.held_to_w || (device.power_w && *device.held_to_w > 0 && *device.held_to_w <= *device.power_w), file.name_of("held_to_w"),
+          ": expected watts, at most those of power_w, which has to be given, too");
   const double node = file.needed("devices_per_node");
   require(node == static_cast<int>(node), file.name_of("devices_per_node"), " = ", node, ": expected a whole number");
   device.devices_per_node = static_cast<int>(node);
@@ -73,7 +76,7 @@ Device parse_device(const std::string& text, const std::string& origin) {
   if (auto sources = file.table("sources")) {
     for (const std::string& key : sources->keys()) device.sources[key] = sources->text(key);
   }
-  file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "devices_per_node", "tflops", "inside", "between", "reaches", "sources"});
+  file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "reaches", "sources"});
   return device;
 }
 
@@ -87,6 +90,7 @@ std::string to_toml(const Device& device) {
   std::string text = "name = " + quoted(device.name) + "\nmemory_gb = " + figure(device.memory_bytes / 1e9) +
                      "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
   if (device.power_w) text += "power_w = " + figure(*device.power_w) + "\n";
+  if (device.held_to_w) text += "held_to_w = " + figure(*device.held_to_w) + "\n";
   text += fmt::format("devices_per_node = {}\n\n[tflops]\n", device.devices_per_node);
   for (const auto& [format, rate] : device.flops_per_s) text += format + " = " + figure(rate / 1e12) + "\n";
   for (const auto& [key, link] : {std::pair{"inside", device.inside}, {"between", device.between}}) {

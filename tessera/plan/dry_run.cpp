@@ -21,6 +21,7 @@
 #include "tessera/models/flops.h"
 #include "tessera/nn/record_events.h"
 #include "tessera/plan/agreement.h"
+#include "tessera/plan/alike_stages.h"
 #include "tessera/plan/cpu_memory.h"
 #include "tessera/plan/rank_classes.h"
 #include "tessera/plan/rehearsal.h"
@@ -75,13 +76,30 @@ struct RankRun {
   bool consistent = true;  ///< with what the tracker saw; else the rehearsal has left something out
 };
 
+/// A dry step as it was taken down.
+struct DryStep {
+  int64_t tokens = 0;
+  Alive before, after;
+  Events shown;
+  std::vector<MemoryBlock> largest;  ///< at the peak, where they are asked for
+};
+
+/// What a rank's dry steps have shown, from which steps of ranks that do the same are read, too.
+struct Trace {
+  int stage = 0;                    ///< of mesh.pp
+  std::vector<pipeline::Leg> legs;  ///< of a step that was run
+  std::vector<std::string> channels;
+  RankClass ranks;  ///< what needs no events
+  std::vector<DryStep> steps;
+};
+
 /// Micro-batches that do the same are run once, but where a step looks at each by itself: the deterministic tree adds them up in an order of its own, a rank's
 /// padding has none of its own, and details are of real tensors.
 std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatch& batch, const Composition& run, const DryRunOptions& options) {
   const bool padded = std::ranges::any_of(batch.micro_batches, [](const data::MicroBatch& micro) { return micro.weight == 0; });
   if (!options.rehearse || options.largest || config.run.deterministic || padded) return std::nullopt;
-  return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.channels,
-                            /*neighbours=*/config.zero.stage >= 2);
+  return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.pipeline.rank(),
+                            {run.channels.ahead.name(), run.channels.back.name()}, /*neighbours=*/config.zero.stage >= 2);
 }
 
 /// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
@@ -102,8 +120,85 @@ std::vector<std::string> channel_names(const Composition& run) {
   return {run.channels.ahead.name(), run.channels.back.name()};
 }
 
-/// As `pipeline` deals the model's FLOPs to the stages.
-RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress) {
+/// Reads what there is to say of a rank from its dry steps, one after the other.
+class StepsReader {
+ public:
+  /// `known`: what needs no events. `rehearsal`: of this rank, null where its steps are whole.
+  StepsReader(const Config& config, const Mesh& mesh, const PipelinePlan& pipeline, const DryRunOptions& options, const Rehearsal* rehearsal,
+              std::vector<std::string> channels, RankClass known)
+      : config_(config), mesh_(mesh), options_(options), rehearsal_(rehearsal), channels_(std::move(channels)) {
+    run_.ranks = std::move(known);
+    run_.ranks.pipeline_rank = mesh.rank(mesh_roles(config).stages);
+    share_ = pipeline.model_share_of(run_.ranks.pipeline_rank);
+  }
+
+  double flops(int64_t tokens) const {
+    return model_flops_per_token(config_.model, config_.data.seq_len) * static_cast<double>(tokens) / mesh_.size(mesh_roles(config_).layers) * share_;
+  }
+
+  void read(const DryStep& step, bool last) {
+    RankClass& result = run_.ranks;
+    result.flops = flops(step.tokens);
+    EventReader of_step(step.before);
+    std::optional<RankClock> clock;
+    if (options_.machine && last) clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_);
+    StepHistory history(step.before.device);
+    const auto read = [&](const Event& event) {
+      of_step.read(event);
+      if (clock) clock->read(event);
+      if (options_.history && last) history.read(event, of_step.alive().device, clock ? std::optional(clock->now()) : std::nullopt);
+    };
+    if (rehearsal_ != nullptr) {
+      for_each_event(step.shown, *rehearsal_, [&](const Event& event, int, int) { read(event); });
+    } else {
+      std::ranges::for_each(step.shown, read);
+    }
+    if (clock) result.time = clock->time();
+    if (options_.history && last) result.history = std::move(history).take();
+    run_.consistent = run_.consistent && of_step.alive() == step.after;
+    if (last) keep(step.shown, of_step);
+    if (total_of(of_step.peak().host) > total_of(result.host_bytes)) result.host_bytes = of_step.peak().host;
+    if (total_of(of_step.peak().device) <= peak_) return;
+    peak_ = total_of(of_step.peak().device);
+    result.peak_bytes = of_step.peak().device;
+    result.largest = step.largest;
+  }
+
+  RankRun take() && { return std::move(run_); }
+
+ private:
+  /// What the last step alone says.
+  void keep(const Events& shown, const EventReader& of_step) {
+    const auto kept = [&](const Event& event) {
+      return options_.events || std::holds_alternative<CollectiveEvent>(event.what) || std::holds_alternative<WaitEvent>(event.what);
+    };
+    if (rehearsal_ != nullptr) {
+      run_.events = whole_step(shown, *rehearsal_, kept);
+    } else {
+      std::ranges::copy_if(shown, std::back_inserter(run_.events), kept);
+    }
+    RankClass& result = run_.ranks;
+    result.hardware_flops = of_step.flops();
+    result.recomputed_flops = of_step.recomputed_flops();
+    result.collectives = collectives_of(run_.events);
+    if (!options_.machine) return;
+    const auto place = groups_placed(config_, mesh_, *options_.machine);
+    for (const auto& sum : result.collectives) result.places.try_emplace(sum.axis, place(sum.axis));
+  }
+
+  const Config& config_;
+  const Mesh& mesh_;
+  const DryRunOptions& options_;
+  const Rehearsal* rehearsal_;
+  std::vector<std::string> channels_;
+  RankRun run_;
+  double share_ = 1;
+  int64_t peak_ = -1;
+};
+
+/// As `pipeline` deals the model's FLOPs to the stages. What its steps have shown goes to `trace`, if it is given.
+RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress,
+                 Trace* trace = nullptr) {
   auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   MemoryTracker memory;
@@ -114,28 +209,27 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   std::optional<MemoryWatch> watch;
   if (options.largest) watch.emplace(memory, stepper.run());
   const data::LoaderOptions loader = loader_options(config, mesh);
-  RankRun run;
-  RankClass& result = run.ranks;
-  result.examples = {rank};
-  result.pipeline_rank = mesh.rank(mesh_roles(config).stages);
   progress.steps = kDrySteps;
-  int64_t peak = -1;
+  RankClass known;
+  for (const auto& p : stepper.run().parameters) known.parameters += p.tensor.numel();
   double expected_flops = 0;
   std::optional<Rehearsal> rehearsal;
+  std::optional<StepsReader> reader;
   const auto alive = [&] { return Alive{.device = memory.current_by_category(), .host = memory.host_by_category()}; };
   for (int step = 1; step <= kDrySteps; ++step) {
     memory.reset_peak();
     const auto batch = data::dry_batch(loader, step, at::kMeta);
-    const auto tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
-                                        [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
-    result.flops = model_flops_per_token(config.model, config.data.seq_len) * static_cast<double>(tokens) / mesh.size(mesh_roles(config).layers) *
-                   pipeline.model_share_of(result.pipeline_rank);
-    result.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
-    if (step == 1) rehearsal = rehearsal_of(config, batch, stepper.run(), options);
+    DryStep taken{.before = alive()};
+    taken.tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
+                                   [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
+    if (step == 1) {
+      known.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
+      rehearsal = rehearsal_of(config, batch, stepper.run(), options);
+      reader.emplace(config, mesh, pipeline, options, rehearsal ? &*rehearsal : nullptr, channel_names(stepper.run()), known);
+    }
     const int run_of_them = rehearsal ? rehearsal->micro_batches : 0;
-    if (step == 1) expected_flops = rehearsal ? result.flops * run_of_them / static_cast<double>(result.micro_batches) : result.flops;
+    if (step == 1) expected_flops = reader->flops(taken.tokens) * (rehearsal ? run_of_them / static_cast<double>(known.micro_batches) : 1);
     progress.step = step;
-    const Alive before = alive();
     EventStream stream;
     {
       std::optional<nn::OperatorScope> told;
@@ -144,48 +238,35 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
       stepper.step(batch, {.rehearsed = run_of_them});
     }
     expected_flops = stream.flops();
-    const Events shown = stream.take();
-    EventReader of_step(before);
-    std::optional<RankClock> clock;
-    if (options.machine && step == kDrySteps) clock.emplace(*options.machine, groups_placed(config, mesh, *options.machine), channel_names(stepper.run()));
-    StepHistory history(before.device);
-    const auto read = [&](const Event& event) {
-      of_step.read(event);
-      if (clock) clock->read(event);
-      if (options.history && step == kDrySteps) history.read(event, of_step.alive().device, clock ? std::optional(clock->now()) : std::nullopt);
-    };
-    if (rehearsal) {
-      for_each_event(shown, *rehearsal, [&](const Event& event, int, int) { read(event); });
-    } else {
-      std::ranges::for_each(shown, read);
-    }
-    if (clock) result.time = clock->time();
-    if (options.history && step == kDrySteps) result.history = std::move(history).take();
-    run.consistent = run.consistent && of_step.alive() == alive();
-    if (step == kDrySteps) {
-      const auto kept = [&](const Event& event) {
-        return options.events || std::holds_alternative<CollectiveEvent>(event.what) || std::holds_alternative<WaitEvent>(event.what);
-      };
-      if (rehearsal) {
-        run.events = whole_step(shown, *rehearsal, kept);
-      } else {
-        std::ranges::copy_if(shown, std::back_inserter(run.events), kept);
-      }
-      result.hardware_flops = of_step.flops();
-      result.recomputed_flops = of_step.recomputed_flops();
-      result.collectives = collectives_of(run.events);
-      if (options.machine) {
-        const auto place = groups_placed(config, mesh, *options.machine);
-        for (const auto& sum : result.collectives) result.places.try_emplace(sum.axis, place(sum.axis));
-      }
-    }
-    if (total_of(of_step.peak().host) > total_of(result.host_bytes)) result.host_bytes = of_step.peak().host;
-    if (total_of(of_step.peak().device) <= peak) continue;
-    peak = total_of(of_step.peak().device);
-    result.peak_bytes = of_step.peak().device;
-    result.largest = memory.largest_at_peak();
+    taken.shown = stream.take();
+    taken.after = alive();
+    taken.largest = memory.largest_at_peak();
+    reader->read(taken, step == kDrySteps);
+    if (trace != nullptr && rehearsal) trace->steps.push_back(std::move(taken));
   }
-  for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
+  if (trace != nullptr && rehearsal) {
+    trace->stage = mesh.rank(mesh_roles(config).stages);
+    trace->legs = std::move(rehearsal->shown);
+    trace->channels = channel_names(stepper.run());
+    trace->ranks = std::move(known);
+  }
+  return std::move(*reader).take();
+}
+
+/// The same of a rank between the ends of a pipeline, from the trace of another that holds as many layers: nothing is run. Nothing where it does another thing.
+std::optional<RankRun> read_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options,
+                                 const Trace& trace) {
+  auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
+  const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
+  const Axes stages = mesh_roles(config).stages;
+  const int stage = mesh.rank(stages);
+  const auto rehearsal = shortest_rehearsal(schedule_maker(config, mesh.size(stages)), static_cast<int>(trace.ranks.micro_batches), stage, trace.channels,
+                                            /*neighbours=*/config.zero.stage >= 2);
+  if (!rehearsal || !same_legs(trace.legs, pipeline.stages_of(trace.stage), rehearsal->shown, pipeline.stages_of(stage))) return std::nullopt;
+  StepsReader reader(config, mesh, pipeline, options, &*rehearsal, trace.channels, trace.ranks);
+  for (const DryStep& step : trace.steps) reader.read(step, &step == &trace.steps.back());
+  RankRun run = std::move(reader).take();
+  if (!readdress(run.events, rehearsal->whole, stage, static_cast<int>(pipeline.stages.size()), trace.channels)) return std::nullopt;
   return run;
 }
 
@@ -257,39 +338,6 @@ std::string to_string(const EffectiveBatch& batch) {
                      even ? "" : ", some of them empty on the ranks that have fewer");
 }
 
-/// Of the ranks of a pipeline that are neither first nor last, what tells those apart that do not do the same.
-struct StageKind {
-  int beside = 0;                ///< which rank among those of its stage
-  std::vector<int64_t> flops{};  ///< of its stages, in millionths of the model's
-  auto operator<=>(const StageKind&) const = default;
-};
-
-class StageKinds {
- public:
-  StageKinds(const PipelinePlan& pipeline, const MeshShape& shape, const Axes& stages)
-      : pipeline_(pipeline), last_(size_along(shape, stages) - 1), stage_(ranks_along(shape, stages.names)) {
-    std::vector<std::string> others;
-    for (const auto& [axis, size] : shape) {
-      if (std::ranges::find(stages.names, axis) == stages.names.end()) others.push_back(axis);
-    }
-    beside_ = ranks_along(shape, others);
-  }
-
-  int pipeline_rank(int rank) const { return stage_[static_cast<size_t>(rank)]; }
-  std::optional<StageKind> operator()(int rank) const {
-    const int stage = pipeline_rank(rank);
-    if (stage == 0 || stage == last_) return std::nullopt;
-    StageKind kind{.beside = beside_[static_cast<size_t>(rank)]};
-    for (const int held : pipeline_.stages_of(stage)) kind.flops.push_back(std::llround(1e6 * pipeline_.stages[static_cast<size_t>(held)].flops_share));
-    return kind;
-  }
-
- private:
-  const PipelinePlan& pipeline_;
-  int last_;
-  std::vector<int> stage_, beside_;  ///< of each rank
-};
-
 /// The class of ranks that are one pipeline rank further along, or several.
 RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
   const std::vector<int> before = pipeline.stages_of(ranks.pipeline_rank), after = pipeline.stages_of(to);
@@ -334,20 +382,33 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   whole.rehearse = false;
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
   std::map<StageKind, size_t> known;
-  std::optional<StageKinds> kinds;
-  if (options.alike_stages) kinds.emplace(run.pipeline, shape, mesh_roles(config).stages);
+  const StageKinds kinds(run.pipeline, shape, mesh_roles(config).stages);
+  std::multimap<StageKind, Trace> traces;
+  const bool share = options.share_traces && !options.events && options.rehearse && treats_layers_alike(config);
+  const Config short_run = shortened(config);
+  const auto of_class = [&](int rank, const std::optional<StageKind>& kind) {
+    if (share && kind) {
+      for (auto [at, end] = traces.equal_range(*kind); at != end; ++at) {
+        if (auto one = read_rank(short_run, world, rank, run.pipeline, options, at->second); one && one->consistent) return std::move(*one);
+      }
+    }
+    Trace trace;
+    RankRun one = run_rank(short_run, world, rank, run.pipeline, options, progress, share && kind ? &trace : nullptr);
+    if (!one.consistent) return run_rank(short_run, world, rank, run.pipeline, whole, progress);
+    if (!trace.steps.empty()) traces.emplace(*kind, std::move(trace));
+    return one;
+  };
   for (auto& members : classes) {
     ++progress.kind;
-    const auto kind = kinds ? (*kinds)(members.front()) : std::nullopt;
-    if (kind && known.contains(*kind)) {
-      run.ranks.push_back(moved(run.ranks[known.at(*kind)], kinds->pipeline_rank(members.front()), run.pipeline));
+    const auto kind = kinds(members.front());
+    if (options.alike_stages && kind && known.contains(*kind)) {
+      run.ranks.push_back(moved(run.ranks[known.at(*kind)], kinds.pipeline_rank(members.front()), run.pipeline));
       run.ranks.back().count = static_cast<int64_t>(members.size());
       run.ranks.back().examples = {members.front()};
       continue;
     }
-    if (kind) known[*kind] = run.ranks.size();
-    RankRun one = run_rank(shortened(config), world, members.front(), run.pipeline, options, progress);
-    if (!one.consistent) one = run_rank(shortened(config), world, members.front(), run.pipeline, whole, progress);
+    if (kind) known.try_emplace(*kind, run.ranks.size());
+    RankRun one = of_class(members.front(), kind);
     agreement.add(members, one.events);
     RankClass ranks = std::move(one.ranks);
     if (options.events) ranks.events = std::move(one.events);
@@ -358,6 +419,11 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   }
   if (options.machine) run.time = timed(config, run, *options.machine);
   const std::string problem = agreement.first_disagreement();
+  if (!problem.empty() && !traces.empty()) {  // told by the call sites of each rank's own modules
+    DryRunOptions each = options;
+    each.share_traces = false;
+    return dry_run(asked, world, each);
+  }
   require(problem.empty(), "mesh: ranks of this layout would wait for each other in vain: ", problem,
           "; choose another layout, for no run of this one would end (and say so to tessera's authors)");
   try {

@@ -1,6 +1,7 @@
 #include "tessera/plan/machine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 namespace tessera::plan {
@@ -21,13 +22,15 @@ const OperatorHabit* Habits::of(const std::string& name) const {
 }
 
 Machine machine_of(const Device& device) {
+  // Power goes with the clock and the square of the voltage, which the clock needs in proportion. What long products reach is what heats a device.
+  const double clock = device.held_to_w ? std::cbrt(*device.held_to_w / *device.power_w) : 1;
   const DeviceRates usual;
   const auto reached = [&](const std::string& what, double otherwise) {
     const auto found = device.reaches.find(what);
     return found == device.reaches.end() ? otherwise : found->second;
   };
-  Machine machine{.device = {.product_share = reached("products", usual.product_share),
-                             .attention_share = reached("attention", usual.attention_share),
+  Machine machine{.device = {.product_share = clock * reached("products", usual.product_share),
+                             .attention_share = clock * reached("attention", usual.attention_share),
                              .memory_bandwidth = device.memory_bytes_per_s,
                              .memory_share = reached("memory", usual.memory_share),
                              .multiprocessors = static_cast<int>(reached("multiprocessors", usual.multiprocessors)),

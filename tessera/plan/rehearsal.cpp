@@ -88,8 +88,8 @@ std::optional<std::vector<int>> stand_ins(const Parts& whole, const Parts& shown
 
 }  // namespace
 
-std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& make, int micro_batches, const pipeline::Channels& channels, bool neighbours) {
-  const int rank = channels.rank();
+std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& make, int micro_batches, int rank, const std::vector<std::string>& channels,
+                                            bool neighbours) {
   constexpr int fewest = 3;  // a first, a last, and one between
   if (micro_batches <= fewest) return std::nullopt;
   const Made whole = made_for(make, micro_batches, rank);
@@ -112,7 +112,7 @@ std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& 
                        .shown = shown->legs,
                        .whole = whole.legs,
                        .tags = pipeline::end_of_tags(1, pipeline::chain(whole.schedule.stages())),
-                       .channels = {channels.ahead.name(), channels.back.name()}};
+                       .channels = channels};
     }
   }
   return std::nullopt;

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "tessera/core/events.h"
-#include "tessera/pipeline/channels.h"
 #include "tessera/pipeline/itinerary.h"
 #include "tessera/pipeline/schedules/schedule.h"
 
@@ -18,14 +17,14 @@ struct Rehearsal {
   std::vector<int> stands_for;              ///< of each micro-batch of the whole step: the one of these that does the same
   std::vector<pipeline::Leg> shown, whole;  ///< what the rank does, in this step and in the whole one
   int tags = 0;                             ///< by how much tags of one micro-batch's messages differ from those of the next
-  std::vector<std::string> channels;        ///< the groups of these messages
+  std::vector<std::string> channels;        ///< the groups of these messages, by name
 };
 
-/// The shortest one for this rank, where that is less than the whole. Two micro-batches do the same if each of their actions is alike: of the same kind and
-/// stage, the first and the last of its kind or not; and where a synchronizer looks at `neighbours`, the second or not, between the same. Nothing for schedules
-/// whose weights change in their midst.
-std::optional<Rehearsal> shortest_rehearsal(const std::function<schedules::Schedule(int micro_batches)>& make, int micro_batches,
-                                            const pipeline::Channels& channels, bool neighbours);
+/// The shortest one for this rank of the pipeline, where that is less than the whole. Two micro-batches do the same if each of their actions is alike: of the
+/// same kind and stage, the first and the last of its kind or not; and where a synchronizer looks at `neighbours`, the second or not, between the same. Nothing
+/// for schedules whose weights change in their midst.
+std::optional<Rehearsal> shortest_rehearsal(const std::function<schedules::Schedule(int micro_batches)>& make, int micro_batches, int rank,
+                                            const std::vector<std::string>& channels, bool neighbours);
 
 /// Tells `visit` of each event of the whole step: those before and after the actions as they were, and each action as it was shown, in the whole step's order;
 /// with what stands for what, both -1 outside of actions. What lies in a bracket named `kLeftOut` stays out.

@@ -6,6 +6,8 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/plan/machine.h"
+#include "tessera/plan/machine.h"
 #include "tests/refusal.h"
 
 namespace tessera {
@@ -78,6 +80,18 @@ TEST(Devices, AUsersOwnFile) {
   EXPECT_EQ(device.inside->latency_s, 2e-6);
   EXPECT_FALSE(device.between);
   EXPECT_FALSE(device.power_w);
+}
+
+TEST(Devices, HeldToLessPowerMultipliesByTheCubeRootOfIt) {
+  const std::string held = with(kPlain, "memory_gb = 10", "memory_gb = 10\npower_w = 800\nheld_to_w = 100");
+  const plan::Device device = plan::parse_device(held, "mine.toml");
+  const plan::Machine whole = plan::machine_of(plan::parse_device(kPlain, "mine.toml")), half = plan::machine_of(device);
+  EXPECT_DOUBLE_EQ(half.device.product_share, whole.device.product_share / 2);
+  EXPECT_DOUBLE_EQ(half.device.attention_share, whole.device.attention_share / 2);
+  EXPECT_EQ(half.device.memory_share, whole.device.memory_share);
+  EXPECT_EQ(plan::parse_device(plan::to_toml(device), "again").held_to_w, 100);
+  EXPECT_THAT(refused(with(held, "power_w = 800\n", "")), HasSubstr("at most those of power_w"));
+  EXPECT_THAT(refused(with(held, "held_to_w = 100", "held_to_w = 900")), HasSubstr("held_to_w"));
 }
 
 TEST(Devices, WhatIsWrittenReadsBack) {

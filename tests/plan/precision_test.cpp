@@ -1,5 +1,8 @@
 #include <cstdlib>
+#include <set>
 
+#include "tessera/core/events.h"
+#include "tessera/kernels/fp16_products.h"
 #include "tessera/plan/dry_run.h"
 #include "tests/train/fixture.h"
 
@@ -32,6 +35,26 @@ TEST_F(PlannedPrecision, PeakEqualsTheRealRunToTheByte) {
     expect_real_peak(family, {"precision.compute=fp16", "precision.loss_scale=256"});
     expect_real_peak(family, {"precision.compute=fp8"});
     expect_real_peak(family, {"precision.compute=fp8", "precision.fp8_scales=row", "precision.params=bf16"});
+  }
+}
+
+TEST_F(PlannedPrecision, Fp16IsMultipliedAsTheDeviceMultipliesIt) {
+  const auto types = [&](const std::string& family, const std::string& params) {
+    std::set<at::ScalarType> found;
+    const auto settings = config(family, {"precision.params=" + params, "precision.compute=fp16", "precision.loss_scale=256", "batch.global_size=4"});
+    const plan::DryRun run = plan::dry_run(settings, 1, {.events = true});
+    for (const auto& ran : only<OperatorEvent>(run.ranks.at(0).events)) {
+      if (ran.flops > 0) found.insert(ran.dtype);
+    }
+    return found;
+  };
+  for (const std::string family : {"llama", "gpt2"}) {
+    for (const std::string params : {"fp32", "fp16"}) {
+      SCOPED_TRACE(family + " " + params);
+      EXPECT_EQ(types(family, params), std::set{at::kFloat}) << "a CPU widens them";
+      const kernels::Fp16ProductsGuard device;
+      EXPECT_EQ(types(family, params), std::set{at::kHalf});
+    }
   }
 }
 

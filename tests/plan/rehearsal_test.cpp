@@ -5,8 +5,12 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/data/loader.h"
 #include "tessera/nn/record_events.h"
+#include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/plan/alike_stages.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/machine.h"
 #include "tests/train/fixture.h"
 
 namespace tessera::plan {
@@ -131,6 +135,69 @@ TEST_F(RehearsalTest, GivesThePlanOfAllMicroBatches) {
   expect_the_same("mixtral", {"batch.global_size=10"}, 2);
 }
 
+/// To the byte and the microsecond, on hosts that the groups of different stages meet in different ways.
+TEST_F(RehearsalTest, TellsStagesBetweenTheEndsFromOneAnother) {
+  const Machine machine = [] {
+    Machine made = machine_of(find_device("h100"));
+    made.devices_per_host = 3;
+    return made;
+  }();
+  using Case = std::tuple<std::string, Sets, int>;
+  for (const auto& [family, sets, world] : std::vector<Case>{{"llama", {"mesh.pp=5", "batch.global_size=7"}, 5},
+                                                             {"llama", {"mesh.pp=5", "mesh.dp_shard=2", "zero.stage=2", "batch.global_size=12"}, 10},
+                                                             {"gpt2", {"mesh.pp=5", "pipeline.schedule=zb_h1", "batch.global_size=8"}, 5},
+                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 4},
+                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}, 4},
+                                                             {"llama", {"mesh.pp=4", "recompute.mode=full", "recompute.every=2"}, 4}}) {
+    SCOPED_TRACE(family + " " + ::testing::PrintToString(sets));
+    Sets all{"model.layers=10", "batch.global_size=8", "batch.micro_size=1", "run.threads=1"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config asked = config(family, all);
+    EXPECT_EQ(to_json(dry_run(asked, world, {.machine = machine})), to_json(dry_run(asked, world, {.machine = machine, .share_traces = false})));
+  }
+}
+
+/// What the second of five ranks sends and receives, told of the fourth.
+TEST(AlikeStages, MessagesGetTheirOwnPeersAndTags) {
+  const auto schedule = schedules::one_f_one_b(5, 4);
+  const auto legs = [&](int rank) { return pipeline::itinerary(schedule, pipeline::chain(5), rank); };
+  const auto events = [&](int rank) {
+    Events found;
+    const int of_crossing = pipeline::end_of_tags(1, pipeline::chain(2)), of_micro_batch = pipeline::end_of_tags(1, pipeline::chain(5));
+    const auto add = [&](const char* op, const pipeline::Message& message) {
+      const int tag = message.micro_batch * of_micro_batch + message.crossing * of_crossing + (message.gradient ? 1 : 0);
+      found.push_back({.what = CollectiveEvent{.op = op, .group = "pp", .group_size = 5, .group_rank = rank, .peer = message.peer, .tag = tag}});
+    };
+    for (const auto& leg : legs(rank)) {
+      for (const auto& post : leg.posts) add("recv", post);
+      for (const auto& sent : leg.sends) add("send", sent);
+    }
+    return found;
+  };
+  Events told = events(1);
+  ASSERT_TRUE(same_legs(legs(1), {1}, legs(1), {1}));
+  EXPECT_FALSE(same_legs(legs(1), {1}, legs(3), {3})) << "which warms up less";
+  for (Event& event : told) std::get<CollectiveEvent>(event.what).peer = 0;
+  ASSERT_TRUE(readdress(told, legs(1), 1, 5, {"pp"}));
+  EXPECT_EQ(told, events(1));
+  // Of one micro-batch the second and the third do the same.
+  const auto one = schedules::one_f_one_b(5, 1);
+  const auto of = [&](int rank) { return pipeline::itinerary(one, pipeline::chain(5), rank); };
+  EXPECT_TRUE(same_legs(of(1), {1}, of(2), {2}));
+  Events moved;
+  for (const auto& leg : of(1)) {
+    for (const auto& post : leg.posts)
+      moved.push_back({.what = CollectiveEvent{.op = "recv", .group = "pp", .tag = 3 * post.crossing + (post.gradient ? 1 : 0)}});
+    for (const auto& sent : leg.sends)
+      moved.push_back({.what = CollectiveEvent{.op = "send", .group = "pp", .tag = 3 * sent.crossing + (sent.gradient ? 1 : 0)}});
+  }
+  ASSERT_TRUE(readdress(moved, of(2), 2, 5, {"pp"}));
+  std::vector<int> tags, peers;
+  for (const auto& call : only<CollectiveEvent>(moved)) tags.push_back(call.tag), peers.push_back(call.peer);
+  EXPECT_EQ(peers, (std::vector<int>{1, 3, 3, 1}));
+  EXPECT_EQ(tags, (std::vector<int>{3, 6, 7, 4}));
+}
+
 TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
   const Sets three{"model.layers=3", "batch.global_size=9", "mesh.pp=3"};
   for (const auto& [schedule, stage] : std::vector<std::pair<std::string, std::string>>{{"gpipe", "2"}, {"1f1b", "0"}, {"zb_h1", "0"}}) {
@@ -153,12 +220,12 @@ TEST(Rehearsal, RunsAsFewMicroBatchesAsThereAreKinds) {
     }
     return schedule;
   };
-  const auto found = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/false);
+  const auto found = shortest_rehearsal(one, 6, /*rank=*/0, {}, /*neighbours=*/false);
   ASSERT_TRUE(found);
   EXPECT_EQ(found->micro_batches, 3);
   EXPECT_EQ(found->stands_for, (std::vector<int>{0, 1, 1, 1, 1, 2}));
-  EXPECT_FALSE(shortest_rehearsal(one, 3, comm::Group::self(), /*neighbours=*/false)) << "all are run as it is";
-  const auto looking = shortest_rehearsal(one, 6, comm::Group::self(), /*neighbours=*/true);
+  EXPECT_FALSE(shortest_rehearsal(one, 3, /*rank=*/0, {}, /*neighbours=*/false)) << "all are run as it is";
+  const auto looking = shortest_rehearsal(one, 6, /*rank=*/0, {}, /*neighbours=*/true);
   ASSERT_TRUE(looking);
   EXPECT_EQ(looking->stands_for, (std::vector<int>{0, 1, 2, 2, 2, 3}));
 }

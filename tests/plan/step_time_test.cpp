@@ -79,6 +79,17 @@ TEST(OperatorSeconds, ATypeWithoutARateIsRefusedByName) {
   EXPECT_THAT(refusal([&] { operator_seconds(product, round_device()); }), AllOf(HasSubstr("multiplies in fp32"), HasSubstr("add tflops.fp32")));
 }
 
+TEST(OperatorSeconds, ProductsOfFp8AreTimedByTheirOperandsType) {
+  DeviceRates device = round_device();
+  const OperatorEvent product{.name = "aten::_scaled_mm", .shape = {12800, 25600}, .dtype = at::kBFloat16, .flops = 2.0 * 12800 * 25600 * 8192};
+  EXPECT_THAT(refusal([&] { operator_seconds(product, device); }), HasSubstr("multiplies in fp8"));
+  device.flops[at::kFloat8_e4m3fn] = 200e12;
+  EXPECT_DOUBLE_EQ(operator_seconds(product, device), product_seconds(12800, 25600, 8192, 1, 1, 200e12, device));
+  OperatorEvent thin{.name = "aten::_scaled_mm", .shape = {16, 16384}, .dtype = at::kBFloat16, .flops = 2.0 * 16 * 16384 * 64};
+  thin.written_bytes = 2 * 16 * 16384, thin.read_bytes = 64 * (16 + 16384);
+  EXPECT_GE(operator_seconds(thin, device), static_cast<double>(thin.written_bytes + thin.read_bytes) / 0.8e12);
+}
+
 // ---- one collective
 
 TEST(CollectiveSeconds, AllReducesOfOneHostAreWithinAFifthOfThoseMeasured) {
