@@ -29,6 +29,7 @@
 #include "tessera/offload/activations.h"
 #include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/host_sums.h"
 #include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
@@ -181,12 +182,12 @@ Attachment move_activations(const Config& config, LanguageModel& model, at::Devi
 }
 
 /// Below stage 3: gradients go to the host as they come, and what is updated lies there.
-void stream_gradients(const Config& config, at::Device device, Composition& run) {
+void stream_gradients(const std::shared_ptr<HostSums>& sums, Composition& run) {
   std::vector<nn::NamedParameter> with_gradients = run.updated;
   for (const auto& parameter : run.synchronizer->updated()) {
     if (nn::follows(nn::updated_for(parameter.tensor))) with_gradients.push_back(parameter);
   }
-  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), with_gradients, device, config.zero.bucket_bytes);
+  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), with_gradients, sums);
   run.host = host.get();
   run.updated = trained(host->updated());
   run.offloaded = true;
@@ -405,10 +406,11 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   run.updated = trained(run.parameters);
   const comm::Group data = mesh[roles.tokens];
   allow_tf32(policy, device, data.rank() == 0);
-  if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   const bool streamed = config.offload.gradients.is("host") && config.zero.stage < 3;
-  if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, run);  // one data rank: there is nothing to compare
-  if (streamed) stream_gradients(config, device, run);
+  const auto sums = streamed ? std::make_shared<HostSums>(device, config.zero.bucket_bytes) : nullptr;
+  if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, sums, run);
+  if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, sums, run);
+  if (streamed) stream_gradients(sums, run);
   // Before there is an optimizer: master weights begin as the weights are.
   const bool from_files = device != at::kMeta && !resume && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
   if (from_files) load_starting_weights(config, *run.model);
@@ -422,7 +424,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   if (from_files || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, mesh, *run.model);
-  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, run);
+  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, /*relay=*/nullptr, run);
   return run;
 }
 

@@ -255,6 +255,9 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
   expect_same("llama", {"offload.activations=host", "mesh.pp=2", "model.layers=4"}, 2);
   for (const std::string place : {"host", "disk"}) {
     expect_same("llama", {"offload.optimizer=" + place, "offload.gradients=host"}, 1);
+    for (const char* stage : {"0", "1", "2"}) {
+      expect_same("llama", {"offload.optimizer=" + place, "offload.gradients=host", std::string("zero.stage=") + stage, "zero.bucket_bytes=4096"}, 2);
+    }
     expect_same("gpt2", {"offload.optimizer=" + place, "offload.update=device", "precision.params=bf16", "precision.compute=bf16"}, 1);
     expect_same("llama", {"offload.optimizer=" + place, "offload.update=device", "zero.stage=2"}, 2);
   }
