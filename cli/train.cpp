@@ -245,6 +245,11 @@ void check_host_memory(const Config& config, int size, bool first) {
           " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
           local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host),
           "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+  const int64_t process = process_memory_limit_bytes();
+  const auto of_rank = static_cast<int64_t>(needed / local_ranks);
+  require(process == 0 || of_rank <= process, "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
+          " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(of_rank), ", and a process may have ",
+          format_bytes(process), " (ulimit -d or -v); raise that limit, set offload.optimizer = disk, or use more ranks with zero.stage = 3 or mesh.tp");
 }
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
