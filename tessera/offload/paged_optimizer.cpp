@@ -21,7 +21,7 @@ PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters
       pages_(parameters_.size()) {
   const at::Device device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().tensor.device();
   depot_ = std::make_shared<offload::Depot>(device, /*budget_bytes=*/0, MemoryCategory::Optimizer);
-  if (on_disk_) depot_->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", device.is_meta());
+  if (on_disk_) depot_->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", options.disk, device.is_meta());
   std::vector<nn::NamedParameter> stand_ins;
   for (const auto& [name, tensor, aliases] : parameters_) {
     const at::Tensor stand_in = tensor.detach();

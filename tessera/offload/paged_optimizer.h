@@ -21,6 +21,7 @@ class ParkedStorage;
 struct PagedOptimizerOptions {
   OffloadPlace place = OffloadPlace::Host;  ///< where state waits
   std::filesystem::path dir = {};           ///< for Disk: folder of the file that holds it
+  DiskBytes disk = {};                      ///< is told what that file takes
   int64_t piece_bytes = int64_t{64} << 20;  ///< of parameters whose state is there together
 };
 

@@ -79,7 +79,8 @@ struct RankRun {
 /// padding has none of its own, and details are of real tensors.
 std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatch& batch, const Composition& run, const DryRunOptions& options) {
   const bool padded = std::ranges::any_of(batch.micro_batches, [](const data::MicroBatch& micro) { return micro.weight == 0; });
-  if (!options.rehearse || options.largest || config.run.deterministic || padded) return std::nullopt;
+  const bool on_disk = moves_activations_to_disk(config.offload);  // a file holds those of all micro-batches that are alive
+  if (!options.rehearse || options.largest || config.run.deterministic || padded || on_disk) return std::nullopt;
   return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.channels,
                             /*neighbours=*/config.zero.stage >= 2);
 }
@@ -186,6 +187,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     result.largest = memory.largest_at_peak();
   }
   for (const auto& p : stepper.run().parameters) result.parameters += p.tensor.numel();
+  result.disk_bytes = stepper.run().disk.value();
   return run;
 }
 
@@ -209,6 +211,7 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
                          {"parameters", ranks.parameters},
                          {"peak_bytes", to_json(ranks.peak_bytes)},
                          {"host_bytes", to_json(ranks.host_bytes)},
+                         {"disk_bytes", ranks.disk_bytes},
                          {"collectives", collectives},
                          {"flops", ranks.flops},
                          {"hardware_flops", ranks.hardware_flops},
@@ -411,6 +414,7 @@ std::string to_string(const DryRun& run) {
       out += row(to_string(static_cast<MemoryCategory>(c)), ranks.peak_bytes[c], ranks.host_bytes[c], "");
     }
     out += row("total", total_of(ranks.peak_bytes), total_of(ranks.host_bytes), beside ? "  at the peak, and on the host" : "  at the peak");
+    if (ranks.disk_bytes > 0) out += fmt::format("  {:<12}{:>12}  on disk, in offload.dir\n", "files", format_bytes(ranks.disk_bytes));
     for (const auto& c : ranks.collectives)
       out +=
           fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));
