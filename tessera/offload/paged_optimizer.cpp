@@ -84,6 +84,21 @@ std::vector<optim::StateTensor> PagedOptimizer::state() const {
   return inner_->state();
 }
 
+std::vector<optim::StateTensor> PagedOptimizer::state_to_save() const {
+  std::map<const c10::StorageImpl*, std::shared_ptr<offload::ParkedStorage>> away;
+  for (const auto& pages : pages_) {
+    for (const Page& page : pages) {
+      if (page.away) away.emplace(page.tensor.storage().unsafeGetStorageImpl(), page.away);
+    }
+  }
+  auto state = inner_->state();
+  for (auto& held : state) {
+    const auto found = away.find(held.tensor.storage().unsafeGetStorageImpl());
+    if (found != away.end()) held.read = [parked = found->second, form = held.tensor] { return parked->copy_on_host(form); };
+  }
+  return state;
+}
+
 void PagedOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < pages_.size(); ++i) bring(i);
