@@ -1,6 +1,8 @@
 """Optimizer steps beside others' (bench/peers/optimizers.py), in turn: the least processor time of each side on one thread, a ratio that other load on the machine moves little.
 
   tools/peer_python bench/optimizers.py [--rounds 5] [NAME ...]
+
+`deepspeed`, which is timed where it is named, is our AdamW beside DeepSpeedCPUAdam (bench/deepspeed_requirements.txt). Its packages and what it compiles lie in build/deepspeed.
 """
 
 import argparse
@@ -12,6 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["adamw", "lion", "adafactor", "adam8bit", "muon"]
+DEEPSPEED = ROOT / "build/deepspeed"
+
+
+def surroundings(name: str) -> dict[str, str]:
+    """In which a peer finds its packages."""
+    if name != "deepspeed":
+        return dict(os.environ)
+    packages = DEEPSPEED / "packages"
+    if not (packages / "deepspeed").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, "-r", ROOT / "bench/deepspeed_requirements.txt"]
+        subprocess.run([str(part) for part in pip], check=True)
+    return os.environ | {
+        "PYTHONPATH": str(packages), "PATH": f"{packages / 'bin'}:{os.environ['PATH']}", "TORCH_EXTENSIONS_DIR": str(DEEPSPEED / "extensions"), "DS_ACCELERATOR": "cpu",
+    }  # fmt: skip
 
 
 def ours(name: str) -> float:
@@ -33,16 +49,17 @@ def main() -> None:
     for name in options.names or NAMES:
         peer = subprocess.Popen(
             [sys.executable, ROOT / "bench/peers/optimizers.py", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=surroundings(name),
         )  # fmt: skip
 
         def theirs(steps: int) -> float:
             peer.stdin.write(f"step {steps}\n")
             peer.stdin.flush()
-            return min(json.loads(peer.stdout.readline())["step_s"])
+            answer = next(line for line in peer.stdout if line.startswith("{"))  # DeepSpeed says there what it does
+            return min(json.loads(answer)["step_s"])
 
         theirs(2)  # its state, and memory that is touched for the first time
-        times = [(ours(name), theirs(10)) for _ in range(options.rounds)]
+        times = [(ours("adamw" if name == "deepspeed" else name), theirs(10)) for _ in range(options.rounds)]
         peer.communicate("quit\n")
         own, other = (min(side) for side in zip(*times))
         print(f"{name:<10} {own * 1e3:9.1f} {other * 1e3:10.1f} {other / own:14.2f}", flush=True)

@@ -213,31 +213,33 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
   throw Error(report.sentence);
 }
 
-// What of the optimizer's state goes to disk is known, and said; of activations only the first step tells.
-void check_disk(const Config& config, int64_t needed, int local_ranks, bool first) {
+// Of what goes to a disk. `what`: the keys that send it there.
+void check_disk(const Config& config, const std::string& what, int64_t needed, int local_ranks, bool first) {
   std::filesystem::path folder = std::filesystem::absolute(spill_folder(config));
   std::error_code failed;
   while (!std::filesystem::exists(folder, failed) && folder != folder.root_path()) folder = folder.parent_path();
   const auto space = std::filesystem::space(folder, failed);
   if (failed) return;  // whoever makes the file says why
   const auto free = static_cast<int64_t>(space.available);
-  require(needed <= free, "offload.dir = ", spill_folder(config).string(), ": offload.optimizer = disk takes ", format_bytes(needed), " there for the ",
-          local_ranks, local_ranks == 1 ? " rank" : " ranks", " on this host, and ", format_bytes(free),
-          " are free; name a folder with more space, or set offload.optimizer = host");
-  if (first) log().info("offload.optimizer = disk: {} of {} free in {}", format_bytes(needed), format_bytes(free), spill_folder(config).string());
+  require(needed <= free, "offload.dir = ", spill_folder(config).string(), ": ", what, " = disk takes ", format_bytes(needed), " there for the ", local_ranks,
+          local_ranks == 1 ? " rank" : " ranks", " on this host, and ", format_bytes(free), " are free; name a folder with more space, or set ", what,
+          " = host");
+  if (first) log().info("{} = disk: {} of {} free in {}", what, format_bytes(needed), format_bytes(free), spill_folder(config).string());
 }
 
 // Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
 // of a step.
-void check_host_memory(const Config& config, int size, bool first) {
+void check_host_memory(const Config& config, int size, int attempt) {
   const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
   BytesPerParameter parts = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, mesh_roles(config).shard));
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));
   const double here = parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
-  if (config.offload.optimizer.is("disk")) {
-    check_disk(config, static_cast<int64_t>(std::exchange(parts.state, 0) * here), local_ranks, first);
+  const bool first = environment.rank == 0;
+  const bool activations = moves_activations_to_disk(config.offload) && comes_first(attempt);
+  if (config.offload.optimizer.is("disk")) {  // by the formula: with activations, a lower bound, so that no dry run is made of what is far too much
+    check_disk(config, "offload.optimizer", static_cast<int64_t>(std::exchange(parts.state, 0) * here), local_ranks, first && !activations);
   }
   const double kept = parts.total(), needed = kept * here;
   const int64_t host = host_memory_bytes();
@@ -245,6 +247,14 @@ void check_host_memory(const Config& config, int size, bool first) {
           " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
           local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host),
           "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+  const int64_t process = process_memory_limit_bytes();
+  const auto of_rank = static_cast<int64_t>(needed / local_ranks);
+  require(process == 0 || of_rank <= process, "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
+          " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(of_rank), ", and a process may have ",
+          format_bytes(process), " (ulimit -d or -v); raise that limit, set offload.optimizer = disk, or use more ranks with zero.stage = 3 or mesh.tp");
+  if (!activations) return;
+  const char* const what = config.offload.optimizer.is("disk") ? "offload.optimizer and offload.activations" : "offload.activations";
+  check_disk(config, what, plan::disk_bytes_of_host(config, size, local_ranks), local_ranks, first);
 }
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
@@ -291,7 +301,7 @@ int train(const TrainFlags& flags) {
   check_reached("checkpoint.dir", config.checkpoint.dir);
   say_without_effect(config, size, attempt);
   const bool first = comm::read_environment().rank == 0;
-  check_host_memory(here, size, first);
+  check_host_memory(here, size, attempt);
   if (flags.preflight && comes_first(attempt)) {
     const auto environment = comm::read_environment();
     log().info("{}", plan::preflight(here, size, environment.launched ? environment.local_size : size, device.is_cpu() ? host_memory_bytes() : 0));

@@ -1,4 +1,5 @@
-"""Steps of others' optimizers on the parameters that bench/optim has, a LLaMA's of 35 million: PyTorch's fused AdamW, Adafactor and Muon, lion-pytorch, bitsandbytes' CPU path.
+"""Steps of others' optimizers on the parameters that bench/optim has, a LLaMA's of 35 million: PyTorch's fused AdamW, Adafactor and Muon, lion-pytorch, bitsandbytes' CPU path, DeepSpeed's
+AdamW of the host (ZeRO-Offload's), which ninja compiles the first time.
 
 Commands come on stdin, as peer.py's: `step N` is answered with {"step_s": [...]}, processor time on one thread.
 
@@ -21,6 +22,10 @@ def shapes() -> list[tuple[int, ...]]:
 def make(name: str, parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
     if name == "adamw":
         return [torch.optim.AdamW(parameters, lr=1e-4, fused=True)]
+    if name == "deepspeed":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return [DeepSpeedCPUAdam(parameters, lr=1e-4, weight_decay=0.01)]
     if name == "lion":
         from lion_pytorch import Lion
 
@@ -38,7 +43,7 @@ def make(name: str, parameters: list[torch.nn.Parameter]) -> list[torch.optim.Op
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=["adamw", "lion", "adafactor", "adam8bit", "muon"])
+    parser.add_argument("name", choices=["adamw", "deepspeed", "lion", "adafactor", "adam8bit", "muon"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes()]

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
@@ -61,12 +62,22 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
 /// What save() writes.
 struct CheckpointState {
   int64_t step = 0;
-  std::vector<SlicedTensor> tensors;  ///< this rank's; read, never changed
-  nlohmann::json optimizer;           ///< optimizer_json()
-  nlohmann::json progress;            ///< RNG seed, data cursor, bucket layout, ...; equal on all ranks
-  nlohmann::json agreement;           ///< agreement_of(); equal on all ranks
-  RunIdentity run{};                  ///< who saves; rank 0's counts
+  std::vector<SlicedTensor> tensors;                          ///< this rank's; read, never changed
+  nlohmann::json optimizer;                                   ///< optimizer_json()
+  nlohmann::json progress;                                    ///< RNG seed, data cursor, bucket layout, ...; equal on all ranks
+  nlohmann::json agreement;                                   ///< agreement_of(); equal on all ranks
+  RunIdentity run{};                                          ///< who saves; rank 0's counts
+  std::map<std::string, std::function<at::Tensor()>> away{};  ///< by name, of `tensors` that wait elsewhere and have their form alone: brings a copy
+
+  at::Tensor values_of(const SlicedTensor& held) const {
+    const auto found = away.find(held.slice.name);
+    return found == away.end() ? held.tensor : found->second();
+  }
 };
+
+/// Puts the tensors of a training state there, as views. Optimizer state that waits elsewhere stays there until it is written
+/// (optim::Optimizer::state_to_save).
+void add_training_tensors(CheckpointState& state, const torch::nn::Module& model, const optim::Optimizer& optimizer);
 
 /// What load() did.
 struct LoadReport {

@@ -204,7 +204,7 @@ fs::path save(const fs::path& dir, const CheckpointState& state, const comm::Gro
   finish_save(plan, group, [&] {
     RankFile file(plan, group.rank());
     for (const size_t i : plan.dealt[group.rank()]) {
-      const auto host = state.tensors[i].tensor.detach().to(at::kCPU).contiguous();
+      const auto host = state.values_of(state.tensors[i]).detach().to(at::kCPU).contiguous();
       file.write({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
     }
     return file.finish();

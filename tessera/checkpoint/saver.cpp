@@ -57,7 +57,7 @@ void Saver::start(const CheckpointState& state) {
       [this, plan, staging] { attempt(plan->step, [&] { finish_save(*plan, group_, [&] { return write_staged(*plan, group_.rank(), *staging); }); }); });
   try {
     for (const size_t i : plan->dealt[group_.rank()]) {
-      if (!staging->put(state.tensors[i].tensor)) break;
+      if (!staging->put(state.values_of(state.tensors[i]))) break;
     }
     staging->finish();
   } catch (...) {

@@ -122,6 +122,12 @@ std::vector<SlicedTensor> model_targets(const torch::nn::Module& model) {
   return targets;
 }
 
+namespace {
+
+std::string stored_name(const optim::StateTensor& state) { return "optimizer." + state.state + "." + state.parameter; }
+
+}  // namespace
+
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const optim::Optimizer* optimizer) {
   auto tensors = parameter_tensors(model);
   for (auto& held : tensors) held.slice.name.insert(0, "model.");
@@ -129,10 +135,17 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const
     if (buffer.value().defined()) tensors.push_back({buffer.value(), Slice::whole("buffer." + buffer.key(), buffer.value().sizes().vec())});
   }
   if (optimizer == nullptr) return tensors;
-  for (auto& state : optimizer->state()) {
-    tensors.push_back({state.tensor, renamed(std::move(state.slice), "optimizer." + state.state + "." + state.parameter)});
-  }
+  for (auto& state : optimizer->state()) tensors.push_back({state.tensor, renamed(std::move(state.slice), stored_name(state))});
   return tensors;
+}
+
+void add_training_tensors(CheckpointState& state, const torch::nn::Module& model, const optim::Optimizer& optimizer) {
+  state.tensors = training_tensors(model, nullptr);
+  for (auto& held : optimizer.state_to_save()) {
+    std::string name = stored_name(held);
+    if (held.read) state.away[name] = std::move(held.read);
+    state.tensors.push_back({held.tensor, renamed(std::move(held.slice), std::move(name))});
+  }
 }
 
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source) {

@@ -162,7 +162,7 @@
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
   X(Placement, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
   X(Placement, gradients, {}, one_of("device, host", "disk"),                                                                                             \
-    "Where gradients are added up: below `zero.stage = 3`, on one data rank, they go to the `host` while backward runs; else as `params`.")               \
+    "Where gradients are added up: below `zero.stage = 3` they go to the `host` while backward runs; else as `params`.")                                  \
   X(Placement, optimizer, {}, one_of("device, host, disk"), "Where the optimizer's state waits, at any `zero.stage`.")                                    \
   X(Placement, activations, {}, one_of("device, host, disk"),                                                                                             \
     "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                    \

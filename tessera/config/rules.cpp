@@ -289,7 +289,6 @@ void validate_sharding(const Config& config) {
 
 /// Ranks that share what offload moves.
 struct OffloadRanks {
-  int data = 1;    ///< with samples or columns of their own
   int cut = 1;     ///< over which parameters that are updated are cut
   int stages = 1;  ///< of a pipeline
 };
@@ -308,9 +307,6 @@ void validate_update(const Config& config, const OffloadRanks& ranks) {
           "offload.gradients and offload.optimizer to host, or offload.optimizer alone");
   require(!streamed || away, "offload.gradients = host: offload.optimizer = device, and gradients would come back to be used; set offload.optimizer = host or ",
           "disk, or offload.gradients = device");
-  require(!streamed || ranks.data == 1, "offload.gradients = host: goes below zero.stage = 3 with one data rank, and there are ", ranks.data,
-          ", whose gradients meet on the device; set zero.stage = 3 with offload.params, offload.gradients and offload.optimizer = host, or ",
-          "offload.gradients = device");
   require(!streamed || !config.run.deterministic, "offload.gradients = host: takes each gradient as it comes, and run.deterministic = true adds them up in a ",
           "tree; set offload.gradients = device, or run.deterministic = false");
   require(!streamed || !updates_within_steps(config, ranks.stages), "offload.gradients = host: pipeline.schedule = ", config.pipeline.schedule,
@@ -472,7 +468,7 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   validate_recompute(config);
   validate_sharding(config);
   const int sharded = config.zero.stage == 0 ? 1 : size_of("dp_shard") * size_of("cp");
-  validate_offload(config, {.data = size_of("dp_replicate") * size_of("dp_shard") * size_of("cp"), .cut = sharded * size_of("tp"), .stages = size_of("pp")});
+  validate_offload(config, {.cut = sharded * size_of("tp"), .stages = size_of("pp")});
   detail::validate_precision(config);
   validate_data(config, purpose);
   validate_batch(config.batch, int64_t{size_of("dp_replicate")} * size_of("dp_shard"), purpose);

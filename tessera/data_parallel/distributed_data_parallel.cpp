@@ -36,7 +36,9 @@ class DistributedDataParallel::Impl final : public BucketedStep {
                       .find_unused_parameters = options.find_unused_parameters,
                       .buffers = options.buffers,
                       .reduce_dtype = options.reduce_dtype,
-                      .phase = options.phase}),
+                      .phase = options.phase,
+                      .one_at_a_time = options.relay != nullptr,
+                      .relay = options.relay}),
         group_(std::move(group)),
         options_(std::move(options)),
         order_(parameters_.size()) {
@@ -80,14 +82,17 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   }
 
   at::Tensor place(size_t i) override { return views_[i]; }
-  void take(size_t i) override { recover_gradient(parameters_[i].tensor, views_[i]); }
+  void take(size_t i) override {
+    if (!views_[i].defined()) allocate(bucket_at_[i]);
+    recover_gradient(parameters_[i].tensor, views_[i]);
+  }
 
   /// What the parameter has from a step before is summed over the ranks already.
   void settle(size_t i) override {
     drop_cleared(i);
     if (arrived_[i]) return;
     carried_[i] = std::exchange(parameters_[i].tensor.mutable_grad(), {});
-    if (carried_[i].defined() && carried_[i].is_alias_of(views_[i])) carried_[i] = carried_[i].clone();
+    if (carried_[i].defined() && views_[i].defined() && carried_[i].is_alias_of(views_[i])) carried_[i] = carried_[i].clone();
   }
 
   bool start(size_t bucket) override {
@@ -120,6 +125,12 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   at::Tensor hand_over(size_t i, bool has_gradient) override {
     if (!has_gradient) set_gradient(parameters_[i].tensor, {});
     return views_[i];
+  }
+
+  void release(size_t bucket) override {
+    for (const size_t i : slots_[bucket]) views_[i].reset();
+    release_scratch(buckets_[bucket].flat);
+    buckets_[bucket] = {};
   }
 
   void complete_step() override {
@@ -202,7 +213,10 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       std::vector<std::vector<size_t>> slots;
       for (const BucketLayout::Bucket& bucket : plan_.buckets) {
         auto& indices = slots.emplace_back();
-        for (const BucketLayout::Slot& slot : bucket.slots) indices.push_back(index_of_.at(slot.name));
+        for (const BucketLayout::Slot& slot : bucket.slots) {
+          indices.push_back(index_of_.at(slot.name));
+          bucket_at_[indices.back()] = slots.size() - 1;
+        }
       }
       set_slots(std::move(slots));
       buckets_.clear();  // the old ones go before the new ones come
@@ -212,7 +226,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       reductions_.clear();
       reductions_.resize(plan_.buckets.size());
     }
-    for (size_t b = 0; b < plan_.buckets.size(); ++b) {
+    for (size_t b = 0; relay() == nullptr && b < plan_.buckets.size(); ++b) {  // relayed, they come and go
       if (stale_ || is_held(b)) allocate(b);
     }
     stale_ = false;
@@ -267,7 +281,8 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   bool stale_ = false;         ///< the buckets are not those of plan_, or somebody may still write in them
 
   std::vector<GradientBucket> buckets_;
-  std::vector<at::Tensor> views_;         ///< by parameter
+  std::vector<at::Tensor> views_;  ///< by parameter; undefined while its bucket has no memory
+  std::vector<size_t> bucket_at_ = std::vector<size_t>(parameters_.size());
   std::vector<size_t> references_;        ///< per bucket: of our own to its memory
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
   GradientChannel channel_{group_, statistics_};

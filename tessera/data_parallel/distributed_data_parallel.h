@@ -10,6 +10,7 @@
 #include "tessera/data_parallel/communication_hook.h"
 #include "tessera/nn/bucket_layout.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_relay.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/replicas.h"
 
@@ -26,6 +27,7 @@ struct DdpOptions {
   std::optional<BucketLayout> plan = {};            ///< of a checkpoint: used as it is, and never rebuilt
   std::shared_ptr<CommunicationHook> hook = {};     ///< how a bucket is summed; unset: as it is. A group of one has nothing to sum and leaves it alone
   std::shared_ptr<const nn::StepPhase> phase = {};  ///< of an engine that announces steps and last micro-batches to all techniques; unset: kept here
+  std::shared_ptr<GradientRelay> relay = {};        ///< takes gradients to the host as they come (HostGradients); an engine's begin_step opens each step
 };
 
 /// Data parallelism by replication (PyTorch DDP, arXiv:2006.15704) for any torch::nn::Module, unmodified: every rank holds the whole model and a part of the

@@ -4,6 +4,8 @@
 #include <fstream>
 #include <string>
 
+#include <sys/resource.h>
+
 namespace tessera {
 namespace {
 
@@ -28,6 +30,14 @@ int64_t host_memory_bytes() {
     if (int64_t value = 0; file >> value && value > 0) bytes = std::min(bytes, value);  // "max" is no number
   }
   return bytes;
+}
+
+int64_t process_memory_limit_bytes() {
+  rlim_t most = RLIM_INFINITY;
+  for (const auto kind : {RLIMIT_DATA, RLIMIT_AS}) {
+    if (rlimit limit{}; ::getrlimit(kind, &limit) == 0) most = std::min(most, limit.rlim_cur);
+  }
+  return most == RLIM_INFINITY ? 0 : static_cast<int64_t>(most);
 }
 
 }  // namespace tessera

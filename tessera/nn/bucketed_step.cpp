@@ -6,10 +6,12 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 
@@ -40,7 +42,11 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
                  .end_pass = [this](bool last, bool complete) { end_pass(last, complete); },
                  .complete = [this] { complete(); },
                  .abandon = [this] { abandon(); },
-                 .plain_loop_refusal = options_.phase ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before" : ""}) {
+                 .plain_loop_refusal = options_.phase   ? "the engine whose phase it follows (DdpOptions::phase) calls begin_step before"
+                                       : options_.relay ? "who relays its gradients (HostGradients) calls begin_step before"
+                                                        : ""}) {
+  require(!options_.relay || (!options_.average && !options_.find_unused_parameters), options_.technique,
+          ": relay: gradients that leave as they come are sums that every parameter has a term in; leave out average and find_unused_parameters");
   require(!options_.reduce_dtype || *options_.reduce_dtype == at::kFloat || *options_.reduce_dtype == at::kDouble, options_.technique,
           ": reduce_dtype = ", *options_.reduce_dtype, ": gradients are summed in fp32 or fp64, or (unset) in each parameter's own dtype");
   nn::assign_paths(module_);
@@ -50,7 +56,20 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   refuse_slices();
   for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
-  if (active()) listen();
+  if (active()) {
+    listen();
+  } else if (options_.relay) {
+    relay_alone();
+  }
+}
+
+/// Where gradients meet no other rank's, they go as they come.
+void BucketedStep::relay_alone() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    hooks_.add(nn::GradientDispatcher::of(parameters_[i].tensor).listen([this, i](const at::Tensor&) {
+      if (synchronizes(i)) give_away(i);
+    }));
+  }
 }
 
 /// What fully_shard holds is not whole: ranks would not even agree on its sizes.
@@ -180,7 +199,9 @@ void BucketedStep::offer_places() {
     if (options_.gives_way && !aliases.empty()) continue;
     nn::GradientDispatcher::of(tensor).offer_place([this, i] {
       complete_earlier_round();
-      return place(i);
+      if (!options_.relay) return place(i);
+      const MemoryScope scope(MemoryCategory::Gradients);
+      return at::empty_like(parameters_[i].tensor.detach());  // who computes in place may round otherwise than who does not
     });
   }
 }
@@ -211,14 +232,46 @@ bool BucketedStep::drop_cleared(size_t i) {
 void BucketedStep::accumulated(size_t i) {
   require_summable(parameters_[i]);
   complete_earlier_round();
-  if (!is_awaited(i)) take(i);
+  if (options_.relay) {
+    if (!options_.phase->last_micro_batch) give_away(i);
+  } else if (!is_awaited(i)) {
+    take(i);
+  }
   if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());
   used_.mark(i);
 }
 
-void BucketedStep::final(size_t i) {
-  overtaken_[i] = !options_.gives_way && is_awaited(i);
+/// Of a micro-batch that is not reduced, or of one rank alone.
+void BucketedStep::give_away(size_t i) {
+  const at::Tensor gradient = std::exchange(parameters_[i].tensor.mutable_grad(), at::Tensor());
+  if (gradient.defined()) options_.relay->keep(parameters_[i].tensor, gradient);
+}
+
+/// Into its bucket, with what was given away before.
+void BucketedStep::bring(size_t i) {
   take(i);
+  if (options_.relay) options_.relay->add_kept(parameters_[i].tensor, parameters_[i].tensor.grad());
+}
+
+/// Sums leave as they come.
+void BucketedStep::pass_on(size_t bucket) {
+  for (const size_t i : slots_[bucket]) {
+    if (!trained_[i]) continue;
+    options_.relay->keep(updated(i), hand_over(i, /*has_gradient=*/true));
+    for (const at::Tensor& tensor : {updated(i), parameters_[i].tensor}) set_gradient(tensor, {});
+  }
+  release(bucket);
+}
+
+bool BucketedStep::advance_on(size_t bucket) {
+  if (!advance(bucket)) return false;
+  if (options_.relay) pass_on(bucket);
+  return true;
+}
+
+void BucketedStep::final(size_t i) {
+  overtaken_[i] = !options_.relay && !options_.gives_way && is_awaited(i);
+  bring(i);
   if (plain_) gradient_writes_.see(i, parameters_[i].tensor.grad());
   finals_.push_back(static_cast<int64_t>(i));
   --missing_[bucket_of_[i]];
@@ -235,7 +288,11 @@ void BucketedStep::launch_next() {
     for (const size_t i : slots_[bucket]) {
       if (trained_[i]) collect(i);
     }
-    if (start(bucket)) under_way_.push_back(bucket);
+    if (start(bucket)) {
+      under_way_.push_back(bucket);
+    } else if (options_.relay) {
+      pass_on(bucket);
+    }
   }
   ++launched_;
 }
@@ -243,10 +300,11 @@ void BucketedStep::launch_next() {
 /// Also of gradients that were not announced as final: they came in an earlier micro-batch, or not at all.
 void BucketedStep::collect(size_t i) {
   if (missing_[bucket_of_[i]] > 0) {
-    if (arrived_[i] && is_first_round() && !parameters_[i].tensor.grad().defined()) used_.mark(i, false);  // cleared since
+    const bool given_away = options_.relay != nullptr;
+    if (!given_away && arrived_[i] && is_first_round() && !parameters_[i].tensor.grad().defined()) used_.mark(i, false);  // cleared since
     settle(i);
   }
-  take(i);
+  bring(i);
 }
 
 void BucketedStep::launch_rest() {
@@ -257,7 +315,7 @@ void BucketedStep::advance_newest() {
   if (under_way_.empty()) return;
   const comm::CallSite site(bucket_site_);
   const comm::ExposedTime::Scope exposed(statistics_.exposed, device());
-  if (advance(under_way_.back())) under_way_.pop_back();
+  if (advance_on(under_way_.back())) under_way_.pop_back();
 }
 
 /// Reductions of the round before went on under this one's forward.
@@ -291,7 +349,7 @@ void BucketedStep::complete() {
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
     if (is_trained(b)) sum(b).div_(num_ranks_);
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
+  for (size_t i = 0; !options_.relay && i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
     const at::Tensor before = std::exchange(carried_[i], {});
     at::Tensor gradient = hand_over(i, used[i] || before.defined());
@@ -313,7 +371,7 @@ void BucketedStep::complete_reductions() {
   while (!under_way_.empty()) {
     std::vector<size_t> going_on;
     for (const size_t bucket : under_way_) {
-      if (!advance(bucket)) going_on.push_back(bucket);
+      if (!advance_on(bucket)) going_on.push_back(bucket);
     }
     under_way_ = std::move(going_on);
   }

@@ -12,6 +12,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_relay.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/replicas.h"
@@ -33,6 +34,7 @@ struct BucketedStepOptions {
   std::shared_ptr<const nn::StepPhase> phase = {};   ///< of an engine; unset: kept here
   bool each_micro_batch = false;                     ///< all buckets are reduced after each of an engine's actions that brings gradients, not once a step
   bool one_at_a_time = false;                        ///< a bucket's reduction begins when that of the one before is done, or goes on elsewhere
+  std::shared_ptr<GradientRelay> relay = {};         ///< takes gradients away: those of micro-batches before they are reduced, and sums as they come
   bool gives_way = false;                            ///< a bucket leaves memory in which a gradient is still computed; otherwise that must not come any more
 };
 
@@ -86,6 +88,10 @@ class BucketedStep {
   virtual at::Tensor sum(size_t bucket) const = 0;
   /// Makes the sum of parameter `i` its gradient, and says where that is; none where it is to have none.
   virtual at::Tensor hand_over(size_t i, bool has_gradient) = 0;
+  /// What an optimizer updates of parameter `i`.
+  virtual const at::Tensor& updated(size_t i) const { return parameters_[i].tensor; }
+  /// Of a bucket whose sum was handed over and relayed, the memory goes.
+  virtual void release(size_t /*bucket*/) {}
   /// The last pass is done, and what has not started before starts after this.
   virtual void begin_completion() {}
   /// Gradients are there.
@@ -101,6 +107,7 @@ class BucketedStep {
   void set_slots(std::vector<std::vector<size_t>> slots);
 
   bool active() const { return !options_.groups.empty(); }
+  GradientRelay* relay() const { return options_.relay.get(); }
   bool is_trained(size_t bucket) const;
   /// Whether what starts now is the last reduction of its bucket in this step.
   bool is_last_round() const;
@@ -137,6 +144,7 @@ class BucketedStep {
   void refuse_slices() const;
   bool synchronizes(size_t i) const;
   void listen();
+  void relay_alone();
   void open(bool plain);
   void begin_round();
   void offer_places();
@@ -146,6 +154,10 @@ class BucketedStep {
   void arriving(size_t i);
   void accumulated(size_t i);
   void final(size_t i);
+  void bring(size_t i);
+  void give_away(size_t i);
+  void pass_on(size_t bucket);
+  bool advance_on(size_t bucket);
   void launch_next();
   void launch_rest();
   void collect(size_t i);

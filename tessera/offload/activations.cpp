@@ -210,7 +210,7 @@ Attachment offload_activations(torch::nn::Module& root, at::Device device, const
   const auto shared = std::make_shared<offload::Activations>(device, options);
   const auto placed = offload::place_modules(root, options);
   if (std::ranges::any_of(placed, &offload::PlacedModule::on_disk)) {
-    shared->depot->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", device.is_meta());
+    shared->depot->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", options.disk, device.is_meta());
   }
   Attachment attached;
   for (const auto& place : placed) {

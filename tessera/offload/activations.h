@@ -1,7 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,16 @@ namespace tessera {
 
 /// Where what leaves a device waits.
 enum class OffloadPlace { Host, Disk };
+
+/// Bytes that a rank's files have grown to: what a disk must hold. A dry run writes none and knows them, too. A handle: copies speak of the same.
+class DiskBytes {
+ public:
+  int64_t value() const { return *bytes_; }
+  void grow(int64_t bytes) const { *bytes_ += bytes; }
+
+ private:
+  std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
+};
 
 /// Modules whose activations leave the device, by pattern of their paths. Where patterns name modules inside of each other, an activation goes where the
 /// innermost of them says.
@@ -30,6 +42,7 @@ struct ActivationOffloadOptions {
   int64_t budget_bytes = 0;              ///< that are away at a time, at most: what comes later stays; 0: no limit
   int64_t prefetch = 1;                  ///< modules whose activations are fetched ahead of their backward; 0: each when it is asked for
   std::filesystem::path dir = {};        ///< for Disk: folder of the file that holds them
+  DiskBytes disk = {};                   ///< is told what that file takes
 };
 
 /// From now on what autograd keeps of the modules' calls leaves the device in forward and comes back in backward, beside the computing, on streams of their

@@ -1,31 +1,38 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "tessera/core/attachment.h"
 #include "tessera/memory/host_link.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
+#include "tessera/offload/host_sums.h"
 
 namespace tessera {
 
 /// Around what synchronizes the gradients of a step: what is updated lies on the host, with gradients that go there while backward runs (ZeRO-Offload,
-/// arXiv:2101.06840). Sums over micro-batches, norm, clipping and update are the host's; behind the update parameters go back. Their bits are those of a run
-/// on one device, where each gradient is of one rank alone.
+/// arXiv:2101.06840). Sums over micro-batches, norm, clipping and update are the host's; behind the update parameters go back. The bits are those of the same
+/// run without it.
 ///
-///   device    the parameters, and gradients on their way: at most `in_flight_bytes` of them, or one
-///   host      a copy of the parameters, the sums, and what is on its way
-///   traffic   an element's gradient out with each micro-batch, its parameter in with each step
+///   const auto sums = std::make_shared<HostSums>(device, in_flight_bytes);
+///   auto ddp = std::make_unique<DistributedDataParallel>(*model, world.group(), DdpOptions{.relay = sums});     // or ShardedDataParallel
+///   HostGradients host(std::move(ddp), nn::unique_parameters(*model), sums);                                   // .., zero->shards(), ..
 ///
-/// updated() are the copies, with the slices of the parameters, and are those parameters to who asks (nn::updated_for). Who writes parameters in another way
-/// is followed where their version counter tells, when a step begins; else call follow(). Works on meta.
+/// Several data ranks meet on the device, by buckets: what earlier micro-batches have left on the host comes back to be reduced with the last one's, bucket by
+/// bucket, and this rank's part of the sum goes out; where each micro-batch is reduced (stage 2), its part alone goes out and is added there.
+///
+///   device    the parameters, gradients on their way out (HostSums), and the buckets at hand: one that is reduced, and those that fill
+///   host      a copy of what this rank updates, the sums, and what is on its way; with several data ranks, but for stage 2, whole sums until they are reduced
+///   traffic   an element's gradient out with each micro-batch, its parameter in with each step. Several data ranks: the sum in and its part out beside that
+///
+/// `updated` is what the synchronizer inside updates. updated() are the copies, with the slices of the parameters, and are those parameters to who asks
+/// (nn::updated_for). Who writes parameters in another way is followed where their version counter tells, when a step begins; else call follow(). Works on
+/// meta.
 class HostGradients final : public GradientSynchronizer {
  public:
-  HostGradients(std::unique_ptr<GradientSynchronizer> inner, const std::vector<nn::NamedParameter>& updated, at::Device device, int64_t in_flight_bytes);
+  /// `sums`: the relay of all that `inner` is made of.
+  HostGradients(std::unique_ptr<GradientSynchronizer> inner, const std::vector<nn::NamedParameter>& updated, std::shared_ptr<HostSums> sums);
   ~HostGradients() override;
 
   void begin_step() override;
@@ -40,37 +47,25 @@ class HostGradients final : public GradientSynchronizer {
   void clear_gradients() override;
   comm::Group norm_group() const override { return inner_->norm_group(); }
   std::vector<int64_t> held_elements(int rank) const override { return inner_->held_elements(rank); }
-  Slice slice_on(int rank, const at::Tensor& updated) const override { return inner_->slice_on(rank, nn::updated_for(updated)); }
+  Slice slice_on(int rank, const at::Tensor& updated) const override;
 
   /// Copies take the parameters' values of now.
   void follow();
 
  private:
-  /// A gradient on its way.
-  struct Flight {
-    size_t index;
-    at::Tensor gradient;  ///< on the host
-    CopyStream::Point arrived;
-  };
-
   /// Version counters when a parameter and its copy were last equal.
   struct Versions {
     int64_t parameter = 0, copy = 0;
   };
-
   void take(size_t index);
-  void send(size_t index);
-  void land();
+  void note_versions(size_t index);
 
-  std::unique_ptr<GradientSynchronizer> inner_;
+  std::shared_ptr<HostSums> sums_;
   HostLink link_;
-  int64_t in_flight_bytes_;
+  std::unique_ptr<GradientSynchronizer> inner_;
   std::vector<nn::NamedParameter> parameters_, copies_;
   std::vector<Versions> versions_;
-  std::deque<Flight> flights_;
-  int64_t flying_bytes_ = 0;
   CopyStream::Point returned_;  ///< parameters of the last update
-  Attachment hooks_;
 };
 
 }  // namespace tessera

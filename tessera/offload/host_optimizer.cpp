@@ -33,7 +33,16 @@ HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, 
 std::vector<optim::StateTensor> HostOptimizer::state() const {
   const HostMemory beside;
   await_update();
-  auto state = inner_->state();
+  return with_next(inner_->state());
+}
+
+std::vector<optim::StateTensor> HostOptimizer::state_to_save() const {
+  await_update();
+  return with_next(inner_->state_to_save());
+}
+
+/// A delayed update is one ahead of the weights.
+std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state) const {
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
     if (!parameters_[i].tensor.requires_grad()) continue;
     state.push_back({parameters_[i].name, std::string(optim::kNextState), beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});

@@ -41,6 +41,7 @@ class HostOptimizer final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
+  std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return inner_->state_at_hand(); }
   bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
@@ -64,6 +65,7 @@ class HostOptimizer final : public optim::Optimizer {
   void send_gradient(size_t index, const at::Tensor& gradient);
   void update_later(const Batch& batch);
   void await_update() const;
+  std::vector<optim::StateTensor> with_next(std::vector<optim::StateTensor> state) const;
   void show_update();
   void end_return();
 

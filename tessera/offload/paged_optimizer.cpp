@@ -21,7 +21,7 @@ PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters
       pages_(parameters_.size()) {
   const at::Device device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().tensor.device();
   depot_ = std::make_shared<offload::Depot>(device, /*budget_bytes=*/0, MemoryCategory::Optimizer);
-  if (on_disk_) depot_->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", device.is_meta());
+  if (on_disk_) depot_->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", options.disk, device.is_meta());
   std::vector<nn::NamedParameter> stand_ins;
   for (const auto& [name, tensor, aliases] : parameters_) {
     const at::Tensor stand_in = tensor.detach();
@@ -82,6 +82,21 @@ std::vector<optim::StateTensor> PagedOptimizer::state() const {
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < pages_.size(); ++i) bring(i);
   return inner_->state();
+}
+
+std::vector<optim::StateTensor> PagedOptimizer::state_to_save() const {
+  std::map<const c10::StorageImpl*, std::shared_ptr<offload::ParkedStorage>> away;
+  for (const auto& pages : pages_) {
+    for (const Page& page : pages) {
+      if (page.away) away.emplace(page.tensor.storage().unsafeGetStorageImpl(), page.away);
+    }
+  }
+  auto state = inner_->state();
+  for (auto& held : state) {
+    const auto found = away.find(held.tensor.storage().unsafeGetStorageImpl());
+    if (found != away.end()) held.read = [parked = found->second, form = held.tensor] { return parked->copy_on_host(form); };
+  }
+  return state;
 }
 
 void PagedOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {

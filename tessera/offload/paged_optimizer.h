@@ -21,6 +21,7 @@ class ParkedStorage;
 struct PagedOptimizerOptions {
   OffloadPlace place = OffloadPlace::Host;  ///< where state waits
   std::filesystem::path dir = {};           ///< for Disk: folder of the file that holds it
+  DiskBytes disk = {};                      ///< is told what that file takes
   int64_t piece_bytes = int64_t{64} << 20;  ///< of parameters whose state is there together
 };
 
@@ -32,7 +33,8 @@ struct PagedOptimizerOptions {
 ///   where it is updated    the state of a piece, and of one that comes
 ///   host                   Host: all state. Disk: what is on its way, two tensors out and a piece in
 ///   traffic                an element's state in and out: with AdamW 8 bytes each way, 12 where there are masters
-/// state() and hold_state() bring all of it in, where it stays until the next step: a checkpoint of it needs the room. Works on meta.
+/// state_to_save() leaves it where it is, and brings a tensor at a time to the host: saving needs the room of one. state() and hold_state() bring all of it in,
+/// where it stays until the next step: loading a checkpoint needs the room. Works on meta.
 ///
 /// Throws ConfigError for a `dir` that cannot be written; Error, in a step, where the disk is full or cannot be read.
 class PagedOptimizer final : public optim::Optimizer {
@@ -45,6 +47,7 @@ class PagedOptimizer final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::vector<optim::StateTensor> state() const override;
+  std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return {}; }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;

@@ -72,6 +72,28 @@ void ParkedStorage::fetch() {
   read_ = depot_->file->read(extent_, host_);
 }
 
+at::Tensor ParkedStorage::copy_on_host(const at::Tensor& form) const {
+  const at::NoGradGuard no_grad;
+  const HostMemory beside;
+  const MemoryScope category(depot_->category);
+  at::Tensor bytes = host_;
+  if (device_.defined()) {
+    in_.wait();
+    bytes = device_.cpu();
+  } else if (read_ != 0) {
+    depot_->file->wait(read_);
+  } else if (extent_) {
+    bytes = depot_->link.empty(bytes_, at::kByte);
+    depot_->file->wait(depot_->file->read(extent_, bytes));
+  } else {
+    out_.wait();
+  }
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(bytes.storage()), bytes.key_set(), form.dtype());
+  tensor.unsafeGetTensorImpl()->set_storage_offset(form.storage_offset());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(form.sizes(), form.strides());
+  return tensor;
+}
+
 void ParkedStorage::copy_in() {
   const at::NoGradGuard no_grad;
   const CopyStream::Scope copying(depot_->link.in, CopyStream::Behind::Nothing);

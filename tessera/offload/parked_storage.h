@@ -51,6 +51,8 @@ class ParkedStorage {
 
   /// Begins to bring them back; nothing where that has been done.
   void fetch();
+  /// The bytes on the host, seen as `form` sees its storage; where they wait stays as it is.
+  at::Tensor copy_on_host(const at::Tensor& form) const;
   /// They lie on the device again, for the current stream to read; fetched where they are not.
   const at::Storage& restored();
   /// The same, as memory of the very tensor that was parked, from which free_memory() has taken its own.

@@ -14,6 +14,9 @@ namespace tessera::offload {
 
 /// What of the file nobody has, by where it begins; neighbours are one. Behind the last range the file grows.
 struct FreeRanges {
+  explicit FreeRanges(const DiskBytes& size) : grown(size) {}
+
+  DiskBytes grown;
   std::mutex mutex{};
   std::map<int64_t, int64_t> size_at{};
   int64_t end = 0;
@@ -27,6 +30,7 @@ struct FreeRanges {
       if (room > size) size_at.emplace(begin + size, room - size);
       return begin;
     }
+    grown.grow(size);
     return std::exchange(end, end + size);
   }
 
@@ -61,8 +65,8 @@ int open_nameless(const std::filesystem::path& folder) {
 
 SpillFile::Extent::~Extent() { free_->give(begin_, size_); }
 
-SpillFile::SpillFile(std::filesystem::path folder, std::string key, bool dry)
-    : folder_(std::move(folder)), key_(std::move(key)), free_(std::make_shared<FreeRanges>()) {
+SpillFile::SpillFile(std::filesystem::path folder, std::string key, const DiskBytes& size, bool dry)
+    : folder_(std::move(folder)), key_(std::move(key)), free_(std::make_shared<FreeRanges>(size)) {
   if (dry) return;
   require(!folder_.empty(), key_, ": empty, and what goes to disk needs a folder; set ", key_);
   std::error_code failed;

@@ -13,6 +13,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/offload/activations.h"
+
 namespace tessera::offload {
 
 struct FreeRanges;
@@ -24,7 +26,8 @@ class SpillFile {
   static constexpr int64_t kAlignment = 4096;  ///< of ranges: blocks of the file system, so that neighbours never share one
 
   /// `folder` is made where it is not there. Throws ConfigError, naming `key`, where no file can be made in it. `dry`: nothing is opened, written or read.
-  SpillFile(std::filesystem::path folder, std::string key, bool dry = false);
+  /// `size` is told what the file grows to, of a dry one, too.
+  SpillFile(std::filesystem::path folder, std::string key, const DiskBytes& size = {}, bool dry = false);
   ~SpillFile();  ///< waits for what is under way
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;

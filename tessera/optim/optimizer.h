@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -36,6 +37,8 @@ struct StateTensor {
   std::string state;      ///< libtorch's name for it: exp_avg, exp_avg_sq, momentum_buffer
   at::Tensor tensor;      ///< rank-local
   Slice slice;            ///< what it is of the logical tensor
+  /// Of one that waits elsewhere (state_to_save): brings a copy of it, for as long as the caller holds that; `tensor` then has its form alone, and no memory.
+  std::function<at::Tensor()> read = {};
 };
 
 /// A state that lies over its parameter and is what a delayed update has made of it (HostOptimizer): where there is one, the weights are one update behind.
@@ -72,6 +75,9 @@ class Optimizer {
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
+
+  /// The same to be read, one after the other, and not to be kept: what waits elsewhere stays there (StateTensor::read). Until the next step.
+  virtual std::vector<StateTensor> state_to_save() const { return state(); }
 
   /// Those of them that lie where they are updated between steps; the rest waits elsewhere, and state() would bring it.
   virtual std::vector<StateTensor> state_at_hand() const { return state(); }

@@ -97,7 +97,8 @@ struct Trace {
 /// padding has none of its own, and details are of real tensors.
 std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatch& batch, const Composition& run, const DryRunOptions& options) {
   const bool padded = std::ranges::any_of(batch.micro_batches, [](const data::MicroBatch& micro) { return micro.weight == 0; });
-  if (!options.rehearse || options.largest || config.run.deterministic || padded) return std::nullopt;
+  const bool on_disk = moves_activations_to_disk(config.offload);  // a file holds those of all micro-batches that are alive
+  if (!options.rehearse || options.largest || config.run.deterministic || padded || on_disk) return std::nullopt;
   return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.pipeline.rank(),
                             {run.channels.ahead.name(), run.channels.back.name()}, /*neighbours=*/config.zero.stage >= 2);
 }
@@ -244,13 +245,16 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     reader->read(taken, step == kDrySteps);
     if (trace != nullptr && rehearsal) trace->steps.push_back(std::move(taken));
   }
+  known.disk_bytes = stepper.run().disk.value();
+  RankRun run = std::move(*reader).take();
+  run.ranks.disk_bytes = known.disk_bytes;
   if (trace != nullptr && rehearsal) {
     trace->stage = mesh.rank(mesh_roles(config).stages);
     trace->legs = std::move(rehearsal->shown);
     trace->channels = channel_names(stepper.run());
     trace->ranks = std::move(known);
   }
-  return std::move(*reader).take();
+  return run;
 }
 
 /// The same of a rank between the ends of a pipeline, from the trace of another that holds as many layers: nothing is run. Nothing where it does another thing.
@@ -290,6 +294,7 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
                          {"parameters", ranks.parameters},
                          {"peak_bytes", to_json(ranks.peak_bytes)},
                          {"host_bytes", to_json(ranks.host_bytes)},
+                         {"disk_bytes", ranks.disk_bytes},
                          {"collectives", collectives},
                          {"flops", ranks.flops},
                          {"hardware_flops", ranks.hardware_flops},
@@ -477,6 +482,7 @@ std::string to_string(const DryRun& run) {
       out += row(to_string(static_cast<MemoryCategory>(c)), ranks.peak_bytes[c], ranks.host_bytes[c], "");
     }
     out += row("total", total_of(ranks.peak_bytes), total_of(ranks.host_bytes), beside ? "  at the peak, and on the host" : "  at the peak");
+    if (ranks.disk_bytes > 0) out += fmt::format("  {:<12}{:>12}  on disk, in offload.dir\n", "files", format_bytes(ranks.disk_bytes));
     for (const auto& c : ranks.collectives)
       out +=
           fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));

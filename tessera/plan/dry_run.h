@@ -27,6 +27,7 @@ struct RankClass {
   int64_t parameters = 0;                   ///< elements held
   MemoryByCategory peak_bytes{};            ///< at the moment of the largest total over the dry steps
   MemoryByCategory host_bytes{};            ///< beside the device (offload), when most was there
+  int64_t disk_bytes = 0;                   ///< of files in offload.dir
   std::vector<MemoryBlock> largest;         ///< alive then, the largest first (DryRunOptions::largest)
   std::vector<CollectiveSum> collectives;   ///< of one step, in the order of their first call
   double flops = 0;                         ///< model FLOPs of one step (see docs/planning.md)

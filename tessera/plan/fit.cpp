@@ -52,7 +52,7 @@ std::vector<Choice> stages(const Config& config, int world) {
   if (config.offload.params.is("host")) return choices;
   if (config.offload.optimizer.is("device")) {
     choices.push_back({.sets = {"offload.optimizer=host"}, .price = kState});
-    if (size_along(shape, roles.tokens) == 1) choices.push_back({.sets = {"offload.gradients=host", "offload.optimizer=host"}, .price = kStateAndGradients});
+    if (config.zero.stage < 3) choices.push_back({.sets = {"offload.gradients=host", "offload.optimizer=host"}, .price = kStateAndGradients});
   }
   Choice host{.price = kOffload};  // of one rank, too
   if (config.zero.stage < 3) {

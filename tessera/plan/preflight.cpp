@@ -17,7 +17,8 @@ namespace {
 int64_t needs(const RankClass& ranks) { return total_of(ranks.peak_bytes) + total_of(ranks.host_bytes); }
 
 /// Of the ranks on one host: all of them, or so many like the one that needs most.
-int64_t needs_of_host(const DryRun& run, int local_ranks) {
+template <class Needs>
+int64_t of_host(const DryRun& run, int local_ranks, Needs needs) {
   int64_t all = 0, most = 0;
   for (const RankClass& ranks : run.ranks) {
     all += ranks.count * needs(ranks);
@@ -34,6 +35,10 @@ std::string way_out(const Config& config, int world) {
 
 }  // namespace
 
+int64_t disk_bytes_of_host(const Config& config, int world, int local_ranks) {
+  return of_host(dry_run(config, world), local_ranks, [](const RankClass& ranks) { return ranks.disk_bytes; });
+}
+
 std::string preflight(const Config& asked, int world, int local_ranks, int64_t host_memory) {
   Config config = asked;
   config.run.threads = threads_per_rank(config.run, local_ranks);  // scratch goes with them
@@ -44,7 +49,7 @@ std::string preflight(const Config& asked, int world, int local_ranks, int64_t h
     throw ConfigError(fmt::format("run.memory_limit_bytes = {}: --preflight: a step needs {} on rank {} at its peak; {}", run.memory_limit, peak,
                                   largest.examples.front(), way_out(config, world)));
   }
-  const int64_t on_host = needs_of_host(run, local_ranks);
+  const int64_t on_host = of_host(run, local_ranks, needs);
   if (host_memory > 0 && on_host > host_memory) {
     throw ConfigError(
         fmt::format("model: --preflight: the {} rank{} on this host need {} at their peaks, and it has {}; use more hosts or a smaller model, or set "

@@ -13,4 +13,7 @@ namespace tessera::plan {
 /// find_fit.
 std::string preflight(const Config& config, int world, int local_ranks, int64_t host_memory);
 
+/// What the files of a host's ranks grow to in offload.dir: a dry run.
+int64_t disk_bytes_of_host(const Config& config, int world, int local_ranks);
+
 }  // namespace tessera::plan

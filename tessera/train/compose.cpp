@@ -29,6 +29,7 @@
 #include "tessera/offload/activations.h"
 #include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/host_sums.h"
 #include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/groups.h"
 #include "tessera/precision/master_weights.h"
@@ -164,7 +165,7 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
 }
 
 /// What offload.activations says of the model's modules; nothing where they stay on the device.
-Attachment move_activations(const Config& config, LanguageModel& model, at::Device device) {
+Attachment move_activations(const Config& config, LanguageModel& model, at::Device device, const DiskBytes& disk = {}) {
   const OffloadConfig& offload = config.offload;
   if (offload.activations.is("device")) return {};
   const auto place_of = [](const std::string& name) { return name == "disk" ? OffloadPlace::Disk : OffloadPlace::Host; };
@@ -173,7 +174,8 @@ Attachment move_activations(const Config& config, LanguageModel& model, at::Devi
                                    .min_bytes = offload.min_bytes,
                                    .budget_bytes = offload.budget_bytes,
                                    .prefetch = offload.prefetch,
-                                   .dir = spill_folder(config)};
+                                   .dir = spill_folder(config),
+                                   .disk = disk};
   for (const auto& [pattern, place] : offload.activations.by_pattern) options.where.push_back({pattern, place_of(place)});
   if (options.where.empty()) options.where = {{.modules = "layers.*", .place = place_of(offload.activations.everywhere)}};
   for (const auto& named : options.where) check_pattern("offload.activations", model, named.modules);
@@ -181,12 +183,12 @@ Attachment move_activations(const Config& config, LanguageModel& model, at::Devi
 }
 
 /// Below stage 3: gradients go to the host as they come, and what is updated lies there.
-void stream_gradients(const Config& config, at::Device device, Composition& run) {
+void stream_gradients(const std::shared_ptr<HostSums>& sums, Composition& run) {
   std::vector<nn::NamedParameter> with_gradients = run.updated;
   for (const auto& parameter : run.synchronizer->updated()) {
     if (nn::follows(nn::updated_for(parameter.tensor))) with_gradients.push_back(parameter);
   }
-  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), with_gradients, device, config.zero.bucket_bytes);
+  auto host = std::make_unique<HostGradients>(std::move(run.synchronizer), with_gradients, sums);
   run.host = host.get();
   run.updated = trained(host->updated());
   run.offloaded = true;
@@ -200,7 +202,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const pre
   };
   const bool on_disk = config.offload.optimizer.is("disk");
   const auto paged = [&](const std::vector<nn::NamedParameter>& updated) -> std::unique_ptr<optim::Optimizer> {
-    const PagedOptimizerOptions options{.place = on_disk ? OffloadPlace::Disk : OffloadPlace::Host, .dir = spill_folder(config)};
+    const PagedOptimizerOptions options{.place = on_disk ? OffloadPlace::Disk : OffloadPlace::Host, .dir = spill_folder(config), .disk = run.disk};
     return std::make_unique<PagedOptimizer>(updated, options, make);
   };
   if (config.offload.optimizer.is("device")) return make(run.updated);
@@ -238,6 +240,11 @@ void let_the_head_follow(const CutModel& model) {
 std::filesystem::path spill_folder(const Config& config) {
   if (!config.offload.dir.empty() || config.log.dir.empty()) return config.offload.dir;
   return std::filesystem::path(config.log.dir) / "offload";
+}
+
+bool moves_activations_to_disk(const OffloadConfig& offload) {
+  const auto& moved = offload.activations;
+  return moved.is("disk") || std::ranges::any_of(moved.by_pattern, [](const auto& one) { return one.second == "disk"; });
 }
 
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& run) {
@@ -396,7 +403,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
                .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
     }
     run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
-    run.moved = move_activations(config, *run.model, device);
+    run.moved = move_activations(config, *run.model, device, run.disk);
   });
   quantize_frozen(config, *run.model, device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
@@ -405,10 +412,11 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   run.updated = trained(run.parameters);
   const comm::Group data = mesh[roles.tokens];
   allow_tf32(policy, device, data.rank() == 0);
-  if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, run);
   const bool streamed = config.offload.gradients.is("host") && config.zero.stage < 3;
-  if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, run);  // one data rank: there is nothing to compare
-  if (streamed) stream_gradients(config, device, run);
+  const auto sums = streamed ? std::make_shared<HostSums>(device, config.zero.bucket_bytes) : nullptr;
+  if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, sums, run);
+  if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, sums, run);
+  if (streamed) stream_gradients(sums, run);
   // Before there is an optimizer: master weights begin as the weights are.
   const bool from_files = device != at::kMeta && !resume && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
   if (from_files) load_starting_weights(config, *run.model);
@@ -422,7 +430,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   if (from_files || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, mesh, *run.model);
-  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, run);
+  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, /*relay=*/nullptr, run);
   return run;
 }
 

@@ -19,6 +19,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/offload/activations.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/pipeline/tied.h"
 #include "tessera/precision/loss_scale.h"
@@ -51,6 +52,7 @@ struct Composition : CutModel {
   precision::LossScale loss_scale;                        ///< what the loss is multiplied by before backward
   std::vector<std::shared_ptr<CommunicationHook>> hooks;  ///< of each part, or the whole: what compresses gradients; empty where they cross whole
   std::unique_ptr<GradientSynchronizer> synchronizer;
+  DiskBytes disk;                                       ///< that what waits on disk has taken there
   HostGradients* host = nullptr;                        ///< it, where gradients go to the host as they come
   std::vector<const DistributedDataParallel*> buckets;  ///< of each part, or the whole, where it has a bucket layout that a checkpoint keeps
 
@@ -61,6 +63,9 @@ struct Composition : CutModel {
 
 /// Folder of what lives on disk.
 std::filesystem::path spill_folder(const Config& config);
+
+/// Whether any activations wait there.
+bool moves_activations_to_disk(const OffloadConfig& offload);
 
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);

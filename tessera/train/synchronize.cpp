@@ -150,8 +150,9 @@ void shard_parameters(const Config& config, const precision::Policy& policy, con
   });
 }
 
-void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, Composition& run) {
+void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, const std::shared_ptr<GradientRelay>& relay, Composition& run) {
   ZeroOptions options;
+  options.relay = relay;
   options.stage = config.zero.stage;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.accumulation = config.zero.accumulate == "whole" ? Accumulation::Whole : Accumulation::Sharded;
@@ -174,7 +175,10 @@ void shard_updates(const Config& config, const precision::Policy& policy, const 
 }
 
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run) {
-  if (config.zero.stage == 0) return;
+  if (config.zero.stage == 0) {
+    if (run.host != nullptr) equalize_replicas(*run.model, mesh[mesh_roles(config).gradients], ReplicaStart::Check);
+    return;
+  }
   for (const Dealt& dealt : dealt_parameters(config, mesh, *run.model)) {
     equalize_replicas(*run.model, dealt.replicate, ReplicaStart::Check, dealt.only);
     if (config.zero.stage < 3) equalize_replicas(*run.model, dealt.shard, ReplicaStart::Check, dealt.only);
@@ -244,7 +248,8 @@ void reduce_in_trees(const Config& config, const Mesh& mesh, Composition& run) {
 
 }  // namespace
 
-void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run) {
+void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const std::shared_ptr<GradientRelay>& relay,
+                          Composition& run) {
   const comm::Group data = mesh[mesh_roles(config).gradients];
   if (mesh.size(mesh_roles(config).tokens) == 1) run.alone = run.parameters;
   std::vector<PartSynchronizers::Share> parts;
@@ -256,6 +261,7 @@ void synchronize_replicas(const Config& config, const Mesh& mesh, const std::opt
     return reduce_in_trees(config, mesh, run);
   }
   DdpOptions options;
+  options.relay = relay;
   options.sizes.bucket_bytes = config.zero.bucket_bytes;
   options.buffers = BufferBroadcast::AtStart;  // our models' buffers are tables that no step changes
   options.reduce_dtype = precision::policy_from(config.precision).gradient_dtype();

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "tessera/config/config.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/nn/gradient_relay.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/compose.h"
@@ -26,12 +28,14 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run);
 
 /// Stages 1 and 2: parameters stay whole, and what the optimizer updates is one part of them on each rank of dp_shard x cp.
-void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, Composition& run);
+/// `relay` takes gradients away as they come, where it is one; so below.
+void shard_updates(const Config& config, const precision::Policy& policy, const Mesh& mesh, const std::shared_ptr<GradientRelay>& relay, Composition& run);
 
 /// Stage 0: whole gradients meet on every rank.
-void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, Composition& run);
+void synchronize_replicas(const Config& config, const Mesh& mesh, const std::optional<ResumePoint>& resume, const std::shared_ptr<GradientRelay>& relay,
+                          Composition& run);
 
-/// What was read may be another file on another host. Stage 0 compares its replicas itself, once it has them.
+/// What was read may be another file on another host. Stage 0 compares its replicas itself, where it has them by then.
 void check_loaded(const Config& config, const Mesh& mesh, const Composition& run);
 
 }  // namespace tessera

@@ -391,7 +391,7 @@ void Trainer::save(int64_t step) {
   auto& run = stepper_.run();
   checkpoint::CheckpointState state;
   state.step = step;
-  state.tensors = checkpoint::training_tensors(*run.model, run.optimizer.get());
+  checkpoint::add_training_tensors(state, *run.model, *run.optimizer);
   const MeshRoles roles = mesh_roles(config_);
   for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.gradients])) state.tensors.push_back(std::move(held));
   state.optimizer = optimizer_of_all_stages(run);

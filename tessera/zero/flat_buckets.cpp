@@ -73,7 +73,7 @@ FlatBucket::FlatBucket(const ShardLayout& layout, const ShardLayout::Bucket& buc
   }
   gradient_options_ = tensors_.front().options().dtype(form_.dtype).requires_grad(false);
   move_parameters();
-  if (std::ranges::any_of(tensors_, [](const at::Tensor& tensor) { return tensor.requires_grad(); })) hold_part();
+  if (!form_.passes_on && std::ranges::any_of(tensors_, [](const at::Tensor& tensor) { return tensor.requires_grad(); })) hold_part();
 }
 
 void FlatBucket::hold_part() {
@@ -132,7 +132,7 @@ at::Tensor FlatBucket::place(size_t slot) {
 
 bool FlatBucket::take_gradient(size_t slot) {
   hold_gradients();
-  const bool leaves = !form_.keeps_whole && is_place_awaited(tensors_[slot], views_[slot]);
+  const bool leaves = !form_.keeps_whole && !form_.passes_on && is_place_awaited(tensors_[slot], views_[slot]);
   if (leaves) leave_places();
   recover_gradient(tensors_[slot], views_[slot]);
   return leaves;
@@ -169,13 +169,14 @@ const at::Tensor& FlatBucket::crossing(const at::Tensor& terms, const comm::Grou
 void FlatBucket::start_reduce(bool add, bool last) {
   adding_ = add;
   last_ = last;
+  hold_part();
   const at::Tensor whole = crossing(gradients_, group_);
   if (narrow_ && !form_.keeps_whole) release_gradients();
   // Of a first sum the result goes straight into this rank's part; a later one is made where this rank's own gradients lie, and added.
   reduction_ = comm::reduce_scatter_async(group_, narrow_ || add ? part_of(whole) : gradient_part_, whole);
 }
 
-bool FlatBucket::advance_reduce() {
+bool FlatBucket::advance_reduce(const std::function<void()>& before_replicas) {
   const c10::NoGradGuard no_grad;
   std::exchange(reduction_, comm::Pending()).wait();
   // Two sums, one after the other: over the ranks that hold other parts, then over the replicas of this one.
@@ -189,6 +190,7 @@ bool FlatBucket::advance_reduce() {
     if (!form_.keeps_whole) release_gradients();
   }
   if (was_across || !last_ || replicas_.size() == 1) return true;
+  if (before_replicas) before_replicas();
   across_ = true;
   reduction_ = comm::all_reduce_async(replicas_, crossing(gradient_part_, replicas_));
   return false;

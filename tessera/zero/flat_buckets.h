@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/narrow_sum.h"
 #include "tessera/nn/parameter.h"
@@ -37,6 +39,7 @@ struct GradientForm {
   at::ScalarType dtype = at::kFloat;           ///< held in, and added up
   std::optional<at::ScalarType> network = {};  ///< cross the network in, where that is narrower
   bool keeps_whole = false;  ///< they stay whole from step to step, and this rank's part is a view of them; else it has its own memory, and they come and go
+  bool passes_on = false;    ///< this rank's part, too: it goes elsewhere as soon as it is summed
 };
 
 /// One bucket of a rank: parameters, of which all ranks hold all, and gradients, of which a rank keeps its part.
@@ -69,8 +72,10 @@ class FlatBucket {
   /// Starts the sum over the group. `add`: this rank's part is added to what it holds; otherwise it is replaced. `last`: of the step.
   void start_reduce(bool add, bool last);
   /// Waits for what is under way; whole gradients go, where they do not stay. Of the last sum of a step the part then goes on to meet those of the other
-  /// replicas, if there are any: false, and it is to be called again.
-  bool advance_reduce();
+  /// replicas, if there are any: false, and it is to be called again. `before_replicas` is called before it goes.
+  bool advance_reduce(const std::function<void()>& before_replicas = {});
+  /// Lets go of this rank's part, which was taken elsewhere.
+  void release_part() { release_scratch(gradient_part_); }
   /// Lets go of it without waiting, and of the memory in which the engine may still write: hold_part before there is another.
   void drop_reduce();
 

@@ -48,7 +48,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
                       .reduce_dtype = options.reduce_dtype,
                       .each_micro_batch = options.stage == 2 && options.accumulation == Accumulation::Sharded,
                       // So that the peak does not depend on who waits for whom, where a bucket's memory goes when it is reduced or a second collective follows.
-                      .one_at_a_time = options.stage == 2 || groups.replicate.size() > 1,
+                      .one_at_a_time = options.stage == 2 || groups.replicate.size() > 1 || options.relay,
+                      .relay = options.relay,
                       .gives_way = options.stage == 2}),
         groups_(std::move(groups)),
         options_(std::move(options)),
@@ -173,7 +174,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       }
       const GradientForm form{.dtype = summed_dtype(parameters_[bucket.slots.front().parameter].tensor, options_.reduce_dtype),
                               .network = options_.network_dtype,
-                              .keeps_whole = options_.stage == 1};
+                              .keeps_whole = options_.stage == 1 && relay() == nullptr,
+                              .passes_on = relay() != nullptr};
       buckets_.emplace_back(layout_, bucket, parameters_, groups_, form, memory_, statistics_);
     }
     set_slots(std::move(slots));
@@ -231,7 +233,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     settle_cleared();
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      if (is_trained(b)) buckets_[b].hold_part();
+      if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
     }
     carry_gradients();
     follow_frozen();
@@ -376,15 +378,23 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       const size_t i = slots_[bucket][slot];
       if (!trained_[i]) {
         buckets_[bucket].leave_out(slot);
-      } else if (options_.stage == 2) {
+      } else if (options_.stage == 2 || relay() != nullptr) {
         set_gradient(parameters_[i].tensor, plain_ ? guards_[i] : at::Tensor());
       }
     }
-    buckets_[bucket].start_reduce(/*add=*/!is_first_round(), is_last_round());
+    buckets_[bucket].start_reduce(/*add=*/!is_first_round() && relay() == nullptr, is_last_round());
     return true;
   }
 
-  bool advance(size_t bucket) override { return buckets_[bucket].advance_reduce(); }
+  bool advance(size_t bucket) override {
+    return buckets_[bucket].advance_reduce([&] {  // parts meet whole, with those of the rounds before
+      for (const size_t i : slots_[bucket]) {
+        if (trained_[i] && relay() != nullptr) relay()->add_kept(shards_[i].tensor, gradient_shard(i));
+      }
+    });
+  }
+  const at::Tensor& updated(size_t i) const override { return shards_[i].tensor; }
+  void release(size_t bucket) override { buckets_[bucket].release_part(); }
   void drop(size_t bucket) override { buckets_[bucket].drop_reduce(); }
   at::Tensor sum(size_t bucket) const override { return buckets_[bucket].gradient_part(); }
 

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/nn/bucket_layout.h"
+#include "tessera/nn/gradient_relay.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/replicas.h"
@@ -38,6 +39,7 @@ struct ZeroOptions {
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> reduce_dtype = {};   ///< hold and reduce gradients in this dtype (fp32, fp64); unset: in each parameter's own
   std::optional<at::ScalarType> network_dtype = {};  ///< let wider gradients cross the network in this one (bf16, fp16: nn/narrow_sum.h)
+  std::shared_ptr<GradientRelay> relay = {};         ///< takes gradients to the host as they come (HostGradients); an engine's begin_step opens each step
 };
 
 /// ZeRO stages 1 and 2 (arXiv:1910.02054) for any torch::nn::Module, unmodified: every rank holds the whole model and a part of the batch; of optimizer state

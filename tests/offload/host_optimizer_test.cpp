@@ -116,12 +116,40 @@ TEST_P(HostOptimizerOf, IsBitForBitWithItsStatePagedInPiecesOfAnySize) {
       }
       std::map<std::string, at::Tensor> want;
       for (const auto& held : plain->state()) want[held.parameter + held.state] = held.tensor;
+      for (const auto& held : paged.state_to_save()) {
+        const at::Tensor read = held.read ? held.read() : held.tensor;
+        EXPECT_TRUE(at::equal(read.cpu(), want.at(held.parameter + held.state).cpu())) << held.parameter << held.state;
+      }
       const auto mine = paged.state();
       ASSERT_EQ(mine.size(), want.size());
       for (const auto& held : mine) EXPECT_TRUE(at::equal(held.tensor, want.at(held.parameter + held.state))) << held.parameter << held.state;
     }
   }
   EXPECT_TRUE(std::filesystem::is_empty(folder));
+  std::filesystem::remove_all(folder);
+}
+
+TEST(PagedOptimizer, IsSavedATensorAtATime) {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("tessera-saved-" + std::to_string(getpid()));
+  MemoryTracker memory;
+  const TrackMemory track(memory);
+  auto parameters = make_parameters(std::vector<std::vector<int64_t>>(8, {16, 16}), testing_support::test_device());
+  constexpr int64_t kOne = 16 * 16 * 4;
+  PagedOptimizer paged(parameters, {.place = OffloadPlace::Disk, .dir = folder, .piece_bytes = kOne}, building("adamw"));
+  optim::draw_gradients(parameters, 1);
+  paged.step(1e-2);
+  const auto at = static_cast<size_t>(MemoryCategory::Optimizer);
+  const int64_t before = memory.host_by_category()[at], here = memory.current();
+  memory.reset_peak();
+  size_t brought = 0;
+  for (const auto& held : paged.state_to_save()) {
+    if (!held.read) continue;
+    EXPECT_EQ(static_cast<int64_t>(held.read().nbytes()), kOne);
+    ++brought;
+  }
+  EXPECT_EQ(brought, 2 * 8u);
+  EXPECT_LE(memory.host_peak_by_category()[at], before + kOne);
+  EXPECT_EQ(memory.current(), here) << "none has come where it is updated";
   std::filesystem::remove_all(folder);
 }
 

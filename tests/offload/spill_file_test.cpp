@@ -76,7 +76,7 @@ TEST_F(SpillFileTest, AFullDiskIsOneSentence) {
 }
 
 TEST_F(SpillFileTest, ADryOneTouchesNothing) {
-  SpillFile file(folder_, "offload.dir", /*dry=*/true);
+  SpillFile file(folder_, "offload.dir", {}, /*dry=*/true);
   file.wait(file.write(file.take(12), numbers(3, 0)));
   EXPECT_FALSE(std::filesystem::exists(folder_));
 }

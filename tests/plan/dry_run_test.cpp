@@ -258,6 +258,9 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
   expect_same("llama", {"offload.activations=host", "mesh.pp=2", "model.layers=4"}, 2);
   for (const std::string place : {"host", "disk"}) {
     expect_same("llama", {"offload.optimizer=" + place, "offload.gradients=host"}, 1);
+    for (const char* stage : {"0", "1", "2"}) {
+      expect_same("llama", {"offload.optimizer=" + place, "offload.gradients=host", std::string("zero.stage=") + stage, "zero.bucket_bytes=4096"}, 2);
+    }
     expect_same("gpt2", {"offload.optimizer=" + place, "offload.update=device", "precision.params=bf16", "precision.compute=bf16"}, 1);
     expect_same("llama", {"offload.optimizer=" + place, "offload.update=device", "zero.stage=2"}, 2);
   }
@@ -267,6 +270,25 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
               {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "model.layers=4", "pipeline.schedule=breadth_first",
                "pipeline.virtual_stages=6", "recompute.mode=full", "offload.activations=host"},
               1);
+}
+
+/// Of activations those of all micro-batches that are alive, of state all.
+TEST_F(DryRunTest, FilesAreThoseOfARun) {
+  for (const std::vector<std::string>& sets :
+       {std::vector<std::string>{"offload.optimizer=disk"},
+        {"offload.activations=disk", "model.layers=4"},
+        {"offload.activations=disk", "offload.optimizer=disk", "offload.update=device", "precision.params=bf16", "precision.compute=bf16"},
+        {"offload.activations={ \"layers.1\" = \"disk\" }", "pipeline.virtual_stages=2", "pipeline.schedule=breadth_first"}}) {
+    std::vector<std::string> all{"run.steps=3", "run.threads=1", "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config placed = config("llama", all);
+    int64_t taken = 0;
+    train(placed, 1, [&](Composition& run) { taken = run.disk.value(); });
+    EXPECT_GT(taken, 0);
+    const auto planned = plan::dry_run(placed, 1);
+    EXPECT_EQ(planned.ranks.at(0).disk_bytes, taken) << ::testing::PrintToString(sets);
+    EXPECT_THAT(plan::to_string(planned), ::testing::HasSubstr("on disk, in offload.dir"));
+  }
 }
 
 TEST_F(DryRunTest, Stage3MovesWhatTheFormulaSaysAlsoWithRecompute) {

@@ -47,7 +47,7 @@ TEST_F(Fit, CheapSettingsComeFirst) {
   }
   EXPECT_THAT(alone, UnorderedElementsAreArray(expected));
   const auto four = plan::cheaper_settings(config("llama"), 4);
-  EXPECT_EQ(four.size(), 6u * 2 * 3 - 1);
+  EXPECT_EQ(four.size(), 7u * 2 * 3 - 1);
   EXPECT_EQ(four[0], Sets{"zero.stage=1"});
   EXPECT_EQ(four[1], Sets{"zero.stage=2"});
   EXPECT_EQ(four.back(), and_also(on_host, {"batch.micro_size=1", "recompute.mode=full"}));

@@ -116,6 +116,8 @@ class BadInput(SystemTest):
         for nproc in (1, 2):
             self.refused("model.vocab_size=1000000000", nproc=nproc, expect=["96.0 B parameters", "16.0 bytes", f"the {nproc} rank", "on this host, and it has"])
         self.refused("model.vocab_size=1000000000", "offload.optimizer=disk", expect=["offload.dir = ", "offload.optimizer = disk takes", "are free"])
+        self.refused("batch.global_size=10000000", "batch.micro_size=10000000", "offload.activations=disk",
+                     expect=["offload.dir = ", "offload.activations = disk takes", "are free; name a folder with more space, or set offload.activations = host"])
 
     def test_hugging_face_folder_that_is_none(self):
         self.refused(f"model.from_hf={self.folder}", expect=["config.json"])

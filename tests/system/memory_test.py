@@ -1,9 +1,12 @@
 """What a run's memory is: in metrics, in the report, and when it runs out."""
 
 import json
+import os
 import re
 import resource
+import shutil
 import subprocess
+import tempfile
 import time
 import unittest
 import xml.etree.ElementTree as xml
@@ -125,6 +128,27 @@ class MemoryTest(SystemTest):
         told = run("plan", self.recipe, *flags, f"run.memory_limit_bytes={peak - 1}").stdout
         self.assertIn("does not fit run.memory_limit_bytes", told)
         self.assertIn("the cheapest setting that would fit: --set ", told)
+
+    def test_a_model_beyond_the_systems_limit_trains_with_its_state_on_disk(self):
+        """101 M parameters keep 16 bytes each, and the process may have 1,500 MB; 8 of them, and a piece of state, fit."""
+        limit = 1500 * 10**6
+        beside = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2 << 30 else str(self.folder)  # no slow disk is waited for
+
+        def bounded():
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+        def bounded_run(tag, *sets):
+            sets = ("model.dim=1024", "model.layers=6", "model.kv_heads=4", "model.ffn_dim=4096", "data.seq_len=16", "batch.global_size=1", "batch.micro_size=1",
+                    "run.steps=2", "optim.warmup_steps=0", f"log.dir={self.folder / tag}", *sets)
+            return subprocess.run([TESSERA, "train", self.recipe, *(word for one in sets for word in ("--set", one))], env=environment(), timeout=300,
+                                  capture_output=True, text=True, preexec_fn=bounded)
+        told = self.refusal(bounded_run("refused"))
+        self.assertRegex(told, r"keeps 16\.0 bytes on a rank from step to step \(weight, gradient, optimizer\), which is 1\.\d+ GiB, and a process may have 1\.40 GiB "
+                               r"\(ulimit -d or -v\); raise that limit, set offload\.optimizer = disk")
+        with tempfile.TemporaryDirectory(prefix="tessera-test-", dir=beside) as away:
+            done = bounded_run("trained", "offload.optimizer=disk", "offload.update=device", f"offload.dir={away}")
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        self.assertEqual(len(metrics(self.folder / "trained")), 2)
 
     def test_a_limit_below_zero_is_refused(self):
         done, _ = self.train("negative", sets=["run.memory_limit_bytes=-1"], expect=2)

@@ -79,6 +79,10 @@ TEST_F(TrainDevice, OffloadHasTheCpusBits) {
                                                                  "pipeline.schedule=breadth_first", "pipeline.virtual_stages=4"}}) {
     expect_the_same_run({"llama", 1, sets}, /*bytes=*/false);
   }
+  for (const char* stage : {"0", "1", "2"}) {
+    expect_the_same_run({"llama", 2, {std::string("zero.stage=") + stage, "offload.gradients=host", "offload.optimizer=host", "zero.bucket_bytes=4096"}},
+                        /*bytes=*/false);
+  }
 }
 
 }  // namespace

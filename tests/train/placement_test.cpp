@@ -1,5 +1,6 @@
 // Activations, or the optimizer's state alone, away from the device: what a run computes stays the same to the bit, in every setting it meets.
 
+#include "tessera/memory/history.h"
 #include "tests/file_limit.h"
 #include "tests/train/fixture.h"
 
@@ -140,6 +141,61 @@ TEST_F(PlacedTraining, GradientsThatGoToTheHostAsTheyComeAreBitForBit) {
     // Both ends of the embedding on one rank: the second one follows.
     same("llama", {"model.tie_embeddings=true", "pipeline.virtual_stages=2", "pipeline.schedule=breadth_first", "recompute.mode=full"}, 1);
     same("llama", {"model.tie_embeddings=true", "mesh.pp=2", "pipeline.virtual_stages=2", "pipeline.schedule=zb_v", "recompute.mode=full", "zero.stage=1"}, 2);
+  }
+}
+
+/// They meet on the device by buckets; what a rank's earlier micro-batches have left on the host comes back for that, unless each is reduced by itself.
+TEST_F(PlacedTraining, GradientsOfSeveralDataRanksGoToTheHostBitForBit) {
+  const Sets streamed{"offload.gradients=host", "offload.optimizer=host"};
+  const auto same = [&](const std::string& family, Sets sets, int world, const Sets& placed) {
+    sets.push_back("zero.bucket_bytes=4096");
+    expect_same_bits(MemoryCategory::Gradients, placed, family, sets, world);
+  };
+  for (const char* stage : {"0", "1", "2"}) {
+    const std::string at = std::string("zero.stage=") + stage;
+    same("llama", {at, "model.kv_heads=2"}, 3, streamed);
+    same("llama", {at, "precision.params=bf16", "precision.compute=bf16", "precision.reduce=bf16"}, 2, streamed);
+    same("gpt2", {at, "model.dropout=0.1", "model.tie_embeddings=true", "mesh.pp=2", "recompute.mode=full"}, 4, streamed);
+  }
+  same("llama", {"zero.stage=2", "zero.accumulate=whole", "mesh.dp_replicate=2"}, 4, streamed);
+  same("llama", {"zero.stage=2", "mesh.dp_replicate=2", "precision.reduce=bf16"}, 4, streamed);
+  same("llama", {"zero.stage=1", "mesh.tp=2"}, 4, {"offload.gradients=host", "offload.optimizer=disk", dir()});
+  same("llama", {"comm.compression=powersgd", "comm.powersgd_start=1"}, 2, streamed);
+  same("llama", {"mesh.pp=2", "model.layers=4", "pipeline.schedule=zb_h1", "zero.stage=1"}, 4, streamed);
+  same("mixtral", {"model.experts=4", "mesh.ep=2", "zero.stage=1"}, 2, streamed);
+  same("llama", {"mesh.cp=2", "zero.stage=2"}, 2, streamed);
+  same("llama", {"precision.params=fp16", "precision.compute=fp16", "precision.reduce=fp16", "precision.loss_scale=dynamic"}, 2, streamed);
+}
+
+/// Two buckets, one that is reduced and one that fills, and a gradient, with its part, that comes or goes; the largest bucket is the embedding's.
+TEST_F(PlacedTraining, StreamedGradientsTakeBucketsAlone) {
+  for (const std::string stage : {"0", "1", "2"}) {
+    const Config streamed = config("llama", {"zero.stage=" + stage, "offload.gradients=host", "offload.optimizer=host", "zero.bucket_bytes=4096",
+                                             "model.layers=24", "batch.global_size=12", "batch.micro_size=2", "run.threads=1"});
+    const auto text = corpus(streamed);
+    comm::run_ranks(2, [&](comm::World& ranks) {
+      Mesh mesh(ranks, mesh_shape(streamed.mesh, streamed.zero.stage, ranks.size()));
+      RankScope scope(streamed, ranks.local_size());
+      Stepper stepper(streamed, mesh, testing_support::OnTheCpu::now() ? at::Device(at::kCPU) : testing_support::test_device(), scope);
+      data::Loader loader(text, loader_options(streamed, mesh));
+      const auto at = static_cast<size_t>(MemoryCategory::Gradients);
+      int64_t most = 0;
+      int64_t whole = 0, largest = 0;
+      for (const auto& one : stepper.run().parameters) {
+        whole += static_cast<int64_t>(one.tensor.nbytes());
+        largest = std::max(largest, static_cast<int64_t>(one.tensor.nbytes()));
+      }
+      for (int step = 0; step < 3; ++step) {
+        scope.memory().start_timeline();
+        stepper.step(loader.next(), {});
+        const MemoryHistory history = scope.memory().end_timeline();
+        for (const auto& event : history.events) most = std::max(most, event.after[at]);
+        EXPECT_EQ(scope.memory().current_by_category()[at], 0) << "behind step " << step << " of stage " << stage;
+      }
+      EXPECT_GT(most, 0);
+      EXPECT_LE(most, 4 * largest) << "stage " << stage;
+      EXPECT_LT(4 * most, whole) << "stage " << stage;
+    });
   }
 }
 

@@ -266,7 +266,7 @@ class LayoutDice : private Dice {
       set("offload.optimizer", word({"host", "disk"}));
       if (once_in(3)) {
         set("offload.update", "device");
-      } else if (replicate_ * shard_ * cp_ == 1 && stage_ < 3 && once_in(2)) {
+      } else if (stage_ < 3 && once_in(2)) {
         set("offload.gradients", "host");
       }
     }

@@ -33,6 +33,18 @@ TEST_F(Resume, OffloadedGoesOnWithoutAndTheOtherWayAroundBitForBit) {
   }
 }
 
+TEST_F(Resume, StreamedGradientsOfTwoRanksGoOnWithoutAndTheOtherWayAroundBitForBit) {
+  for (const std::string stage : {"0", "2"}) {
+    const std::string on_host_name = "streamed" + stage, on_device_name = "not streamed" + stage;
+    const Layout streamed{on_host_name.c_str(), 2, {"zero.stage=" + stage, "offload.gradients=host", "offload.optimizer=host"}};
+    const Layout device{on_device_name.c_str(), 2, {"zero.stage=" + stage}};
+    const auto on_host = run_saving(streamed, {}), on_device = run_saving(device, {});
+    expect_same_bits(stored(saved(streamed, kLast)), stored(saved(device, kLast)));
+    expect_goes_on(streamed, device, {}, /*bound=*/0, on_device);
+    expect_goes_on(device, streamed, {}, /*bound=*/0, on_host);
+  }
+}
+
 TEST_F(Resume, StateGoesOnFromAnyPlaceInAnyOtherBitForBit) {
   const std::string dir = "offload.dir=" + (folder_ / "away").string();
   const std::vector<Layout> all{{"device", 1, {}},
