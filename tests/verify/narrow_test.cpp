@@ -31,6 +31,9 @@ TEST_F(Narrow, WeightsThatAreComputedWithInFp32) {
   expect_passes("tp=2,dp_shard=2", "gpt2", with({"zero.stage=2", "tensor.sequence_parallel=true", "tensor.overlap=true"}));
   expect_passes("tp=2,pp=2", "gpt2", with({"pipeline.schedule=zb_h1"}));
   expect_passes("tp=2", "mlp", with({"run.deterministic=true"}));
+  for (const char* kernels : {"run.kernels=auto", "run.kernels=reference"}) {
+    expect_passes("tp=2", "llama", {"precision.params=fp16", "precision.loss_scale=8192", "run.threads=1", "batch.global_size=4", "batch.micro_size=1", kernels});
+  }
 }
 
 /// fp16 has no number below 6e-8: what crosses in it without a loss scale loses entries of any tensor that are smaller.
