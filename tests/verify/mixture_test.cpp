@@ -71,8 +71,11 @@ TEST_F(VerifyMixture, CutLayersAreOneDevice) {
 /// A rank without a column of its own begins to compute again when the others do, or their collectives would not meet.
 TEST_F(VerifyMixture, RanksWithoutTokensComputeAgainWithTheOthers) {
   for (const char* kernels : {"run.kernels=reference", "run.kernels=auto"}) {
-    expect_passes("tp=2,ep=2", "mixtral", {"data.seq_len=1", "model.layers=1", "batch.global_size=2", "batch.micro_size=1", "run.threads=1", "model.experts=4",
-                                           "comm.timeout_s=20", "tensor.sequence_parallel=true", "recompute.mode=full", kernels});
+    const std::vector<std::string> sets{"data.seq_len=1",  "model.layers=1",     "batch.global_size=2", "batch.micro_size=1",
+                                        "model.experts=4", "run.threads=1",      "comm.timeout_s=20",   "tensor.sequence_parallel=true",
+                                        kernels,           "recompute.mode=full"};
+    const auto report = run("tp=2,ep=2", "mixtral", sets);
+    EXPECT_TRUE(report.passed()) << to_string(report);
   }
 }
 
