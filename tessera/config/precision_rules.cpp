@@ -32,13 +32,6 @@ void validate_weights(const PrecisionConfig& precision) {
           " would be rounded twice, to formats that do not hold each other; set ", "precision.params = fp32, or one 16-bit format for both");
 }
 
-/// The head multiplies 16-bit weights by their own format, or widens them to fp32 where that is bf16.
-void validate_head(const Config& config) {
-  const auto& [params, compute] = std::tie(config.precision.params, config.precision.compute);
-  require(params != "fp16" || compute == "fp16" || config.run.kernels == "reference", "precision.params = fp16: no fused kernel multiplies such weights with ",
-          "precision.compute = ", compute, "; set precision.compute = fp16, precision.params = fp32 or bf16, or run.kernels = reference");
-}
-
 void validate_reduce(const Config& config) {
   const auto& precision = config.precision;
   const auto& reduce = precision.reduce;
@@ -81,7 +74,6 @@ void validate_precision(const Config& config) {
   require(config.precision.master != "bf16" || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}),
           "precision.master = bf16: optim.name = ", config.optim.name, config.optim.groups.empty() ? "" : ", or that of one of optim.groups,",
           " has no update with stochastic rounding; set precision.master = fp32, or optim.name = adamw, lion or sgd");
-  validate_head(config);
   validate_reduce(config);
   validate_loss_scale(config);
 }

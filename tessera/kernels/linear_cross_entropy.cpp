@@ -303,7 +303,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   }
   if (kernel_choice() == KernelChoice::Reference && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute, options.loss);
   require_supported("linear_cross_entropy: hidden", hidden);
-  require_supported("linear_cross_entropy: weight", weight);
+  if (weight.scalar_type() != at::kHalf) require_supported("linear_cross_entropy: weight", weight);  // which is widened before it is multiplied
   require(is_supported(compute) || stands_for_device, "linear_cross_entropy: compute_dtype ", c10::toString(compute),
           " is not supported; use Float or BFloat16");
   const bool differentiate = at::GradMode::is_enabled(), needs_weight = differentiate && weight.requires_grad();

@@ -34,8 +34,11 @@ at::Tensor gather_rows(const at::Tensor& x, const Dispatch& where) {
 
 at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& where) {
   const at::ScalarType wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  if (rows.size(0) == 0) return (rows.sum() + weights.sum()).mul(0).to(rows.scalar_type()).expand({weights.size(0), rows.size(1)});
-  const at::Tensor of_token = rows.index_select(0, where.slots.clamp_min(0).reshape({-1})).view({weights.size(0), weights.size(1), rows.size(1)});
+  // A row of zeros behind the others is what was dropped. Without rows backward asks for the same saved tensors as with them, for that is when a recomputation
+  // begins, and its collectives have to meet those of ranks that have rows.
+  const at::Tensor padded = at::constant_pad_nd(rows, {0, 0, 0, 1});
+  const at::Tensor places = where.slots.masked_fill(where.slots.lt(0), rows.size(0)).reshape({-1});
+  const at::Tensor of_token = padded.index_select(0, places).view({weights.size(0), weights.size(1), rows.size(1)});
   const at::Tensor used = weights.to(wide) * where.slots.ge(0).to(wide);
   return (of_token.to(wide) * used.unsqueeze(-1)).sum(1).to(rows.scalar_type());
 }

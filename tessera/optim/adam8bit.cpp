@@ -65,8 +65,6 @@ Adam8bit::Adam8bit(std::vector<ParameterGroup> groups, AdamWOptions options, Who
       exp_avg_sq_(parameters_.size()) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters_[i];
-    require(tensor.scalar_type() == at::kFloat, "optim.name = adam8bit: '", name, "' is ", tensor.scalar_type(),
-            ", and it updates fp32; set precision.master = fp32");
     const Slice& slice = nn::slice_of(tensor);
     if (slice.logical_numel() >= kLeastElements && !model_.looked_up.contains(name)) {
       Quantized& mine = quantized_[i];
@@ -77,18 +75,20 @@ Adam8bit::Adam8bit(std::vector<ParameterGroup> groups, AdamWOptions options, Who
   }
 }
 
+/// Only here it matters what a weight is: for a master that comes with its first update, as those of frozen weights and of paged state do, the weight stands.
 void Adam8bit::hold(size_t index) {
+  if (exp_avg_[index].defined() || quantized_[index].state.exp_avg.defined()) return;
+  const at::Tensor& parameter = parameters_[index].tensor;
+  require(parameter.scalar_type() == at::kFloat, "optim.name = adam8bit: '", parameters_[index].name, "' is ", parameter.scalar_type(),
+          ", and it updates fp32; set precision.master = fp32");
   if (!is_quantized(index)) {
-    if (exp_avg_[index].defined()) return;
     exp_avg_[index] = zeros_like_parameter(index);
     exp_avg_sq_[index] = zeros_like_parameter(index);
     return;
   }
   auto& [state, runs, scales] = quantized_[index];
-  if (state.exp_avg.defined()) return;
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
-  const at::Tensor& parameter = parameters_[index].tensor;
   const auto make = [&](at::IntArrayRef sizes, at::ScalarType dtype) { return at::zeros(sizes, parameter.options().dtype(dtype).requires_grad(false)); };
   state = {.exp_avg = make(parameter.sizes(), at::kByte),  // of scale 0: nothing, whatever the code
            .exp_avg_sq = make(parameter.sizes(), at::kByte),

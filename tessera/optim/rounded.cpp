@@ -30,8 +30,6 @@ class Rounded final : public Optimizer {
     for (auto& tensors : state_) tensors.resize(parameters_.size());
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto& [name, tensor, aliases] = parameters_[i];
-      require(tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kFloat, "stochastic rounding: '", name, "' is ", tensor.scalar_type(),
-              ", and state in bf16 is for weights in bf16 or fp32; set optim.state_dtype = fp32");
       runs_.push_back(element_runs(nn::slice_of(tensor)));
       if (tensor.requires_grad()) hold(i);
     }
@@ -75,10 +73,13 @@ class Rounded final : public Optimizer {
 
   bool by_rows() const override { return true; }
 
+  /// Only here it matters what a weight is: for a master that comes with its first update, as those of frozen weights and of paged state do, the weight stands.
   void hold(size_t index) override {
     const c10::NoGradGuard no_grad;
     const MemoryScope scope(MemoryCategory::Optimizer);
     const at::Tensor& parameter = parameters_[index].tensor;
+    require(parameter.scalar_type() == at::kBFloat16 || parameter.scalar_type() == at::kFloat, "stochastic rounding: '", parameters_[index].name, "' is ",
+            parameter.scalar_type(), ", and state in bf16 is for weights in bf16 or fp32; set optim.state_dtype = fp32");
     for (auto& tensors : state_) {
       if (tensors[index].defined()) continue;
       tensors[index] = at::zeros(parameter.sizes(), parameter.options().dtype(at::kBFloat16).requires_grad(false));

@@ -57,6 +57,12 @@ Held held_by(const std::vector<std::vector<SlicedTensor>>& ranks, const std::str
   return held;
 }
 
+/// By how much more than one device (`whole`) a rank is off what is exact; infinity where one device says nothing.
+double farther(const at::Tensor& held, const Slice& slice, const at::Tensor& whole, const at::Tensor& exact) {
+  const double own = largest_difference(whole, exact);
+  return std::isfinite(own) ? largest_difference(held, take(exact, slice)) - own : kInfinity;
+}
+
 /// Why the slices do not make up the whole tensor, or nothing.
 std::string gap(const Held& held, const Slice& whole) {
   try {
@@ -119,7 +125,7 @@ Difference& TensorComparer::entry(const std::string& name) {
 }
 
 void TensorComparer::compare(int64_t step, const std::vector<SlicedTensor>& reference, const std::vector<std::vector<SlicedTensor>>& ranks,
-                             const Scales& scales, double floor) {
+                             const Scales& scales, double floor, const Exact& exact) {
   for (const auto& one : reference) {
     const std::string& name = one.slice.name;
     const at::Tensor whole = defined(one);
@@ -135,8 +141,10 @@ void TensorComparer::compare(int64_t step, const std::vector<SlicedTensor>& refe
         note(kInfinity, held.ranks[i], detail::concat("has the shape ", held.tensors[i].sizes()));
         continue;
       }
-      const double apart = largest_difference(held.tensors[i], take(whole, held.slices[i]));
-      note(relative(std::max(0.0, apart - floor), scales.at(name)), held.ranks[i], {});
+      const auto measured = [&](double apart) { return relative(std::max(0.0, apart - floor), scales.at(name)); };
+      double value = measured(largest_difference(held.tensors[i], take(whole, held.slices[i])));
+      if (value > list_.bound && exact) value = std::min(value, measured(farther(held.tensors[i], held.slices[i], whole, exact(name))));
+      note(value, held.ranks[i], {});
     }
   }
 }

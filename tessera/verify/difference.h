@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -31,15 +32,19 @@ Scales own_scales(const std::vector<checkpoint::SlicedTensor>& reference);
 /// measured by what it is the rounding of: a key's bias by its weight's gradient, and, in sequences of one token, queries and keys by their attention's.
 Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference, int64_t seq_len);
 
+/// The logical tensor of that name without rounding, as far as the comparison goes; asked for where one is beyond its bound.
+using Exact = std::function<at::Tensor(const std::string& name)>;
+
 /// Compares one kind of tensors step by step: every rank's slices with the same part of one device's logical tensors.
 class TensorComparer {
  public:
   explicit TensorComparer(double bound) { list_.bound = bound; }
 
   /// `reference`: whole tensors; `ranks`: each rank's. An undefined tensor counts as zeros. Elements that no rank holds, and shapes that do not fit, are
-  /// infinitely far apart. `floor`: by what an element may be off whatever its tensor's scale.
+  /// infinitely far apart. `floor`: by what an element may be off whatever its tensor's scale. With `exact`, what is beyond the bound is measured by how much
+  /// farther from that a rank is than one device: where a sum cancels, both are off by rounding of its terms, which its result says nothing of.
   void compare(int64_t step, const std::vector<checkpoint::SlicedTensor>& reference, const std::vector<std::vector<checkpoint::SlicedTensor>>& ranks,
-               const Scales& scales, double floor = 0);
+               const Scales& scales, double floor = 0, const Exact& exact = {});
 
   const DifferenceList& list() const { return list_; }
 

@@ -4,7 +4,11 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <thread>
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/comm/testing.h"
@@ -117,7 +121,9 @@ class Verification {
             .unheard = layout_.recompute.ffn_tile > 0 ? tiled_layers(layout_) + ".*" : ""};
   }
   std::vector<std::vector<SlicedTensor>> shown_tensors() const;
-  bool compare_gradients(int64_t step, const Composition& reference);
+  bool compare_gradients(const data::StepBatch& batch, Side& reference);
+  std::map<std::string, at::Tensor> exact_gradients(const data::StepBatch& batch, Side& reference);
+  std::vector<RecordedChoices*> choices_of_ranks();
   void compare_numbers(int64_t step, const StepOutcome& want, bool skipped);
 
   Config layout_, reference_;
@@ -265,9 +271,7 @@ void Verification::run_reference() {
   std::vector<RecordedOutputs*> ranks;
   for (auto& rank : recorded_) ranks.push_back(&rank);
   OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size}, axes_);
-  std::vector<RecordedChoices*> choices;
-  for (auto& rank : choices_) choices.push_back(&rank);
-  const Attachment routers = replay_choices(side.model(), samples_, choices, routing_);
+  const Attachment routers = replay_choices(side.model(), samples_, choices_of_ranks(), routing_);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs, tapped(nullptr));
   for (int64_t i = 0; i < options_.steps; ++i) {
     meeting_.wait_for_ranks();  // with their gradients
@@ -275,7 +279,7 @@ void Verification::run_reference() {
     StepOutcome outcome;
     bool skipped = false;
     outputs.begin_step();
-    failing_as_a_step([&] { outcome = side.stepper.step(batch, {.gradients_ready = [&] { skipped = !compare_gradients(batch.step, side.stepper.run()); }}); });
+    failing_as_a_step([&] { outcome = side.stepper.step(batch, {.gradients_ready = [&] { skipped = !compare_gradients(batch, side); }}); });
     if (skipped) outputs.forget_gradients();
     meeting_.wait_for_ranks();  // with their new weights
     const auto theirs = shown_tensors();
@@ -288,8 +292,37 @@ void Verification::run_reference() {
   backward_ = outputs.backward();
 }
 
+std::vector<RecordedChoices*> Verification::choices_of_ranks() {
+  std::vector<RecordedChoices*> choices;
+  for (auto& rank : choices_) choices.push_back(&rank);
+  return choices;
+}
+
+/// Of the step that `reference` makes, in fp32 and from its weights.
+std::map<std::string, at::Tensor> Verification::exact_gradients(const data::StepBatch& batch, Side& reference) {
+  Config wide = reference_;
+  wide.precision.compute = "fp32";
+  const auto world = comm::World::alone();
+  Side side(*this, wide, world, world_, device_for(layout_, 0, world_));
+  const auto weights = checkpoint::parameter_tensors(side.model()), from = checkpoint::parameter_tensors(reference.model());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const c10::NoGradGuard no_grad;
+    if (weights[i].tensor.defined()) at::Tensor(weights[i].tensor.detach()).copy_(from[i].tensor);
+  }
+  RoutingComparison unused;
+  const Attachment routers = replay_choices(side.model(), samples_, choices_of_ranks(), unused);
+  std::map<std::string, at::Tensor> gradients;
+  side.stepper.step(batch, {.gradients_ready = [&] {
+                      for (const auto& [tensor, slice] : checkpoint::gradient_tensors(side.stepper.run().updated)) {
+                        gradients[slice.name] = tensor.defined() ? tensor.detach().clone() : at::zeros(slice.local_shape());
+                      }
+                    }});
+  return gradients;
+}
+
 /// Whether there were any.
-bool Verification::compare_gradients(int64_t step, const Composition& reference) {
+bool Verification::compare_gradients(const data::StepBatch& batch, Side& side) {
+  const Composition& reference = side.stepper.run();
   const auto own = checkpoint::gradient_tensors(reference.updated);
   const auto theirs = shown_tensors();
   // A loss scale that is still too large overflows on both sides, and both skip the step: there are no gradients to compare.
@@ -297,7 +330,14 @@ bool Verification::compare_gradients(int64_t step, const Composition& reference)
   if (overflow) {
     ++skipped_;
   } else {
-    gradients_.compare(step, own, theirs, gradient_scales(own, layout_.data.seq_len), bounds_.gradient_floor / reference.loss_scale.value());
+    std::map<std::string, at::Tensor> exact;
+    const auto ask = [&](const std::string& name) {
+      if (exact.empty()) exact = exact_gradients(batch, side);
+      return exact.at(name);
+    };
+    const bool narrow = !bounds_.bit_for_bit && tessera::roundoff(reference_.precision.compute) > tessera::roundoff("fp32");
+    gradients_.compare(batch.step, own, theirs, gradient_scales(own, layout_.data.seq_len), bounds_.gradient_floor / reference.loss_scale.value(),
+                       narrow ? Exact(ask) : Exact());
   }
   for (const auto& gradient : own) follow(gradient, theirs);
   meeting_.dismiss();

@@ -359,16 +359,6 @@ TEST(Validate, AutomaticProductsKeepTheOtherRules) {
               AllOf(StartsWith("precision.compute = auto: becomes bf16 or fp32"), HasSubstr("set precision.compute = fp16")));
 }
 
-TEST(Validate, WeightsInFp16NeedAKernelThatTakesThem) {
-  const auto fp16 = [](const std::string& compute, const std::string& kernels) {
-    return refusal([&](Config& c) { c.precision.params = "fp16", c.precision.compute = compute, c.run.kernels = kernels; });
-  };
-  EXPECT_THAT(fp16("fp32", "auto"), AllOf(StartsWith("precision.params = fp16: no fused kernel"), HasSubstr("set precision.compute = fp16")));
-  EXPECT_THAT(fp16("tf32", "auto"), StartsWith("precision.params = fp16: no fused kernel"));
-  EXPECT_EQ(fp16("fp16", "auto"), "(accepted)");
-  EXPECT_EQ(fp16("fp32", "reference"), "(accepted)");
-}
-
 TEST(Validate, GroupsOfParameters) {
   const auto refused = [](const std::string& group) { return refusal([&](Config& c) { c.optim.groups = {group}; }); };
   EXPECT_EQ(refused("**.*norm: weight_decay = 0"), "(accepted)");

@@ -70,6 +70,20 @@ TEST(LinearCrossEntropy, WeightsOfFp32WithProductsInBf16) {
   }
 }
 
+TEST(LinearCrossEntropy, WidensWeightsOfFp16ToTheTypeOfItsProducts) {
+  const at::Tensor hidden = random({13, 8}), weight = random({29, 8}, at::kFloat, 2).to(at::kHalf), labels = labels_of(13, 29, 4);
+  for (const int64_t chunk : {5, 13}) {
+    const auto of = [&](const at::Tensor& used) {
+      return evaluate([&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.chunk_tokens = chunk, .compute_dtype = at::kFloat}); },
+                      {hidden, used}, at::ones({}));
+    };
+    const auto narrow = of(weight), wide = of(weight.to(at::kFloat));
+    EXPECT_TRUE(at::equal(narrow.result, wide.result));
+    EXPECT_TRUE(at::equal(narrow.gradients[0], wide.gradients[0]));
+    EXPECT_TRUE(at::equal(narrow.gradients[1], wide.gradients[1].to(at::kHalf)));
+  }
+}
+
 TEST(LinearCrossEntropy, TheGradientThatWasExpectedChangesTheCostButNotTheResult) {
   const at::Tensor hidden = random({20, 8}), weight = random({30, 8}, at::kFloat, 2), labels = labels_of(20, 30, 4);
   const auto run = [&](double expected, double actual) {

@@ -152,6 +152,28 @@ TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
   EXPECT_EQ(parameters[0].tensor.item<float>(), 1 + 64.0f / 1024);
 }
 
+/// Until then the weight stands for its master, and the optimizer inside is not to mind its type. Paged state begins so as well.
+TEST(MasterWeights, OfWeightsThatAreFrozenBeginWithTheirFirstUpdate) {
+  for (const std::string name : {"adamw", "adam8bit", "lion"}) {
+    OptimConfig config = config_of(name);
+    if (name == "lion") config.state_dtype = "bf16";
+    for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+      const auto frozen = make_parameters({{7, 5}, {70, 64}}, dtype), trained = make_parameters({{7, 5}, {70, 64}}, dtype);
+      for (const auto& weight : frozen) weight.tensor.set_requires_grad(false);
+      const auto later = make_optimizer(config, policy(dtype), 0, frozen), always = make_optimizer(config, policy(dtype), 0, trained);
+      EXPECT_TRUE(later->state().empty()) << name;
+      for (int step = 0; step < 3; ++step) {
+        set_gradients(frozen, step, at::kFloat);
+        set_gradients(trained, step, at::kFloat);
+        later->step(1e-2);
+        always->step(1e-2);
+      }
+      for (size_t i = 0; i < frozen.size(); ++i) EXPECT_TRUE(at::equal(frozen[i].tensor, trained[i].tensor)) << name << " " << i;
+      EXPECT_EQ(later->state().size(), always->state().size()) << name;
+    }
+  }
+}
+
 /// Gradients are copied in several goes where they are many: a parameter that was updated in the first is left alone in the second.
 TEST(MasterWeights, UpdateEachParameterOnceHoweverTheyAreStaged) {
   OptimConfig config = config_of("sgd");

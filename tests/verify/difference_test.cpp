@@ -97,6 +97,26 @@ TEST_F(Slices, TheFarthestRankAndStepAreNamed) {
   EXPECT_FALSE(comparer.list().within());
 }
 
+TEST_F(Slices, WhatIsFarIsMeasuredByHowMuchFartherFromTheExactItIs) {
+  int asked = 0;
+  const auto value = [&](double rank_off, double device_off) {
+    const at::Tensor exact = whole_ - device_off;
+    const Exact ask = [&](const std::string&) { return ++asked, exact; };
+    auto ranks = std::vector<std::vector<SlicedTensor>>{{part(0, 2)}, {part(2, 3)}};
+    ranks[1][0].tensor[0][0] = exact[2][0] + rank_off;
+    TensorComparer comparer(0.1);
+    comparer.compare(1, reference_, ranks, scales_, 0, ask);
+    return comparer.list().worst().value;
+  };
+  EXPECT_NEAR(value(-0.3, 0.4), 0.7 / 9, 1e-6) << "within the bound";
+  EXPECT_EQ(asked, 0);
+  EXPECT_NEAR(value(-0.9, 0.9), 0, 1e-6) << "as far off as the device, on the other side";
+  EXPECT_NEAR(value(-2.7, 0.9), 1.8 / 9, 1e-6);
+  EXPECT_NEAR(value(2.7, 0.9), 1.8 / 9, 1e-6) << "never more than the two are apart";
+  EXPECT_EQ(asked, 3);
+  EXPECT_EQ(value(-2.7, kInfinity), kInfinity) << "what one device has not says nothing";
+}
+
 TEST_F(Slices, WhatNoRankHoldsAndWrongShapesAreInfinitelyFar) {
   TensorComparer gap(1e-5), missing(1e-5), shape(1e-5);
   gap.compare(1, reference_, {{part(0, 2)}, {part(3, 2)}}, scales_);

@@ -68,6 +68,17 @@ TEST_F(VerifyMixture, CutLayersAreOneDevice) {
   }
 }
 
+/// A rank without a column of its own begins to compute again when the others do, or their collectives would not meet.
+TEST_F(VerifyMixture, RanksWithoutTokensComputeAgainWithTheOthers) {
+  for (const char* kernels : {"run.kernels=reference", "run.kernels=auto"}) {
+    const std::vector<std::string> sets{"data.seq_len=1",  "model.layers=1",     "batch.global_size=2", "batch.micro_size=1",
+                                        "model.experts=4", "run.threads=1",      "comm.timeout_s=20",   "tensor.sequence_parallel=true",
+                                        kernels,           "recompute.mode=full"};
+    const auto report = run("tp=2,ep=2", "mixtral", sets);
+    EXPECT_TRUE(report.passed()) << to_string(report);
+  }
+}
+
 /// Rows that have come to a rank go through its experts in tiles, and tokens through the shared one.
 TEST_F(VerifyMixture, ExpertsInTilesAreOneDevice) {
   for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{"moe.capacity_factor=1"}},

@@ -1,5 +1,7 @@
 // Weights of 16 bits, and gradients that are rounding alone: no false alarm.
 
+#include <c10/core/GradMode.h>
+
 #include "tests/verify/fixture.h"
 
 namespace tessera {
@@ -31,6 +33,10 @@ TEST_F(Narrow, WeightsThatAreComputedWithInFp32) {
   expect_passes("tp=2,dp_shard=2", "gpt2", with({"zero.stage=2", "tensor.sequence_parallel=true", "tensor.overlap=true"}));
   expect_passes("tp=2,pp=2", "gpt2", with({"pipeline.schedule=zb_h1"}));
   expect_passes("tp=2", "mlp", with({"run.deterministic=true"}));
+  for (const char* kernels : {"run.kernels=auto", "run.kernels=reference"}) {
+    expect_passes("tp=2", "llama",
+                  {"precision.params=fp16", "precision.loss_scale=8192", "run.threads=1", "batch.global_size=4", "batch.micro_size=1", kernels});
+  }
 }
 
 /// fp16 has no number below 6e-8: what crosses in it without a loss scale loses entries of any tensor that are smaller.
@@ -66,6 +72,27 @@ TEST_F(Narrow, TilesOfTokens) {
       expect_passes("dp_replicate=1", "llama", {"recompute.ffn_tile=3", "run.threads=1", "batch.global_size=40", "batch.micro_size=2", format, fixed});
     }
   }
+}
+
+/// A query with two keys learns from the difference of two values, a thousandth of each: one device is as far off the exact gradient as the layout.
+TEST_F(Narrow, GradientsThatCancelAreMeasuredByWhatIsExact) {
+  const std::vector<std::string> sets{
+      "model.heads=6",       "model.dim=18",          "model.ffn_dim=24",       "model.vocab_size=257",    "model.layers=8",
+      "model.norm_eps=1e-3", "batch.micro_size=3",    "batch.global_size=12",   "data.seq_len=2",          "precision.params=bf16",
+      "optim.name=lion",     "precision.master=bf16", "precision.compute=bf16", "optim.decay_on=matrices", "optim.lr=1e-3",
+      "run.seed=33",         "run.threads=1"};
+  const auto report = run("tp=2", "gpt2", sets);
+  EXPECT_TRUE(report.passed()) << to_string(report);
+  VerifyOptions options;
+  options.plant.gradients = [](Composition& run, int) {
+    for (const auto& parameter : run.updated) {
+      const c10::NoGradGuard no_grad;
+      if (parameter.name == "layers.1.attention.wv.weight") at::Tensor(parameter.tensor).mutable_grad().mul_(1.06);
+    }
+  };
+  const auto planted = run("tp=2", "llama", {"precision.compute=bf16", "run.threads=1", "batch.global_size=4"}, options);
+  EXPECT_FALSE(planted.gradients.within());
+  EXPECT_EQ(planted.gradients.worst().name, "layers.1.attention.wv.weight") << to_string(planted);
 }
 
 /// A query with one key: neither has a gradient but for rounding.
