@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "cli/plan_pictures.h"
 #include "tessera/config/detail.h"
 #include "tessera/config/settle_batch.h"
@@ -30,6 +31,7 @@
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/collective_time.h"
+#include "tessera/plan/curves.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/explain.h"
@@ -56,7 +58,7 @@ struct PlanFlags {
   std::optional<int> devices_per_node;
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
-  std::string output, tokens;
+  std::string output, tokens, curve, svg;
   PlanPictures pictures;
 };
 
@@ -174,20 +176,21 @@ void say_longest(const plan::LongestSequence& found, const Config& config, bool 
 }
 
 /// Of the layouts that a search chooses among, what the file says of them is none of its business; who asks for one by --set is told.
-void forget_layout(Config& config, const std::vector<std::string>& sets) {
+void forget_layout(Config& config, const std::vector<std::string>& sets, const std::string& flag) {
   const Config given = config;
   const auto order = config.mesh.order;
   config.mesh = {.order = order};
   config.zero.stage = 0;
   config.recompute = {};
-  if (config.offload != OffloadConfig{}) log().warn("--search: offload.* is not searched, and is left out");
+  if (config.offload != OffloadConfig{}) log().warn("{}: offload.* is not looked at, and is left out", flag);
   config.offload = {};
   config.tensor.sequence_parallel = false;
   config.pipeline = {};
   config.batch.micro_size = 1;
   for (const std::string& set : sets) {
     const std::string key = set.substr(0, set.find('='));
-    if (detail::value_text(given, key) != detail::value_text(config, key)) log().warn("--search: {} is what is searched, and `--set {}` is left out", key, set);
+    if (detail::value_text(given, key) != detail::value_text(config, key))
+      log().warn("{0}: {1} is what it goes over, and `--set {2}` is left out", flag, key, set);
   }
 }
 
@@ -263,6 +266,34 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);
   return best != nullptr ? 0 : 1;
+}
+
+/// A step's size, as the layout, is each point's own.
+void say_curves(const Config& config, const PlanFlags& flags, const std::optional<plan::Machine>& machine) {
+  const plan::Curves curves = [&] {
+    ProgressLine line;
+    return plan::make_curves(config, flags.curve,
+                             {.world = flags.world > 1 ? flags.world : 8, .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
+  }();
+  if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(curves));
+  std::fputs((flags.json ? plan::to_json(curves).dump(2) + "\n" : plan::to_string(curves)).c_str(), stdout);
+}
+
+/// A curve stands in place of a plan: what else does, or draws one, is refused beside it.
+void check_curve(const PlanFlags& flags) {
+  if (flags.curve.empty()) return;
+  for (const auto& [name, given] : {std::pair{"--explain", flags.explain},
+                                    {"--longest", flags.longest},
+                                    {"--search", flags.search},
+                                    {"--events", flags.events},
+                                    {"--layouts", !flags.layouts.empty()},
+                                    {"--tokens", !flags.tokens.empty()},
+                                    {"--report and --trace", flags.pictures.asked()}}) {
+    require(!given, name, ": not beside --curve, which stands in place of the plan; leave one out");
+  }
+  require(!flags.device.empty() || flags.curve == "memory" || flags.curve == "traffic", "--curve = ", flags.curve,
+          ": is of seconds, and those are of a device; add --device NAME");
+  check_output_file("--svg", flags.svg, {flags.what});
 }
 
 plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
@@ -367,9 +398,12 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--max-batch", flags->max_batch, "With --search: the step is chosen, too, of powers of two up to this; the fastest for a token is first");
   command.add_option("--patience", flags->patience, "With --search: seconds after which no further layout is run dry (20)");
   command.add_option("-o,--output", flags->output, "With --search: where the configuration of the best goes (TOML)");
+  command.add_option("--curve", flags->curve, "How a figure grows, of dry runs up to --world (8) ranks, in place of the plan").one_of(plan::curve_names());
+  command.add_option("--svg", flags->svg, "With --curve: draw it").needs("--curve");
   flags->pictures.add_options(command);
   command.when_chosen([flags, &exit_code] {
     check_search(*flags);
+    check_curve(*flags);
     require(!flags->pictures.asked() || !(flags->explain || flags->longest), "--report and --trace: draw a plan; leave out --explain and --longest");
     flags->pictures.check(flags->what, !flags->device.empty());
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
@@ -394,9 +428,14 @@ void add_plan(Command app, int& exit_code) {
     if (device) limit_to(*device, config);
     const double tokens = flags->tokens.empty() ? 0 : plan::parse_tokens(flags->tokens);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
-    if (flags->search) forget_layout(config, flags->sets);
+    if (flags->search) forget_layout(config, flags->sets, "--search");
+    if (!flags->curve.empty()) {
+      forget_layout(config, flags->sets, "--curve");
+      config.batch.per_rank = 0;  // each point has a step of its own
+      config.batch.global_size = 1;
+    }
     size_steps(*flags, config);
-    const int world = flags->explain || flags->search ? 1 : flags->world;
+    const int world = flags->explain || flags->search || !flags->curve.empty() ? 1 : flags->world;
     settle_batch(config, world);
     validate(config, world, Purpose::Plan);
     // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, and another framework's step,
@@ -411,6 +450,11 @@ void add_plan(Command app, int& exit_code) {
     }
     if (flags->search) {
       exit_code = say_search(config, *flags, *device, machine_for(*device, framework, config));
+      return;
+    }
+    if (!flags->curve.empty()) {
+      say_curves(config, *flags, device ? std::optional(machine_for(*device, framework, config)) : std::nullopt);
+      exit_code = 0;
       return;
     }
     if (flags->longest) {

@@ -27,7 +27,6 @@ namespace {
 
 using Elements = std::vector<int64_t>;
 
-constexpr int kExactRanks = 8;
 constexpr int kWeighedRanks = 4096;  // of a larger sharding group, those after them hold as much, give or take a row
 
 // By data rank, what it does in the deterministic tree, peers left out: the levels it keeps, and in which order it adds, sends and receives.
@@ -132,11 +131,11 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
 
 }  // namespace
 
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size) {
+std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
-  const bool apart = world_size <= kExactRanks;
+  const bool apart = world_size <= exact_ranks;
   const auto& shape = mesh.shape();
   const MeshRoles axes = mesh_roles(config);
   const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names),

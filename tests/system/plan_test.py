@@ -121,6 +121,25 @@ class Plan(SystemTest):
         self.assertEqual(run("plan", self.recipe, "--search").returncode, 2)
         self.assertEqual(run("plan", self.recipe, "--world", 2, "--batch", 4).returncode, 2)
 
+    def test_a_curve_is_drawn_and_bad_flags_end_with_2(self):
+        picture = self.folder / "memory.svg"
+        done = run("plan", self.recipe, "--curve", "memory", "--world", 2, "--set", "batch.per_rank=1", "--svg", picture, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = json.loads(done.stdout)["panels"][0]["lines"]
+        self.assertEqual([[x for x, _ in line["points"]] for line in lines], [[1, 2]] * 4)
+        self.assertIn("ZeRO 3 (FSDP)", picture.read_text())
+        for flags, words in (
+            (("--curve", "memroy"), "memroy"),
+            (("--curve", "latency"), "--device"),
+            (("--curve", "memory", "--longest"), "--longest"),
+            (("--curve", "memory", "--svg", self.recipe), "--svg"),
+            (("--svg", picture), "--curve"),
+        ):
+            with self.subTest(flags=flags):
+                done = run("plan", self.recipe, *flags)
+                self.assertEqual(done.returncode, 2, done.stdout)
+                self.assertIn(words, done.stderr)
+
     def test_presets(self):
         answer = self.plan("7b", "--world", 256)
         (ranks,) = answer["ranks"]
