@@ -62,7 +62,7 @@ void add_pp(Command bench, int& exit_code) {
   command.add_option("--backend", flags->backend, "Backend of the messages").shows_default();
   command.add_option("--nproc", flags->nproc, "Ranks of the pipeline, started on this machine (default 2)");
   command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
-  command.add_option("--device", flags->device, "auto or cpu: actions are timed by the host's clock");
+  command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
   command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
   command.add_option("--iterations", flags->iterations, "Steps to measure of each case, instead of --seconds");
   command.add_option("--svg,--out", flags->svg, "Draw bubble and time over micro-batches, and the boundary beside the square-cube law");

@@ -11,7 +11,7 @@ namespace tessera::cli {
 /// What every one of them takes.
 struct BenchFlags {
   std::string interface{};
-  std::string device = "auto";  ///< as run.device; of bench_pp auto or cpu
+  std::string device = "auto";  ///< as run.device
   std::optional<int> nproc{};
   double seconds = 0.5;
   int64_t iterations = 0;

@@ -21,7 +21,7 @@ Timing measure(const comm::Group& group, const std::function<void()>& call, cons
   const Ranks ranks{.barrier = [&] { barrier(group); },
                     .slowest =
                         [&](const std::vector<double>& mine) {
-                          const auto numbers = at::tensor(mine, at::kDouble);
+                          const auto numbers = at::tensor(mine, at::device(at::kCPU).dtype(at::kDouble));
                           all_reduce(group, numbers, comm::Op::Max);
                           return std::vector<double>(numbers.data_ptr<double>(), numbers.data_ptr<double>() + numbers.numel());
                         }};

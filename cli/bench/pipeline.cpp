@@ -53,7 +53,7 @@ data::StepBatch batch_of(const PipelineCase& what) {
   data::StepBatch batch{.step = 1, .micro_batches = {}, .global_valid_tokens = what.global_size * what.tokens};
   const int64_t rows = what.global_size / what.micro_batches;
   for (int64_t i = 0; i < what.micro_batches; ++i) {
-    const auto draw = [&] { return at::randint(kVocabulary, {rows, what.tokens}, generator, at::kLong); };
+    const auto draw = [&] { return at::randint(kVocabulary, {rows, what.tokens}, generator, at::device(at::kCPU).dtype(at::kLong)).to(what.device); };
     batch.micro_batches.push_back(
         {.tokens = draw(), .labels = draw(), .rows = rows, .seq_len = what.tokens, .index = i, .first_sample = i * rows, .valid_tokens = rows * what.tokens});
   }
@@ -66,12 +66,15 @@ class PipelinedStep {
   PipelinedStep(const comm::World& world, const PipelineCase& what)
       : config_(config_of(what)),
         mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
-        run_(compose(config_, mesh_, at::kCPU)),
+        run_(compose(config_, mesh_, what.device)),
         engine_(config_, run_),
         batch_(batch_of(what)) {}
 
-  /// Gradients are made anew, as after zero_grad.
-  void run(pipeline::StepTimes* times = nullptr) { engine_.forward_backward(batch_, {.times = times}); }
+  /// Gradients are made anew, as after zero_grad. The device is done with it then.
+  void run(pipeline::StepTimes* times = nullptr) {
+    engine_.forward_backward(batch_, {.times = times});
+    wait_for(run_.device);
+  }
 
   const comm::Group& ranks() const { return run_.pipeline; }
 
@@ -87,13 +90,14 @@ class PipelinedStep {
 class PlainStep {
  public:
   explicit PlainStep(const PipelineCase& what) : model_(on_meta([&] { return make_model(config_of(what).model); })), batch_(batch_of(what)) {
-    materialize(*model_, /*seed=*/0);
+    materialize(*model_, /*seed=*/0, what.device);
   }
 
   void run() {
     const double scale = 1.0 / static_cast<double>(batch_.global_valid_tokens);
     for (const auto& micro : batch_.micro_batches) model_->loss_sum(micro.tokens, micro.labels).mul(scale).backward();
     for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
+    wait_for(batch_.micro_batches.front().tokens.device());
   }
 
  private:
@@ -189,7 +193,7 @@ PipelineRow measure_boundary(const comm::World& world, comm::Recorder& recorder,
   }
   if (!compute.empty()) row.compute_us = middle_of(compute);
   const int64_t bytes = what.global_size / what.micro_batches * what.tokens * what.hidden * 4;
-  Workload message(world.group(), {.op = "send", .bytes = bytes});
+  Workload message(world.group(), {.op = "send", .bytes = bytes, .device = what.device});
   row.message_us = measure(world.group(), [&] { message.run(); }, limits).median_us;
   return row;
 }

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Device.h>
+
 #include "cli/bench/sampling.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
@@ -21,6 +23,7 @@ struct PipelineCase {
   std::string schedule = "1f1b";
   int ranks = 1;   ///< p
   int chunks = 1;  ///< v
+  at::Device device = at::kCPU;
 };
 
 /// One line of what `tessera bench pp` prints. `kind` says which fields mean something:

@@ -104,7 +104,12 @@ PipelinePlan plan_of(const BenchPpFlags& flags, int ranks) {
   return plan;
 }
 
-std::vector<PipelineRow> measure_pipelines(const BenchPpFlags& flags, const PipelinePlan& plan) {
+std::vector<PipelineRow> measure_pipelines(const BenchPpFlags& flags, PipelinePlan plan) {
+  const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
+  plan.overhead.device = device;
+  for (auto* cases : {&plan.schedules, &plan.curve, &plan.boundary}) {
+    for (auto& what : *cases) what.device = device;
+  }
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
   const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
@@ -134,12 +139,9 @@ int bench_pp(const BenchPpFlags& flags) {
   require_known("--backend", flags.backend, comm::engine_names());
   check_limits(flags.seconds, flags.iterations);
   check_output_file("--svg", flags.svg);
-  require(
-      flags.device == "auto" || flags.device == "cpu", "--device = ", flags.device,
-      ": pp holds what a schedule's actions took against what was foretold, and times them by the host's clock, which an accelerator does not keep to; leave "
-      "it out for the CPU, or time whole steps by `tessera train` with mesh.pp");
   const int nproc = bench_ranks(flags.nproc);
   const auto plan = plan_of(flags, nproc);
+  device_for(flags.device, nproc, "--device");  // or a refusal
   return run_bench<PipelineRow>(
       flags, nproc,
       {.name = "pp",

@@ -1,7 +1,7 @@
 #include "tessera/pipeline/executor.h"
 
 #include <algorithm>
-#include <chrono>
+#include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -12,7 +12,6 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/engine.h"
-#include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
@@ -89,7 +88,6 @@ class ActionScope {
 }  // namespace
 
 int end_of_tags(int micro_batches, const Crossings& crossings) { return tag_of({.micro_batch = micro_batches}, crossings.size()); }
-double lap_clock() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string describe(const Action& action) {
   return detail::concat("stage ", action.stage, ", ", schedules::words_of(action.kind), action.kind == Kind::Update ? " behind" : " of", " micro-batch ",
@@ -145,9 +143,10 @@ void Executor::run(StepTimes* times) {
     const ActionScope bracket(leg.action);
     try {
       for (const Message& message : leg.posts) post(message);
-      const double asked = times ? lap_clock() : 0;
+      std::optional<LapTaker> lap;
+      if (times) lap.emplace(*times, leg.action, options_.device);
       for (const Message& message : leg.needs) wait_for(message);
-      times ? carry_out(leg, times->laps.emplace_back(Lap{.action = leg.action, .asked = asked})) : carry_out(leg);
+      lap ? lap->compute([&] { carry_out(leg.action); }) : carry_out(leg.action);
       for (const Message& message : leg.sends) send(message);
       drop_sent();
     } catch (...) {
@@ -163,16 +162,7 @@ void Executor::run(StepTimes* times) {
   invariant(arrivals_.empty(), "a value came that no action of the schedule '", schedule_.name, "' takes");
 }
 
-void Executor::carry_out(const Leg& leg, Lap& lap) {
-  const double waited = comm::waited_seconds();
-  lap.start = lap_clock();
-  carry_out(leg);
-  lap.end = lap_clock();
-  lap.collectives = comm::waited_seconds() - waited;
-}
-
-void Executor::carry_out(const Leg& leg) {
-  const Action& action = leg.action;
+void Executor::carry_out(const Action& action) {
   const auto body = [&] {
     const auto versions = versions_.find(action.stage);
     if (versions == versions_.end()) return compute(action);

@@ -60,7 +60,7 @@ class Executor {
   /// `stages`: those of this rank, by number; they have to outlive this.
   Executor(const schedules::Schedule& schedule, Crossings crossings, std::map<int, Stage*> stages, ExecutorOptions options);
 
-  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts. `times`: takes down when each action ran.
+  /// One step, with gradients where the schedule has backwards; without, the caller's grad mode counts. `times`: takes down when each action ran; read() it.
   void run(StepTimes* times = nullptr);
 
   /// Whether the gradients of weights of this action's stage and micro-batch come in an action of their own.
@@ -82,9 +82,8 @@ class Executor {
   using Value = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is its gradient
 
   void refuse_what_is_left() const;
-  void carry_out(const Leg& leg);
+  void carry_out(const schedules::Action& action);
   void compute(const schedules::Action& action);
-  void carry_out(const Leg& leg, Lap& lap);
   void forward(const schedules::Action& action);
   void backward(const schedules::Action& action, bool whole);
   void post(const Message& message);

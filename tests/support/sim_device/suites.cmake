@@ -91,6 +91,7 @@ tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAnd
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
 # Of the command, what measures on a device.
-tessera_sim_suite(cli ONLY AttentionBench.*)
+tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* Pipeline.ValidatesAndGeneratesBetweenSteps)
+tessera_sim_suite(train ONLY TrainDevice.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
+                  Pipeline.ValidatesAndGeneratesBetweenSteps)
