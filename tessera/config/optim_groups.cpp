@@ -93,6 +93,13 @@ bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& name
   return names.contains(config.name) || std::ranges::any_of(groups, [&](const OptimGroup& group) { return names.contains(group.settings.name); });
 }
 
+std::string setting_of_optimizer(const OptimConfig& config, const std::set<std::string>& names) {
+  if (names.contains(config.name)) return "optim.name = " + config.name;
+  const auto groups = optim_groups(config);
+  const auto group = std::ranges::find_if(groups, [&](const OptimGroup& each) { return names.contains(each.settings.name); });
+  return group == groups.end() ? "" : "optim.groups = " + group->pattern + ": name = " + group->settings.name;
+}
+
 const std::set<std::string>& optimizers_that_use(const std::string& key) {
   static const std::map<std::string, std::set<std::string>> users{{"momentum", {"sgd", "adafactor", "muon"}},
                                                                   {"betas", {"adamw", "adam8bit", "lion", "muon"}},

@@ -22,6 +22,9 @@ std::vector<OptimGroup> optim_groups(const OptimConfig& config);
 /// Whether `optim.name`, or a group's, is one of these.
 bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names);
 
+/// What asks for one of these, for a refusal: "optim.name = muon", or "optim.groups = layers.*: name = muon"; empty if nothing does.
+std::string setting_of_optimizer(const OptimConfig& config, const std::set<std::string>& names);
+
 /// The optimizers that look at a key of the section ("momentum"); empty: all.
 const std::set<std::string>& optimizers_that_use(const std::string& key);
 

@@ -314,10 +314,10 @@ void validate_update(const Config& config, const OffloadRanks& ranks) {
   require(offload.update == "host" || !(slices || streamed), "offload.update = device: offload.", slices ? "params" : "gradients",
           " = host, and what is updated lies there; set offload.update = host, or leave both on the device");
   const bool paged = offload.optimizer.is("disk") || (away && offload.update == "device");
-  require(!paged || ranks.cut == 1 || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}), "offload.",
-          offload.optimizer.is("disk") ? "optimizer = disk" : "update = device", ": state comes piece by piece, and optim.name = ", config.optim.name,
-          " asks of parameters that are cut over ", ranks.cut,
-          " ranks for sums of all pieces first; set offload.optimizer = host and offload.update = host, or ", "optim.name = adamw");
+  const std::string summing = ranks.cut > 1 ? setting_of_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}) : "";
+  require(!paged || summing.empty(), "offload.", offload.optimizer.is("disk") ? "optimizer = disk" : "update = device", ": state comes piece by piece, and ",
+          summing, " asks of parameters that are cut over ", ranks.cut,
+          " ranks for sums of all pieces first; set offload.optimizer = host and offload.update = host, or adamw there");
   require(!(paged || offload.delayed_update) || ranks.stages == 1 || !config.pipeline.post_validate,
           "pipeline.post_validate = true: takes an update back by a ", "copy of all that it changed, and with offload.",
           offload.delayed_update         ? "delayed_update = true that is still changing"
@@ -334,9 +334,8 @@ void validate_update(const Config& config, const OffloadRanks& ranks) {
           " has updates of its own delay; set offload.delayed_update = false, or pipeline.schedule = 1f1b");
   require(config.precision.loss_scale == "none", "offload.delayed_update = true: precision.loss_scale = ", config.precision.loss_scale,
           " skips steps, and the update before would wait for the next that is not skipped; set precision.loss_scale = none");
-  require(ranks.cut == 1 || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}), "offload.delayed_update = true: optim.name = ", config.optim.name,
-          " exchanges sums with the ", ranks.cut, " ranks over which parameters are cut while it updates, beside those of the next step; set ",
-          "offload.delayed_update = false, or optim.name = adamw");
+  require(summing.empty(), "offload.delayed_update = true: ", summing, " exchanges sums with the ", ranks.cut,
+          " ranks over which parameters are cut while it updates, beside those of the next step; set offload.delayed_update = false, or adamw there");
 }
 
 void validate_offload(const Config& config, const OffloadRanks& ranks) {

@@ -119,6 +119,13 @@ std::string conclusion(const VerifyReport& report) {
   }
   if (!report.initial_weights.within())
     return fmt::format("NOT the same run: it begins with other weights, first in {}\n", first_beyond(report.initial_weights));
+  if (!report.gradients.within() && report.scaled && std::isinf(report.gradients.worst().value) && report.gradients.worst().note.empty()) {
+    return fmt::format(
+        "NOT compared: the gradient of {} overflowed in fp16 on one side alone, as it may where ranks hold parts of one sum; lower precision.loss_scale, and "
+        "look "
+        "again\n",
+        first_beyond(report.gradients));
+  }
   if (!report.gradients.within() && report.unscaled) {
     return fmt::format(
         "NOT the same run: all modules agree, and the gradient of {} does not; in fp16 small gradients underflow: set precision.loss_scale, such as 4096, and "

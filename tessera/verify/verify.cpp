@@ -399,6 +399,7 @@ VerifyReport Verification::run() {
           .micro_batches = layout_.batch.global_size / layout_.batch.micro_size,
           .skipped = skipped_,
           .bit_for_bit = bounds_.bit_for_bit,
+          .scaled = layout_.precision.compute == "fp16" && layout_.precision.loss_scale != "none",
           .unscaled = layout_.precision.compute == "fp16" && layout_.precision.loss_scale == "none",
           .initial_weights = initial_.list(),
           .losses = losses_,

@@ -93,6 +93,7 @@ struct VerifyReport {
   int64_t micro_batches = 0;  ///< of a step
   int64_t skipped = 0;        ///< steps whose gradients overflowed on both sides at the loss scale they had: nothing to compare
   bool bit_for_bit = false;   ///< the arithmetic is the same, so the bits have to be
+  bool scaled = false;        ///< products in fp16 with a loss scale: what overflows may do so on one side alone
   bool unscaled = false;      ///< products in fp16 without a loss scale: small gradients underflow, and what is left of them depends on the order of sums
   DifferenceList initial_weights{}, losses{}, gradient_norms{}, gradients{}, weights{};
   RoutingComparison routing{};

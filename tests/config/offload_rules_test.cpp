@@ -50,6 +50,9 @@ TEST(Validate, StateThatComesPieceByPieceIsThatOfElementsOrOfWholeParameters) {
   EXPECT_THAT(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.zero.stage = 2; }, 2), StartsWith("offload.optimizer = disk: state comes"));
   EXPECT_THAT(refusal([&](Config& c) { c.offload.optimizer = "host", c.offload.update = "device", c.optim.name = "adam8bit", c.zero.stage = 1; }, 2),
               StartsWith("offload.update = device: state comes"));
+  EXPECT_THAT(refusal([&](Config& c) { disk(c), c.optim.groups = {"layers.1: name = muon"}, c.zero.stage = 1; }, 2),
+              HasSubstr("and optim.groups = layers.1: name = muon asks"))
+      << "not optim.name, which is adamw";
   EXPECT_THAT(refusal([&](Config& c) { disk(c), c.mesh.pp = 2, c.pipeline.post_validate = true; }, 2), StartsWith("pipeline.post_validate = true"));
 }
 

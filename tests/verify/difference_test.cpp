@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/verify/bounds.h"
 #include "tessera/verify/meeting.h"
+#include "tessera/verify/verify.h"
 
 namespace tessera {
 namespace {
@@ -213,6 +214,17 @@ TEST(Meeting, AFailureWakesEverybodyAndTheFirstCauseCounts) {
   reference.join();
   EXPECT_THROW(meeting.show(), CommError);
   EXPECT_THROW(meeting.rethrow(), ConfigError);
+}
+
+TEST(Difference, OfWhatOverflowsOnOneSideAloneIsNoFaultOfSums) {
+  VerifyReport report;
+  report.steps = 2;
+  report.gradients = {.bound = 1e-2, .each = {{.name = "head.weight", .value = kInfinity, .step = 1}}};
+  EXPECT_NE(to_string(report).find("how gradients are added up"), std::string::npos) << "without a loss scale";
+  report.scaled = true;
+  EXPECT_NE(to_string(report).find("of head.weight overflowed in fp16 on one side alone"), std::string::npos) << to_string(report);
+  report.gradients.each[0].note = "elements that no rank holds";
+  EXPECT_NE(to_string(report).find("how gradients are added up"), std::string::npos);
 }
 
 }  // namespace
