@@ -156,7 +156,7 @@ TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
 TEST(MasterWeights, OfWeightsThatAreFrozenBeginWithTheirFirstUpdate) {
   for (const std::string name : {"adamw", "adam8bit", "lion"}) {
     OptimConfig config = config_of(name);
-    if (name == "lion") config.state_dtype = "bf16";
+    if (name == "lion" && testing_support::test_device().is_cpu()) config.state_dtype = "bf16";  // no device has a kernel of it yet
     for (const auto dtype : {at::kBFloat16, at::kHalf}) {
       const auto frozen = make_parameters({{7, 5}, {70, 64}}, dtype), trained = make_parameters({{7, 5}, {70, 64}}, dtype);
       for (const auto& weight : frozen) weight.tensor.set_requires_grad(false);
