@@ -44,6 +44,12 @@ std::optional<Report> read_torch_report(const std::string& contents) {
   return report;
 }
 
+/// Whether the end of `ending` says that `other` was before it.
+bool blames(const Ending& ending, const Ending& other) {
+  const std::optional<Report> said = read_report(ending.report), first = read_report(other.report);
+  return said && first && said->reason.find(detail::concat("rank ", other.rank, " failed: ", first->reason)) != std::string::npos;
+}
+
 JobEnd describe(const Ending& cause) {
   const std::optional<Report> report = read_report(cause.report);
   if (WIFSIGNALED(cause.wait_status)) {
@@ -96,7 +102,9 @@ std::string describe_signal(int signal) {
 JobEnd judge(const std::vector<Ending>& endings) {
   const Ending* cause = nullptr;
   for (const Ending& ending : endings) {
-    if (ending.failed() && (cause == nullptr || likelihood(ending) > likelihood(*cause))) cause = &ending;
+    if (!ending.failed()) continue;
+    const int order = cause == nullptr ? 1 : likelihood(ending) - likelihood(*cause);
+    if (order > 0 || (order == 0 && blames(*cause, ending))) cause = &ending;
   }
   if (cause == nullptr) return {};
 

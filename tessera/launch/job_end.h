@@ -39,7 +39,8 @@ struct JobEnd {
 };
 
 /// The cause among `endings` is the first of the likeliest kind: killed by a signal (other than SIGABRT, by which an uncaught CommError also ends), bad input
-/// (exit 2), any other failure, and last a broken connection, for that is what the ranks that lost a peer see.
+/// (exit 2), any other failure, and last a broken connection, for that is what the ranks that lost a peer see. Of two of a kind, it is the one whose sentence
+/// the other repeats.
 JobEnd judge(const std::vector<Ending>& endings);
 
 /// "SIGSEGV (segmentation fault)".

@@ -43,6 +43,20 @@ TEST(JobEnd, ABrokenConnectionIsAConsequence) {
   EXPECT_EQ(judge({endings[0]}).sentence, "rank 0 failed with exit code 1: all_reduce: connection closed by peer");
 }
 
+TEST(JobEnd, WhoIsBlamedComesBeforeWhoWasSeenFirst) {
+  const std::string reason = "stage 1: send of group pp, rank 1: injected error at call 6";
+  const Ending blamed{1, exited(1), write_report({Failure::Comm, reason})};
+  const auto after = [&](int rank) {
+    return Ending{rank, exited(1),
+                  write_report({Failure::Comm, "stage 0: recv of group pp, rank 0: aborted by rank 1; waited 0.0 s; rank 1 failed: " + reason})};
+  };
+  const std::string sentence = "rank 1 failed with exit code 1: " + reason;
+  EXPECT_EQ(judge({after(0), blamed, after(2)}).sentence, sentence);
+  EXPECT_EQ(judge({after(0), after(2), blamed}).sentence, sentence);
+  EXPECT_EQ(judge({blamed, after(0)}).sentence, sentence);
+  EXPECT_EQ(judge({after(0), {1, exited(1), write_report({Failure::Comm, "gone"})}}).rank, 0) << "the sentence of another failure";
+}
+
 TEST(JobEnd, BadInputIsHandedOnAsItIs) {
   const JobEnd job_end = judge({{0, exited(1), write_report({Failure::Comm, "gone"})}, {1, exited(2), write_report({Failure::Config, "data.files: empty"})}});
   EXPECT_EQ(job_end.exit_code, 2);
