@@ -27,7 +27,6 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
-#include "tessera/kernels/fp16_products.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/collective_time.h"
@@ -470,7 +469,7 @@ void add_plan(Command app, int& exit_code) {
     }();
     const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
     std::optional<plan::WholeRun> all;
-    if (steps > 0) all = plan::whole_run(run, steps, !device ? std::nullopt : device->held_to_w ? device->held_to_w : device->power_w);
+    if (steps > 0) all = plan::whole_run(run, steps, device ? device->drawn_w() : std::nullopt);
     std::string text =
         flags->json ? json_of(run, config, device, framework, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));

@@ -237,7 +237,7 @@ void check_host_memory(const Config& config, int size, int attempt) {
   const auto parameters = static_cast<double>(num_parameters(config.model));
   const double here = parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
   const bool first = environment.rank == 0;
-  const bool activations = moves_activations_to_disk(config.offload) && comes_first(attempt);
+  const bool activations = config.offload.activations.uses("disk") && comes_first(attempt);
   if (config.offload.optimizer.is("disk")) {  // by the formula: with activations, a lower bound, so that no dry run is made of what is far too much
     check_disk(config, "offload.optimizer", static_cast<int64_t>(std::exchange(parts.state, 0) * here), local_ranks, first && !activations);
   }

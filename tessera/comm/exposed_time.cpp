@@ -2,11 +2,9 @@
 
 #include <utility>
 
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "tessera/comm/unmeasured.h"
 #include "tessera/core/ambient.h"
+#include "tessera/core/timed_event.h"
 
 namespace tessera::comm {
 namespace {
@@ -14,15 +12,11 @@ namespace {
 Ambient<const ExposedTime::Scope*> innermost;
 Ambient<bool> unmeasured;
 
-c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
 }  // namespace
 
 struct ExposedTime::Events {
-  explicit Events(at::Device device)
-      : device(device), begin(device.type(), c10::EventFlag::BACKEND_DEFAULT), end(device.type(), c10::EventFlag::BACKEND_DEFAULT) {}
-  at::Device device;
-  c10::Event begin, end;  // that know their times
+  explicit Events(at::Device device) : begin(device), end(device) {}
+  TimedEvent begin, end;
 };
 
 ExposedTime::Scope::Scope(ExposedTime& total, at::Device device)
@@ -49,7 +43,7 @@ double ExposedTime::seconds() const {
   double seconds = on_host_;
   for (const auto& wait : waits_) {
     wait->end.synchronize();
-    seconds += 1e-3 * wait->begin.elapsedTime(wait->end);
+    seconds += wait->end.seconds_since(wait->begin);
   }
   return seconds;
 }
@@ -57,12 +51,12 @@ double ExposedTime::seconds() const {
 StreamWait::StreamWait(at::Device device) {
   if (*innermost == nullptr || *unmeasured || device.is_cpu() || device.is_meta()) return;
   events_ = std::make_shared<ExposedTime::Events>(device);
-  events_->begin.record(current_stream(device));
+  events_->begin.record();
 }
 
 StreamWait::~StreamWait() {
   if (!events_) return;
-  events_->end.record(current_stream(events_->device));
+  events_->end.record();
   const ExposedTime* last = nullptr;
   for (const ExposedTime::Scope* scope = *innermost; scope != nullptr; scope = scope->outer_) {
     if (&scope->total_ != last) scope->total_.waits_.push_back(events_);

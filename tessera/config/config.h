@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -29,6 +30,10 @@ struct Placement {
   bool operator==(const Placement&) const = default;
   /// Whether all of them live at `place`.
   bool is(std::string_view place) const { return by_pattern.empty() && everywhere == place; }
+  /// Whether any of them does.
+  bool uses(std::string_view place) const {
+    return is(place) || std::ranges::any_of(by_pattern, [&](const auto& one) { return one.second == place; });
+  }
 };
 
 /// What a field takes beyond its C++ type; see config_fields.h.

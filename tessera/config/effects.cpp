@@ -19,10 +19,7 @@ struct Dependence {
   std::vector<std::string> keys;
 };
 
-bool uses_disk(const OffloadConfig& offload) {
-  const auto& moved = offload.activations;
-  return moved.is("disk") || offload.optimizer.is("disk") || std::ranges::any_of(moved.by_pattern, [](const auto& one) { return one.second == "disk"; });
-}
+bool uses_disk(const OffloadConfig& offload) { return offload.activations.uses("disk") || offload.optimizer.uses("disk"); }
 
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };

@@ -88,10 +88,7 @@ std::vector<OptimGroup> optim_groups(const OptimConfig& config) {
   return groups;
 }
 
-bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names) {
-  const auto groups = optim_groups(config);
-  return names.contains(config.name) || std::ranges::any_of(groups, [&](const OptimGroup& group) { return names.contains(group.settings.name); });
-}
+bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names) { return !setting_of_optimizer(config, names).empty(); }
 
 std::string setting_of_optimizer(const OptimConfig& config, const std::set<std::string>& names) {
   if (names.contains(config.name)) return "optim.name = " + config.name;

@@ -15,7 +15,6 @@
 #include "tessera/core/ambient.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
-#include "tessera/kernels/fp16_products.h"
 #include "tessera/kernels/routines.h"
 
 // Casts around a product would do the same arithmetic, but autograd would keep the wide operands for backward. Here a function of its own keeps the narrow ones

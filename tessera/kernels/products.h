@@ -43,6 +43,19 @@ class Bf16ProductsGuard {
   int former_;
 };
 
+/// While alive, on this thread, a dry run stands for a device that multiplies fp16, as every accelerator does; else for a CPU, where such products are widened
+/// (products.h). A backward pass follows the forward that recorded it.
+class Fp16ProductsGuard {
+ public:
+  Fp16ProductsGuard();
+  ~Fp16ProductsGuard();
+  Fp16ProductsGuard(const Fp16ProductsGuard&) = delete;
+  Fp16ProductsGuard& operator=(const Fp16ProductsGuard&) = delete;
+
+ private:
+  bool former_;
+};
+
 /// Whether products of `dtype` on `device` are made in fp32: bf16 where it is not multiplied, fp16 on every CPU.
 bool is_widened(at::ScalarType dtype, c10::Device device);
 inline bool is_widened(const at::Tensor& tensor) { return is_widened(tensor.scalar_type(), tensor.device()); }

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <filesystem>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,21 +10,12 @@
 #include <torch/nn/pimpl.h>
 
 #include "tessera/core/attachment.h"
+#include "tessera/offload/disk_bytes.h"
 
 namespace tessera {
 
 /// Where what leaves a device waits.
 enum class OffloadPlace { Host, Disk };
-
-/// Bytes that a rank's files have grown to: what a disk must hold. A dry run writes none and knows them, too. A handle: copies speak of the same.
-class DiskBytes {
- public:
-  int64_t value() const { return *bytes_; }
-  void grow(int64_t bytes) const { *bytes_ += bytes; }
-
- private:
-  std::shared_ptr<std::atomic<int64_t>> bytes_ = std::make_shared<std::atomic<int64_t>>(0);
-};
 
 /// Modules whose activations leave the device, by pattern of their paths. Where patterns name modules inside of each other, an activation goes where the
 /// innermost of them says.

@@ -13,7 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tessera/offload/activations.h"
+#include "tessera/offload/disk_bytes.h"
 
 namespace tessera::offload {
 

@@ -24,6 +24,7 @@ struct Device {
   double memory_bytes_per_s = 0;
   std::optional<double> power_w{};
   std::optional<double> held_to_w{};  ///< of a device that its owner lets draw less: clocks follow the cube root of the power
+  std::optional<double> drawn_w() const { return held_to_w ? held_to_w : power_w; }
   int devices_per_node = 1;
   std::map<std::string, double> flops_per_s{};   ///< of dense matrix products, by number format (precision.compute); a format that is missing is not multiplied
   std::optional<Link> inside{}, between{};       ///< a node, and nodes; none where nobody says

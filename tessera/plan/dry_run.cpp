@@ -23,7 +23,6 @@
 #include "tessera/plan/agreement.h"
 #include "tessera/plan/alike_stages.h"
 #include "tessera/plan/cpu_memory.h"
-#include "tessera/plan/rank_classes.h"
 #include "tessera/plan/rehearsal.h"
 #include "tessera/plan/step_history.h"
 #include "tessera/precision/compute_format.h"
@@ -97,7 +96,7 @@ struct Trace {
 /// padding has none of its own, and details are of real tensors.
 std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatch& batch, const Composition& run, const DryRunOptions& options) {
   const bool padded = std::ranges::any_of(batch.micro_batches, [](const data::MicroBatch& micro) { return micro.weight == 0; });
-  const bool on_disk = moves_activations_to_disk(config.offload);  // a file holds those of all micro-batches that are alive
+  const bool on_disk = config.offload.activations.uses("disk");  // a file holds those of all micro-batches that are alive
   if (!options.rehearse || options.largest || config.run.deterministic || padded || on_disk) return std::nullopt;
   return shortest_rehearsal(schedule_maker(config, run.pipeline.size()), static_cast<int>(batch.micro_batches.size()), run.pipeline.rank(),
                             {run.channels.ahead.name(), run.channels.back.name()}, /*neighbours=*/config.zero.stage >= 2);

@@ -13,6 +13,7 @@
 #include "tessera/memory/history.h"
 #include "tessera/plan/machine.h"
 #include "tessera/plan/pipeline_plan.h"
+#include "tessera/plan/rank_classes.h"
 #include "tessera/plan/read_events.h"
 #include "tessera/plan/step_time.h"
 
@@ -78,7 +79,7 @@ struct DryRunOptions {
   bool history = false;              ///< what is alive over the step, too, in seconds of the machine, or else in operators (step_history.h)
   bool alike_stages = false;         ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
   bool share_traces = true;          ///< of those that do the same, one is run, and what the others do is told from it: no number differs
-  int exact_ranks = 8;               ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
+  int exact_ranks = kExactRanks;     ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
   bool rehearse = true;              ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };

@@ -242,11 +242,6 @@ std::filesystem::path spill_folder(const Config& config) {
   return std::filesystem::path(config.log.dir) / "offload";
 }
 
-bool moves_activations_to_disk(const OffloadConfig& offload) {
-  const auto& moved = offload.activations;
-  return moved.is("disk") || std::ranges::any_of(moved.by_pattern, [](const auto& one) { return one.second == "disk"; });
-}
-
 std::vector<std::string> stored_for_others(const Config& config, const checkpoint::Manifest& manifest, const CutModel& run) {
   std::vector<std::string> others;
   if (run.parts.empty()) return others;

@@ -19,7 +19,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/offload/activations.h"
+#include "tessera/offload/disk_bytes.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/pipeline/tied.h"
 #include "tessera/precision/loss_scale.h"
@@ -63,9 +63,6 @@ struct Composition : CutModel {
 
 /// Folder of what lives on disk.
 std::filesystem::path spill_folder(const Config& config);
-
-/// Whether any activations wait there.
-bool moves_activations_to_disk(const OffloadConfig& offload);
 
 /// Cuts the layers of a model on meta over the ranks of `tensor`, as [tensor] says; null where that is one rank. Collective.
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor);

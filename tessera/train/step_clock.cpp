@@ -2,16 +2,14 @@
 
 #include <utility>
 
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "tessera/comm/waiting.h"
+#include "tessera/core/timed_event.h"
 
 namespace tessera {
 
 struct StepClock::Events {
-  explicit Events(at::Device device) : begin(device.type(), c10::EventFlag::BACKEND_DEFAULT), end(device.type(), c10::EventFlag::BACKEND_DEFAULT) {}
-  c10::Event begin, end;
+  explicit Events(at::Device device) : begin(device), end(device) {}
+  TimedEvent begin, end;
   comm::ExposedTime waited;
 };
 
@@ -23,14 +21,14 @@ comm::ExposedTime::Scope StepClock::begin(std::chrono::steady_clock::time_point 
   waited_ = {};
   if (!device_.is_cpu() && !device_.is_meta()) {
     events_ = std::make_shared<Events>(device_);
-    events_->begin.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    events_->begin.record();
   }
   return {waited_, device_};
 }
 
 RankTimes StepClock::end() {
   if (events_) {
-    events_->end.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    events_->end.record();
     events_->waited = std::exchange(waited_, {});  // what follows is the report
     return last_;
   }
@@ -42,7 +40,7 @@ RankTimes StepClock::end() {
 void StepClock::has_read() {
   if (!events_) return;
   const double waited = events_->waited.seconds();
-  last_ = {.compute_s = 1e-3 * events_->begin.elapsedTime(events_->end) - waited, .wait_s = waited};
+  last_ = {.compute_s = events_->end.seconds_since(events_->begin) - waited, .wait_s = waited};
 }
 
 }  // namespace tessera

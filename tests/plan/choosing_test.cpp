@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -240,13 +239,7 @@ void expect_block(const std::string& name, const std::string& made) {
   testing_support::expect_in_docs("choosing.md", with_block(testing_support::text_of_docs("choosing.md"), name, made));
 }
 
-/// What takes long is made where the page is; a number that moves moves those of the layouts, too, which are looked at always.
-bool makes_all() { return std::getenv("TESSERA_UPDATE_DOCS") != nullptr; }
-
-TEST(Choosing, TechniquesAreDryRuns) {
-  if (!makes_all()) GTEST_SKIP() << "takes 7 s: TESSERA_UPDATE_DOCS=1 makes it";
-  expect_block("techniques", techniques_table());
-}
+TEST(Choosing, TechniquesAreDryRuns) { expect_block("techniques", techniques_table()); }
 
 TEST(Choosing, LayoutsAreDryRuns) {
   std::string tables;
@@ -255,7 +248,6 @@ TEST(Choosing, LayoutsAreDryRuns) {
 }
 
 TEST(Choosing, PicturesAreDryRuns) {
-  if (!makes_all()) GTEST_SKIP() << "takes 6 s: TESSERA_UPDATE_DOCS=1 makes it";
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
   for (const auto& [name, world] : {std::pair("memory", 512), std::pair("latency", 8), std::pair("batch", 8), std::pair("traffic", 8)}) {
     Config config = page_model({});

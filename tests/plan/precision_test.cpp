@@ -2,7 +2,7 @@
 #include <set>
 
 #include "tessera/core/events.h"
-#include "tessera/kernels/fp16_products.h"
+#include "tessera/kernels/products.h"
 #include "tessera/plan/dry_run.h"
 #include "tests/train/fixture.h"
 
