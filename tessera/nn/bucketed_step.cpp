@@ -219,6 +219,7 @@ void BucketedStep::arriving(size_t i) {
   require(launched_ <= bucket_of_[i] && !overtaken_[i], options_.technique, ": '", name,
           "' got another gradient after its bucket was reduced; run each backward pass of a step but the last under no_sync(), or put before_micro_batch and "
           "after_micro_batch around each micro-batch of a step, and begin_step before each step");
+  complete_earlier_round();  // before there is a gradient: handing over a sum sets grad()
   settle(i);
   arrived_[i] = true;
 }
@@ -231,7 +232,6 @@ bool BucketedStep::drop_cleared(size_t i) {
 
 void BucketedStep::accumulated(size_t i) {
   require_summable(parameters_[i]);
-  complete_earlier_round();
   if (options_.relay) {
     if (!options_.phase->last_micro_batch) give_away(i);
   } else if (!is_awaited(i)) {
