@@ -71,6 +71,10 @@ class CallTrigger::Interceptor : public nn::Interceptor {
     return outputs;
   }
 
+  void before_use(nn::Module&) override {
+    if (*trigger_->depth_ > 0) trigger_->need(owner_);
+  }
+
  private:
   std::shared_ptr<CallTrigger> trigger_;
   size_t owner_;
@@ -125,9 +129,13 @@ void CallTrigger::enter(size_t owner) {
     if (step_.running() && !step_.driven()) all_recorded_.push_back(recorded_);
   }
   ++*depth_;
+  for (const size_t unit : plan_.owners[owner].units) ++uses_[unit].active;
+  need(owner);
+}
+
+void CallTrigger::need(size_t owner) {
   const int64_t begin = clock_++;
   for (const size_t unit : plan_.owners[owner].units) {
-    ++uses_[unit].active;
     if (!step_.in_backward()) {
       int64_t& first = begins_.at(pass_)[unit];
       first = std::min(first, begin);

@@ -54,6 +54,7 @@ class CallTrigger {
   };
 
   void enter(size_t owner);
+  void need(size_t owner);
   void leave(size_t owner);
   void begin_pass();
   void begin_backward();

@@ -26,6 +26,12 @@ std::optional<OutputLayout> output_layout(const Module& module, const at::Tensor
   return std::nullopt;
 }
 
+void announce_use(Module& module) {
+  const std::shared_ptr<const Chain> chain = module.chain();
+  if (!chain) return;
+  for (const auto& interceptor : *chain) interceptor->before_use(module);
+}
+
 Attachment attach(Module& module, std::shared_ptr<Interceptor> interceptor) {
   invariant(interceptor != nullptr, "attach: no interceptor given for '", module.path(), "'");
   // The module may be gone by the time of the undo. One on the stack has no owner to ask: its chain holds a link that dies with it.

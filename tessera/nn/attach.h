@@ -16,6 +16,9 @@ namespace tessera::nn {
 /// order with others; the module may die first. Calls under way keep the chain they began with.
 [[nodiscard]] Attachment attach(Module& module, std::shared_ptr<Interceptor> interceptor);
 
+/// Said by an interceptor that reads the parameters of `module` ahead of its call, which follows.
+void announce_use(Module& module);
+
 /// Attaches to each module under `root` whose path matches; lists of modules, which are never called, are passed over. Throws ConfigError where none does
 /// (naming the nearest path) and where one that does cannot be intercepted because it is a plain torch::nn::Module.
 [[nodiscard]] Attachment attach(torch::nn::Module& root, const std::string& pattern, std::shared_ptr<Interceptor> interceptor);

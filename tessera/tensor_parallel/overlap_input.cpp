@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/tensor_parallel/overlap.h"
 #include "tessera/tensor_parallel/regather.h"
@@ -36,6 +37,7 @@ class PrepareProducts : public nn::Interceptor {
       return plain_->call(module, std::move(inputs), next);
     }
     const at::Tensor given = inputs[argument].toTensor();
+    for (nn::LinearImpl* const layer : layers_) nn::announce_use(*layer);
     auto [whole, products] = multiply_columns(*context_, given, style_.from, layers_, style_.keep_gathered);
     Scope scope(*context_->overlap, whole);
     for (size_t i = 0; i < layers_.size(); ++i) scope.prepared.products[layers_[i]] = std::move(products[i]);

@@ -324,7 +324,8 @@ void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len) {
 
 namespace {
 
-/// Products that are overlapped begin in the call of the module around their layers, when a unit of a layer alone has not been gathered.
+/// Products that are overlapped begin in the call of the module around their layers, and all of them end in one node of backward, before which a unit of a
+/// layer alone is given up.
 void check_overlapped_units(const Config& config, const torch::nn::Module& model) {
   for (const auto& item : model.named_modules()) {
     require(dynamic_cast<const nn::LinearImpl*>(item.value().get()) == nullptr || !nn::matches(config.zero.wrap, item.key()), "zero.wrap = ", config.zero.wrap,
@@ -333,12 +334,20 @@ void check_overlapped_units(const Config& config, const torch::nn::Module& model
   }
 }
 
-/// Each tile gathers anew what is inside, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
+/// Each tile gathers anew what is a unit inside of it, or in none, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
 void check_tiled_units(const Config& config, const torch::nn::Module& model) {
-  const std::string inside = tiled_layers(config) + ".*.**";
-  for (const auto& item : model.named_modules()) {
-    require(!nn::matches(inside, item.key()) || !nn::matches(config.zero.wrap, item.key()), "zero.wrap = ", config.zero.wrap, ": makes '", item.key(),
-            "' a unit by itself, which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
+  const std::string tiled = tiled_layers(config);
+  const auto wrapped = [&](const std::string& path) { return nn::matches(config.zero.wrap, path); };
+  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+    const std::string& path = item.key();
+    if (!nn::matches(tiled + ".*.**", path) || item.value()->parameters(/*recurse=*/false).empty()) continue;
+    bool by_itself = false, enclosed = false;
+    for (size_t end = path.size(); end != std::string::npos; end = path.find_last_of('.', end - 1)) {
+      const std::string around = path.substr(0, end);
+      if (wrapped(around)) (nn::matches(tiled + ".*.**", around) ? by_itself : enclosed) = true;
+    }
+    require(!by_itself && enclosed, "zero.wrap = ", config.zero.wrap, ": ", by_itself ? "makes '" : "leaves '", path,
+            by_itself ? "' a unit by itself" : "' in no unit", ", which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
             ", and ranks of mesh.cp may have more tiles than others; wrap what is around it (zero.wrap = layers.* or layers.*.*), or set ",
             "recompute.ffn_tile = 0");
   }

@@ -101,6 +101,8 @@ TEST_P(ContextLayouts, WithFeedForwardLayersInTiles) {
   expect("cp=2,tp=2", "llama", {kShared, kBySequence, "recompute.ffn_tile=4", "tensor.overlap=true", "zero.stage=1"});
   expect("cp=2,tp=2,pp=2", "llama", {kShared, kBySequence, "recompute.ffn_tile=2", "pipeline.schedule=zb_h1"});
   expect("cp=1,tp=2", "llama", {kShared, kBySequence, tile, "data.seq_len=1"});
+  // Products that begin before their layers are called, in a unit that each tile lets go.
+  expect("cp=1,tp=2,dp_shard=2", "gpt2", {tile, "tensor.overlap=true", "zero.stage=3", "zero.wrap=layers.1"});
 }
 
 INSTANTIATE_TEST_SUITE_P(Methods, ContextLayouts, ::testing::Values("ring", "ulysses"), [](const auto& info) { return std::string(info.param); });

@@ -141,6 +141,8 @@ TEST_F(VerifyTest, BadInputIsRefused) {
   // Ranks of 7 and of 6 columns: three tiles and two, each of which would gather.
   EXPECT_THAT(refusal([&] { run("cp=2", "llama", {"zero.stage=3", "zero.wrap=**", "recompute.ffn_tile=3", "data.seq_len=13"}); }),
               AllOf(HasSubstr("zero.wrap = **: makes 'layers.0.feed_forward.w1' a unit by itself"), HasSubstr("set recompute.ffn_tile = 0")));
+  EXPECT_THAT(refusal([&] { run("cp=2", "llama", {"zero.stage=3", "zero.wrap=layers.1", "recompute.ffn_tile=3", "data.seq_len=13"}); }),
+              HasSubstr("zero.wrap = layers.1: leaves 'layers.0.feed_forward.w1' in no unit"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=8"); }), HasSubstr("batch.global_size = 14"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=257"); }), HasSubstr("at most 256"));
   EXPECT_THAT(refusal([&] { run("dp_shard=2"); }), HasSubstr("zero.stage"));
