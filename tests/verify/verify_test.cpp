@@ -131,6 +131,14 @@ std::string refusal(const std::function<void()>& action) {
   return "nothing was refused";
 }
 
+/// The sums of a micro-batch leave their bucket when the first gradient of the next is about to come into it.
+TEST_F(VerifyTest, GradientsStreamedToTheHostOfOneBucket) {
+  for (const char* size : {"zero.bucket_bytes=26214400", "zero.bucket_bytes=3000"}) {
+    expect_passes("dp_replicate=2", "llama", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "precision.params=bf16", size});
+    expect_passes("pp=2,dp_shard=2", "gpt2", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "pipeline.schedule=breadth_first", size});
+  }
+}
+
 TEST_F(VerifyTest, BadInputIsRefused) {
   EXPECT_THAT(refusal([] { parse_mesh("dp_replicat=3"); }), HasSubstr("no axis dp_replicat; did you mean dp_replicate?"));
   EXPECT_THAT(refusal([] { parse_mesh("tp=2,tp=2"); }), HasSubstr("tp is given twice"));
