@@ -72,7 +72,7 @@ class CallTrigger::Interceptor : public nn::Interceptor {
   }
 
   void before_use(nn::Module&) override {
-    if (*trigger_->depth_ > 0) trigger_->need(owner_);
+    if (*trigger_->depth_ > 0) trigger_->need(owner_);  // a call from outside begins with what it needs itself
   }
 
  private:

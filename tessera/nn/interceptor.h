@@ -72,7 +72,7 @@ class Interceptor {
   /// kinds that `forward` declares. May throw; nothing needs undoing.
   virtual Values call(Module& module, Values inputs, const Next& next) = 0;
 
-  /// The module's parameters are about to be read ahead of its call, within that of a module around it (announce_use). Whoever brings them for calls does so now.
+  /// The module's parameters are about to be read ahead of its call (announce_use): whoever brings them for calls does so now.
   virtual void before_use(Module& module) {}
 
   /// States where `output` (the first tensor this interceptor returns) lives; nothing: where it lived before.

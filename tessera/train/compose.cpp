@@ -14,6 +14,7 @@
 #include "tessera/core/log.h"
 #include "tessera/data_parallel/batch_coupling.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/fsdp/unit_plan.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/models/mixture.h"
@@ -334,20 +335,13 @@ void check_overlapped_units(const Config& config, const torch::nn::Module& model
   }
 }
 
-/// Each tile gathers anew what is a unit inside of it, or in none, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
-void check_tiled_units(const Config& config, const torch::nn::Module& model) {
-  const std::string tiled = tiled_layers(config);
-  const auto wrapped = [&](const std::string& path) { return nn::matches(config.zero.wrap, path); };
-  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
-    const std::string& path = item.key();
-    if (!nn::matches(tiled + ".*.**", path) || item.value()->parameters(/*recurse=*/false).empty()) continue;
-    bool by_itself = false, enclosed = false;
-    for (size_t end = path.size(); end != std::string::npos; end = path.find_last_of('.', end - 1)) {
-      const std::string around = path.substr(0, end);
-      if (wrapped(around)) (nn::matches(tiled + ".*.**", around) ? by_itself : enclosed) = true;
-    }
-    require(!by_itself && enclosed, "zero.wrap = ", config.zero.wrap, ": ", by_itself ? "makes '" : "leaves '", path,
-            by_itself ? "' a unit by itself" : "' in no unit", ", which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
+/// Each tile gathers anew what calls inside of it need, and the ranks of mesh.cp, which gather together, may have different numbers of tiles.
+void check_tiled_units(const Config& config, const UnitPlan& plan) {
+  const std::string inside = tiled_layers(config) + ".*.**";
+  for (const UnitPlan::Owner& owner : plan.owners) {
+    const bool wrapped = nn::matches(config.zero.wrap, owner.path);
+    require(!nn::matches(inside, owner.path), "zero.wrap = ", config.zero.wrap, ": ", wrapped ? "makes '" : "leaves '", owner.path,
+            wrapped ? "' a unit by itself" : "' in no unit", ", which is gathered for each tile of recompute.ffn_tile = ", config.recompute.ffn_tile,
             ", and ranks of mesh.cp may have more tiles than others; wrap what is around it (zero.wrap = layers.* or layers.*.*), or set ",
             "recompute.ffn_tile = 0");
   }
@@ -369,8 +363,9 @@ void check_modules(const Config& config, int tensor_ranks) {
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
   if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);
-  if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, *model);
-  fully_shard(*model, comm::Group::self(), stage_3_options(config, policy, *model));
+  const FullyShardOptions options = stage_3_options(config, policy, *model);
+  if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, plan_units(*model, options));
+  fully_shard(*model, comm::Group::self(), options);
 }
 
 namespace {

@@ -54,6 +54,14 @@ TEST_F(VerifyTest, StateElsewhereStreamedGradientsAndLayersOneByOnePass) {
                  "pipeline.virtual_stages=4"});
 }
 
+/// The sums of a micro-batch leave their bucket when the first gradient of the next is about to come into it.
+TEST_F(VerifyTest, GradientsStreamedToTheHostOfOneBucket) {
+  for (const char* size : {"zero.bucket_bytes=26214400", "zero.bucket_bytes=3000"}) {
+    expect_passes("dp_replicate=2", "llama", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "precision.params=bf16", size});
+    expect_passes("pp=2,dp_shard=2", "gpt2", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "pipeline.schedule=breadth_first", size});
+  }
+}
+
 TEST_F(VerifyTest, OneRankAndTheDeterministicTreeAreBitForBit) {
   for (const char* mesh : {"dp_replicate=1", "dp_replicate=3", "dp_replicate=5"}) {
     const auto report = run(mesh, "llama", {"run.deterministic=true"});
@@ -129,14 +137,6 @@ std::string refusal(const std::function<void()>& action) {
     return error.what();
   }
   return "nothing was refused";
-}
-
-/// The sums of a micro-batch leave their bucket when the first gradient of the next is about to come into it.
-TEST_F(VerifyTest, GradientsStreamedToTheHostOfOneBucket) {
-  for (const char* size : {"zero.bucket_bytes=26214400", "zero.bucket_bytes=3000"}) {
-    expect_passes("dp_replicate=2", "llama", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "precision.params=bf16", size});
-    expect_passes("pp=2,dp_shard=2", "gpt2", {"zero.stage=2", "offload.optimizer=host", "offload.gradients=host", "pipeline.schedule=breadth_first", size});
-  }
 }
 
 TEST_F(VerifyTest, BadInputIsRefused) {
