@@ -19,9 +19,11 @@ namespace tessera::precision {
 
 namespace {
 
+/// fp64 is what verify measures rounding by: no configuration may ask for it.
 at::ScalarType dtype_of(const std::string& key, const std::string& name) {
   if (name == "fp32") return at::kFloat;
   if (name == "bf16") return at::kBFloat16;
+  if (name == "fp64") return at::kDouble;
   require(name == "fp16", key, " = ", name, ": expected fp32, bf16 or fp16");
   return at::kHalf;
 }
@@ -30,7 +32,8 @@ at::ScalarType dtype_of(const std::string& key, const std::string& name) {
 at::ScalarType compute_dtype_of(const std::string& name) {
   require(name != "auto", "precision.compute = auto: what it becomes follows from the machine, and nobody has asked; call precision::settle_compute() before");
   if (name == "fp8") return at::kBFloat16;
-  require(name == "tf32" || name == "fp32" || name == "bf16" || name == "fp16", "precision.compute = ", name, ": expected fp32, tf32, bf16, fp16, fp8 or auto");
+  require(name == "tf32" || name == "fp32" || name == "bf16" || name == "fp16" || name == "fp64", "precision.compute = ", name,
+          ": expected fp32, tf32, bf16, fp16, fp8 or auto");
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 
@@ -42,7 +45,7 @@ void convert(const at::Tensor& parameter, at::ScalarType dtype) {
 }  // namespace
 
 std::optional<at::ScalarType> Policy::gradient_dtype() const {
-  if (params == at::kFloat || (params == at::kBFloat16 && reduce == at::kBFloat16)) return std::nullopt;
+  if (params == at::kFloat || params == at::kDouble || (params == at::kBFloat16 && reduce == at::kBFloat16)) return std::nullopt;
   return at::kFloat;
 }
 

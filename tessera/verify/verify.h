@@ -84,8 +84,8 @@ struct RoutingComparison {
 
 /// The same steps of a configuration in a layout and on one device. Differences are relative: of losses and norms to the value, of gradients and weights to the
 /// largest entry of the tensor on one device (of gradients, at least a tenth of the largest of the same module: a bias whose gradient is zero but for rounding
-/// is measured by its weight). Where products round more coarsely than fp32, a gradient beyond its bound is measured by how much farther the layout is from one
-/// device's in fp32 than one device's own (docs/verify.md).
+/// is measured by its weight). A gradient beyond its bound is measured by how much farther the layout is from one device's in the next wider format, fp32 or
+/// fp64, than one device's own (docs/verify.md).
 struct VerifyReport {
   std::vector<std::pair<std::string, int>> mesh{};  ///< axes of the layout, slowest first
   int ranks = 1;
