@@ -36,9 +36,9 @@ MpiLibrary& load() {
   void* library = ::dlopen(find_library().c_str(), RTLD_NOW | RTLD_GLOBAL);
   const char* cause = library ? nullptr : ::dlerror();
   require(library != nullptr, "comm.backend = mpi: ", kFile, " cannot be loaded: ", cause ? cause : "unknown", "; ", kWayOut);
-  auto* entry = reinterpret_cast<MpiLibrary& (*)()>(::dlsym(library, kMpiEntry));
+  auto* entry = reinterpret_cast<MpiLibrary* (*)()>(::dlsym(library, kMpiEntry));
   require(entry != nullptr, "comm.backend = mpi: ", kFile, " is of another build; ", kWayOut);
-  return entry();
+  return *entry();
 }
 
 }  // namespace

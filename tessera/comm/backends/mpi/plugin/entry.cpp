@@ -51,12 +51,12 @@ class Library : public MpiLibrary {
 }  // namespace
 }  // namespace tessera::comm::mpi
 
-extern "C" tessera::comm::MpiLibrary& tessera_mpi_library() {
+extern "C" tessera::comm::MpiLibrary* tessera_mpi_library() {
   static tessera::comm::mpi::Library library;
   tessera::comm::mpi::Progress::shared();  // made later, ended earlier
   [[maybe_unused]] static const int asked = std::at_quick_exit([] {
     tessera::comm::mpi::Progress::shared().end();
     library.end();
   });
-  return library;
+  return &library;
 }
