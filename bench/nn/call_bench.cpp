@@ -2,6 +2,7 @@
 
 #include <benchmark/benchmark.h>
 
+#include "tessera/memory/history.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/module.h"
 
@@ -37,6 +38,17 @@ void intercepted(benchmark::State& state) {
   for (auto _ : state) benchmark::DoNotOptimize(module(x));
 }
 BENCHMARK(intercepted)->ArgName("interceptors")->Arg(0)->Arg(1)->Arg(4);
+
+/// What a place and its label cost where nobody keeps a history.
+void labelled(benchmark::State& state) {
+  tessera::MemoryTracker tracker;
+  for (auto _ : state) {
+    const tessera::MemoryLabel label("layers.0");
+    const tessera::MemoryScope scope(tessera::MemoryCategory::Activations);
+    tessera::mark_memory("forward");
+  }
+}
+BENCHMARK(labelled);
 
 }  // namespace
 

@@ -1,7 +1,6 @@
 #include "tessera/core/rng.h"
 
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <numeric>
 #include <set>
@@ -137,16 +136,6 @@ TEST(CounterRngTest, UniformsAreUniform) {
   double chi2 = 0;
   for (const int64_t count : bins) chi2 += (count - n / 16.0) * (count - n / 16.0) / (n / 16.0);
   EXPECT_LT(chi2, 45) << "15 degrees of freedom: above 45 once in ten thousand seeds";
-}
-
-TEST(CounterRngTest, DrawsAModelQuickly) {
-  const CounterRng rng(1, "speed");
-  std::vector<float> weights(35'000'000);
-  const auto start = std::chrono::steady_clock::now();
-  rng.fill_normal(weights.data(), 0, weights.size(), 0, 0.02f);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  RecordProperty("seconds", std::to_string(seconds));
-  EXPECT_LT(seconds, 5) << "35 million normals took " << seconds << " s";
 }
 
 }  // namespace

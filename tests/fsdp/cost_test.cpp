@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -177,13 +176,13 @@ TEST(FullyShard, WaitingForAPeerIsExposedTime) {
     DeepNet net;
     auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
     for (int step = 0; step < 2; ++step) {
-      if (step == 1 && world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
+      if (step == 1 && world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(400));
       sharded->begin_step();
       backward_of(net, whole_batch(samples));
       sharded->finish();
     }
     const SynchronizationStatistics& seen = sharded->statistics();
-    if (world.rank() == 0) EXPECT_GT(seen.exposed.seconds(), 0.06);
+    if (world.rank() == 0) EXPECT_GT(seen.exposed.seconds(), 0.1);
     EXPECT_GT(seen.num_early, 0);
   });
 }
@@ -251,45 +250,6 @@ TEST(FullyShard, GradientsAreComputedWhereTheyAreReduced) {
       EXPECT_LT(slice_difference(*model, expected), parity) << "tied " << tied;
     });
   }
-}
-
-/// Nothing but a few operators a layer, so that what each costs by itself shows.
-struct ManyOperators : torch::nn::Module {
-  ManyOperators() {
-    for (int i = 0; i < 4; ++i) weights.push_back(register_parameter("w" + std::to_string(i), at::full({8}, 0.1)));
-  }
-  at::Tensor forward(at::Tensor x) {
-    for (int i = 0; i < 400; ++i) x = x * weights[i / 100];
-    return x;
-  }
-  std::vector<at::Tensor> weights;
-};
-
-TEST(FullyShard, AnOperatorCostsLittleUnderWatch) {
-  constexpr int repeats = 20, operators = 400;
-  const auto seconds = [](const std::function<void()>& work) {
-    double fastest = 1e9;
-    for (int i = 0; i < repeats; ++i) {
-      const auto start = std::chrono::steady_clock::now();
-      work();
-      fastest = std::min(fastest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
-    return fastest;
-  };
-  ManyOperators plain;
-  const at::NoGradGuard no_grad;
-  const at::Tensor x = at::ones({8});
-  const double alone = seconds([&] { plain.forward(x); });
-  run_ranks(2, [&](World& world) {
-    const auto model = std::make_shared<ManyOperators>();
-    auto sharded = fully_shard(*model, world.group(), {.trigger = ShardTrigger::Operators});
-    model->eval();
-    const at::NoGradGuard no_grad;
-    const double watched = seconds([&] { model->forward(x); });
-    if (world.rank() > 0) return;
-    std::printf("an operator: %.0f ns, under watch %.0f ns\n", 1e9 * alone / operators, 1e9 * watched / operators);
-    EXPECT_LT(watched / operators - alone / operators, 20e-6);
-  });
 }
 
 }  // namespace

@@ -122,8 +122,7 @@ TEST(Mesh, OutlivesItsWorld) {
   EXPECT_EQ(mesh["tp"].size(), 2);
 }
 
-TEST(Mesh, OfManyRanksIsQuickOnNoNetwork) {
-  const auto start = std::chrono::steady_clock::now();
+TEST(Mesh, OfManyRanksNeedsNoNetwork) {
   const int size = 16384;
   for (const int rank : {0, size / 2, size - 1}) {
     const auto world = dry(size, rank);
@@ -133,7 +132,6 @@ TEST(Mesh, OfManyRanksIsQuickOnNoNetwork) {
     EXPECT_EQ(data.size(), 512);
     EXPECT_EQ(data.world_rank(data.rank()), rank);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(100));
 }
 
 TEST(Mesh, RefusesWithTheProductPrinted) {
