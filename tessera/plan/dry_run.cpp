@@ -308,17 +308,22 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
 
 StepTime timed(const Config& config, const DryRun& run, const Machine& machine) {
   std::vector<TimedClass> classes;
-  double flops = 0;
+  double model = 0, hardware = 0;
   for (const RankClass& ranks : run.ranks) {
     classes.push_back({.pipeline_rank = ranks.pipeline_rank, .time = &ranks.time});
-    flops += ranks.flops * static_cast<double>(ranks.count);
+    model += ranks.flops * static_cast<double>(ranks.count);
+    hardware += ranks.hardware_flops * static_cast<double>(ranks.count);
   }
   StepTime time = step_time(classes, run.pipeline.actions);
   time.tokens_per_second = static_cast<double>(run.tokens_per_step) / time.seconds / run.world;
   const std::map<std::string, at::ScalarType> types{{"bf16", at::kBFloat16}, {"fp16", at::kHalf}, {"fp8", at::kFloat8_e4m3fn}};
   const auto type = types.find(config.precision.compute);
   const auto peak = machine.device.flops.find(type == types.end() ? at::kFloat : type->second);
-  if (peak != machine.device.flops.end()) time.mfu = flops / time.seconds / run.world / peak->second;
+  time.model_flops = model / time.seconds / run.world;
+  if (peak != machine.device.flops.end()) {
+    time.mfu = time.model_flops / peak->second;
+    time.hfu = hardware / time.seconds / run.world / peak->second;
+  }
   return time;
 }
 
@@ -449,11 +454,17 @@ nlohmann::json to_json(const DryRun& run) {
                          {"ranks", ranks},
                          {"remarks", run.remarks}};
   if (run.memory_limit > 0) json["fits"] = run.fits();
-  if (run.time) json["time"] = to_json(*run.time);
-  if (run.pipeline.stages.size() > 1) {
-    json["bubble_fraction"] = run.pipeline.bubble_fraction;
-    json["pipeline"] = to_json(run.pipeline);
+  if (run.time) {
+    json["step_s"] = run.time->seconds;
+    json["tokens_per_s"] = static_cast<double>(run.tokens_per_step) / run.time->seconds;
+    json["tflops_per_device"] = run.time->model_flops / 1e12;
+    json["mfu"] = run.time->mfu;
+    json["hfu"] = run.time->hfu;
+    json["time"] = to_json(*run.time);
   }
+  const bool pipelined = run.pipeline.stages.size() > 1;
+  json["bubble_fraction"] = pipelined ? run.pipeline.bubble_fraction : 0;
+  if (pipelined) json["pipeline"] = to_json(run.pipeline);
   return json;
 }
 

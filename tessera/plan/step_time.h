@@ -20,7 +20,9 @@ struct StepTime {
   double asked = 0;              ///< it waits for the host
   double bubble = 0;             ///< it waits for other stages
   double tokens_per_second = 0;  ///< and device
-  double mfu = 0;                ///< model FLOPs over the peak of the type in which products are computed
+  double model_flops = 0;        ///< a second and device
+  double mfu = 0;                ///< of the peak of the type in which products are computed
+  double hfu = 0;                ///< the same of the FLOPs that are run, those of recomputation included
 };
 
 /// A rank of a class, and where it stands along mesh.pp.

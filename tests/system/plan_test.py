@@ -87,6 +87,21 @@ class Plan(SystemTest):
             said = run("plan", self.recipe, "--set", f"recompute.mode={mode}").stdout
             self.assertEqual("of them again)" in said, mode == "full", said)
 
+    def test_a_device_brings_times_and_rates_and_recomputation_counts_in_hfu_alone(self):
+        rates = ("step_s", "tokens_per_s", "tflops_per_device", "mfu", "hfu")
+        without = self.plan(self.recipe, "--world", 2)
+        self.assertFalse(set(rates) & set(without))
+        self.assertEqual(without["bubble_fraction"], 0)
+        plain, again = (self.plan("7b", "--world", 8, "--device", "h100", sets=("zero.stage=3", "batch.global_size=8", f"recompute.mode={mode}")) for mode in ("none", "full"))
+        for planned in (plain, again):
+            self.assertIn("fits", planned)
+            self.assertAlmostEqual(planned["tokens_per_s"], planned["tokens_per_step"] / planned["step_s"])
+            flops = sum(ranks["flops"] * ranks["count"] for ranks in planned["ranks"])
+            self.assertAlmostEqual(planned["tflops_per_device"], flops / planned["step_s"] / 8 / 1e12)
+        self.assertLess(abs(plain["hfu"] / plain["mfu"] - 1), 0.1)
+        self.assertGreater(again["hfu"] / again["mfu"], 1.2)
+        self.assertGreater(again["step_s"], plain["step_s"])
+
     def test_a_search_names_a_layout_that_plan_and_train_take(self):
         found = self.folder / "found.toml"
         flags = ("--world", 2, "--device", "cpu", "--search", "--batch", 8, "--patience", 20)
