@@ -14,11 +14,10 @@
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
-#include <c10/util/Exception.h>
-#include <torch/library.h>
 
 #include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/replace_operators.h"
 
 // The operators of libtorch get kernels of ours, which hand everything on to libtorch's own unless a guard says otherwise: so what autograd, counters of FLOPs,
 // recomputation and dry runs know of a product stays true, and modules of any origin gain by it.
@@ -107,21 +106,12 @@ at::Tensor add_product(const at::Tensor& sum, const at::Tensor& left, const at::
   return add_product_into(sum, left, right, beta, alpha, out);
 }
 
-/// Says nothing: that kernels are replaced is meant.
-struct Silence final : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-[[maybe_unused]] const torch::Library& replaced = []() -> const torch::Library& {
-  Silence silence;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+[[maybe_unused]] const torch::Library replaced = replace_operators(__FILE__, __LINE__, [](torch::Library& library) {
   library.impl("mm", multiply);
   library.impl("mm.out", multiply_into);
   library.impl("addmm", add_product);
   library.impl("addmm.out", add_product_into);
-  return library;
-}();
+});
 
 }  // namespace
 

@@ -9,7 +9,8 @@ struct AdamWOptions {
   double eps = 1e-8;
 };
 
-/// AdamW (Loshchilov and Hutter, arXiv:1711.05101) on libtorch's fused operator; agrees with torch.optim.AdamW:
+/// AdamW (Loshchilov and Hutter, arXiv:1711.05101) as libtorch's fused operator, whose loops on a CPU are ours (kernels/fused_updates.h); agrees with
+/// torch.optim.AdamW:
 ///   p -= lr * weight_decay * p;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
 ///   p -= lr * (m / (1 - beta1^k)) / (sqrt(v / (1 - beta2^k)) + eps)      at the parameter's k-th update
 /// Memory: two tensors of the parameter's size and dtype, and 4 bytes a parameter tensor for k. Traffic: 28 bytes an fp32 element and step, one pass.

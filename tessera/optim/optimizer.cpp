@@ -11,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
+#include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
 
 namespace tessera::optim {
@@ -94,6 +95,7 @@ void Optimizer::begin(double lr) {
 
 void Optimizer::apply(double lr, const at::Tensor& skip) {
   const c10::NoGradGuard no_grad;
+  const kernels::UpdatesByElement by_element;
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
   for (Batch& batch : batches(lr, apart)) {
     batch.skip = skip;

@@ -127,5 +127,27 @@ TEST_F(PipelineSharding, UnitsOfALayerAloneAreRefusedWhereItsProductsBeginBefore
   EXPECT_NO_THROW(check("layers.*.*", "true"));
 }
 
+/// Its parts begin and end elsewhere on the first stage than on the last: what updates them must not tell by it, or one weight becomes two, a last bit first.
+TEST_F(PipelineSharding, ATiedWeightStaysOneOnBothStages) {
+  for (const std::string& optimizer : {"adamw", "sgd", "lion"}) {
+    Config tied =
+        settings("1f1b", 1, {"mesh.dp_shard=3", "model.dim=12", "model.heads=2", "model.layers=2", "model.tie_embeddings=true", "optim.name=" + optimizer});
+    if (optimizer == "sgd") tied.optim.momentum = 0.9;
+    testing_support::SliceCollector first, last;
+    const auto text = corpus(tied);
+    comm::run_ranks(6, [&](comm::World& ranks) {
+      validate(tied, ranks.size());
+      const Mesh mesh(ranks, mesh_shape(tied.mesh, tied.zero.stage, ranks.size()));
+      RankScope scope(tied, ranks.local_size());
+      Stepper stepper(tied, mesh, at::kCPU, scope);
+      data::Loader loader(text, loader_options(tied, mesh));
+      for (int step = 1; step <= 6; ++step) stepper.step(loader.next());
+      (mesh["pp"].rank() == 0 ? first : last).add_values(stepper.run().updated);
+    });
+    const std::string name = "embed_tokens.weight";
+    EXPECT_TRUE(at::equal(first.whole().at(name), last.whole().at(name))) << optimizer;
+  }
+}
+
 }  // namespace
 }  // namespace tessera
