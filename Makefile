@@ -40,13 +40,14 @@ parity: build
 # Hundreds of kills, at any moment and during saves, every combination of stage, layout, number format and recomputation against one device, and thousands of
 # random programs: training loops under every wrapper, models in stages, recipes in layouts, plans of tensor parallelism (docs/testing.md). The tests do four
 # kills of each, let every stage meet every one of the others, and run a hundred programs or two.
+# What fails is said where it does, and again by the exit code: the rest is run all the same.
+SOAKED := "verify *VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many" "train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many" \
+  "train RandomResume.DISABLED_Many" "pipeline RandomSplits.DISABLED_Many" "tensor_parallel RandomPlans.DISABLED_Many"
 soak: build
-	@tools/soak
-	@tools/soak --kills-in-save 200
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_verify_test --gtest_also_run_disabled_tests --gtest_filter='*VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many'
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomResume.DISABLED_Many'
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_pipeline_test --gtest_also_run_disabled_tests --gtest_filter='RandomSplits.DISABLED_Many'
-	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_tensor_parallel_test --gtest_also_run_disabled_tests --gtest_filter='RandomPlans.DISABLED_Many'
+	@failed=0; tools/soak || failed=1; tools/soak --kills-in-save 200 || failed=1; \
+	for programs in $(SOAKED); do \
+	  OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_$${programs%% *}_test --gtest_also_run_disabled_tests --gtest_filter="$${programs#* }" || failed=1; \
+	done; exit $$failed
 
 # Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a moment of each.
 FUZZ_SECONDS ?= 600

@@ -87,8 +87,8 @@ TEST_F(FlightRecords, NameTheRankThatHangs) {
   };
   EXPECT_THROW(job(), CommError);
   of_rank.clear();
-  EXPECT_EQ(flight::explain(flight::Merge(flight::read_records(dir))).sentence.substr(0, 82),
-            "rank 1 never entered all_reduce #2 of world (ddp.bucket); ranks 0, 2 wait 1 s; ran");
+  EXPECT_THAT(flight::explain(flight::Merge(flight::read_records(dir))).sentence,
+              ::testing::ContainsRegex("^rank 1 never entered all_reduce #2 of world \\(ddp.bucket\\); ranks 0, 2 wait [0-9.]+ s; ran"));
 }
 
 TEST_F(FlightRecords, ThatCannotBeMadeAreDoneWithout) {

@@ -274,7 +274,7 @@ TEST(ShmRefuses, WhatItCannotReduceAndWhatDisagrees) {
                 if (group.rank() == 0) std::this_thread::sleep_for(1s);
                 barrier(group);
               }),
-              AllOf(HasSubstr("barrier of group world, rank 1 of 2: timed out after 0."), HasSubstr("s waiting for rank 0")));
+              AllOf(HasSubstr("barrier of group world, rank 1 of 2: timed out after "), HasSubstr(" s waiting for rank 0")));
 }
 
 TEST(ShmEmpty, IsSharedAmongProcessesAndCounted) {

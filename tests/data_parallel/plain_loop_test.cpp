@@ -1,5 +1,6 @@
 #include <chrono>
 #include <functional>
+#include <latch>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -497,14 +498,21 @@ TEST(DdpPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
 }
 
 TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {
-  const auto train = [](World& world) {
+  std::latch over(1);
+  const auto train = [&](World& world) {
     Net net;
     DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = true});
-    if (world.rank() == 0) backward(net, whole_batch(samples));
-    std::this_thread::sleep_for(std::chrono::milliseconds(world.rank() * 600));
+    if (world.rank() == 1) return over.wait();
+    try {
+      backward(net, whole_batch(samples));
+    } catch (...) {
+      over.count_down();
+      throw;
+    }
+    over.count_down();
   };
   try {
-    run_ranks(2, train, {.timeout = std::chrono::milliseconds(300)});
+    run_ranks(2, train, {.timeout = std::chrono::seconds(1)});
     ADD_FAILURE() << "rank 0 waited for nobody";
   } catch (const CommError& error) {
     EXPECT_THAT(error.what(), HasSubstr("a rank whose backward pass brings no gradient at all to the wrapped module"));

@@ -139,6 +139,26 @@ TEST(FullyShard, ForwardPastTheHolder) {
   }
 }
 
+/// Steps of an engine's over two modules at once, which end in the order in which they began and in the other.
+TEST(FullyShard, StepsOfTwoWrappersEndInAnyOrder) {
+  const at::Tensor x = random_tensor({6, 6}, "x");
+  const Gradients expected = odd_reference(x);
+  run_ranks(2, [&](World& world) {
+    const at::Tensor mine = x.narrow(0, 3 * world.rank(), 3);
+    Odd one, two;
+    auto first = fully_shard(one, world.group(), {.wrap = "*"}), second = fully_shard(two, world.group(), {.wrap = "*"});
+    for (const bool reversed : {false, true, false}) {
+      for (auto* sharded : {&first, &second}) (*sharded)->begin_step();
+      for (Odd* net : {&one, &two}) {
+        (*net)->zero_grad();
+        (*net)(mine).square().sum().backward();
+      }
+      for (auto* sharded : {reversed ? &second : &first, reversed ? &first : &second}) (*sharded)->finish();
+      for (Odd* net : {&one, &two}) EXPECT_LT(slice_difference(**net, expected), parity) << "reversed " << reversed;
+    }
+  });
+}
+
 TEST(FullyShard, ExplicitCallsOutOfOrderAreRefusedByName) {
   run_ranks(2, [&](World& world) {
     DeepNet net;

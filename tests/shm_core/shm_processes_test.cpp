@@ -146,7 +146,7 @@ void killed(bool in_message) {
       }
     });
     CHECK(contains(text, "rank 1 of group world (pid " + pid + ") has died"));
-    CHECK(Clock::now() - start < 1s);
+    CHECK(Clock::now() - start < 10s);  // far below the timeout
   });
   CHECK(statuses[0] == 0 && statuses[2] == 0 && WIFSIGNALED(statuses[1]));
 }
@@ -158,7 +158,7 @@ void stopped() {
         self.communicator.barrier();
         if (self.rank() == 1) ::raise(SIGSTOP);
         const auto text = failure_of([&] { self.communicator.barrier(); });
-        CHECK(contains(text, "timed out after 0.3 s waiting for rank 1"));
+        CHECK(contains(text, "timed out after ") && contains(text, " s waiting for rank 1"));
       },
       [](const std::vector<pid_t>& pids) {
         siginfo_t ended{};

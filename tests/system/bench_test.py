@@ -177,11 +177,11 @@ class Bench(unittest.TestCase):
             with mock.patch.object(sides, "ROOT", Path(folder)):
                 (Path(folder) / "tools").mkdir()
                 (Path(folder) / "tools" / "peer_python").symlink_to(stubborn)
-                peer = Peer(Path("none"), [], Path(folder), Clock(1.5, 1))
+                peer = Peer(Path("none"), [], Path(folder), Clock(4, 1))
                 self.assertEqual(peer.ask("step 1"), {}, "it lives")
                 self.assertRaises(OutOfTime, peer.ask, "step 1")
                 peer.close()
-            self.assertLess(time.monotonic() - began, 10)
+            self.assertLess(time.monotonic() - began, 40)  # they sleep for a minute
             pids = (Path(folder) / "pids").read_text().split()
             self.assertEqual((len(pids), [pid for pid in pids if alive(pid)]), (3, []))
 

@@ -145,7 +145,7 @@ class MemoryTest(SystemTest):
         told = self.refusal(bounded_run("refused"))
         self.assertRegex(told, r"keeps 16\.0 bytes on a rank from step to step \(weight, gradient, optimizer\), which is 1\.\d+ GiB, and a process may have 1\.40 GiB "
                                r"\(ulimit -d or -v\); raise that limit, set offload\.optimizer = disk")
-        with tempfile.TemporaryDirectory(prefix="tessera-test-", dir=beside) as away:
+        with tempfile.TemporaryDirectory(prefix="test-of-tessera-", dir=beside) as away:
             done = bounded_run("trained", "offload.optimizer=disk", "offload.update=device", f"offload.dir={away}")
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         self.assertEqual(len(metrics(self.folder / "trained")), 2)
