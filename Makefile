@@ -18,7 +18,7 @@ build: $(BUILD)/build.ninja
 demo: build
 	@tools/demo
 
-# On a busy machine, tests of time limits may need a second try; no other test has one.
+# On a busy machine, tests of time limits may need a second try, which is said; no other test has one.
 test: build
 	@tools/run_tests $(BUILD)
 
