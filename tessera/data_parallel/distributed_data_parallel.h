@@ -53,7 +53,7 @@ struct DdpOptions {
 ///                      (communication_hook.h) may compress it. With BufferBroadcast::EachStep a broadcast of the buffers
 ///   at construction    one all-gather of 3 words per rank (ReplicaStart::Check), buffers broadcast from rank 0
 ///   after step 1       one broadcast of a word per parameter; in every step with find_unused_parameters an all-reduce of a word per parameter, without it,
-///                      in the plain loop, an all-gather of five words
+///                      in the plain loop, an all-gather of seven words
 ///   memory             gradients once, in the buckets, twice while a pass adds to what is there; a group of one has no buckets and no hooks, and communicates
 ///                      nothing
 ///

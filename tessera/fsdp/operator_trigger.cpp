@@ -548,6 +548,7 @@ void OperatorTrigger::use_met() {
 
 /// Outside of a step and of calls the operator has been given the whole: parameters stay slices.
 void OperatorTrigger::acquire_for_operator(size_t unit) {
+  step_.agree_on(unit);
   units_.acquire(unit);
   if (in_call()) return;
   units_.settle();
@@ -563,7 +564,9 @@ void OperatorTrigger::use_in_step() {
   if (same && units_.held(last_)) return;
   if (!same) {
     for (const size_t unit : met_) {
-      if (step_.running()) step_.order().saw(unit);
+      if (!step_.running()) continue;
+      if (!step_.in_backward() || !units_.held(unit)) step_.agree_on(unit, step_.order());
+      step_.order().saw(unit);
     }
     last_ = met_.back();
     for (size_t unit = 0; unit < units_.size(); ++unit) {

@@ -249,10 +249,26 @@ void ShardedStep::end_step(bool stays) {
 
 void ShardedStep::use(size_t unit, UseOrder& order) {
   const bool noted = in_backward_ && units_.held(unit);
+  if (!noted) agree_on(unit, order);
   units_.acquire(unit);
   if (noted) return;
   order.saw(unit);
   units_.prefetch(order);
+}
+
+void ShardedStep::agree_on(size_t unit, const UseOrder& order) {
+  if (driven()) return;
+  const size_t* const foretold = order.next(0);
+  const bool again = std::exchange(last_used_, unit) == unit;
+  if (!again && (foretold == nullptr || *foretold != unit)) units_.agree_on(unit);
+}
+
+void ShardedStep::agree_on(size_t unit) {
+  const std::optional<size_t> before = std::exchange(last_used_, unit);
+  if (before == unit) return;
+  const auto found = followers_.find(before);
+  if (found == followers_.end() || found->second != unit) units_.agree_on(unit);
+  followers_[before] = unit;
 }
 
 void ShardedStep::begin_backward() {
@@ -268,6 +284,7 @@ void ShardedStep::begin_backward() {
   waits_for_end_ = !may_start_early();
   order_.begin_backward();
   retired_.assign(units_.size(), false);
+  reduced_ = {};
   due_.clear();
   next_ = units_.size();
   std::ranges::fill(awaited_, 0);
@@ -394,6 +411,7 @@ void ShardedStep::reduce_what_is_due() {
 
 void ShardedStep::reduce(size_t unit) {
   if (!units_.trained(unit)) return;
+  if (!driven() && !find_unused_) reduced_.update(&unit, sizeof unit);
   const bool last = completes() || drive_ == Drive::Loop;
   units_.reduce(unit, last);
   if (last) final_[unit] = true;
@@ -444,7 +462,7 @@ void ShardedStep::complete_pass() {
   forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_});
+  if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, reduced_.value());
 }
 
 /// Nobody misses the gradient of what was frozen since.

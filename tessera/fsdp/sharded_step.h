@@ -3,12 +3,15 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/core/attachment.h"
+#include "tessera/core/hash.h"
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/use_order.h"
 #include "tessera/nn/backward_pass.h"
@@ -55,7 +58,7 @@ class ShardedStep {
   void after(ActionKind action);
   void expect(ActionKind action);  ///< as GradientSynchronizer::expect
   void drain() { units_.drain(); }
-  void finish();                   ///< of an engine's step
+  void finish();  ///< of an engine's step
 
   bool running() const { return running_; }
   bool looped() const { return drive_ == Drive::Loop; }  ///< nobody says where steps begin and end
@@ -96,6 +99,10 @@ class ShardedStep {
   /// The unit is needed now. Counts as a use in `order`, which prefetch follows: in forward each time, in backward where it has to be gathered (what is held
   /// may be met again on some ranks and not on others).
   void use(size_t unit, UseOrder& order);
+  /// Before that: the ranks tell each other of a use that `order` did not foretell, but for an engine's, whose ranks run one list of actions over one model.
+  void agree_on(size_t unit, const UseOrder& order);
+  /// The same where no pass is known: of a unit that followed another one the last time.
+  void agree_on(size_t unit);
   /// Backward is in the graph of this pass, or in that of one before, which then is a step of its own. From the first call on, until the pass ends.
   void begin_backward();
   /// Behind the last use of a unit in the action at hand: whether it stays gathered for one of an engine's that comes.
@@ -160,13 +167,16 @@ class ShardedStep {
   bool waits_for_end_ = false;             ///< its reductions do, where ranks may use different parameters
   int64_t pass_ = 0;
   UseOrder order_;
-  std::vector<bool> retired_;      ///< per unit, in this backward
-  std::vector<bool> final_;        ///< per unit: reduced for the last time in this step
-  std::vector<size_t> awaited_;    ///< per unit: gradients that have not come in this backward
-  std::vector<size_t> due_;        ///< units whose reduction has to wait for its turn
-  size_t next_ = 0;                ///< with find_unused: units from this one on are reduced, the last first
-  std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
-  std::vector<bool> zeroed_;       ///< per parameter: zero_grad has left zeros of what was held, so optimizers go on, though nobody uses it
+  std::vector<bool> retired_;                     ///< per unit, in this backward
+  std::vector<bool> final_;                       ///< per unit: reduced for the last time in this step
+  std::vector<size_t> awaited_;                   ///< per unit: gradients that have not come in this backward
+  std::vector<size_t> due_;                       ///< units whose reduction has to wait for its turn
+  Hasher reduced_;                 ///< which units, in order, in this pass
+  std::optional<size_t> last_used_;
+  std::map<std::optional<size_t>, size_t> followers_;  ///< of uses outside of passes
+  size_t next_ = 0;                                    ///< with find_unused: units from this one on are reduced, the last first
+  std::vector<at::Tensor> aside_;                      ///< per parameter, in a loop's backward: what grad() held
+  std::vector<bool> zeroed_;                           ///< per parameter: zero_grad has left zeros of what was held, so optimizers go on, though nobody uses it
 
   /// Under no_sync, where whole gradients wait.
   struct Held {

@@ -171,28 +171,52 @@ void ShardedUnits::finish_gather(Unit& unit) {
   unit.memory = Memory::Ready;
 }
 
-/// Of several wrappers over the same ranks each gathers where a pass first needs it, which may be another one on another rank: their gathers would meet.
-void ShardedUnits::refuse_another_order() const {
-  const at::Tensor& parameter = units_.front().flats.front().parameters().front().tensor;
-  if (group_.size() == 1 || group_.in_backward().synchronizers <= 1 || parameter.is_meta()) return;
+/// What each rank of the group is about to do, by a number and a name.
+std::vector<std::pair<int64_t, std::string>> ShardedUnits::told_by_all(int64_t number, std::string_view name) const {
   constexpr size_t kShown = 120;  // bytes of a name
   std::array<char, sizeof(int64_t) + kShown> mine{};
-  std::memcpy(mine.data(), &turn_.number, sizeof(int64_t));
-  turn_.first_parameter.copy(mine.data() + sizeof(int64_t), kShown - 1);
+  std::memcpy(mine.data(), &number, sizeof(int64_t));
+  name.copy(mine.data() + sizeof(int64_t), kShown - 1);
   const comm::CallSite site("fsdp.order");
-  const at::Device device = message_device(parameter, group_);
+  const at::Device device = message_device(units_.front().flats.front().parameters().front().tensor, group_);
   const at::Tensor own = at::from_blob(mine.data(), {std::ssize(mine)}, at::kByte).clone().to(device);
   at::Tensor all = at::empty({group_.size() * own.numel()}, own.options());
   comm::all_gather(group_, all, own);
   all = all.cpu();
-  const auto* const bytes = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>());
+  std::vector<std::pair<int64_t, std::string>> told(static_cast<size_t>(group_.size()));
+  for (size_t rank = 0; rank < told.size(); ++rank) {
+    const auto* const bytes = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * mine.size();
+    std::memcpy(&told[rank].first, bytes, sizeof(int64_t));
+    told[rank].second = bytes + sizeof(int64_t);
+  }
+  return told;
+}
+
+bool ShardedUnits::moves_nothing() const { return group_.size() == 1 || units_.front().flats.front().parameters().front().tensor.is_meta(); }
+
+/// Of several wrappers over the same ranks each gathers where a pass first needs it, which may be another one on another rank: their gathers would meet.
+void ShardedUnits::refuse_another_order() const {
+  if (moves_nothing() || group_.in_backward().synchronizers <= 1) return;
+  const auto told = told_by_all(turn_.number, turn_.first_parameter);
   for (int rank = 1; rank < group_.size(); ++rank) {
-    const char* const other = bytes + rank * std::ssize(mine);
+    const auto& other = told[static_cast<size_t>(rank)];
     require(
-        std::equal(other, other + mine.size(), bytes), "fully_shard: rank ", group_.world_rank(rank), " comes first to the wrapper of '",
-        other + sizeof(int64_t), "', and rank ", group_.world_rank(0), " to that of '", bytes + sizeof(int64_t),
+        other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes first to the wrapper of '", other.second, "', and rank ",
+        group_.world_rank(0), " to that of '", told.front().second,
         "'; with find_unused_parameters each of two wrappers over the same ranks is gathered where a pass first needs it, so every rank has to come to them in "
         "one order: call them in one order on all ranks, or make one wrapper of both modules");
+  }
+}
+
+void ShardedUnits::agree_on(size_t unit) const {
+  if (moves_nothing() || together_ || units_.size() * static_cast<size_t>(group_.in_backward().synchronizers) <= 1) return;
+  const auto told = told_by_all((turn_.number << 32) + static_cast<int64_t>(unit), units_[unit].name);
+  for (int rank = 1; rank < group_.size(); ++rank) {
+    const auto& other = told[static_cast<size_t>(rank)];
+    require(other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes to unit '", other.second, "' where rank ", group_.world_rank(0),
+            " comes to '", told.front().second,
+            "': a unit is gathered where a pass needs it, and reduced where backward leaves it, so every rank has to come to the same ones in one order; "
+            "call layers in one order on all ranks, or set find_unused_parameters, with which ranks may take different paths");
   }
 }
 

@@ -4,6 +4,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -47,6 +49,10 @@ class ShardedUnits {
 
   /// The unit's parameters may be used from here on, until release. Gathers and waits where that has not been done ahead of time.
   void acquire(size_t unit);
+  /// Before a use, or a reduction, that the pass before did not foretell: the ranks tell each other which unit it is of. ConfigError where it is not one on all
+  /// of them: their gathers would meet, and each would have a part of another unit's weights. What every rank has foretold alike needs no telling. Collective,
+  /// 128 bytes a rank; a rank that does so alone meets the others in another collective, which its engine, or comm.check, refuses.
+  void agree_on(size_t unit) const;
   /// Starts gathers of what `order` says comes next, within the limits.
   void prefetch(const UseOrder& order);
   bool held(size_t unit) const { return units_[unit].memory == Memory::Ready; }
@@ -85,6 +91,8 @@ class ShardedUnits {
     bool whole = false;  ///< its parameters have their whole shapes
   };
 
+  std::vector<std::pair<int64_t, std::string>> told_by_all(int64_t number, std::string_view name) const;
+  bool moves_nothing() const;
   void refuse_another_order() const;
   std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving) const;
   void start_gather(size_t unit);

@@ -163,17 +163,17 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
   throw ConfigError(missing_gradients(group.rank(), group.name(), missing, std::ranges::count(wanted_, true), names));
 }
 
-void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups) const {
+void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups, uint64_t order) const {
   const at::Tensor& parameter = parameters_.front().tensor;
   const auto several = std::ranges::find_if(groups, [](const comm::Group& group) { return group.size() > 1; });
   const comm::Group& own = several == groups.end() ? groups.front() : *several;
-  enum Word : int64_t { missing, first, rank, wanted, differs, words };
+  enum Word : int64_t { missing, first, rank, wanted, ordered, differs, disorder, words };
   Hasher hasher;
   for (size_t i = 0; i < used_.size(); ++i) {
     const std::array<bool, 2> kind{wanted_[i], wanted_[i] && forgiven_[i] && used_[i] == 0};
     hasher.update(kind.data(), sizeof kind);
   }
-  std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), -1};
+  std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), static_cast<int64_t>(order), -1, -1};
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
     if (&group == &own) found[rank] = group.world_rank(group.rank());
@@ -186,7 +186,11 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
     for (int64_t r = 0; r < group.size(); ++r) {
       const int64_t* const row = rows + words * r;
       if (found[missing] == 0) std::copy_n(row, rank + 1, found.begin());
-      if (found[differs] < 0) found[differs] = row[wanted] != rows[wanted] ? group.world_rank(static_cast<int>(r)) : row[differs];
+      const auto unlike_first = [&](Word word, Word noted) {
+        if (found[noted] < 0) found[noted] = row[word] != rows[word] ? group.world_rank(static_cast<int>(r)) : row[noted];
+      };
+      unlike_first(wanted, differs);
+      unlike_first(ordered, disorder);
     }
   }
   require(
@@ -194,6 +198,9 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
       " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps. A "
       "pass that adds to gradients leaves out the same ones on every rank, or set find_unused_parameters in the options of the wrapper");
   refuse_unused(own);
+  require(found[disorder] < 0, "data parallelism: on rank ", found[disorder],
+          " of world backward comes to the parameters in another order than on the first of its group, so reductions of other ones have met; use layers in one "
+          "order on all ranks, or set find_unused_parameters in the options of the wrapper");
   require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));

@@ -77,8 +77,9 @@ class UsedParameters {
   void refuse_unused(const comm::Group& group) const;
 
   /// The same on every rank where any misses one, or wants or forgives others than the rest, so that none goes on alone. Ranks are those of the groups one
-  /// after the other (of each rank of the first, its peers in the second): an all-gather of five words in each.
-  void refuse_unused_anywhere(const std::vector<comm::Group>& groups) const;
+  /// after the other (of each rank of the first, its peers in the second): an all-gather of seven words in each. `order` says in which order what was reduced
+  /// came, where that follows from the pass: the same on every rank, too.
+  void refuse_unused_anywhere(const std::vector<comm::Group>& groups, uint64_t order = 0) const;
 
   /// Which were used on any rank: one all-reduce of a word each.
   /// `failed`: whether this rank's pass ended by an exception; then, whether any rank's did.

@@ -1,10 +1,15 @@
 // What calls do not show, what was called wrongly, and what comes after a wrapper: it works, or it is refused by name.
 
+#include <atomic>
+
 #include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"
+#include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/nn/flat_gradients.h"
 
 namespace tessera {
 namespace {
@@ -137,6 +142,125 @@ TEST(FullyShard, ForwardPastTheHolder) {
       EXPECT_THAT(said, HasSubstr("as model(x), not by ->forward(x)"));
     });
   }
+}
+
+/// Two towers of one size, in the one order or in the other.
+template <class Base, class Layer>
+struct TowersOf : Base {
+  TowersOf() {
+    for (Layer* layer : {&text, &image}) this->register_module(layer == &text ? "text" : "image", *layer);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor first = at::tanh((image_first ? image : text)(x)), second = at::tanh((image_first ? text : image)(x));
+    return (first * second).sum();
+  }
+  Layer text{6, 6}, image{6, 6};
+  bool image_first = false;
+};
+using PlainTowers = TowersOf<torch::nn::Module, torch::nn::Linear>;
+struct MadePlainTowers : std::shared_ptr<PlainTowers> {
+  MadePlainTowers() : std::shared_ptr<PlainTowers>(std::make_shared<PlainTowers>()) {}
+};
+struct TowersImpl : TowersOf<nn::Module, nn::Linear> {};
+TESSERA_MODULE(Towers);
+
+/// How often the ranks told each other which unit comes.
+class CountTold : public comm::DecoratedEngine {
+ public:
+  CountTold(const comm::GroupInfo& group, std::shared_ptr<comm::Engine> inner, std::atomic<int>& told)
+      : comm::DecoratedEngine(group, std::move(inner)), told_(told) {}
+  comm::Work start(const comm::Call& call) override {
+    if (comm::CallSite::current() == "fsdp.order") ++told_;
+    return inner()->start(call);
+  }
+
+ private:
+  std::atomic<int>& told_;
+};
+
+template <class Net, class Call>
+void expect_one_order(const Call& call) {
+  const at::Tensor x = random_tensor({4, 6}, "x");
+  std::atomic<int> told{0};
+  const comm::Decorator count = [&](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) {
+    return std::make_shared<CountTold>(group, std::move(inner), told);
+  };
+  const auto refused = [&](const std::function<void(Net&, World&)>& body) {
+    std::string said;
+    try {
+      run_ranks(2,
+                [&](World& world) {
+                  Net net;
+                  auto sharded = fully_shard(*net, world.group(), {.wrap = "*"});
+                  body(net, world);
+                },
+                {.timeout = std::chrono::seconds(60), .decorators = {count}, .backend = "shm"});
+    } catch (const std::exception& error) {
+      said = error.what();
+    }
+    return said;
+  };
+  const auto train = [&](Net& net) { call(net, x).backward(); };
+  const auto evaluate = [&](Net& net) {
+    const at::NoGradGuard no_grad;
+    call(net, x);
+  };
+  // What every rank does alike is told in the first pass of its kind, and when it changes.
+  EXPECT_EQ(refused([&](Net& net, World& world) {
+              for (int step = 0; step < 4; ++step) {
+                const int before = told;
+                train(net);
+                evaluate(net);
+                comm::barrier(world.group());
+                EXPECT_TRUE(step == 0 ? told > 0 : told == before || step == 2) << step;
+                if (step == 1) net->image_first = true;
+                comm::barrier(world.group());
+              }
+            }),
+            "");
+  const auto names = ::testing::AllOf(HasSubstr("comes to unit 'image'"), HasSubstr("comes to 'text'"), HasSubstr("find_unused_parameters"));
+  EXPECT_THAT(refused([&](Net& net, World& world) {
+                net->image_first = world.rank() == 1;
+                train(net);
+              }),
+              names);
+  EXPECT_THAT(refused([&](Net& net, World& world) {
+                net->image_first = world.rank() == 1;
+                evaluate(net);
+              }),
+              names);
+  // A rank that alone leaves what was agreed meets others in another collective.
+  for (const bool evaluating : {false, true}) {
+    EXPECT_THAT(refused([&](Net& net, World& world) {
+                  for (int step = 0; step < 2; ++step) {
+                    train(net);
+                    evaluate(net);
+                  }
+                  net->image_first = world.rank() == 1;
+                  evaluating ? evaluate(net) : train(net);
+                  comm::barrier(world.group());  // a rank that has still gathered what the other asks about makes no call of its own
+                }),
+                HasSubstr("all_gather"))
+        << "evaluating " << evaluating;
+  }
+}
+
+TEST(FullyShard, RanksThatComeToUnitsInOtherOrdersAreToldApart) {
+  expect_one_order<Towers>([](Towers& net, const at::Tensor& x) { return net(x); });
+  expect_one_order<MadePlainTowers>([](MadePlainTowers& net, const at::Tensor& x) { return net->forward(x); });
+}
+
+TEST(FullyShard, ReductionsThatComeInOtherOrdersAreRefused) {
+  run_ranks(3, [&](World& world) {
+    Odd net;
+    const auto parameters = nn::unique_parameters(*net);
+    UsedParameters used(parameters);
+    for (size_t i = 0; i < parameters.size(); ++i) used.mark(i);
+    used.refuse_unused_anywhere({world.group()}, 7);
+    EXPECT_THAT(refusal([&] { used.refuse_unused_anywhere({world.group()}, world.rank() == 2 ? 8 : 7); }),
+                HasSubstr("on rank 2 of world backward comes to the parameters in another order"));
+  });
 }
 
 /// Steps of an engine's over two modules at once, which end in the order in which they began and in the other.
