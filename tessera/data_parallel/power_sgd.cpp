@@ -12,11 +12,13 @@
 #include "tessera/core/rng.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/sharing.h"
 
 // The two all-reduces of a bucket depend on each other: Q is computed from the sum of P. So a reduction is a small machine: P leaves while backward runs, the
 // first `advance` sends Q, the second decompresses, and the buckets take turns. What has to come out with the same bits on all ranks, Gram-Schmidt, is a
 // function of the sums alone, in an order that no number of threads and no BLAS changes. Of a gradient that nobody used nothing is applied: all of it stays
-// owed.
+// owed. BLAS rounds by where its operands begin, and what is owed carries a last bit on until it is none: so products are computed in memory of their own, one
+// matrix at a time, which begins alike in every bucket.
 
 namespace tessera {
 namespace {
@@ -31,6 +33,11 @@ std::optional<std::pair<int64_t, int64_t>> matrix_shape(const at::Tensor& gradie
   }
   const int64_t rows = gradient.size(outermost);
   return std::pair{rows, gradient.numel() / rows};
+}
+
+/// Whether ranks that compute one model together each have all of its gradient: these must stay one, and what is owed would part them, a last bit first.
+bool is_held_alike(const at::Tensor& parameter) {
+  return std::ranges::any_of(nn::sharings_of(parameter), [](const nn::Sharing& sharing) { return sharing.holders > 1 && !sharing.is_term; });
 }
 
 /// The same bits on every rank that draws them.
@@ -93,7 +100,7 @@ class Compressed final : public BucketReduction {
       }
       part.gradient.add_(part.matrix->error.view_as(part.gradient));
       part.p = sent.view({part.matrix->r, part.matrix->n});
-      at::mm_out(part.p, part.matrix->q, part.gradient.t());
+      part.p.copy_(at::mm(part.matrix->q, part.gradient.clone().t()));
     }
     pending_ = channel_.all_reduce(first_);
   }
@@ -146,8 +153,7 @@ class Compressed final : public BucketReduction {
         continue;
       }
       orthonormalize_rows(part.p);
-      at::Tensor q = q_of(part);
-      at::mm_out(q, part.p, part.gradient);
+      q_of(part).copy_(at::mm(part.p.clone(), part.gradient.clone()));
     }
     pending_ = channel_.all_reduce(second_);
   }
@@ -160,7 +166,7 @@ class Compressed final : public BucketReduction {
       at::Tensor error = matrix.error.view({matrix.n, matrix.m});
       error.copy_(part.gradient);
       if (part.told->used) {
-        at::mm_out(part.gradient, part.p.t(), q);
+        part.gradient.copy_(at::mm(part.p.clone().t(), q.clone()));
         error.sub_(part.gradient, 1.0 / channel_.group().size());
       } else {
         part.gradient.zero_();  // nobody will apply it, so all of it stays owed
@@ -200,7 +206,7 @@ void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const 
     const auto& [name, tensor, aliases] = parameters[i];
     invariant(!matrices_.contains(name), "a PowerSgd serves one DistributedDataParallel; make one for each");
     const auto shape = matrix_shape(tensor);
-    if (!shape || tensor.is_complex()) continue;
+    if (!shape || tensor.is_complex() || is_held_alike(tensor)) continue;
     const auto [n, m] = *shape;
     const int64_t r = std::min({options_.rank, n, m});
     if (static_cast<double>((n + m) * r) * options_.min_compression >= static_cast<double>(n * m)) continue;

@@ -29,8 +29,11 @@ struct PowerSgdOptions {
 ///
 ///   traffic per step   r (n + m) elements of each compressed matrix (4 bytes in fp32), in two all-reduces a bucket: P with the small tensors, then Q
 ///   memory             carried, under MemoryCategory::Comm: the error, one gradient of the compressed matrices per rank, and 2 r m elements a matrix;
-///                      in a step: P, Q and the small tensors once more
+///                      in a step: P, Q and the small tensors once more, and for the while of a product the largest matrix
 ///   arithmetic         6 r n m FLOPs a matrix, and 4 r^2 n to make P orthonormal
+///
+/// What ranks that compute one model together (tensor parallelism) hold alike crosses whole, too: they must stay one, and errors that are fed back would part
+/// them, a last bit first.
 ///
 /// The error after a step depends on the rank, and is part of a checkpoint (`state`). Works for fp32 and fp64 gradients; prepare throws ConfigError for others.
 class PowerSgd final : public CommunicationHook {

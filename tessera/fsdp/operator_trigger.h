@@ -17,7 +17,8 @@ namespace tessera {
 ///
 /// In a step: a parameter, and every view of it that autograd keeps, has the storage of its unit's whole buffer. A unit is acquired when an operator first
 /// meets that storage. It is released when an operator meets another unit, unless the order of the pass before says that it comes again within the next two
-/// uses; and where a released unit is met again, it is gathered again. So an unforeseen order costs traffic, never correctness; that it is the same on every rank, ShardedStep::agree_on sees to.
+/// uses; and where a released unit is met again, it is gathered again. So an unforeseen order costs traffic, never correctness; that it is the same on every
+/// rank, ShardedStep::agree_on sees to.
 ///
 /// Between steps parameters are slices, and an operator that is given one either wants that (optimizers and checkpoints write and copy) or is the first of a
 /// forward (operator_use.h). With gradients a step begins with it, and all parameters become whole before the operator looks at them. Without, the operator is

@@ -1,5 +1,6 @@
 #include "tessera/offload/host_optimizer.h"
 
+#include <functional>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -50,11 +51,14 @@ std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::Stat
   return state;
 }
 
-void HostOptimizer::follow_all() {
+void HostOptimizer::follow_all_but(const std::set<std::string>& ahead) {
   const c10::NoGradGuard no_grad;
   await_update();
-  ahead_.clear();
-  for (size_t i = 0; i < parameters_.size(); ++i) beside_[i].copy.copy_(parameters_[i].tensor);
+  const auto is_ahead = [&](size_t i) { return ahead.contains(parameters_[i].name) && parameters_[i].tensor.requires_grad(); };  // frozen ones keep no copy
+  std::erase_if(ahead_, std::not_fn(is_ahead));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_ahead(i)) beside_[i].copy.copy_(parameters_[i].tensor);
+  }
 }
 
 void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {

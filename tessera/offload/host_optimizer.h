@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,7 +28,7 @@ namespace tessera {
 ///
 /// Delayed, an update is made on a thread of its own while the next step computes, which has the weights of one update before, and is shown to the parameters
 /// when that step's gradients are there: w(t+1) = w(t) + update of the gradient at w(t-1). The first step shows nothing. state() then has the copies as "next",
-/// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes parameters is not followed; see follow_all().
+/// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes parameters is not followed; see follow_all_but().
 class HostOptimizer final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the copies that it is handed.
@@ -46,8 +47,9 @@ class HostOptimizer final : public optim::Optimizer {
   bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
 
-  /// Copies take the parameters' values of now; what is under way is lost.
-  void follow_all();
+  /// Copies take the parameters' values of now, but for those of trained parameters of these names, which were loaded one update ahead; what is under way is
+  /// lost.
+  void follow_all_but(const std::set<std::string>& ahead);
 
  private:
   /// Of a parameter: its like on the host, and what is on its way there.

@@ -139,9 +139,11 @@ nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own)
 }
 
 void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
-  const bool has_next =
-      std::ranges::any_of(resume.manifest.tensors, [](const auto& stored) { return checkpoint::state_of(stored.first) == optim::kNextState; });
-  require(!has_next || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
+  std::set<std::string> ahead;  // parameters of which the checkpoint has an update that is not in its weights
+  for (const auto& stored : resume.manifest.tensors) {
+    if (checkpoint::state_of(stored.first) == optim::kNextState) ahead.emplace(checkpoint::parameter_of(stored.first));
+  }
+  require(ahead.empty() || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
           " was saved by a run of true, whose last update is not in its weights; set offload.delayed_update = true");
   std::vector<std::string> ignored{hook_prefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
@@ -159,7 +161,7 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
     log().info("{}: saved with another precision.params, precision.master or optim.state_dtype; what was stored is read as {}", resume.folder.string(), list);
   }
   checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
-  if (auto* const host = dynamic_cast<HostOptimizer*>(run.optimizer.get()); host != nullptr && !has_next) host->follow_all();
+  if (auto* const host = dynamic_cast<HostOptimizer*>(run.optimizer.get()); host != nullptr) host->follow_all_but(ahead);
   if (run.host != nullptr) run.host->follow();
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());

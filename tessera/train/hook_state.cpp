@@ -1,9 +1,11 @@
 #include "tessera/train/hook_state.h"
 
+#include <map>
 #include <set>
 #include <string_view>
 #include <utility>
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
@@ -110,12 +112,21 @@ HookShares hook_shares(const Composition& run) {
 
 std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data) {
   std::vector<checkpoint::SlicedTensor> tensors;
+  std::map<std::string, size_t> sums;  // a rank that has both ends of a tied weight has two rows of its sum
   for (const auto& [held, row, rows, stand_in] : state_of(hooks, data)) {
-    if (held.across == HookTensor::Across::Sum) {
-      tensors.push_back({held.tensor.unsqueeze(0), stacked(held.slice, rows, row, 1)});
-    } else {
+    if (held.across == HookTensor::Across::Equal) {
       tensors.push_back({held.tensor, prefixed(held.slice)});
+      continue;
     }
+    checkpoint::SlicedTensor mine{held.tensor.unsqueeze(0), stacked(held.slice, rows, row, 1)};
+    const auto [other, is_first] = sums.emplace(mine.slice.name, tensors.size());
+    if (is_first) {
+      tensors.push_back(std::move(mine));
+      continue;
+    }
+    auto& [tensor, slice] = tensors[other->second];
+    tensor = at::cat({tensor, mine.tensor});
+    slice.boxes.insert(slice.boxes.end(), mine.slice.boxes.begin(), mine.slice.boxes.end());
   }
   return tensors;
 }

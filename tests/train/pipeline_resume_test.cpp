@@ -2,8 +2,8 @@
 // other layout, and each stage's bucket layout.
 
 #include "tessera/train/hook_state.h"
-#include "tests/train/resume_fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
@@ -20,6 +20,7 @@ using testing_support::Sets;
 using testing_support::SliceCollector;
 
 const Sets kPowerSgd{"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=1"};
+const Sets kBothEnds{"pipeline.schedule=breadth_first", "pipeline.virtual_stages=2"};  // of a tied embedding, on every rank
 const Sets kTwoStages{"mesh.pp=2"}, kFourStages{"mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"};
 
 class PipelineResume : public ResumeFixture {
@@ -53,7 +54,8 @@ class PipelineResume : public ResumeFixture {
 };
 
 TEST_F(PipelineResume, PowerSgdGoesOnToTheBit) {
-  for (const Layout& layout : {with("pp2 x dp2", 4, kTwoStages, kPowerSgd), with("pp2 x v2 x dp2", 4, kFourStages, kPowerSgd)}) {
+  for (const Layout& layout :
+       {with("pp2 x dp2", 4, kTwoStages, kPowerSgd), with("pp2 x v2 x dp2", 4, kFourStages, kPowerSgd), with("v2 x dp2", 2, kBothEnds, kPowerSgd)}) {
     const auto whole = run_saving(layout, {});
     ::testing::internal::CaptureStderr();
     expect_goes_on(layout, layout, {}, /*bound=*/0, whole);
@@ -65,12 +67,7 @@ TEST_F(PipelineResume, PowerSgdGoesOnToTheBit) {
 /// Its start is counted in steps, also where a step holds several updates: a checkpoint is taken before it and after it.
 TEST_F(PipelineResume, PowerSgdOfAsynchronousPipelinesBeginsByStepsAndGoesOnToTheBit) {
   for (const char* schedule : {"pipeline.schedule=pipedream", "pipeline.schedule=pipedream_2bw"}) {
-    const Sets sets{"mesh.pp=2",
-                    schedule,
-                    "model.tie_embeddings=false",
-                    "optim.max_grad_norm=0",
-                    "comm.compression=powersgd",
-                    "comm.powersgd_rank=1",
+    const Sets sets{"mesh.pp=2",          schedule, "model.tie_embeddings=false", "optim.max_grad_norm=0", "comm.compression=powersgd", "comm.powersgd_rank=1",
                     "batch.global_size=8"};
     const auto plain = run(with("never", 4, sets, {"comm.powersgd_start=100"}), {});
     for (const int64_t start : {2, 4}) {
@@ -89,7 +86,7 @@ TEST_F(PipelineResume, PowerSgdOfAsynchronousPipelinesBeginsByStepsAndGoesOnToTh
 /// Nothing of the gradient is lost: errors of a tied embedding's two copies are terms of one sum.
 TEST_F(PipelineResume, ErrorsOfPowerSgdFollowTheirParametersIntoAnyLayout) {
   const std::vector<Layout> layouts{with("dp2", 2, {}, kPowerSgd), with("pp2 x dp2", 4, kTwoStages, kPowerSgd),
-                                    with("pp2 x v2 x dp3", 6, kFourStages, kPowerSgd)};
+                                    with("pp2 x v2 x dp3", 6, kFourStages, kPowerSgd), with("v2 x dp2", 2, kBothEnds, kPowerSgd)};
   for (const Layout& from : layouts) {
     run_saving(from, {"run.steps=3"});
     const auto want = sums(stored(saved(from, kSaved)));

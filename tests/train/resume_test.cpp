@@ -82,6 +82,28 @@ TEST_F(Resume, ADelayedUpdateGoesOnAndBeginsLater) {
   }
 }
 
+/// Frozen weights have no update that could be late: what was loaded stays. They are trained ones here, for initial ones would not tell.
+TEST_F(Resume, ADelayedUpdateLeavesFrozenWeightsAsTheyWereSaved) {
+  const Layout base{"base", 1, {}};
+  run_saving(base, {});
+  const auto learned = saved(base, kSaved).string();
+  for (const Layout& host : {Layout{"one", 1, {}}, Layout{"two", 2, {"zero.stage=2"}}}) {
+    SCOPED_TRACE(host.name);
+    Sets sets{"lora.modules=layers.*.attention.*", "offload.optimizer=host", "offload.delayed_update=true", "checkpoint.every=1", "run.steps=7"};
+    const auto go_on = [&](const std::string& from, const std::string& into, const Sets& more = {}) {
+      Sets all = sets;
+      all.insert(all.end(), more.begin(), more.end());
+      all.insert(all.end(), {"checkpoint.resume=" + from, "checkpoint.dir=" + (folder_ / into).string()});
+      return run(host, all);
+    };
+    const auto whole = go_on(learned, "whole", {"checkpoint.partial=[\"**.lora_*\"]"}), again = go_on((folder_ / "whole" / step_name(5)).string(), "again");
+    ASSERT_EQ(again.size(), 2);
+    for (size_t i = 0; i < 2; ++i) EXPECT_EQ(again[i].loss, whole[i + 2].loss) << again[i].step;
+    expect_same_bits(stored(folder_ / "again" / step_name(7)), stored(folder_ / "whole" / step_name(7)));
+    for (const char* used : {"whole", "again"}) std::filesystem::remove_all(folder_ / used);
+  }
+}
+
 TEST_F(Resume, EveryLayoutGoesOnInEveryOther) {
   const std::vector<Layout> all(layouts().begin(), layouts().begin() + 5);
   expect_each_goes_on(all, {0, 1, 2, 3, 4});

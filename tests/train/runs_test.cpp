@@ -265,5 +265,29 @@ TEST_F(CutPlans, PowerSgdResumesWithLayersCutEvenlyAndUnevenly) {
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(HasSubstr("errors, and Q of PowerSGD"), HasSubstr("start afresh")));
 }
 
+/// What each of them would owe of it is fed back, and parts them.
+TEST_F(CutPlans, WhatTensorParallelRanksHoldAlikeStaysOneUnderPowerSgd) {
+  const Config made = config("gpt2", {"mesh.tp=2", "model.ffn_dim=11", "model.heads=2", "comm.compression=powersgd", "comm.powersgd_rank=1",
+                                      "comm.powersgd_start=0", "batch.global_size=4", "batch.micro_size=1", "run.threads=1"});
+  const auto text = corpus(made);
+  testing_support::SliceCollector of_first, of_second;
+  comm::run_ranks(4, [&](comm::World& ranks) {
+    const Mesh mesh(ranks, mesh_shape(made.mesh, made.zero.stage, ranks.size()));
+    RankScope scope(made, ranks.local_size());
+    Stepper stepper(made, mesh, at::kCPU, scope);
+    data::Loader loader(text, loader_options(made, mesh));
+    for (int step = 1; step <= 30; ++step) stepper.step(loader.next());
+    if (mesh["dp_replicate"].rank() > 0) return;
+    for (const auto& parameter : stepper.run().updated) {
+      const Slice slice = nn::slice_of(parameter.tensor);
+      if (slice.is_whole()) (mesh["tp"].rank() == 0 ? of_first : of_second).add(parameter.name, parameter.tensor, slice);
+    }
+  });
+  const auto first = of_first.whole(), second = of_second.whole();
+  ASSERT_EQ(first.size(), second.size());
+  EXPECT_TRUE(first.contains("embed_positions.weight"));
+  for (const auto& [name, tensor] : first) EXPECT_TRUE(at::equal(second.at(name), tensor)) << name;
+}
+
 }  // namespace
 }  // namespace tessera
