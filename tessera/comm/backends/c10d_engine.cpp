@@ -15,12 +15,20 @@ c10d::ReduceOp reduce_op(const Call& call) {
 }  // namespace
 
 Work C10dEngine::start(const Call& call) {
+  Work work = ask(call);
+  return work ? work : completed_work();
+}
+
+// c10d knows two kinds of call: one whose end the caller waits for, and one that is done, or in order on the caller's stream, when the method returns; of the
+// second ProcessGroupNCCL gives no work (torch 2.8 and later). On the caller's stream nothing else of a group could run beside it, and what the stream stood
+// still for would be no wait: on streams of its own such a backend is always asked the first way.
+Work C10dEngine::ask(const Call& call) {
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
   Tensors in = call.inputs, out = call.outputs;  // c10d may change what it is handed
   const int64_t root = call.peer;
   const auto timeout = call.timeout.value_or(c10d::kUnsetTimeout);
-  const bool async = call.async;
+  const bool async = call.async || runs_on_streams();
   switch (call.op) {
     case Operation::AllReduce:
       return backend_->allreduce(out, {.reduceOp = reduce_op(call), .timeout = timeout, .asyncOp = async});
