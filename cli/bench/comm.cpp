@@ -193,7 +193,7 @@ BenchJob job_of(const BenchCommFlags& flags, const Sweep& sweep, const std::stri
   return {.backend = backend,
           .said = fmt::format("{} ranks over {} with algorithm {}", sweep.nproc, backend, algorithm),
           .arguments = {"--op", fmt::format("{}", fmt::join(flags.ops, ",")), "--algorithm", algorithm, "--bytes",
-                        fmt::format("{}", fmt::join(flags.bytes, ",")), "--device", flags.device, "--dtype", flags.dtype, "--buffer", flags.buffers}};
+                        fmt::format("{}", fmt::join(flags.bytes, ",")), "--dtype", flags.dtype, "--buffer", flags.buffers}};
 }
 
 }  // namespace

@@ -74,8 +74,7 @@ std::vector<std::string> arguments_of(const BenchCpFlags& flags) {
           "--kv-heads", std::to_string(flags.kv_heads),
           "--head-dim", std::to_string(flags.head_dim),
           "--method",   fmt::format("{}", fmt::join(flags.methods, ",")),
-          "--dtype",    flags.dtype,
-          "--device",   flags.device};
+          "--dtype",    flags.dtype};
 }
 
 }  // namespace

@@ -62,8 +62,7 @@ std::vector<std::string> arguments_of(const BenchTpFlags& flags) {
   std::vector<std::string> arguments{"--hidden",   fmt::format("{}", fmt::join(flags.hidden, ",")),
                                      "--tokens",   std::to_string(flags.tokens),
                                      "--head-dim", std::to_string(flags.head_dim),
-                                     "--dtype",    flags.dtype,
-                                     "--device",   flags.device};
+                                     "--dtype",    flags.dtype};
   if (flags.sequence_parallel) arguments.emplace_back("--sequence-parallel");
   if (flags.overlap) arguments.emplace_back("--overlap");
   return arguments;
