@@ -161,7 +161,7 @@ void present(const BenchCommFlags& flags, const Sweep& sweep, std::vector<Row> r
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
 std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
   const at::Device device = device_for(flags.device, sweep.nproc, "--device");
-  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
+  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm, .device = device});
   std::vector<Row> rows;
   world.guard([&] {
     const auto group = world.group();

@@ -47,7 +47,8 @@ std::vector<AttentionRow> measure_attentions(const BenchCpFlags& flags, std::vec
   const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
   for (auto& what : cases) what.device = device;
   const auto recorder = std::make_shared<comm::Recorder>();
-  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
+  const auto world =
+      comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .device = device, .decorators = {comm::recording(recorder)}});
   const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
   std::vector<AttentionRow> rows;
   world.guard([&] {

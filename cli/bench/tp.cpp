@@ -47,7 +47,7 @@ std::vector<LayerCase> read_cases(const BenchTpFlags& flags, int ranks) {
 
 std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<LayerCase>& cases) {
   const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
-  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface});
+  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .device = device});
   std::vector<LayerRow> rows;
   world.guard([&] {
     for (auto what : cases) {

@@ -105,6 +105,8 @@ struct World::State {
     }
     try {
       return factory->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
+    } catch (const ConfigError&) {
+      throw;
     } catch (...) {
       const auto cause = message_of(std::current_exception());
       const auto failure = read_failure(store);
@@ -138,7 +140,12 @@ WorldOptions world_options(const CommConfig& config) {
 World::World(std::shared_ptr<State> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
   auto& self = *state_;
   const auto& environment = self.environment;
-  self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+  try {
+    self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+  } catch (const ConfigError&) {
+    leave();  // all refuse it, by what they read from each other: nobody may take the store along before the others have read
+    throw;
+  }
 }
 
 World::World(World&&) noexcept = default;
@@ -194,7 +201,8 @@ World World::join(const Environment& environment, Store store, const WorldOption
   if (environment.size > 1) {
     invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
-    state->factory = make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host});
+    state->factory =
+        make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host, .device = options.device});
     state->decorators = standard_decorators({.environment = environment, .options = state->options, .store = state->store});
   }
   return World(std::move(state));

@@ -15,7 +15,7 @@ class NcclFactory : public EngineFactory {
  public:
   explicit NcclFactory(const EngineOptions& options) {
     // Memory and kernels of this rank are on its own device; a communicator is made for the device that is current when the first collective runs.
-    c10::cuda::set_device(static_cast<c10::DeviceIndex>(options.environment.local_rank % c10::cuda::device_count()));
+    c10::cuda::set_device(options.device.value().index());
   }
 
   std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {

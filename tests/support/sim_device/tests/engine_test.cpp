@@ -1,19 +1,30 @@
 #include "tests/support/sim_device/engine.h"
 
-#include <gmock/gmock.h>
+#include <thread>
 
+#include <gmock/gmock.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tests/comm/mpirun.h"
 #include "tests/support/sim_device/tests/support.h"
 
 namespace tessera::sim {
 namespace {
 
 using comm::World;
+using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 using enum Report::Kind;
 
 class SimEngineTest : public SimDevice {
@@ -64,6 +75,67 @@ TEST_F(SimEngineTest, MovesWhatTheCpusEnginesMove) {
 // gloo and shm alone: through pinned memory (comm/backends/staged.h).
 TEST_F(SimEngineTest, EnginesOfTheHostTakeDeviceTensors) {
   for (const std::string backend : {"gloo", "shm"}) comm::run_ranks(3, move_everything, {.backend = backend});
+}
+
+// Some hosts have two ranks, and of those two share a device.
+TEST_F(SimEngineTest, TwoLevelsTakeDeviceTensors) {
+  comm::run_ranks(6,
+                  [](World& world) {
+                    EXPECT_EQ(world.group().engine()->name(), "two_level");
+                    move_everything(world);
+                  },
+                  {.hosts = {0, 1, 0, 1, 0, 2}});
+}
+
+TEST_F(SimEngineTest, MpiTakesDeviceTensors) { comm::testing_support::under_mpirun(2, "SimEngineTest.MpiTakesDeviceTensors", move_everything); }
+
+// Five ranks, four devices.
+TEST_F(SimEngineTest, RanksThatShareADeviceMeetOnTheHost) {
+  comm::run_ranks(5, [](World& world) {
+    EXPECT_EQ(world.group().engine()->name(), "shm");
+    move_everything(world);
+    const int rank = world.rank();
+    if (rank < 4) EXPECT_EQ(world.subgroup({0, 1, 2, 3}, "each its own").engine()->name(), "shm+simulated");
+    if (rank % 4 == 0) EXPECT_EQ(world.subgroup({0, 4}, "one").engine()->name(), "shm");
+  });
+}
+
+/// How "nccl" by name forms a group of ranks on `devices`, or refuses it: of each rank the engine's name, or why.
+std::vector<std::string> named_groups(const std::vector<at::Device>& devices) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const int ranks = static_cast<int>(devices.size());
+  std::vector<std::string> formed(devices.size());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const comm::Environment environment{.rank = rank, .size = ranks, .local_rank = rank, .local_size = ranks};
+      const auto factory = comm::make_auto_factory({.backend = "nccl", .environment = environment, .device = devices[rank]}, sim_type());
+      try {
+        formed[rank] = factory->connect({.name = "world", .rank = rank, .size = ranks, .timeout = std::chrono::seconds(30)}, store)->name();
+      } catch (const ConfigError& error) {
+        formed[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return formed;
+}
+
+TEST_F(SimEngineTest, AnEngineOfDevicesByNameIsThatBesideTheHosts) { EXPECT_THAT(named_groups({second, first, {sim_type(), 3}}), Each("shm+simulated")); }
+
+TEST_F(SimEngineTest, AnEngineOfDevicesByNameIsRefusedWhereRanksShareOne) {
+  EXPECT_THAT(named_groups({first, second, first}),
+              Each(AllOf(StartsWith("comm.backend = nccl: ranks 0, 2 share a device, and each rank of a group has to have one of its own;"),
+                         HasSubstr("set comm.backend = auto"))));
+  EXPECT_THAT(named_groups({first, at::kCPU}),
+              Each(StartsWith("comm.backend = nccl: rank 1 computes on no " + c10::DeviceTypeName(sim_type(), true) + " device")));
+}
+
+// On all ranks alike: so it is the user's to mend, and nobody's connection is to blame.
+TEST_F(SimEngineTest, ARefusalOfAGroupIsARefusalOfTheWorld) {
+  comm::register_device_engine(sim_type(), [](const comm::EngineOptions&) -> std::unique_ptr<comm::EngineFactory> { throw ConfigError("refused"); });
+  EXPECT_THAT([] { comm::run_ranks(2, [](World&) {}); }, ::testing::ThrowsMessage<ConfigError>(EndsWith(": refused")));
+  register_engine();
 }
 
 TEST_F(SimEngineTest, FindsResultsThatAreUsedBeforeTheWait) {
