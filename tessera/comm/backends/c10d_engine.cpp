@@ -15,6 +15,8 @@ c10d::ReduceOp reduce_op(const Call& call) {
 }  // namespace
 
 Work C10dEngine::start(const Call& call) {
+  last_.store(call.op, std::memory_order_relaxed);
+  asked_.fetch_add(1, std::memory_order_relaxed);
   Work work = ask(call);
   return work ? work : completed_work();
 }
@@ -60,6 +62,18 @@ Work C10dEngine::ask(const Call& call) {
       return backend_->barrier({.device_ids = {}, .timeout = timeout, .device = {}, .asyncOp = async});
   }
   throw InternalError("internal error: unknown operation");
+}
+
+// A thread of ProcessGroupNCCL's looks after works and communicators, and keeps what it finds.
+std::string C10dEngine::failure() {
+  if (!runs_on_streams()) return {};
+  const c10d::ErrorType error = backend_->getError();
+  if (error == c10d::ErrorType::SUCCESS) return {};
+  const char* what = error == c10d::ErrorType::TIMEOUT        ? "a call did not end on the device within comm.timeout_s"
+                     : error == c10d::ErrorType::REMOTE_ERROR ? "NCCL failed on another rank"
+                                                              : "NCCL lost a peer, a link or its device";
+  return detail::concat(what, "; of ", asked_.load(std::memory_order_relaxed), " calls that this rank has asked for, the last was ",
+                        to_string(last_.load(std::memory_order_relaxed)));
 }
 
 at::Tensor C10dEngine::empty(int64_t elements, const at::TensorOptions& options) {

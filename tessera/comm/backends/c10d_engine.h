@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "tessera/comm/engine.h"
@@ -17,6 +19,8 @@ class C10dEngine : public Engine {
   void set_timeout(std::chrono::milliseconds timeout) override { backend_->setTimeout(timeout); }
   void abort() override { backend_->abort(); }
   void shutdown() override { backend_->shutdown(); }
+  bool fails_unseen() const override { return runs_on_streams(); }
+  std::string failure() override;
   at::Tensor empty(int64_t elements, const at::TensorOptions& options) override;
 
  private:
@@ -25,6 +29,8 @@ class C10dEngine : public Engine {
   Work ask(const Call& call);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::atomic<uint64_t> asked_{0};                   ///< calls so far
+  std::atomic<Operation> last_{Operation::Barrier};  ///< of them
 };
 
 }  // namespace tessera::comm

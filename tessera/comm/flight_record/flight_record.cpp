@@ -10,12 +10,12 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
+#include "tessera/comm/thread_without_signals.h"
 
 // The kernel keeps the pages of a mapping when their process is killed, so a store is as safe as a write to the file, and makes no system call. A reader may
 // come at any moment, also while the process lives: an entry is unpublished, written, and published under its number, and an entry under another number is not
@@ -90,16 +90,6 @@ std::optional<int> rank_of(const std::filesystem::path& file) {
   int rank = -1, length = 0;
   const bool record = std::sscanf(name.c_str(), "rank_%d.bin%n", &rank, &length) == 1 && length == static_cast<int>(name.size());
   return record ? std::optional(rank) : std::nullopt;
-}
-
-// Signals are for the program's own threads.
-std::thread start_thread_without_signals(auto body) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(body));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "tests/support/sim_device/engine.h"
 
+#include <array>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -11,6 +12,8 @@
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
+#include "tests/comm/failing_engine.h"
 #include "tests/comm/mpirun.h"
 #include "tests/support/sim_device/tests/support.h"
 
@@ -136,6 +139,29 @@ TEST_F(SimEngineTest, ARefusalOfAGroupIsARefusalOfTheWorld) {
   comm::register_device_engine(sim_type(), [](const comm::EngineOptions&) -> std::unique_ptr<comm::EngineFactory> { throw ConfigError("refused"); });
   EXPECT_THAT([] { comm::run_ranks(2, [](World&) {}); }, ::testing::ThrowsMessage<ConfigError>(EndsWith(": refused")));
   register_engine();
+}
+
+// The work of a device is broken off, and who reads from it, waits or begins anew is told why.
+TEST_F(SimEngineTest, AFailureOfADeviceEndsAllRanks) {
+  std::array<std::atomic<bool>, 2> failed{};
+  std::array<std::string, 2> ends;
+  comm::run_ranks(2,
+                  [&](World& world) {
+                    const int rank = world.rank();
+                    const at::Tensor x = at::zeros({8}, here());
+                    all_reduce(world.group(), x);
+                    if (rank == 1) failed[1] = true;
+                    try {
+                      for (const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60); std::chrono::steady_clock::now() < give_up;) {
+                        all_reduce_async(world.group(), x).wait();
+                        host_read(x.sum(), 0);
+                      }
+                    } catch (const CommError& error) {
+                      ends[rank] = error.what();
+                    }
+                  },
+                  {.decorators = {comm::testing_support::fails_unseen(failed)}});
+  EXPECT_THAT(ends, Each(EndsWith("group world: a call did not end on the device")));
 }
 
 TEST_F(SimEngineTest, FindsResultsThatAreUsedBeforeTheWait) {
