@@ -154,7 +154,36 @@ FlightRecord::~FlightRecord() {
 
 void FlightRecord::show_signs_of_life() {
   std::unique_lock lock(mutex_);
-  while (!closed_.wait_for(lock, kSignOfLife, [&] { return closing_; })) publish(header_->seen_ns, now_ns());
+  while (!closed_.wait_for(lock, kSignOfLife, [&] { return closing_; })) {
+    publish(header_->seen_ns, now_ns());
+    lock.unlock();
+    ask_followed();
+    lock.lock();
+  }
+}
+
+void FlightRecord::follow(uint64_t number, std::function<State()> ask) {
+  const std::lock_guard lock(followed_mutex_);
+  followed_[number] = std::move(ask);
+}
+
+void FlightRecord::forget(uint64_t number) {
+  const std::lock_guard lock(followed_mutex_);
+  followed_.erase(number);
+}
+
+void FlightRecord::ask_followed() {
+  const std::lock_guard lock(followed_mutex_);
+  std::erase_if(followed_, [&](const auto& followed) {
+    const auto& [number, ask] = followed;
+    try {
+      const State state = ask();
+      mark(number, state);
+      return state == State::Completed || state == State::Failed;
+    } catch (...) {  // of a device that is lost
+      return false;
+    }
+  });
 }
 
 std::optional<FlightRecord::GroupSlot> FlightRecord::add_group(const GroupInfo& group) {
@@ -189,6 +218,7 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   entry.left_ns = 0;
   entry.bytes = call.bytes(group.size);
   entry.dims = static_cast<uint32_t>(shape.size());
+  entry.on_device = call.is_on_device() ? 1 : 0;
   std::copy_n(shape.begin(), std::min(shape.size(), flight::kMostDims), entry.shape.begin());
   entry.state = State::Entered;
   entry.group = group.number;

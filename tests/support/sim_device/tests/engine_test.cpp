@@ -1,6 +1,8 @@
 #include "tests/support/sim_device/engine.h"
 
 #include <array>
+#include <cstdlib>
+#include <filesystem>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -8,9 +10,14 @@
 
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/decorators/flight_record.h"
 #include "tessera/comm/engine.h"
+#include "tessera/comm/flight_record/flight_record.h"
+#include "tessera/comm/flight_record/reader.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/testing.h"
+#include "tessera/comm/unmeasured.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tests/comm/failing_engine.h"
@@ -162,6 +169,59 @@ TEST_F(SimEngineTest, AFailureOfADeviceEndsAllRanks) {
                   },
                   {.decorators = {comm::testing_support::fails_unseen(failed)}});
   EXPECT_THAT(ends, Each(EndsWith("group world: a call did not end on the device")));
+}
+
+/// An engine whose work ends when the test says so, and of which nobody who waits hears.
+class HeldEngine final : public comm::DecoratedEngine {
+ public:
+  class HeldWork final : public c10d::Work {
+   public:
+    void end() { finish(); }
+    bool wait(std::chrono::milliseconds) override { return true; }  // the stream waits
+  };
+  explicit HeldEngine(const comm::GroupInfo& group) : DecoratedEngine(group, {}) {}
+  comm::Work start(const comm::Call&) override { return work; }
+  c10::intrusive_ptr<HeldWork> work = c10::make_intrusive<HeldWork>();
+};
+
+// No host asks and none waits; the record's thread sees what the device has come to, and its end.
+TEST_F(SimEngineTest, AFlightRecordTellsHowFarADeviceHasCome) {
+  std::string dir = ::testing::TempDir() + "flightXXXXXX";
+  ASSERT_NE(mkdtemp(dir.data()), nullptr);
+  const comm::GroupInfo group{.name = "world", .rank = 0, .size = 2};
+  const auto held = std::make_shared<HeldEngine>(group);
+  {
+    const auto recorded = comm::flight_recording(dir, {.rank = 0, .size = 2})(held, group);
+    const auto last = [&] { return comm::flight::read_record(comm::FlightRecord::file_of(dir, 0)).calls.back(); };
+    const auto wait_for = [&](comm::flight::State state) {
+      const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (last().state != state && std::chrono::steady_clock::now() < give_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      EXPECT_EQ(last().state, state);
+    };
+    const at::Tensor x = at::ones({4}, here()), host = at::ones({4});
+    auto work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum});
+    EXPECT_TRUE(last().on_device);
+    EXPECT_EQ(last().state, comm::flight::State::InFlight);
+    EXPECT_TRUE(work->wait());
+    wait_for(comm::flight::State::Begun);
+    held->work->end();
+    wait_for(comm::flight::State::Completed);
+
+    held->work = c10::make_intrusive<HeldEngine::HeldWork>();
+    work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum});
+    work.reset();  // nor is it asked for once it is gone
+    EXPECT_EQ(held->work.use_count(), 1);
+
+    work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {host}, .outputs = {host}, .reduction = comm::Op::Sum});
+    EXPECT_FALSE(last().on_device);
+    const auto before = last().number;
+    {
+      const comm::Unmeasured captured;
+      EXPECT_EQ(recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum}).get(), held->work.get());
+    }
+    EXPECT_EQ(last().number, before) << "what a graph captures is none of the record's";
+  }
+  std::filesystem::remove_all(dir);
 }
 
 TEST_F(SimEngineTest, FindsResultsThatAreUsedBeforeTheWait) {
