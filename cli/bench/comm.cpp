@@ -14,7 +14,6 @@
 #include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/factory.h"
-#include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
@@ -166,7 +165,6 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, c
   world.guard([&] {
     const auto group = world.group();
     const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations}, device);
-    const auto name = group.engine()->name();
     for (const auto& op : sweep.ops) {
       if (!serves(algorithm, op)) continue;
       for (const int64_t bytes : sweep.bytes) {
@@ -174,7 +172,7 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, c
         workload.check();
         const auto timing = bench::measure(group, [&] { workload.run(); }, sweep.limits);
         rows.push_back({.op = op,
-                        .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
+                        .backend = bench::engine_for(group, device),
                         .algorithm = algorithm,
                         .dtype = flags.dtype,
                         .buffers = flags.buffers,
