@@ -94,7 +94,9 @@ int eval(const EvalFlags& flags) {
   settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
   settings.emplace_back("--micro-size", std::to_string(flags.micro_size));
   settings.emplace_back("--dump-logits", dump.empty() ? "not given" : "given");
-  auto world = comm::World::from_environment(comm::world_options(config.comm));
+  auto options = comm::world_options(config.comm);
+  options.device = device;
+  auto world = comm::World::from_environment(options);
   Evaluation found;
   std::string damaged;
   world.guard([&] {

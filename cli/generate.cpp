@@ -182,7 +182,9 @@ int generate_text(const GenerateFlags& flags) {
     for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
       say_what_is_forgotten(wanted.requests[i].prompt.size(), config.model);
   }
-  auto world = comm::World::from_environment(comm::world_options(config.comm));
+  auto options = comm::world_options(config.comm);
+  options.device = device;
+  auto world = comm::World::from_environment(options);
   world.guard([&] {
     check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, device, world.group());

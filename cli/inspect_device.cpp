@@ -45,6 +45,7 @@ json accelerator_json(at::Device device) {
   return {{"name", device.str()},
           {"model", facts.model},
           {"capability", facts.capability},
+          {"bus_id", device_bus_id(device)},
           {"memory_bytes", facts.memory_bytes},
           {"free_bytes", facts.free_bytes},
           {"bf16", has_kernels ? json(kernels::multiplies_bf16(device)) : json()},

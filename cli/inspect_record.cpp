@@ -15,18 +15,20 @@ namespace {
 namespace flight = comm::flight;
 using nlohmann::json;
 
-const char* name_of(flight::State state) {
-  switch (state) {
+const char* name_of(const flight::RecordedCall& call) {
+  switch (call.state) {
     case flight::State::Entered:
       return "entered";
     case flight::State::InFlight:
-      return "in flight";
+      return call.on_device ? "enqueued" : "in flight";
     case flight::State::Waiting:
       return "waiting";
     case flight::State::Completed:
       return "completed";
     case flight::State::Failed:
       return "failed";
+    case flight::State::Begun:
+      return "begun";
   }
   return "unknown";
 }
@@ -43,7 +45,8 @@ json call_json(const flight::RankRecord& record, const flight::RecordedCall& cal
           {"peer", call.peer},
           {"tag", call.tag},
           {"site", call.site},
-          {"state", name_of(call.state)},
+          {"state", name_of(call)},
+          {"on_device", call.on_device},
           {"entered_s", call.entered_s},
           {"left_s", call.ended() ? json(call.left_s) : json()}};
 }

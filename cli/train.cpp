@@ -330,6 +330,7 @@ int train(const TrainFlags& flags) {
   if (first) lock_checkpoint_dir(config, inputs);
 
   auto options = options_for(config, size, inputs);
+  options.device = device;
   options.record_dir = record_dir(config);
   options.inject = flags.inject;
   auto world = comm::World::from_environment(options);

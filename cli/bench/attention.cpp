@@ -16,7 +16,6 @@
 
 #include "cli/bench/measure.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/models/model.h"
@@ -113,11 +112,10 @@ ContextParallelOptions attention_options(const std::string& method) {
 std::vector<AttentionRow> measure_attention(const comm::World& world, comm::Recorder& recorder, const AttentionCase& what, const Limits& limits) {
   const comm::Group& group = world.group();
   const SequenceCut cut = SequenceCut::head_tail(what.length, group.size());
-  const auto engine = group.engine()->name();
   std::vector<AttentionRow> rows;
   for (const auto& method : what.methods) {
     rows.push_back({.method = method,
-                    .backend = engine.substr(0, engine.find('+')),
+                    .backend = engine_for(group, what.device),
                     .dtype = dtype_name(what.dtype),
                     .length = what.length,
                     .heads = what.heads,

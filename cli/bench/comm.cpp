@@ -14,7 +14,6 @@
 #include "tessera/comm/algorithms/message_plan.h"
 #include "tessera/comm/algorithms/table.h"
 #include "tessera/comm/backends/factory.h"
-#include "tessera/comm/engine.h"
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
@@ -161,12 +160,11 @@ void present(const BenchCommFlags& flags, const Sweep& sweep, std::vector<Row> r
 /// Measures one backend with one algorithm in this process, one of the ranks. Collective. Every rank gets the rows.
 std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, const std::string& backend, const std::string& algorithm) {
   const at::Device device = device_for(flags.device, sweep.nproc, "--device");
-  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm});
+  const auto world = comm::World::from_environment({.backend = backend, .interface = flags.interface, .algorithm = algorithm, .device = device});
   std::vector<Row> rows;
   world.guard([&] {
     const auto group = world.group();
     const double link = bench::measure_link(group, {.seconds = std::min(flags.seconds, 0.1), .iterations = flags.iterations}, device);
-    const auto name = group.engine()->name();
     for (const auto& op : sweep.ops) {
       if (!serves(algorithm, op)) continue;
       for (const int64_t bytes : sweep.bytes) {
@@ -174,7 +172,7 @@ std::vector<Row> measure_here(const BenchCommFlags& flags, const Sweep& sweep, c
         workload.check();
         const auto timing = bench::measure(group, [&] { workload.run(); }, sweep.limits);
         rows.push_back({.op = op,
-                        .backend = name.substr(0, name.find('+')),  // what "auto" took; what serves the CPU stands first
+                        .backend = bench::engine_for(group, device),
                         .algorithm = algorithm,
                         .dtype = flags.dtype,
                         .buffers = flags.buffers,
@@ -193,7 +191,7 @@ BenchJob job_of(const BenchCommFlags& flags, const Sweep& sweep, const std::stri
   return {.backend = backend,
           .said = fmt::format("{} ranks over {} with algorithm {}", sweep.nproc, backend, algorithm),
           .arguments = {"--op", fmt::format("{}", fmt::join(flags.ops, ",")), "--algorithm", algorithm, "--bytes",
-                        fmt::format("{}", fmt::join(flags.bytes, ",")), "--device", flags.device, "--dtype", flags.dtype, "--buffer", flags.buffers}};
+                        fmt::format("{}", fmt::join(flags.bytes, ",")), "--dtype", flags.dtype, "--buffer", flags.buffers}};
 }
 
 }  // namespace

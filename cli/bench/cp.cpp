@@ -47,7 +47,8 @@ std::vector<AttentionRow> measure_attentions(const BenchCpFlags& flags, std::vec
   const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
   for (auto& what : cases) what.device = device;
   const auto recorder = std::make_shared<comm::Recorder>();
-  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
+  const auto world =
+      comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .device = device, .decorators = {comm::recording(recorder)}});
   const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
   std::vector<AttentionRow> rows;
   world.guard([&] {
@@ -74,8 +75,7 @@ std::vector<std::string> arguments_of(const BenchCpFlags& flags) {
           "--kv-heads", std::to_string(flags.kv_heads),
           "--head-dim", std::to_string(flags.head_dim),
           "--method",   fmt::format("{}", fmt::join(flags.methods, ",")),
-          "--dtype",    flags.dtype,
-          "--device",   flags.device};
+          "--dtype",    flags.dtype};
 }
 
 }  // namespace

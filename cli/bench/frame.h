@@ -21,6 +21,9 @@ struct BenchJob {
   std::vector<std::string> arguments;  ///< of the copies, but for those that all benchmarks have
 };
 
+/// Their command line: the job's arguments, and what all benchmarks have.
+std::vector<std::string> command_of_copies(const BenchFlags& flags, const std::string& bench, const BenchJob& job);
+
 template <class Row>
 struct Bench {
   std::string name;  ///< "tp"
@@ -50,13 +53,8 @@ int run_bench(const BenchFlags& flags, int nproc, const Bench<Row>& bench) {
   std::vector<Row> rows;
   for (const BenchJob& job : bench.jobs) {
     log().info("{}", job.said);
-    std::vector<std::string> command{"bench", bench.name};
-    command.insert(command.end(), job.arguments.begin(), job.arguments.end());
-    command.insert(command.end(), {"--backend", job.backend, "--seconds", format_float(flags.seconds)});
-    if (flags.iterations > 0) command.insert(command.end(), {"--iterations", std::to_string(flags.iterations)});
-    if (!flags.interface.empty()) command.insert(command.end(), {"--interface", flags.interface});
     std::vector<std::string> lines;
-    if (const int exit_code = rows_of_copies(nproc, job.backend, std::move(command), lines); exit_code != 0) return exit_code;
+    if (const int exit_code = rows_of_copies(nproc, job.backend, command_of_copies(flags, bench.name, job), lines); exit_code != 0) return exit_code;
     for (Row& row : bench.read(lines)) rows.push_back(std::move(row));
   }
   bench.present(rows);

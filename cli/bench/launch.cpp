@@ -100,6 +100,15 @@ int rows_of_copies(int nproc, const std::string& backend, std::vector<std::strin
   return 0;
 }
 
+std::vector<std::string> command_of_copies(const BenchFlags& flags, const std::string& bench, const BenchJob& job) {
+  std::vector<std::string> command{"bench", bench};
+  command.insert(command.end(), job.arguments.begin(), job.arguments.end());
+  command.insert(command.end(), {"--backend", job.backend, "--device", flags.device, "--seconds", format_float(flags.seconds)});
+  if (flags.iterations > 0) command.insert(command.end(), {"--iterations", std::to_string(flags.iterations)});
+  if (!flags.interface.empty()) command.insert(command.end(), {"--interface", flags.interface});
+  return command;
+}
+
 void show_rows(const BenchFlags& flags, const std::string& text, const std::function<std::string()>& picture) {
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);

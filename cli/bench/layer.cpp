@@ -140,11 +140,7 @@ void measure_compute(const comm::Group& group, LayerRow& row, const bench::Limit
 }  // namespace
 
 LayerRow measure_layer(const comm::Group& group, const LayerCase& what, const bench::Limits& limits) {
-  const auto engine = group.engine()->name();
-  LayerRow row{.what = what,
-               .ffn_dim = model_config(what, group.size()).ffn_dim.value(),
-               .ranks = group.size(),
-               .backend = engine.substr(0, engine.find('+'))};  // what "auto" took; what serves the CPU stands first
+  LayerRow row{.what = what, .ffn_dim = model_config(what, group.size()).ffn_dim.value(), .ranks = group.size(), .backend = engine_for(group, what.device)};
   measure_compute(group, row, limits);
   Replay collectives(group, collectives_of(group, what), what.device);
   row.communication = bench::measure(group, [&] { collectives.run(); }, limits);

@@ -8,6 +8,7 @@
 
 #include "cli/bench/workload.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 
 namespace tessera::bench {
@@ -27,6 +28,13 @@ Timing measure(const comm::Group& group, const std::function<void()>& call, cons
                         }};
   return measure(ranks, call, limits);
 }
+
+std::string part_for(const std::string& engine, at::Device device) {
+  const auto plus = engine.find('+');
+  return device.is_cpu() || plus == std::string::npos ? engine.substr(0, plus) : engine.substr(plus + 1);
+}
+
+std::string engine_for(const comm::Group& group, at::Device device) { return part_for(group.engine()->name(), device); }
 
 double measure_link(const comm::Group& group, const Limits& limits, at::Device device) {
   double best = 0;

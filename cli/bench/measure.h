@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include <c10/core/Device.h>
 
@@ -19,5 +20,10 @@ Timing measure(const comm::Group& group, const std::function<void()>& call, cons
 /// The best bandwidth between two ranks, in bytes per second and direction: messages of 256 KiB to 16 MiB, from rank 0 to rank 1 alone and from each
 /// rank to the next at once; the best of all. Collective. What a collective's bus bandwidth is held against.
 double measure_link(const comm::Group& group, const Limits& limits, at::Device device = at::kCPU);
+
+/// Of an engine such as "shm+nccl" the part that takes tensors on `device`: that of the host stands first.
+std::string part_for(const std::string& engine, at::Device device);
+/// Of a group's engine: what "auto" took.
+std::string engine_for(const comm::Group& group, at::Device device);
 
 }  // namespace tessera::bench

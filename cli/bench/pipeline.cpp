@@ -10,7 +10,6 @@
 
 #include "cli/bench/measure.h"
 #include "cli/bench/workload.h"
-#include "tessera/comm/engine.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
@@ -128,11 +127,6 @@ std::vector<schedules::Timed> timelines_of(const comm::World& world, PipelinedSt
   return timelines;
 }
 
-std::string backend_of(const comm::World& world) {
-  const auto engine = world.group().engine()->name();
-  return engine.substr(0, engine.find('+'));  // what "auto" took; what serves the CPU stands first
-}
-
 }  // namespace
 
 PipelineRow measure_overhead(const PipelineCase& what, const Limits& limits) {
@@ -155,7 +149,7 @@ PipelineRow measure_overhead(const PipelineCase& what, const Limits& limits) {
 
 PipelineRow measure_step(const comm::World& world, const PipelineCase& what, const Limits& limits) {
   PipelinedStep step(world, what);
-  PipelineRow row{.kind = "schedule", .what = what, .backend = backend_of(world)};
+  PipelineRow row{.kind = "schedule", .what = what, .backend = engine_for(world.group(), what.device)};
   row.step_us = measure(world.group(), [&] { step.run(); }, limits).median_us;
   std::vector<double> bubbles, foretold;
   for (const auto& timed : timelines_of(world, step)) {
@@ -171,7 +165,7 @@ PipelineRow measure_step(const comm::World& world, const PipelineCase& what, con
 
 PipelineRow measure_boundary(const comm::World& world, comm::Recorder& recorder, const PipelineCase& what, const Limits& limits) {
   PipelinedStep step(world, what);
-  PipelineRow row{.kind = "boundary", .what = what, .backend = backend_of(world)};
+  PipelineRow row{.kind = "boundary", .what = what, .backend = engine_for(world.group(), what.device)};
   const auto per_token = [&](double of_step) { return of_step / static_cast<double>(what.global_size * what.tokens); };
   const auto counter = std::make_shared<nn::FlopCounter>();
   recorder.clear();

@@ -111,7 +111,8 @@ std::vector<PipelineRow> measure_pipelines(const BenchPpFlags& flags, PipelinePl
     for (auto& what : *cases) what.device = device;
   }
   const auto recorder = std::make_shared<comm::Recorder>();
-  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .decorators = {comm::recording(recorder)}});
+  const auto world =
+      comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .device = device, .decorators = {comm::recording(recorder)}});
   const bench::Limits limits{.seconds = flags.seconds, .iterations = flags.iterations};
   std::vector<PipelineRow> rows;
   world.guard([&] {

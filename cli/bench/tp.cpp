@@ -47,7 +47,7 @@ std::vector<LayerCase> read_cases(const BenchTpFlags& flags, int ranks) {
 
 std::vector<LayerRow> measure_here(const BenchTpFlags& flags, const std::vector<LayerCase>& cases) {
   const at::Device device = device_for(flags.device, static_cast<int>(bench_ranks(flags.nproc)), "--device");
-  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface});
+  const auto world = comm::World::from_environment({.backend = flags.backend, .interface = flags.interface, .device = device});
   std::vector<LayerRow> rows;
   world.guard([&] {
     for (auto what : cases) {
@@ -62,8 +62,7 @@ std::vector<std::string> arguments_of(const BenchTpFlags& flags) {
   std::vector<std::string> arguments{"--hidden",   fmt::format("{}", fmt::join(flags.hidden, ",")),
                                      "--tokens",   std::to_string(flags.tokens),
                                      "--head-dim", std::to_string(flags.head_dim),
-                                     "--dtype",    flags.dtype,
-                                     "--device",   flags.device};
+                                     "--dtype",    flags.dtype};
   if (flags.sequence_parallel) arguments.emplace_back("--sequence-parallel");
   if (flags.overlap) arguments.emplace_back("--overlap");
   return arguments;

@@ -25,6 +25,8 @@ struct Call {
 
   bool is_message() const { return op == Operation::Send || op == Operation::Recv; }
   bool has_splits() const { return !in_splits.empty() || !out_splits.empty(); }
+  /// Whether it is work of an accelerator, behind which the host goes on.
+  bool is_on_device() const { return tensor().defined() && !tensor().is_cpu() && !tensor().is_meta(); }
   /// What moves, or its first part; undefined for barrier.
   const at::Tensor& tensor() const;
   c10::ScalarType dtype() const { return tensor().defined() ? tensor().scalar_type() : c10::ScalarType::Undefined; }

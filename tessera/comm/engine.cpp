@@ -1,6 +1,7 @@
 #include "tessera/comm/engine.h"
 
 #include <algorithm>
+#include <atomic>
 
 namespace tessera::comm {
 namespace {
@@ -36,7 +37,7 @@ class StagedWork : public c10d::Work {
 
  private:
   std::vector<WorkStage> stages_;
-  size_t done_ = 0;
+  std::atomic<size_t> done_ = 0;  // who asks whether it is completed may be another thread
 };
 
 // Shape of `ranks` parts one below the other.

@@ -39,6 +39,11 @@ class Engine {
   virtual void abort() {}
   /// Leaves the group.
   virtual void shutdown() {}
+  /// Whether calls may fail with nobody who waits to be told: work of a device, behind which the host goes on. Then failure() has to be asked.
+  virtual bool fails_unseen() const { return false; }
+  /// What the engine found out by itself of such a failure, after which nothing of this group can be relied on; empty: nothing. Asked several times a second,
+  /// from another thread than calls come from; waits for nobody.
+  virtual std::string failure() { return {}; }
   /// What this rank is at from now on ("stage 1, forward of micro-batch 5"), for whoever records; empty: nothing in particular. Not copied for longer than the
   /// call.
   virtual void set_place(std::string_view /*place*/) {}

@@ -32,6 +32,7 @@ ExposedTime::Scope::~Scope() {
 
 Unmeasured::Unmeasured() : before_(std::exchange(*unmeasured, true)) {}
 Unmeasured::~Unmeasured() { *unmeasured = before_; }
+bool Unmeasured::now() { return *unmeasured; }
 
 ExposedTime& ExposedTime::operator+=(const ExposedTime& other) {
   on_host_ += other.on_host_;

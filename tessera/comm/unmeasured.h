@@ -10,6 +10,7 @@ class Unmeasured {
   ~Unmeasured();
   Unmeasured(const Unmeasured&) = delete;
   Unmeasured& operator=(const Unmeasured&) = delete;
+  static bool now();
 
  private:
   bool before_;

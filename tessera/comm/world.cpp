@@ -13,15 +13,18 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/decorators/failure_notice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/decorators/standard.h"
 #include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/failure_watch.h"
 #include "tessera/comm/meeting/endpoint.h"
 #include "tessera/comm/meeting/network.h"
 #include "tessera/comm/meeting/rendezvous.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/read_check.h"
 #include "tessera/core/rng.h"
 
 // Ending is harder than beginning: a connection or a store that goes early looks to its peers like a crash. So a rank counts itself out, waits until all have,
@@ -80,6 +83,8 @@ struct World::State {
   std::map<std::string, int> formed;             // groups so far, by name and members
   std::vector<std::shared_ptr<Engine>> engines;  // kept to the end: a group that closes early looks like a failure to its peers
   std::optional<bool> left;
+  const std::shared_ptr<FailureNotice> notice = std::make_shared<FailureNotice>();
+  std::unique_ptr<FailureWatch> watch;  // last: its thread uses the rest
 
   bool serves_store() const { return environment.rank == 0 && !environment.agent_store; }
 
@@ -88,11 +93,54 @@ struct World::State {
     info.timeout = options.timeout;
     auto made = recorder ? make_dry_engine(recorder, info, dry_scratch) : connect(info);
     for (const auto& decorate : decorators) made = decorate(std::move(made), info);
+    if (made->fails_unseen()) made = end_by_notice(info, std::move(made), notice);
     {
       const std::lock_guard lock(mutex);
       engines.push_back(made);
     }
+    if (made->fails_unseen()) watch_failures();
     return Group(std::move(info), std::move(made), [store = store] { return read_failure(store); });
+  }
+
+  std::vector<std::shared_ptr<Engine>> all_engines() {
+    const std::lock_guard lock(mutex);
+    return engines;
+  }
+
+  void abort_engines() noexcept {
+    for (const auto& engine : all_engines()) {
+      try {
+        engine->abort();
+      } catch (...) {  // the others must be closed all the same
+      }
+    }
+  }
+
+  void report_failure(const std::string& cause) noexcept {
+    if (!store) return;
+    try {
+      if (store->add(kFailures, 1) == 1) store->set(kFailure, detail::concat("rank ", environment.rank, " failed: ", cause));
+    } catch (...) {  // without the store nobody can be told
+    }
+  }
+
+  // Work of a device is broken off here also where another rank has failed: nothing tells the device, and who reads from it would stand there until the
+  // timeout.
+  void watch_failures() {
+    const auto here = [this] {
+      for (const auto& engine : all_engines()) {
+        if (std::string cause = engine->failure(); !cause.empty()) return cause;
+      }
+      return std::string();
+    };
+    const auto found = [this](const std::string& cause, bool is_own) {
+      notice->give(cause);
+      if (is_own) report_failure(cause);
+      abort_engines();
+    };
+    const std::lock_guard lock(mutex);
+    if (watch || left) return;
+    watch = std::make_unique<FailureWatch>(environment.size, FailureWatch::Questions{here, [this] { return read_failure(store); }, found});
   }
 
   std::shared_ptr<Engine> connect(const GroupInfo& info) {
@@ -105,6 +153,8 @@ struct World::State {
     }
     try {
       return factory->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
+    } catch (const ConfigError&) {
+      throw;
     } catch (...) {
       const auto cause = message_of(std::current_exception());
       const auto failure = read_failure(store);
@@ -138,7 +188,12 @@ WorldOptions world_options(const CommConfig& config) {
 World::World(std::shared_ptr<State> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
   auto& self = *state_;
   const auto& environment = self.environment;
-  self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+  try {
+    self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+  } catch (const ConfigError&) {
+    leave();  // all refuse it, by what they read from each other: nobody may take the store along before the others have read
+    throw;
+  }
 }
 
 World::World(World&&) noexcept = default;
@@ -158,6 +213,7 @@ World::~World() { finish(); }
 void World::finish() noexcept {
   if (!state_) return;  // moved from
   const bool unwinding = std::uncaught_exceptions() > exceptions_;
+  state_->watch.reset();
   if (unwinding || !leave()) abort();
 }
 
@@ -194,7 +250,8 @@ World World::join(const Environment& environment, Store store, const WorldOption
   if (environment.size > 1) {
     invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
-    state->factory = make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host});
+    state->factory =
+        make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host, .device = options.device});
     state->decorators = standard_decorators({.environment = environment, .options = state->options, .store = state->store});
   }
   return World(std::move(state));
@@ -223,45 +280,38 @@ Group World::group() const { return state_->everyone; }
 Group World::subgroup(const std::vector<int>& ranks, const std::string& name) const { return state_->subgroup(ranks, name); }
 
 void World::guard(const std::function<void()>& body) const {
-  try {
-    body();
-  } catch (...) {
+  const auto notice = state_->notice;
+  const ReadCheck behind_reads([&] { notice->require_none(); });
+  const auto say = [&] {
     report_failure(message_of(std::current_exception()));
     abort();
+  };
+  try {
+    body();
+  } catch (const Error&) {
+    say();
+    throw;
+  } catch (...) {
+    say();
+    notice->require_none();  // what a device's library says once its work is broken off explains nothing
     throw;
   }
 }
 
 void World::report_failure(const std::string& cause) const noexcept {
-  if (!state_) return;
-  const auto& store = state_->store;
-  if (!store) return;
-  try {
-    if (store->add(kFailures, 1) == 1) store->set(kFailure, detail::concat("rank ", rank(), " failed: ", cause));
-  } catch (...) {  // without the store nobody can be told
-  }
+  if (state_) state_->report_failure(cause);
 }
 
 std::string World::reported_failure() const noexcept { return state_ ? read_failure(state_->store) : std::string(); }
 
 void World::abort() const noexcept {
-  if (!state_) return;
-  std::vector<std::shared_ptr<Engine>> engines;
-  {
-    const std::lock_guard lock(state_->mutex);
-    engines = state_->engines;
-  }
-  for (const auto& engine : engines) {
-    try {
-      engine->abort();
-    } catch (...) {  // the others must be closed all the same
-    }
-  }
+  if (state_) state_->abort_engines();
 }
 
 bool World::leave(std::chrono::milliseconds patience) noexcept {
   if (!state_) return true;
   if (state_->left) return *state_->left;
+  state_->watch.reset();  // ranks that leave close what others still watch
   const auto& store = state_->store;
   bool all = true;
   if (store) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "tessera/comm/algorithms/table.h"
@@ -37,8 +38,10 @@ struct WorldOptions {
   bool check = false;                                           ///< comm.check
   std::string record_dir{};                                     ///< folder of the flight records; empty: none. From the environment: TESSERA_RECORD_DIR
   std::string inject{};                                         ///< faults to inject, as in --inject; empty: none. From the environment: TESSERA_INJECT
-  std::string host{};                                           ///< for tests: plays another host (EngineOptions::host)
-  std::vector<Decorator> decorators{};                          ///< applied to each group in order, around those that the fields above ask for
+  std::optional<at::Device>
+      device{};        ///< where this rank computes, of which the members of a group tell each other; unset: on the accelerator of its local rank
+  std::string host{};  ///< for tests: plays another host (EngineOptions::host)
+  std::vector<Decorator> decorators{};  ///< applied to each group in order, around those that the fields above ask for
 };
 
 /// What the configuration says of the world.

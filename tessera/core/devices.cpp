@@ -22,9 +22,13 @@ std::array<std::atomic<bool>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& supported() {
 }
 
 using Facts = DeviceFacts (*)(at::Device device);
-std::array<std::atomic<Facts>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& facts_of_types() {
-  static std::array<std::atomic<Facts>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> facts{};
-  return facts;
+using BusId = std::string (*)(at::Device device);
+
+/// Who tells it, by type.
+template <typename Teller>
+std::atomic<Teller>& teller(at::DeviceType type) {
+  static std::array<std::atomic<Teller>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> tellers{};
+  return tellers[static_cast<size_t>(type)];
 }
 
 /// What a name says. `index` only where it says one.
@@ -62,7 +66,7 @@ bool supports_device(at::DeviceType type) { return type == at::kCPU || type == a
 void add_supported_device(at::DeviceType type) { supported()[static_cast<size_t>(type)] = true; }
 
 DeviceFacts device_facts(at::Device device) {
-  if (const Facts facts = facts_of_types()[static_cast<size_t>(device.type())]) return facts(device);
+  if (const Facts facts = teller<Facts>(device.type())) return facts(device);
   DeviceFacts facts;
   auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
   if (allocator == nullptr || !device.has_index()) return facts;
@@ -75,7 +79,15 @@ DeviceFacts device_facts(at::Device device) {
   return facts;
 }
 
-void add_device_facts(at::DeviceType type, Facts facts) { facts_of_types()[static_cast<size_t>(type)] = facts; }
+std::string device_bus_id(at::Device device) {
+  const BusId bus_id = teller<BusId>(device.type());
+  return bus_id ? bus_id(device) : std::string();
+}
+
+void add_device_facts(at::DeviceType type, Facts facts, BusId bus_id) {
+  teller<Facts>(type) = facts;
+  teller<BusId>(type) = bus_id;
+}
 
 void check_device_name(const std::string& wanted, const std::string& key) {
   require(read(wanted).has_value(), key, " = ", wanted, ": there is no such device; set it to auto, cpu, cuda or cuda:N (N from 0)");

@@ -25,8 +25,11 @@ struct DeviceFacts {
   std::vector<int> peers{};  ///< devices of the type whose memory it reaches by itself, without the host
 };
 DeviceFacts device_facts(at::Device device);
+/// Where it sits in this machine, the same for every process whatever number the device has there ("0000:3b:00.0"); empty where nobody knows. Opens nothing on
+/// it.
+std::string device_bus_id(at::Device device);
 /// Who knows more of a type than how much memory its allocator may have.
-void add_device_facts(at::DeviceType type, DeviceFacts (*facts)(at::Device device));
+void add_device_facts(at::DeviceType type, DeviceFacts (*facts)(at::Device device), std::string (*bus_id)(at::Device device));
 
 /// A rank among those of its host.
 struct LocalRank {

@@ -2,11 +2,15 @@
 
 #include <ATen/ops/item.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
+#include "tessera/core/read_check.h"
 
 namespace tessera {
 namespace {
+
+Ambient<const ReadCheck*> read_check;
 
 void say_that_it_is_read(const at::Tensor& tensor) {
   if (EventStream* const listener = EventStream::current()) listener->add({.what = HostReadEvent{.bytes = static_cast<int64_t>(tensor.nbytes())}});
@@ -14,10 +18,19 @@ void say_that_it_is_read(const at::Tensor& tensor) {
 
 }  // namespace
 
+ReadCheck::ReadCheck(std::function<void()> check) : check_(std::move(check)), before_(std::exchange(*read_check, this)) {}
+ReadCheck::~ReadCheck() { *read_check = before_; }
+void ReadCheck::ask() {
+  if (const ReadCheck* const innermost = *read_check) innermost->check_();
+}
+
 double host_read(const at::Tensor& scalar, double dry_answer) {
   invariant(scalar.defined() && scalar.numel() == 1, "host_read expects a tensor of one element");
   say_that_it_is_read(scalar);
-  return scalar.is_meta() ? dry_answer : scalar.item().toDouble();
+  if (scalar.is_meta()) return dry_answer;
+  const double value = scalar.item().toDouble();
+  ReadCheck::ask();
+  return value;
 }
 
 std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) {
@@ -25,6 +38,7 @@ std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) {
   say_that_it_is_read(tensor);
   if (tensor.is_meta()) return std::vector<double>(static_cast<size_t>(tensor.numel()), dry_answer);
   const at::Tensor host = tensor.to(at::kCPU, at::kDouble).contiguous();
+  ReadCheck::ask();
   const double* data = host.const_data_ptr<double>();
   return {data, data + host.numel()};
 }

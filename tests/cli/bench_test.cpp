@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/bench/frame.h"
 #include "cli/bench/plot.h"
 #include "cli/bench/rows.h"
 #include "tessera/core/error.h"
@@ -15,6 +16,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::AnyOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 // Before any process is started.
@@ -33,6 +35,18 @@ TEST(BenchDevice, IsRefusedWhereItIsNotThere) {
   BenchCpFlags cp;
   cp.device = "cuda:77";
   EXPECT_THAT(reason_of([&] { bench_cp(cp); }), HasSubstr("--device"));
+}
+
+// Copies read their own command line, and are told all that this one was.
+TEST(BenchCopies, AreToldWhatAllBenchmarksTake) {
+  BenchPpFlags flags;
+  flags.device = "cuda:1";
+  flags.interface = "lo";
+  flags.seconds = 0.25;
+  flags.iterations = 3;
+  EXPECT_THAT(
+      command_of_copies(flags, "pp", {.backend = "gloo", .said = "", .arguments = {"--dim", "64"}}),
+      ElementsAre("bench", "pp", "--dim", "64", "--backend", "gloo", "--device", "cuda:1", "--seconds", "0.25", "--iterations", "3", "--interface", "lo"));
 }
 
 Row sample(const std::string& op, const std::string& algorithm, int64_t bytes, double us) {

@@ -31,6 +31,12 @@ TEST_P(Workloads, EveryOperationIsRightOnTheEngine) {
   });
 }
 
+TEST(EngineOf, ADeviceIsWhatServesIt) {
+  EXPECT_EQ(part_for("shm+nccl", at::kCPU), "shm");
+  EXPECT_EQ(part_for("shm+nccl", at::kCUDA), "nccl");
+  EXPECT_EQ(part_for("two_level", at::kCUDA), "two_level");
+}
+
 TEST(Workload, SumsAreExactInEveryDtype) {
   comm::run_ranks(3, [](comm::World& world) {
     for (const auto dtype : {at::kDouble, at::kBFloat16, at::kHalf, at::kLong, at::kInt, at::kChar, at::kByte}) {

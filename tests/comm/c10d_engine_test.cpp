@@ -89,6 +89,40 @@ TEST(C10dEngine, HandsEachCallToItsMethod) {
   EXPECT_EQ(empty(group, {3}).numel(), 3);  // plain memory, as it offers none
 }
 
+/// As ProcessGroupNCCL: of a call that waits it gives no work.
+class NotesOnStreams final : public Notes {
+ public:
+  explicit NotesOnStreams(std::string name) : name_(std::move(name)) {}
+  const std::string getBackendName() const override { return name_; }
+  Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override { return given(Notes::allreduce(tensors, options), options.asyncOp); }
+  Pointer barrier(const c10d::BarrierOptions& options) override { return given(Notes::barrier(options), options.asyncOp); }
+
+ private:
+  static Pointer given(Pointer work, bool asynchronous) { return asynchronous ? work : Pointer(); }
+  std::string name_;
+};
+
+TEST(C10dEngine, NcclIsNeverAskedToWait) {
+  const auto notes = c10::make_intrusive<NotesOnStreams>("nccl");
+  const Group group({.name = "streams", .rank = 0, .size = 2}, notes);
+  const auto two = at::ones({2});
+  all_reduce(group, two);
+  barrier(group);
+  all_reduce_async(group, two).wait();
+  EXPECT_EQ(two[0].item<float>(), 4);
+  EXPECT_THAT(notes->all, ElementsAre("allreduce op 0", "barrier ", "allreduce op 0"));
+}
+
+TEST(C10dEngine, WhoGivesNoWorkIsDone) {
+  const auto notes = c10::make_intrusive<NotesOnStreams>("theirs");
+  const Group group({.name = "theirs", .rank = 0, .size = 2}, notes);
+  const auto two = at::ones({2});
+  all_reduce(group, two);
+  barrier(group);
+  EXPECT_EQ(two[0].item<float>(), 2);
+  EXPECT_THAT(notes->all, ElementsAre("allreduce op 0, waits", "barrier , waits"));
+}
+
 TEST(C10dEngine, FailsInTheWordsOfTheGroup) {
   const Group group({.name = "theirs", .rank = 0, .size = 2}, c10::make_intrusive<Notes>());
   try {

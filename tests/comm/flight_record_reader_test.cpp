@@ -37,7 +37,8 @@ TEST_F(FlightRecords, ThatAreDamagedAreRefusedByOffset) {
   constexpr size_t groups = 4096, entries = 4096 + 65536 + 4096;
   EXPECT_EQ(damaged(0, 'T'), "accepted");
   EXPECT_THAT(damaged(0, 'x'), HasSubstr("rank_0.bin: not a flight record, or damaged: offset 0: does not begin with TSRFLGHT"));
-  EXPECT_THAT(damaged(8, uint32_t{2}), HasSubstr("offset 8: version 2; this build reads 1"));
+  EXPECT_THAT(damaged(8, uint32_t{3}), HasSubstr("offset 8: version 3; this build reads 1 and 2"));
+  EXPECT_EQ(damaged(8, uint32_t{1}), "accepted");
   EXPECT_THAT(damaged(12, uint32_t{192}), HasSubstr("offset 12: entries of 192 bytes"));
   EXPECT_THAT(damaged(offsetof(flight::Header, capacity), uint64_t{1} << 60), HasSubstr("offset 16: a ring of"));
   EXPECT_THAT(damaged(offsetof(flight::Header, entries_offset), ~uint64_t{0}), HasSubstr("the file ends inside the ring of entries"));

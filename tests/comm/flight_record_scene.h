@@ -19,6 +19,7 @@ struct What {
   std::string site{};
   int peer = -1;
   int tag = 0;
+  bool on_device = false;
 };
 
 class Scene {
@@ -49,6 +50,7 @@ class Scene {
     call.site = what.site;
     call.entered_s = entered_s;
     call.left_s = left_s;
+    call.on_device = what.on_device;
     call.sequence = call.is_message() ? ++messages_[{rank, call.group, call.op + std::to_string(what.peer) + "/" + std::to_string(what.tag)}]
                                       : ++record.groups[call.group].collectives;
     record.calls.push_back(call);

@@ -1,5 +1,6 @@
 #include "tessera/comm/flight_record/flight_record.h"
 
+#include <atomic>
 #include <map>
 #include <thread>
 #include <vector>
@@ -84,6 +85,37 @@ TEST_F(FlightRecords, GiveBackWhatWasEntered) {
   EXPECT_EQ(second.left_s, 0);
   EXPECT_EQ(record.calls[2].sequence, 2);
   EXPECT_EQ(record.calls[2].state, State::Failed);
+}
+
+TEST_F(FlightRecords, FollowCallsThatNoHostWaitsFor) {
+  FlightRecord record(dir, rank_of(0, 2));
+  const auto group = record.add_group(world_of(0, 2)).value();
+  std::atomic<State> now = State::InFlight;
+  std::atomic<int> asked = 0;
+  const auto follow = [&](uint64_t number) { record.follow(number, [&] { return ++asked, now.load(); }); };
+  const auto wait_for = [&](State state) {
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (read(0).calls.back().state != state && std::chrono::steady_clock::now() < give_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    EXPECT_EQ(read(0).calls.back().state, state);
+  };
+  const uint64_t first = record.enter(group, {.op = Operation::Barrier});
+  record.mark(first, State::InFlight);
+  follow(first);
+  now = State::Begun;
+  wait_for(State::Begun);
+  EXPECT_EQ(read(0).calls.back().left_s, 0);
+  now = State::Completed;
+  wait_for(State::Completed);
+  EXPECT_GT(read(0).calls.back().left_s, 0);
+  const int times = asked;
+
+  const uint64_t second = record.enter(group, {.op = Operation::Barrier});
+  record.mark(second, State::InFlight);
+  follow(second);
+  record.forget(second);
+  std::this_thread::sleep_for(2 * FlightRecord::kSignOfLife + std::chrono::milliseconds(50));
+  EXPECT_EQ(asked, times) << "neither what has ended nor what is forgotten is asked for";
+  EXPECT_EQ(read(0).calls.back().state, State::InFlight);
 }
 
 TEST_F(FlightRecords, KeepTheLastOnesAndTheEndOfALongSite) {

@@ -11,6 +11,7 @@ namespace {
 using Kind = Verdict::Kind;
 using testing::ElementsAre;
 using testing::EndsWith;
+using testing::StartsWith;
 
 const What kGather{.op = "all_gather", .shape = {32, 768}, .reduction = "", .site = "layers.17.mlp"};
 What message(const char* op, int peer, int tag = 0) { return {.op = op, .reduction = "", .peer = peer, .tag = tag}; }
@@ -270,6 +271,43 @@ TEST(FlightRecordVerdict, AllInsideTheSameCall) {
   }
   EXPECT_EQ(scene.sentence(),
             "all_reduce #1 of world (head) failed on ranks 0-2 after 5 s; every rank had entered it alike, so look at the link or the engine");
+}
+
+// All hosts have gone on: what their devices have begun tells.
+TEST(FlightRecordVerdict, ADeviceThatHasNotComeToWhatWasEnqueued) {
+  const What gather{.op = "all_gather", .shape = {32, 768}, .reduction = "", .site = "layers.17.mlp", .on_device = true};
+  Scene scene(4, 1071);
+  for (int rank = 0; rank < 4; ++rank) scene.complete(rank, "world", 1001, gather);
+  for (const int rank : {0, 1, 2}) scene.enter(rank, "world", 1010, State::Begun, gather);
+  scene.enter(3, "world", 1010, State::InFlight, gather);
+  auto verdict = scene.verdict();
+  EXPECT_EQ(verdict.sentence, "rank 3 has enqueued all_gather #2 of world (layers.17.mlp), but its device has not come to it; ranks 0-2 wait 61 s");
+  EXPECT_EQ(verdict.kind, Kind::Stalled);
+  EXPECT_TRUE(verdict.names_cause);
+  EXPECT_THAT(verdict.culprits, ElementsAre(3));
+  EXPECT_THAT(verdict.waiting, ElementsAre(0, 1, 2));
+  const auto states = [&] {
+    const Merge merge(scene.records());
+    std::vector<std::string> states;
+    for (const auto& standing : standings(merge)) states.push_back(standing.state);
+    return states;
+  };
+  EXPECT_THAT(states(), ElementsAre("waits", "waits", "waits", "enqueued"));
+  scene[3].place = "stage 1, forward of micro-batch 5";
+  EXPECT_THAT(scene.sentence(), EndsWith("wait 61 s; rank 3 is at stage 1, forward of micro-batch 5"));
+  // One that was never asked for is another matter.
+  scene[3].calls.pop_back();
+  --scene[3].groups[0].collectives;
+  EXPECT_THAT(scene.sentence(), StartsWith("rank 3 never entered all_gather #2 of world"));
+  for (const int rank : {0, 1, 2, 3}) scene[rank].calls.back().state = State::Completed, scene[rank].calls.back().left_s = 1011;
+  EXPECT_EQ(scene.verdict().kind, Kind::Outside);
+}
+
+// Every device is at something else, and no collective to blame.
+TEST(FlightRecordVerdict, WhatIsOnlyEnqueuedHoldsNobodyUp) {
+  Scene scene(2, 1071);
+  for (const int rank : {0, 1}) scene.enter(rank, "world", 1010, State::InFlight, {.on_device = true});
+  EXPECT_EQ(scene.sentence(), "no rank waits in a collective; rank 0 is outside of any for 61 s, its last was all_reduce #1 of world");
 }
 
 TEST(FlightRecordVerdict, ARankThatWentSilentInsideACall) {

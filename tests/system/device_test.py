@@ -11,6 +11,8 @@ class Device(SystemTest):
         yield "train", self.recipe, "--nproc", 2
         yield "verify", self.recipe, "--mesh", "dp_replicate=2"
         yield "bench", "tp", "--nproc", 2
+        yield "bench", "pp", "--nproc", 2
+        yield "bench", "cp", "--nproc", 2
         yield "bench", "comm", "--nproc", 2
         yield "plan", self.recipe, "--world", 2
 

@@ -25,6 +25,11 @@ class ByDeviceEngine : public Engine {
   void shutdown() override {
     for (const auto& engine : {general_, special_}) engine->shutdown();
   }
+  bool fails_unseen() const override { return general_->fails_unseen() || special_->fails_unseen(); }
+  std::string failure() override {
+    const std::string found = special_->failure();
+    return found.empty() ? general_->failure() : found;
+  }
   at::Tensor empty(int64_t elements, const at::TensorOptions& options) override { return general_->empty(elements, options); }
 
  private:

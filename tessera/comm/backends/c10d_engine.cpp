@@ -15,12 +15,22 @@ c10d::ReduceOp reduce_op(const Call& call) {
 }  // namespace
 
 Work C10dEngine::start(const Call& call) {
+  last_.store(call.op, std::memory_order_relaxed);
+  asked_.fetch_add(1, std::memory_order_relaxed);
+  Work work = ask(call);
+  return work ? work : completed_work();
+}
+
+// c10d knows two kinds of call: one whose end the caller waits for, and one that is done, or in order on the caller's stream, when the method returns; of the
+// second ProcessGroupNCCL gives no work (torch 2.8 and later). On the caller's stream nothing else of a group could run beside it, and what the stream stood
+// still for would be no wait: on streams of its own such a backend is always asked the first way.
+Work C10dEngine::ask(const Call& call) {
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
   Tensors in = call.inputs, out = call.outputs;  // c10d may change what it is handed
   const int64_t root = call.peer;
   const auto timeout = call.timeout.value_or(c10d::kUnsetTimeout);
-  const bool async = call.async;
+  const bool async = call.async || runs_on_streams();
   switch (call.op) {
     case Operation::AllReduce:
       return backend_->allreduce(out, {.reduceOp = reduce_op(call), .timeout = timeout, .asyncOp = async});
@@ -52,6 +62,18 @@ Work C10dEngine::start(const Call& call) {
       return backend_->barrier({.device_ids = {}, .timeout = timeout, .device = {}, .asyncOp = async});
   }
   throw InternalError("internal error: unknown operation");
+}
+
+// A thread of ProcessGroupNCCL's looks after works and communicators, and keeps what it finds.
+std::string C10dEngine::failure() {
+  if (!runs_on_streams()) return {};
+  const c10d::ErrorType error = backend_->getError();
+  if (error == c10d::ErrorType::SUCCESS) return {};
+  const char* what = error == c10d::ErrorType::TIMEOUT        ? "a call did not end on the device within comm.timeout_s"
+                     : error == c10d::ErrorType::REMOTE_ERROR ? "NCCL failed on another rank"
+                                                              : "NCCL lost a peer, a link or its device";
+  return detail::concat(what, "; of ", asked_.load(std::memory_order_relaxed), " calls that this rank has asked for, the last was ",
+                        to_string(last_.load(std::memory_order_relaxed)));
 }
 
 at::Tensor C10dEngine::empty(int64_t elements, const at::TensorOptions& options) {

@@ -20,6 +20,12 @@ std::string without_cuda(const Environment&) {
 }
 #endif
 
+std::unique_ptr<EngineFactory> make_auto(const EngineOptions& options) { return make_auto_factory(options); }
+#ifdef TESSERA_CUDA
+// What ranks tell each other of themselves (agreements, reports, texts of a checkpoint) lies on the host, and goes over the engines of "auto" there.
+std::unique_ptr<EngineFactory> make_nccl_beside_host(const EngineOptions& options) { return make_auto_factory(options, at::kCUDA); }
+#endif
+
 struct Entry {
   std::string_view name;
   std::unique_ptr<EngineFactory> (*make)(const EngineOptions& options);
@@ -30,12 +36,12 @@ struct Entry {
 
 // Every backend.
 constexpr std::array kEngines{
-    Entry{"auto", make_auto_factory, no_scratch},  // that of one host
+    Entry{"auto", make_auto, no_scratch},  // that of one host
     Entry{"gloo", make_gloo_factory, gloo_scratch_bytes, true},
     Entry{"shm", make_shm_factory, no_scratch, true},
     Entry{"mpi", make_mpi_factory, mpi_scratch_bytes, true, mpi_missing},
 #ifdef TESSERA_CUDA
-    Entry{"nccl", make_nccl_factory, no_scratch, false, nccl_missing},
+    Entry{"nccl", make_nccl_beside_host, no_scratch, false, nccl_missing},
 #else
     Entry{"nccl", nullptr, no_scratch, false, without_cuda},
 #endif

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,7 +31,8 @@ struct EngineOptions {
   std::string backend = "auto";  ///< comm.backend
   std::string interface{};       ///< comm.interface, as in WorldOptions
   Environment environment{};
-  std::string host{};  ///< what tells this rank's host from others; empty: host_identity(). Tests let threads play several hosts
+  std::string host{};                  ///< what tells this rank's host from others; empty: host_identity(). Tests let threads play several hosts
+  std::optional<at::Device> device{};  ///< as WorldOptions::device
 };
 
 /// Names that comm.backend takes in this build, on this machine; "auto" is the first.
@@ -50,8 +52,8 @@ int64_t scratch_bytes(const std::string& backend, const Call& call);
 /// Throws ConfigError as above, CommError where the interface cannot be bound to.
 std::unique_ptr<EngineFactory> make_factory(const EngineOptions& options);
 
-/// Lets "auto" hand tensors on devices of `type` to the engines of `make`, beside those of the host: registered when the program loads by whoever brings such a
-/// device. NCCL, where this build has it, needs no registration.
+/// Lets "auto" hand tensors on devices of `type` to the engines of `make`, beside those of the host, in groups whose members have a device each: registered
+/// when the program loads by whoever brings such a device. NCCL, where this build has it, needs no registration.
 void register_device_engine(c10::DeviceType type, std::unique_ptr<EngineFactory> (*make)(const EngineOptions& options));
 
 // The kinds. Each lives in a file or folder of its own; factory.cpp holds the table.
@@ -71,14 +73,17 @@ int64_t mpi_scratch_bytes(const Call& call);
 std::string mpi_missing(const Environment& environment);
 
 #ifdef TESSERA_CUDA
-/// NCCL, from torch's own library: CUDA tensors. A stream of high priority per group; waiting for work makes the caller's stream wait, never the host.
+/// NCCL, from torch's own library: CUDA tensors alone, each member on a device of its own. A stream of high priority per group; waiting for work makes the
+/// caller's stream wait, never the host.
 std::unique_ptr<EngineFactory> make_nccl_factory(const EngineOptions& options);
 std::string nccl_missing(const Environment& environment);
 #endif
 
 /// The best there is for where the members live: shared memory where all are on one host, Gloo where each is alone on its own, and a two-level group of both
-/// otherwise. Tensors of accelerators go to the engine of their device: NCCL for CUDA where this build has it; where there is none, they are staged through
-/// pinned memory, as those that gloo, shm and mpi are handed. Members learn each other's hosts through the store, once per world.
-std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options);
+/// otherwise. Tensors of accelerators go to the engine of their device (NCCL for CUDA where this build has it) in groups whose members all compute on one, no
+/// two on the same; in others they are staged through pinned memory, as those that gloo, shm and mpi are handed. Members learn each other's hosts and devices
+/// through the store, once per world. `required`: a group that cannot meet on devices of this type is refused (comm.backend = `options.backend`, which is that
+/// of the device), by ConfigError on every member.
+std::unique_ptr<EngineFactory> make_auto_factory(const EngineOptions& options, std::optional<c10::DeviceType> required = {});
 
 }  // namespace tessera::comm

@@ -9,4 +9,8 @@ namespace tessera::comm {
 /// namespaces (that is how several hosts are tried on one machine), count as two hosts. What cannot be read counts as "none".
 std::string host_identity();
 
+/// Names the machine, whatever part of it this process is shown: containers on one machine share its devices. The kernel's boot id; where that cannot be read,
+/// the name of the host.
+std::string machine_identity();
+
 }  // namespace tessera::comm

@@ -16,6 +16,8 @@ class DecoratedEngine : public Engine {
   void set_timeout(std::chrono::milliseconds timeout) override { inner_ ? inner_->set_timeout(timeout) : void(); }
   void abort() override { inner_ ? inner_->abort() : void(); }
   void shutdown() override { inner_ ? inner_->shutdown() : void(); }
+  bool fails_unseen() const override { return inner_ && inner_->fails_unseen(); }
+  std::string failure() override { return inner_ ? inner_->failure() : std::string(); }
   void set_place(std::string_view place) override { inner_ ? inner_->set_place(place) : void(); }
   at::Tensor empty(int64_t elements, const at::TensorOptions& options) override { return inner_ ? inner_->empty(elements, options) : at::Tensor(); }
 

@@ -2,14 +2,20 @@
 
 #include <map>
 #include <memory>
+#include <optional>
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "tessera/comm/decorators/decorator.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/flight_record/flight_record.h"
+#include "tessera/comm/unmeasured.h"
 #include "tessera/core/log.h"
 
-// A call is written down before the engine is called: a rank that never comes back has left its last line. Nothing watches works for their end, which would
-// cost a thread that polls; whoever first asks, waits or lets go sees it and writes it down.
+// A call is written down before the engine is called: a rank that never comes back has left its last line. Nothing watches works of the host for their end,
+// which would cost a thread that polls; whoever first asks, waits or lets go sees it and writes it down. Of a device nobody learns that way how far it has
+// come, so those the record's thread follows, as long as somebody holds the work: to hold it longer would be to hold its tensors.
 
 namespace tessera::comm {
 namespace {
@@ -22,6 +28,9 @@ class RecordedCall {
   RecordedCall(std::shared_ptr<FlightRecord> record, uint64_t number) : record_(std::move(record)), number_(number) {}
 
   void mark(State state) const { record_->mark(number_, state); }
+
+  void follow(std::function<State()> ask) const { record_->follow(number_, std::move(ask)); }
+  void forget() const { record_->forget(number_); }
 
   /// Marks the end, if `work` has come to it.
   bool ended(c10d::Work& work) const {
@@ -38,8 +47,13 @@ class RecordedCall {
 /// The engine's work, whose end is written down by whoever sees it first.
 class RecordedWork : public c10d::Work {
  public:
-  RecordedWork(RecordedCall call, comm::Work inner) : call_(std::move(call)), inner_(std::move(inner)) {}
+  /// `reached`: of a device, where the caller's stream stood when it was asked for.
+  RecordedWork(RecordedCall call, comm::Work inner, std::optional<c10::Event> reached)
+      : call_(std::move(call)), inner_(std::move(inner)), reached_(std::move(reached)) {
+    if (reached_) call_.follow([this] { return how_far(); });
+  }
   ~RecordedWork() override {
+    if (reached_ && !ended_) call_.forget();
     try {
       see_end();
     } catch (...) {  // a device that failed: whoever uses it next is told
@@ -53,13 +67,13 @@ class RecordedWork : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (ended_) return inner_->wait(timeout);
-    call_.mark(State::Waiting);
+    if (!reached_) call_.mark(State::Waiting);
     try {
       const bool completed = inner_->wait(timeout);
       if (!completed) {
         end(State::Failed);
-      } else if (!see_end()) {
-        call_.mark(State::InFlight);  // on a device, whose stream waits in our place
+      } else {
+        see_end();  // not yet on a device, whose stream waits in our place
       }
       return completed;
     } catch (...) {
@@ -69,20 +83,34 @@ class RecordedWork : public c10d::Work {
   }
 
  private:
+  // On the record's thread.
+  State how_far() {
+    if (inner_->isCompleted()) return inner_->exception() ? State::Failed : State::Completed;
+    return reached_->query() ? State::Begun : State::InFlight;
+  }
+
   bool see_end() {
-    if (!ended_) ended_ = call_.ended(*inner_);
+    if (!ended_ && inner_->isCompleted()) end(inner_->exception() ? State::Failed : State::Completed);
     return ended_;
   }
 
   void end(State state) {
+    if (reached_) call_.forget();  // who asks now has asked before the end
     call_.mark(state);
     ended_ = true;
   }
 
   RecordedCall call_;
   comm::Work inner_;
+  std::optional<c10::Event> reached_;
   bool ended_ = false;
 };
+
+c10::Event stands_at(at::Device device) {
+  c10::Event event(device.type());
+  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
 
 class FlightRecordEngine : public DecoratedEngine {
  public:
@@ -90,12 +118,15 @@ class FlightRecordEngine : public DecoratedEngine {
       : DecoratedEngine(group, std::move(inner)), record_(std::move(record)), slot_(slot) {}
 
   Work start(const Call& call) override {
+    if (call.is_on_device() && Unmeasured::now()) return inner()->start(call);  // of a graph: it is made in replays, of which nobody here hears
     const RecordedCall entered(record_, record_->enter(slot_, call, number_of_message(call)));
     try {
+      std::optional<c10::Event> reached;
+      if (call.is_on_device()) reached = stands_at(call.tensor().device());
       auto work = inner()->start(call);
       if (!work || entered.ended(*work)) return work;
       entered.mark(State::InFlight);
-      return c10::make_intrusive<RecordedWork>(entered, std::move(work));
+      return c10::make_intrusive<RecordedWork>(entered, std::move(work), std::move(reached));
     } catch (...) {
       entered.mark(State::Failed);
       throw;

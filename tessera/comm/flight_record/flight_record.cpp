@@ -10,12 +10,12 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/dtype_name.h"
+#include "tessera/comm/thread_without_signals.h"
 
 // The kernel keeps the pages of a mapping when their process is killed, so a store is as safe as a write to the file, and makes no system call. A reader may
 // come at any moment, also while the process lives: an entry is unpublished, written, and published under its number, and an entry under another number is not
@@ -92,16 +92,6 @@ std::optional<int> rank_of(const std::filesystem::path& file) {
   return record ? std::optional(rank) : std::nullopt;
 }
 
-// Signals are for the program's own threads.
-std::thread start_thread_without_signals(auto body) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(body));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
-}
-
 }  // namespace
 
 std::filesystem::path FlightRecord::file_of(const std::filesystem::path& dir, int rank) { return dir / ("rank_" + std::to_string(rank) + ".bin"); }
@@ -164,7 +154,36 @@ FlightRecord::~FlightRecord() {
 
 void FlightRecord::show_signs_of_life() {
   std::unique_lock lock(mutex_);
-  while (!closed_.wait_for(lock, kSignOfLife, [&] { return closing_; })) publish(header_->seen_ns, now_ns());
+  while (!closed_.wait_for(lock, kSignOfLife, [&] { return closing_; })) {
+    publish(header_->seen_ns, now_ns());
+    lock.unlock();
+    ask_followed();
+    lock.lock();
+  }
+}
+
+void FlightRecord::follow(uint64_t number, std::function<State()> ask) {
+  const std::lock_guard lock(followed_mutex_);
+  followed_[number] = std::move(ask);
+}
+
+void FlightRecord::forget(uint64_t number) {
+  const std::lock_guard lock(followed_mutex_);
+  followed_.erase(number);
+}
+
+void FlightRecord::ask_followed() {
+  const std::lock_guard lock(followed_mutex_);
+  std::erase_if(followed_, [&](const auto& followed) {
+    const auto& [number, ask] = followed;
+    try {
+      const State state = ask();
+      mark(number, state);
+      return state == State::Completed || state == State::Failed;
+    } catch (...) {  // of a device that is lost
+      return false;
+    }
+  });
 }
 
 std::optional<FlightRecord::GroupSlot> FlightRecord::add_group(const GroupInfo& group) {
@@ -199,6 +218,7 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   entry.left_ns = 0;
   entry.bytes = call.bytes(group.size);
   entry.dims = static_cast<uint32_t>(shape.size());
+  entry.on_device = call.is_on_device() ? 1 : 0;
   std::copy_n(shape.begin(), std::min(shape.size(), flight::kMostDims), entry.shape.begin());
   entry.state = State::Entered;
   entry.group = group.number;

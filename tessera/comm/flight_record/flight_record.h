@@ -3,6 +3,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,7 +23,7 @@ namespace tessera::comm {
 /// Writing is stores into a shared mapping of the file, whose 256 bytes a call (5 MiB) are reserved when it is made, so that no later store can meet a full
 /// disk. `enter` and `mark` may be called by several threads at once: one atomic addition deals the slots, and nothing locks. Together they take about 0.1 us,
 /// half of it two readings of the clock. A thread of the record's own renews the sign of life, which tells a rank that waits from one that ended or was
-/// stopped.
+/// stopped, and looks after calls on devices.
 class FlightRecord {
  public:
   static constexpr uint64_t kCapacity = 20'000;
@@ -56,6 +58,12 @@ class FlightRecord {
   /// Sets the state of call `number`, with the time where it is an end. Does nothing where its slot has been taken by a later call.
   void mark(uint64_t number, flight::State state);
 
+  /// Has the record's thread ask how far a call has come for which no host waits, as often as it shows that the rank lives, until the answer is an end or the
+  /// call is forgotten. `ask` may throw, which says nothing.
+  void follow(uint64_t number, std::function<flight::State()> ask);
+  /// Waits where the thread is about to ask.
+  void forget(uint64_t number);
+
   /// What the rank is at from now on, between its calls.
   void set_place(std::string_view place);
 
@@ -63,6 +71,7 @@ class FlightRecord {
 
  private:
   void show_signs_of_life();
+  void ask_followed();
 
   std::filesystem::path path_;
   void* mapping_ = nullptr;
@@ -74,6 +83,8 @@ class FlightRecord {
   uint32_t groups_ = 0;
   bool closing_ = false;
   std::condition_variable closed_;
+  std::mutex followed_mutex_;
+  std::map<uint64_t, std::function<flight::State()>> followed_;
   std::thread watch_;
 };
 

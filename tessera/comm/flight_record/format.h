@@ -9,16 +9,17 @@
 namespace tessera::comm::flight {
 
 inline constexpr std::array<char, 8> kMagic{'T', 'S', 'R', 'F', 'L', 'G', 'H', 'T'};
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;  ///< 1 had no on_device and no state Begun; it is read as well
 inline constexpr size_t kMostDims = 8;
 
-/// Where a call stands. Entered, InFlight and Waiting become Completed or Failed; anything else is damage.
+/// Where a call stands. Entered, InFlight, Waiting and Begun become Completed or Failed; anything else is damage.
 enum class State : uint32_t {
   Entered = 1,    ///< the engine is being called
-  InFlight = 2,   ///< that returned; nobody waits
+  InFlight = 2,   ///< that returned; nobody waits. On a device: it is enqueued, and the device has not come to it
   Waiting = 3,    ///< the caller waits for it
   Completed = 4,  ///< done, as seen by the caller
   Failed = 5,     ///< an error, a timeout or an abort
+  Begun = 6,      ///< on a device, which has come to it
 };
 
 struct Header {
@@ -68,8 +69,8 @@ struct Entry {
   uint32_t group;  ///< number of the group in the table, from 0
   int32_t peer;    ///< root, destination or source, in the group; -1 where there is none
   int32_t tag;
-  uint32_t dims;  ///< may be more than shape has room for
-  uint32_t reserved;
+  uint32_t dims;       ///< may be more than shape has room for
+  uint32_t on_device;  ///< 1: its tensors lie on an accelerator, and the host goes on behind it
   std::array<char, 16> op;
   std::array<char, 16> dtype;
   std::array<char, 8> reduction;  ///< sum, product, min, max; empty where nothing is reduced

@@ -137,6 +137,16 @@ Wait Merge::judge(const RankRecord& record, const std::vector<const RecordedCall
   return wait;
 }
 
+std::vector<int> Merge::only_enqueued(const Meeting& meeting) const {
+  std::vector<int> ranks;
+  for (const auto& record : records_.ranks) {
+    const bool enqueued =
+        std::ranges::any_of(record.calls, [&](const RecordedCall& call) { return call.is_only_enqueued() && meeting_of(record, call) == meeting; });
+    if (enqueued) ranks.push_back(record.rank);
+  }
+  return ranks;
+}
+
 Mismatch Merge::first_mismatch() const {
   struct Entered {
     Meeting meeting;

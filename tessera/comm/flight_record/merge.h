@@ -65,6 +65,8 @@ class Merge {
 
   /// At most one per rank and stream, by rank.
   const std::vector<Wait>& waits() const { return waits_; }
+  /// Ranks that have asked their devices for it, which have not come to it.
+  std::vector<int> only_enqueued(const Meeting& meeting) const;
   /// The mismatch that was entered first, among the calls that the records still hold; none has no sides.
   Mismatch first_mismatch() const;
 

@@ -67,7 +67,7 @@ std::string text(const std::array<char, N>& from) {
 Header read_header(const Bytes& bytes) {
   const auto header = bytes.read<Header>(0, "the header");
   bytes.check(header.magic == kMagic, 0, "does not begin with ", std::string_view(kMagic.data(), kMagic.size()));
-  bytes.check(header.version == kVersion, offsetof(Header, version), "version ", header.version, "; this build reads ", kVersion);
+  bytes.check(header.version == 1 || header.version == kVersion, offsetof(Header, version), "version ", header.version, "; this build reads 1 and ", kVersion);
   bytes.check(header.entry_bytes == sizeof(Entry), offsetof(Header, entry_bytes), "entries of ", header.entry_bytes, " bytes");
   bytes.check(header.world_size >= 1 && header.world_size <= kMostRanks && header.rank >= 0 && header.rank < header.world_size, offsetof(Header, rank), "rank ",
               header.rank, " of ", header.world_size);
@@ -127,6 +127,7 @@ RecordedCall to_call(const Entry& entry, uint64_t number, auto seconds) {
   call.site = text(entry.site);
   call.entered_s = seconds(entry.entered_ns);
   call.left_s = entry.left_ns == 0 ? 0 : seconds(entry.left_ns);
+  call.on_device = entry.on_device != 0;
   return call;
 }
 
@@ -136,7 +137,7 @@ void check_entry(const Bytes& bytes, uint64_t offset, const Entry& entry, const 
   const auto op = text(entry.op);
   const int first_peer = op == "send" || op == "recv" ? 0 : -1;  // a message has one, a collective need not
   bytes.check(entry.peer >= first_peer && entry.peer < members, offset + offsetof(Entry, peer), op, " with peer ", entry.peer, " in a group of ", members);
-  bytes.check(entry.state >= State::Entered && entry.state <= State::Failed, offset + offsetof(Entry, state), "state ", static_cast<uint32_t>(entry.state));
+  bytes.check(entry.state >= State::Entered && entry.state <= State::Begun, offset + offsetof(Entry, state), "state ", static_cast<uint32_t>(entry.state));
 }
 
 std::vector<std::filesystem::path> record_files(const std::filesystem::path& dir) {

@@ -31,10 +31,12 @@ struct RecordedCall {
   int tag = 0;
   std::string site{};
   double entered_s = 0;
-  double left_s = 0;  ///< 0 unless completed or failed
+  double left_s = 0;       ///< 0 unless completed or failed
+  bool on_device = false;  ///< of an accelerator, where in flight means enqueued
 
   bool is_message() const { return op == "send" || op == "recv"; }
   bool ended() const { return state == State::Completed || state == State::Failed; }
+  bool is_only_enqueued() const { return on_device && state == State::InFlight; }
 };
 
 struct RankRecord {

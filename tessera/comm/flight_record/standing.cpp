@@ -10,7 +10,8 @@ namespace {
 
 // In the order of State.
 const char* state_of(const RecordedCall& call) {
-  return std::array{"waits", "in flight", "waits", "outside", "failed"}[static_cast<size_t>(call.state) - static_cast<size_t>(State::Entered)];
+  if (call.is_only_enqueued()) return "enqueued";
+  return std::array{"waits", "in flight", "waits", "outside", "failed", "waits"}[static_cast<size_t>(call.state) - static_cast<size_t>(State::Entered)];
 }
 
 // What holds the rank up, by the earliest entry; or else its last call.
@@ -31,7 +32,7 @@ Standing standing_of(const Merge& merge, const RankRecord& record) {
   standing.call = call_text(*call, record.groups[call->group]) + (data.empty() ? "" : " ") + data;
   if (wait || record.place.empty()) standing.site = call->site;  // where it is now says more than where its last call was
   if (wait) {
-    standing.state = wait->failed ? "failed" : wait->blocks ? "waits" : "in flight";
+    standing.state = wait->failed ? "failed" : wait->blocks ? "waits" : state_of(*call);
     standing.for_s = wait->waited_s();
   } else {
     standing.state = record.closed ? "left the world" : state_of(*call);

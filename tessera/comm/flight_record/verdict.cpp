@@ -177,6 +177,13 @@ Verdict stalled(const Merge& merge, const Waiting& waiting) {
     silence_s = std::max(silence_s, until_s - wait->record->seen_s);
   }
   const auto waited = seconds_text(longest(together));
+  if (const auto behind = merge.only_enqueued(first->meeting); !behind.empty()) {
+    return {Verdict::Kind::Stalled,
+            fmt::format("{} {} enqueued {}, but {} not come to it; {} {} {}{}", rank_list(behind), verb(behind.size(), "has", "have"), what,
+                        verb(behind.size(), "its device has", "their devices have"), rank_list(inside), verb(inside.size(), "waits", "wait"), waited,
+                        excuse(merge, waiting, behind, until_s)),
+            behind, waiting.ranks(), true};
+  }
   if (!silent.empty() && silent.size() < inside.size()) {
     std::vector<int> others;
     std::ranges::copy_if(inside, std::back_inserter(others), [&](int rank) { return !contains(silent, rank); });
@@ -215,7 +222,7 @@ Verdict at_ease(const Merge& merge) {
   const RankRecord* idle = nullptr;
   double longest_s = -1;
   for (const auto& record : merge.records().ranks) {
-    const double since = record.calls.empty() ? record.started_s : record.calls.back().left_s;
+    const double since = record.calls.empty() ? record.started_s : record.calls.back().ended() ? record.calls.back().left_s : record.calls.back().entered_s;
     if (record.closed || record.seen_s - since <= longest_s) continue;
     idle = &record;
     longest_s = record.seen_s - since;

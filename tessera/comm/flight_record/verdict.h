@@ -37,7 +37,7 @@ Verdict explain(const Merge& merge);
 struct Standing {
   int rank = 0;
   std::string call{};   ///< what it waits in, or else entered last, with group, shape and dtype; empty without any
-  std::string state{};  ///< waits, in flight, failed, outside, left the world, no record
+  std::string state{};  ///< waits, in flight, enqueued, failed, outside, left the world, no record
   double for_s = 0;     ///< how long it has waited, or been outside
   std::string site{};
   double silent_s = 0;  ///< between its last sign of life and the last one of any rank

@@ -2,6 +2,7 @@
 // CPU's would be passed by; but it tells whoever asks of each of its blocks, on the thread that allocates and under the device's lock.
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 
 #include <ATen/Context.h>
@@ -56,8 +57,13 @@ DeviceFacts facts(at::Device device) {
   return facts;
 }
 
+std::string bus_id(at::Device device) {
+  std::array<char, 32> id{};
+  return cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device.index()) == cudaSuccess ? id.data() : "";
+}
+
 const bool registered = [] {
-  add_device_facts(at::kCUDA, &facts);
+  add_device_facts(at::kCUDA, &facts, &bus_id);
   register_device_tracking(at::kCUDA, &start_tracking, &set_limit);
   return true;
 }();

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "tessera/comm/backends/c10d_engine.h"
+#include "tessera/comm/backends/environment_defaults.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/core/error.h"
 
@@ -15,13 +16,19 @@ class NcclFactory : public EngineFactory {
  public:
   explicit NcclFactory(const EngineOptions& options) {
     // Memory and kernels of this rank are on its own device; a communicator is made for the device that is current when the first collective runs.
-    c10::cuda::set_device(static_cast<c10::DeviceIndex>(options.environment.local_rank % c10::cuda::device_count()));
+    c10::cuda::set_device(options.device.value().index());
   }
 
   std::shared_ptr<Engine> connect(const GroupInfo& group, const c10::intrusive_ptr<c10d::Store>& store) override {
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = group.timeout;
     options->group_name = group.name;
+    // Left to itself its watchdog ends the process by std::terminate where a call fails or times out, after it has waited a minute for dumps. The world's watch
+    // asks for failures, says them in one sentence and breaks the group off, so the watchdog only has to keep what it finds.
+    const EnvironmentDefaults ours({{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"}, "0"},
+                                    {{"TORCH_NCCL_RETHROW_CUDA_ERRORS"}, "0"},
+                                    {{"TORCH_NCCL_DUMP_ON_TIMEOUT"}, "0"},
+                                    {{"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}, "0"}});
     return std::make_shared<C10dEngine>(c10::make_intrusive<c10d::ProcessGroupNCCL>(store, group.rank, group.size, std::move(options)));
   }
 };

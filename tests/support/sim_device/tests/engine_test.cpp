@@ -1,19 +1,40 @@
 #include "tests/support/sim_device/engine.h"
 
-#include <gmock/gmock.h>
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
 
+#include <gmock/gmock.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "tessera/comm/backends/factory.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/decorator.h"
+#include "tessera/comm/decorators/flight_record.h"
+#include "tessera/comm/engine.h"
+#include "tessera/comm/flight_record/flight_record.h"
+#include "tessera/comm/flight_record/reader.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/testing.h"
+#include "tessera/comm/unmeasured.h"
+#include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
+#include "tests/comm/failing_engine.h"
+#include "tests/comm/mpirun.h"
 #include "tests/support/sim_device/tests/support.h"
 
 namespace tessera::sim {
 namespace {
 
 using comm::World;
+using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 using enum Report::Kind;
 
 class SimEngineTest : public SimDevice {
@@ -64,6 +85,143 @@ TEST_F(SimEngineTest, MovesWhatTheCpusEnginesMove) {
 // gloo and shm alone: through pinned memory (comm/backends/staged.h).
 TEST_F(SimEngineTest, EnginesOfTheHostTakeDeviceTensors) {
   for (const std::string backend : {"gloo", "shm"}) comm::run_ranks(3, move_everything, {.backend = backend});
+}
+
+// Some hosts have two ranks, and of those two share a device.
+TEST_F(SimEngineTest, TwoLevelsTakeDeviceTensors) {
+  comm::run_ranks(6,
+                  [](World& world) {
+                    EXPECT_EQ(world.group().engine()->name(), "two_level");
+                    move_everything(world);
+                  },
+                  {.hosts = {0, 1, 0, 1, 0, 2}});
+}
+
+TEST_F(SimEngineTest, MpiTakesDeviceTensors) { comm::testing_support::under_mpirun(2, "SimEngineTest.MpiTakesDeviceTensors", move_everything); }
+
+// Five ranks, four devices.
+TEST_F(SimEngineTest, RanksThatShareADeviceMeetOnTheHost) {
+  comm::run_ranks(5, [](World& world) {
+    EXPECT_EQ(world.group().engine()->name(), "shm");
+    move_everything(world);
+    const int rank = world.rank();
+    if (rank < 4) EXPECT_EQ(world.subgroup({0, 1, 2, 3}, "each its own").engine()->name(), "shm+simulated");
+    if (rank % 4 == 0) EXPECT_EQ(world.subgroup({0, 4}, "one").engine()->name(), "shm");
+  });
+}
+
+/// How "nccl" by name forms a group of ranks on `devices`, or refuses it: of each rank the engine's name, or why.
+std::vector<std::string> named_groups(const std::vector<at::Device>& devices) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const int ranks = static_cast<int>(devices.size());
+  std::vector<std::string> formed(devices.size());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const comm::Environment environment{.rank = rank, .size = ranks, .local_rank = rank, .local_size = ranks};
+      const auto factory = comm::make_auto_factory({.backend = "nccl", .environment = environment, .device = devices[rank]}, sim_type());
+      try {
+        formed[rank] = factory->connect({.name = "world", .rank = rank, .size = ranks, .timeout = std::chrono::seconds(30)}, store)->name();
+      } catch (const ConfigError& error) {
+        formed[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return formed;
+}
+
+TEST_F(SimEngineTest, AnEngineOfDevicesByNameIsThatBesideTheHosts) { EXPECT_THAT(named_groups({second, first, {sim_type(), 3}}), Each("shm+simulated")); }
+
+TEST_F(SimEngineTest, AnEngineOfDevicesByNameIsRefusedWhereRanksShareOne) {
+  EXPECT_THAT(named_groups({first, second, first}),
+              Each(AllOf(StartsWith("comm.backend = nccl: ranks 0, 2 share a device, and each rank of a group has to have one of its own;"),
+                         HasSubstr("set comm.backend = auto"))));
+  EXPECT_THAT(named_groups({first, at::kCPU}),
+              Each(StartsWith("comm.backend = nccl: rank 1 computes on no " + c10::DeviceTypeName(sim_type(), true) + " device")));
+}
+
+// On all ranks alike: so it is the user's to mend, and nobody's connection is to blame.
+TEST_F(SimEngineTest, ARefusalOfAGroupIsARefusalOfTheWorld) {
+  comm::register_device_engine(sim_type(), [](const comm::EngineOptions&) -> std::unique_ptr<comm::EngineFactory> { throw ConfigError("refused"); });
+  EXPECT_THAT([] { comm::run_ranks(2, [](World&) {}); }, ::testing::ThrowsMessage<ConfigError>(EndsWith(": refused")));
+  register_engine();
+}
+
+// The work of a device is broken off, and who reads from it, waits or begins anew is told why.
+TEST_F(SimEngineTest, AFailureOfADeviceEndsAllRanks) {
+  std::array<std::atomic<bool>, 2> failed{};
+  std::array<std::string, 2> ends;
+  comm::run_ranks(2,
+                  [&](World& world) {
+                    const int rank = world.rank();
+                    const at::Tensor x = at::zeros({8}, here());
+                    all_reduce(world.group(), x);
+                    if (rank == 1) failed[1] = true;
+                    try {
+                      for (const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60); std::chrono::steady_clock::now() < give_up;) {
+                        all_reduce_async(world.group(), x).wait();
+                        host_read(x.sum(), 0);
+                      }
+                    } catch (const CommError& error) {
+                      ends[rank] = error.what();
+                    }
+                  },
+                  {.decorators = {comm::testing_support::fails_unseen(failed)}});
+  EXPECT_THAT(ends, Each(EndsWith("group world: a call did not end on the device")));
+}
+
+/// An engine whose work ends when the test says so, and of which nobody who waits hears.
+class HeldEngine final : public comm::DecoratedEngine {
+ public:
+  class HeldWork final : public c10d::Work {
+   public:
+    void end() { finish(); }
+    bool wait(std::chrono::milliseconds) override { return true; }  // the stream waits
+  };
+  explicit HeldEngine(const comm::GroupInfo& group) : DecoratedEngine(group, {}) {}
+  comm::Work start(const comm::Call&) override { return work; }
+  c10::intrusive_ptr<HeldWork> work = c10::make_intrusive<HeldWork>();
+};
+
+// No host asks and none waits; the record's thread sees what the device has come to, and its end.
+TEST_F(SimEngineTest, AFlightRecordTellsHowFarADeviceHasCome) {
+  std::string dir = ::testing::TempDir() + "flightXXXXXX";
+  ASSERT_NE(mkdtemp(dir.data()), nullptr);
+  const comm::GroupInfo group{.name = "world", .rank = 0, .size = 2};
+  const auto held = std::make_shared<HeldEngine>(group);
+  {
+    const auto recorded = comm::flight_recording(dir, {.rank = 0, .size = 2})(held, group);
+    const auto last = [&] { return comm::flight::read_record(comm::FlightRecord::file_of(dir, 0)).calls.back(); };
+    const auto wait_for = [&](comm::flight::State state) {
+      const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (last().state != state && std::chrono::steady_clock::now() < give_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      EXPECT_EQ(last().state, state);
+    };
+    const at::Tensor x = at::ones({4}, here()), host = at::ones({4});
+    auto work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum});
+    EXPECT_TRUE(last().on_device);
+    EXPECT_EQ(last().state, comm::flight::State::InFlight);
+    EXPECT_TRUE(work->wait());
+    wait_for(comm::flight::State::Begun);
+    held->work->end();
+    wait_for(comm::flight::State::Completed);
+
+    held->work = c10::make_intrusive<HeldEngine::HeldWork>();
+    work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum});
+    work.reset();  // nor is it asked for once it is gone
+    EXPECT_EQ(held->work.use_count(), 1);
+
+    work = recorded->start({.op = comm::Operation::AllReduce, .inputs = {host}, .outputs = {host}, .reduction = comm::Op::Sum});
+    EXPECT_FALSE(last().on_device);
+    const auto before = last().number;
+    {
+      const comm::Unmeasured captured;
+      EXPECT_EQ(recorded->start({.op = comm::Operation::AllReduce, .inputs = {x}, .outputs = {x}, .reduction = comm::Op::Sum}).get(), held->work.get());
+    }
+    EXPECT_EQ(last().number, before) << "what a graph captures is none of the record's";
+  }
+  std::filesystem::remove_all(dir);
 }
 
 TEST_F(SimEngineTest, FindsResultsThatAreUsedBeforeTheWait) {
