@@ -81,6 +81,13 @@ KnownTable& known_table() {
   return *table;
 }
 
+/// Counts what the thread, which has a ledger, takes of the CPU's memory.
+CountedMemory count_on_cpu(int64_t bytes) {
+  MemoryThread thread = memory_thread;
+  thread.on_host = thread.on_host || thread.ledger->beside_device;
+  return CountedMemory::count(thread, bytes);
+}
+
 c10::DeleterFnPtr cpu_deleter = nullptr;  ///< of libtorch's own CPU allocator
 
 void give_back(void* data, const std::optional<Known>& known) {
@@ -134,7 +141,7 @@ class CpuAllocator final : public CountingAllocator {
     const int size_class = host_cache_class(bytes);
     if (!counting && size_class == kNotCached) [[likely]]
       return wrapped_.allocate(bytes);
-    Known known{.counted = counting ? CountedMemory::count(memory_thread, static_cast<int64_t>(bytes)) : CountedMemory{}, .call_site = call_site};
+    Known known{.counted = counting ? count_on_cpu(static_cast<int64_t>(bytes)) : CountedMemory{}, .call_site = call_site};
     void* const data = take(bytes, size_class, known);
     known_table().insert(data, std::move(known));
     return {data, data, &free_cpu, c10::Device(c10::kCPU)};
@@ -243,9 +250,12 @@ void register_device_tracking(at::DeviceType type, void (*start)(), void (*limit
 
 namespace tessera {
 
-void count_memory(void* context, int64_t bytes) {
-  if (detail::memory_thread.ledger == nullptr || bytes == 0) return;
-  detail::known_table().insert(context, {.counted = detail::CountedMemory::count(detail::memory_thread, bytes)});
+void count_memory(void* context, int64_t bytes, at::Device device) {
+  if (!device.is_cpu()) {
+    detail::count_device_memory(context, bytes);
+  } else if (detail::memory_thread.ledger != nullptr && bytes != 0) {
+    detail::known_table().insert(context, {.counted = detail::count_on_cpu(bytes)});
+  }
 }
 
 void uncount_memory(void* context) { detail::known_table().erase(context); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -76,6 +77,7 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   void refuse(MemoryCategory category, int64_t bytes, std::string_view label, bool by_limit);
 
   mutable std::mutex mutex;
+  std::atomic<bool> beside_device = false;  ///< what is allocated on the CPU lies on the host beside an accelerator
   int64_t total = 0, peak = 0, allocations = 0, limit = 0;
   MemoryByCategory by_category{}, peak_by_category{};
   MemoryByCategory host{}, host_peak{};  ///< beside the device: in none of the above

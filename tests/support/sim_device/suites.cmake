@@ -92,6 +92,8 @@ tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAnd
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
+# Of plan, what a device refuses; the rest are dry runs.
+tessera_sim_suite(plan ONLY Fit.ARefusalInARunIsExplained)
 # Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
+tessera_sim_suite(train ONLY TrainDevice.* DeviceChange.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
                   Pipeline.ValidatesAndGeneratesBetweenSteps)
