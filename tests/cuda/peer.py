@@ -1,6 +1,7 @@
 """What tests/cuda/run measures beside tessera, of the same recipe and on the same device, one line of JSON each:
 
-  eager, compile   a LLaMA of plain PyTorch (bf16 autocast over fp32 weights, fused AdamW, clipping), as it is and by torch.compile: {"tokens_per_s", "step_s", "peak_bytes"}
+  eager, compile   a LLaMA of plain PyTorch (bf16 autocast over fp32 weights, fused AdamW, clipping), as it is and by torch.compile:
+                   {"tokens_per_s", "step_s", "peak_bytes"}
   bound            the matrix products of such a step alone, with results that are there: {"products_s", "tflops"}
 
 Needs torch and nothing else.
