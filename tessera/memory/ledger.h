@@ -98,8 +98,9 @@ struct MemoryThread {
 extern constinit thread_local MemoryThread memory_thread;
 
 /// On whose behalf this thread allocates on a device: its own, or, in a thread that autograd keeps for a device, that of the thread that called backward and
-/// waits for it. libtorch carries the answer along with whatever else is the caller's.
-const MemoryThread& device_thread();
+/// waits for it; then with the category and the label of this one's own scopes, where it has any. libtorch carries the answer along with whatever else is the
+/// caller's.
+MemoryThread device_thread();
 void carry_thread();          ///< from now on this thread is such a caller
 void stop_carrying_thread();  ///< and from now on no more
 
