@@ -85,11 +85,11 @@ tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* 
 tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
                   LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*  # bytes and files of a CPU's staging
                   Checkpoint.AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint Safetensors.GivesBackEveryDtypeAndShape)  # read tensors by their pointers
-# Of verify layouts of its own (tests/verify/device_test.cpp), a selection of the others, and of the bugs that it has to find: a second device costs as much as the
-# first.
+# Of verify layouts of its own (tests/verify/device_test.cpp), the matrix in the formats that devices take, a selection of the others, and of the bugs that it has to
+# find: a second device costs as much as the first.
 tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
-                  PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
+                  PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice *VerifyMatrix.EveryLayoutAndEveryFormat*)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
 # Of plan, what a device refuses; the rest are dry runs.
