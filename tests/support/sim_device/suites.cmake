@@ -90,6 +90,8 @@ tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Check
 tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice *VerifyMatrix.EveryLayoutAndEveryFormat*)
+tessera_sim_suite(models)
+tessera_sim_suite(lora)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
 # Of plan, what a device refuses; the rest are dry runs.
