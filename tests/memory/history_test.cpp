@@ -300,7 +300,7 @@ TEST(MemoryOfDevices, IsCountedOnTheThreadThatCalledBackward) {
       detail::count_device_memory(&block, 4 * kib);
       EXPECT_EQ(tracker.largest_at_peak().front().module, "layers.0");
       const auto bytes = [] { return at::empty({2 * kib}, at::TensorOptions(at::kCPU).dtype(at::kByte)); };
-      bytes();
+      const at::Tensor of_a_cpu = bytes();
       EXPECT_EQ(tracker.current(), 4 * kib) << "a CPU's backward stays on its thread";
       tracker.compute_on(at::Device(at::kCUDA, 0));
       on_the_host = bytes();
