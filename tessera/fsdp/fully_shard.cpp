@@ -146,12 +146,12 @@ class FullyShardedDataParallel::Impl {
   /// Leaves slices. Nothing is waited for, and nothing thrown: a true exception may be on its way.
   ~Impl() {
     if (!active() || unsharded_ || !step_) return;
+    const comm::LeaveInOrder leaving;
     try {
       watch_.reset();
       attached_.detach();
       step_->abandon();
       refuse_orphans(*units_);
-      const comm::LeaveInOrder leaving;
       step_.reset();
       units_.reset();
     } catch (...) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "tessera/comm/call_site.h"
-#include "tessera/comm/leave_in_order.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/gradient_guard.h"
@@ -191,7 +190,6 @@ bool ShardedStep::aborted() const { return in_backward_ && backward_.is_over(); 
 
 void ShardedStep::recover() {
   if (!aborted() || drive_ == Drive::Engine) return;
-  const comm::LeaveInOrder leaving;
   if (accumulates_) {
     put_back();
     used_.clear();
@@ -226,7 +224,6 @@ void ShardedStep::restart_order() {
 
 void ShardedStep::abandon() noexcept {
   try {
-    const comm::LeaveInOrder leaving;
     backward_.forget();
     put_back();
     give_back_held();

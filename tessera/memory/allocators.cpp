@@ -81,6 +81,18 @@ KnownTable& known_table() {
   return *table;
 }
 
+/// For whom this thread takes the CPU's memory: without a ledger for nobody. A rank that computes on an accelerator does so in autograd's threads, too.
+MemoryThread cpu_thread() {
+  MemoryThread thread = memory_thread.ledger ? memory_thread : device_thread();
+  if (thread.ledger == nullptr) return thread;
+  if (thread.ledger->beside_device) {
+    thread.on_host = true;
+  } else if (thread.ledger != memory_thread.ledger) {
+    thread.ledger = nullptr;
+  }
+  return thread;
+}
+
 c10::DeleterFnPtr cpu_deleter = nullptr;  ///< of libtorch's own CPU allocator
 
 void give_back(void* data, const std::optional<Known>& known) {
@@ -130,11 +142,12 @@ class CpuAllocator final : public CountingAllocator {
 
   __attribute__((noinline)) c10::DataPtr allocate(size_t bytes) override {
     const void* const call_site = __builtin_return_address(0);
-    const bool counting = is_counting(bytes) && call_site != scratch_site.load(std::memory_order_relaxed);
+    const MemoryThread thread = cpu_thread();
+    const bool counting = thread.ledger != nullptr && bytes > 0 && call_site != scratch_site.load(std::memory_order_relaxed);
     const int size_class = host_cache_class(bytes);
     if (!counting && size_class == kNotCached) [[likely]]
       return wrapped_.allocate(bytes);
-    Known known{.counted = counting ? CountedMemory::count(memory_thread, static_cast<int64_t>(bytes)) : CountedMemory{}, .call_site = call_site};
+    Known known{.counted = counting ? CountedMemory::count(thread, static_cast<int64_t>(bytes)) : CountedMemory{}, .call_site = call_site};
     void* const data = take(bytes, size_class, known);
     known_table().insert(data, std::move(known));
     return {data, data, &free_cpu, c10::Device(c10::kCPU)};
@@ -228,7 +241,7 @@ void count_device_memory(void* address, int64_t bytes) noexcept {
 void uncount_device_memory(void* address) noexcept { known_table().erase(address); }
 
 void device_refused(int64_t bytes) noexcept {
-  const MemoryThread& thread = device_thread();
+  const MemoryThread thread = device_thread();
   if (thread.ledger == nullptr) return;
   const std::lock_guard lock(thread.ledger->mutex);
   thread.ledger->refuse(thread.category, bytes, thread.label, /*by_limit=*/false);
@@ -243,9 +256,13 @@ void register_device_tracking(at::DeviceType type, void (*start)(), void (*limit
 
 namespace tessera {
 
-void count_memory(void* context, int64_t bytes) {
-  if (detail::memory_thread.ledger == nullptr || bytes == 0) return;
-  detail::known_table().insert(context, {.counted = detail::CountedMemory::count(detail::memory_thread, bytes)});
+void count_memory(void* context, int64_t bytes, at::Device device) {
+  if (!device.is_cpu()) {
+    detail::count_device_memory(context, bytes);
+    return;
+  }
+  const detail::MemoryThread thread = detail::cpu_thread();
+  if (thread.ledger != nullptr && bytes != 0) detail::known_table().insert(context, {.counted = detail::CountedMemory::count(thread, bytes)});
 }
 
 void uncount_memory(void* context) { detail::known_table().erase(context); }

@@ -197,11 +197,15 @@ Carried* carried() { return static_cast<Carried*>(c10::ThreadLocalDebugInfo::get
 
 }  // namespace
 
-const MemoryThread& device_thread() {
+MemoryThread device_thread() {
   if (memory_thread.ledger != nullptr) return memory_thread;
   const Carried* const caller = carried();
   const MemoryThread* const thread = caller ? caller->thread.load() : nullptr;
-  return thread ? *thread : memory_thread;
+  if (!thread) return memory_thread;
+  MemoryThread acting = *thread;
+  if (memory_thread.category != MemoryCategory::Other) acting.category = memory_thread.category;
+  if (!memory_thread.label.empty()) acting.label = memory_thread.label;
+  return acting;
 }
 
 void carry_thread() { c10::ThreadLocalDebugInfo::_push(kCarried, std::make_shared<Carried>()); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -76,6 +77,7 @@ struct MemoryLedger : std::enable_shared_from_this<MemoryLedger> {
   void refuse(MemoryCategory category, int64_t bytes, std::string_view label, bool by_limit);
 
   mutable std::mutex mutex;
+  std::atomic<bool> beside_device = false;  ///< what is allocated on the CPU lies on the host beside an accelerator
   int64_t total = 0, peak = 0, allocations = 0, limit = 0;
   MemoryByCategory by_category{}, peak_by_category{};
   MemoryByCategory host{}, host_peak{};  ///< beside the device: in none of the above
@@ -96,8 +98,9 @@ struct MemoryThread {
 extern constinit thread_local MemoryThread memory_thread;
 
 /// On whose behalf this thread allocates on a device: its own, or, in a thread that autograd keeps for a device, that of the thread that called backward and
-/// waits for it. libtorch carries the answer along with whatever else is the caller's.
-const MemoryThread& device_thread();
+/// waits for it; then with the category and the label of this one's own scopes, where it has any. libtorch carries the answer along with whatever else is the
+/// caller's.
+MemoryThread device_thread();
 void carry_thread();          ///< from now on this thread is such a caller
 void stop_carrying_thread();  ///< and from now on no more
 

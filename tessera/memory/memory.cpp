@@ -78,6 +78,8 @@ void MemoryTracker::retag(const at::Tensor& tensor, MemoryCategory category) {
   });
 }
 
+void MemoryTracker::compute_on(at::Device device) { ledger_->beside_device = !device.is_cpu() && !device.is_meta(); }
+
 void MemoryTracker::set_limit(int64_t bytes) {
   const std::lock_guard lock(ledger_->mutex);
   ledger_->limit = bytes;

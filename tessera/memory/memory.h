@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 
 namespace tessera {
 
@@ -54,6 +54,10 @@ class MemoryTracker {
 
   /// Counts the tensor's storage under another category from now on. A storage that this tracker does not count is left alone.
   void retag(const at::Tensor& tensor, MemoryCategory category);
+
+  /// Says where the threads of this tracker compute. What they allocate on the CPU lies beside an accelerator: it counts as under HostMemory, and no limit of
+  /// the device's refuses it. Before that, and on the CPU and on meta, such memory is the device's.
+  void compute_on(at::Device device);
 
   /// Refuses, from now on, every allocation that would bring current() above `bytes`: it throws c10::OutOfMemoryError, as a device does that has no more.
   /// 0: no limit. Memory of a device that has a limit of its own (track_device) is counted but refused by the device alone.
@@ -182,10 +186,10 @@ class MemoryContext {
   std::string_view label_;  ///< of whoever is alive as long as the context is in use
 };
 
-/// Counts memory that comes from none of libtorch's allocators (shared with other processes, say) as if it did: `bytes` under this thread's tracker and
-/// category, if it has one. `context` is that of the storage's DataPtr, and has to be its own; the DataPtr's deleter calls `uncount_memory` with it.
+/// Counts memory of `device` that comes from none of libtorch's allocators (shared with other processes, say) as if it did: `bytes` under this thread's tracker
+/// and category, if it has one. `context` is that of the storage's DataPtr, and has to be its own; the DataPtr's deleter calls `uncount_memory` with it.
 /// Throws c10::OutOfMemoryError, counting nothing, where that would pass the tracker's limit.
-void count_memory(void* context, int64_t bytes);
+void count_memory(void* context, int64_t bytes, at::Device device = at::kCPU);
 void uncount_memory(void* context);
 
 /// Resident memory of the process as the kernel counts it, in bytes; 0 where /proc does not say.

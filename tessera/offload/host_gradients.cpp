@@ -34,7 +34,6 @@ HostGradients::~HostGradients() = default;
 
 void HostGradients::follow() {
   const c10::NoGradGuard no_grad;
-  returned_.wait();
   for (size_t i = 0; i < parameters_.size(); ++i) take(i);
 }
 
@@ -49,9 +48,7 @@ void HostGradients::begin_step() {
   const c10::NoGradGuard no_grad;
   clear_gradients();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].tensor._version() == versions_[i].parameter) continue;
-    returned_.wait();
-    take(i);
+    if (parameters_[i].tensor._version() != versions_[i].parameter) take(i);
   }
   inner_->begin_step();
 }
@@ -60,12 +57,12 @@ void HostGradients::finish() {
   inner_->finish();
   for (size_t i = 0; i < parameters_.size(); ++i) copies_[i].tensor.mutable_grad() = sums_->take(parameters_[i].tensor);
   sums_->clear();
-  returned_.wait();
 }
 
 void HostGradients::after_update() {
   const c10::NoGradGuard no_grad;
   std::vector<size_t> changed;
+  CopyStream::Point returned;
   {
     const CopyStream::Scope copying(link_.in);
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -75,9 +72,9 @@ void HostGradients::after_update() {
       at::Tensor(parameters_[i].tensor).copy_(copy, /*non_blocking=*/true);
       changed.push_back(i);
     }
-    returned_ = link_.in.point();
+    returned = link_.in.point();
   }
-  returned_.hold_device();
+  returned.hold_device();  // gradients leave behind it, and the host waits for one before it writes a copy again
   inner_->after_update();
   for (const size_t i : changed) note_versions(i);  // parts of a bucket have one counter
 }

@@ -65,7 +65,6 @@ class HostGradients final : public GradientSynchronizer {
   std::unique_ptr<GradientSynchronizer> inner_;
   std::vector<nn::NamedParameter> parameters_, copies_;
   std::vector<Versions> versions_;
-  CopyStream::Point returned_;  ///< parameters of the last update
 };
 
 }  // namespace tessera

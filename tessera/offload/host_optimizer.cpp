@@ -9,8 +9,8 @@
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 
-// Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping); the host waits for it before it reads it;
-// parameters come back behind the same, for they were read until now; and before the host writes a copy again, what came from it has arrived.
+// Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping, parameters that come back); the host waits for
+// it before it reads it, or writes the copy of its parameter; parameters come back behind what was asked for, too, for they were read until now.
 
 namespace tessera {
 
@@ -95,7 +95,6 @@ void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
 void HostOptimizer::prepare(const std::vector<Batch>& batches) {
   const HostMemory beside;
   show_update();
-  returned_.wait();
   {
     const MemoryScope scope(MemoryCategory::Gradients);
     for (const Batch& batch : batches) {
@@ -122,21 +121,20 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
 void HostOptimizer::show_update() {
   await_update();
   if (ahead_.empty()) return;
-  const CopyStream::Scope copying(link_.in);
-  for (const size_t index : ahead_) {
-    Beside& own = beside_[index];
-    own.copy.mutable_grad() = at::Tensor();
-    at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
+  {
+    const CopyStream::Scope copying(link_.in);
+    for (const size_t index : ahead_) {
+      Beside& own = beside_[index];
+      own.copy.mutable_grad() = at::Tensor();
+      at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
+    }
   }
   ahead_.clear();
   end_return();
 }
 
-/// Who computes from here on has what was copied back.
-void HostOptimizer::end_return() {
-  returned_ = link_.in.point();
-  returned_.hold_device();
-}
+/// Who computes from here on has what was copied back; so do gradients on their way out, and the host, which waits for those before it writes a copy again.
+void HostOptimizer::end_return() { link_.in.point().hold_device(); }
 
 void HostOptimizer::await_update() const {
   if (under_way_.valid()) under_way_.get();

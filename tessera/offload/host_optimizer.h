@@ -74,7 +74,6 @@ class HostOptimizer final : public optim::Optimizer {
   HostLink link_;
   int64_t piece_bytes_;
   std::vector<Beside> beside_;  ///< for each of parameters_
-  CopyStream::Point returned_;  ///< all parameters of the last update
   std::unique_ptr<optim::Optimizer> inner_;
   bool delayed_;
   std::vector<size_t> ahead_;            ///< parameters whose copies are one update ahead

@@ -54,19 +54,18 @@ at::Tensor HostSums::take(const at::Tensor& tensor) {
 
 void HostSums::add_kept(const at::Tensor& tensor, const at::Tensor& sum) {
   const c10::NoGradGuard no_grad;
-  at::Tensor kept = take(tensor);
+  const at::Tensor kept = take(tensor);
   if (!kept.defined()) return;
-  returning_.arrived.wait();
-  returning_ = {};
   const MemoryScope scope(MemoryCategory::Gradients);
   at::Tensor there;
+  CopyStream::Point arrived;
   {
     const CopyStream::Scope copying(link_.in, CopyStream::Behind::Nothing);
     there = at::empty(kept.sizes(), kept.options().device(link_.device).pinned_memory(false));
     there.copy_(kept, /*non_blocking=*/true);
-    returning_ = {.key = nullptr, .gradient = std::move(kept), .arrived = link_.in.point()};
+    arrived = link_.in.point();
   }
-  returning_.arrived.hold_device();
+  arrived.hold_device();  // pinned memory is given to nobody else before a copy from it is done: that is its allocator's matter
   keep_until_used(there);
   at::Tensor(sum).add_(there);
 }
@@ -74,8 +73,6 @@ void HostSums::add_kept(const at::Tensor& tensor, const at::Tensor& sum) {
 void HostSums::clear() {
   while (!flights_.empty()) land();
   sums_.clear();
-  returning_.arrived.wait();
-  returning_ = {};
 }
 
 }  // namespace tessera

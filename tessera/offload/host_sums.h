@@ -47,7 +47,6 @@ class HostSums final : public GradientRelay {
   std::deque<Flight> flights_;
   int64_t flying_bytes_ = 0;
   std::unordered_map<Key, at::Tensor> sums_;
-  Flight returning_{};  ///< the last that went back to the device: its memory on the host is read until it has arrived
 };
 
 }  // namespace tessera

@@ -22,13 +22,18 @@ std::string where(const MemoryRefusal& refusal) {
   return text;
 }
 
-std::string what_was_refused(const OutOfMemory& failure) {
-  const auto& refusal = failure.refusal;
+/// A device's own limit counts what it has reserved, so there may be less in use.
+std::string rule(const MemoryRefusal& refusal, int64_t device_limit) {
   const std::string in_use = format_bytes(total_of(refusal.in_use));
-  const std::string rule = refusal.limit > 0 ? fmt::format("would pass run.memory_limit_bytes = {} with {} in use", refusal.limit, in_use)
-                                             : fmt::format("could not be had beside the {} in use", in_use);
+  if (refusal.limit > 0) return fmt::format("would pass run.memory_limit_bytes = {} with {} in use", refusal.limit, in_use);
+  const std::string of_device = fmt::format("could not be had beside the {} in use", in_use);
+  return device_limit > 0 ? fmt::format("{}, with run.memory_limit_bytes = {} of what its allocator reserves", of_device, device_limit) : of_device;
+}
+
+std::string what_was_refused(const OutOfMemory& failure, int64_t device_limit) {
+  const auto& refusal = failure.refusal;
   return fmt::format("rank {} is out of memory{}: {} more ({}) {}", failure.rank, where(refusal), format_bytes(refusal.requested), to_string(refusal.category),
-                     rule);
+                     rule(refusal, device_limit));
 }
 
 std::string way_out(const FitSearch& search) {
@@ -76,7 +81,7 @@ std::string settings_text(const FitSearch& search) { return rows_text(search) + 
 OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure) {
   const auto& refusal = failure.refusal;
   const FitSearch search = find_fit(config, failure.world, room(refusal));
-  const std::string refused = what_was_refused(failure);
+  const std::string refused = what_was_refused(failure, config.run.memory_limit_bytes);
   std::string tables =
       fmt::format("the memory of rank {} when it ran out\n{}", failure.rank, category_table({{"in use", refusal.in_use}, {"predicted peak", search.now.peak}}));
   if (refusal.largest.empty()) {

@@ -8,7 +8,6 @@
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #if __has_include(<ATen/accelerator/Graph.h>)
 #include <ATen/accelerator/Graph.h>
@@ -60,7 +59,7 @@ bool of_one_form(const data::StepBatch& one, const data::StepBatch& other) {
 }
 
 /// Has the tracker see so much alive at once: the memory of a graph, which a replay uses though nobody allocates it.
-void reach(const MemoryTracker& memory, const MemoryByCategory& peak) {
+void reach(const MemoryTracker& memory, const MemoryByCategory& peak, at::Device device) {
   const auto now = memory.current_by_category();
   int64_t missing = total_of(peak) - total_of(now);
   std::array<char, num_memory_categories> places{};
@@ -69,7 +68,7 @@ void reach(const MemoryTracker& memory, const MemoryByCategory& peak) {
     const bool last = counted + 1 == places.size();  // what has been given back since takes the place of what is alive now
     const int64_t bytes = last ? missing : std::clamp<int64_t>(peak[counted] - now[counted], 0, missing);
     const MemoryScope category(static_cast<MemoryCategory>(counted));
-    count_memory(&places[counted], bytes);
+    count_memory(&places[counted], bytes, device);
     missing -= bytes;
   }
   for (size_t c = 0; c < counted; ++c) uncount_memory(&places[c]);
@@ -123,15 +122,13 @@ StepGraph::Result StepGraph::run(const data::StepBatch& batch, const std::vector
   captured_->graph.replay();
   ++replays_;
   for (size_t i = 0; i < updated.size(); ++i) updated[i].tensor.mutable_grad() = captured_->gradients[i];
-  reach(memory_, captured_->peak);
+  reach(memory_, captured_->peak, device_);
   return captured_->result;
 }
 
 void StepGraph::capture(const std::vector<nn::NamedParameter>& updated, const Passes& passes) {
   auto captured = std::make_unique<Captured>();
-  const c10::impl::VirtualGuardImpl device(device_.type());
-  device.synchronizeStream(device.getStream(device_));
-  c10::getDeviceAllocator(device_.type())->emptyCache();  // what the steps before have left is not the graph's to use
+  c10::getDeviceAllocator(device_.type())->emptyCache();  // what the steps before have left is not the graph's to use; waits for the device
   const auto before = memory_.peak_by_category();
   memory_.reset_peak();
   begin_capture(captured->graph);
@@ -148,7 +145,7 @@ void StepGraph::capture(const std::vector<nn::NamedParameter>& updated, const Pa
   }
   captured->graph.capture_end();
   captured->peak = memory_.peak_by_category();
-  reach(memory_, before);
+  reach(memory_, before, device_);
   for (const auto& parameter : updated) captured->gradients.push_back(parameter.tensor.grad());
   captured_ = std::move(captured);
 }

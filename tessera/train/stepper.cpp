@@ -143,6 +143,7 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
 
 void RankScope::compute_on(at::Device device) {
   track_device(device.type());
+  memory_.compute_on(device);
   if (device.is_cpu() || device.is_meta()) return;
   device_.reset_device(device);
   if (graph_) stream_.reset_stream(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));

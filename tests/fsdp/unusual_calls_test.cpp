@@ -431,6 +431,27 @@ TEST(FullyShard, AnExceptionInForwardOrBackwardLeavesTheNextStepRight) {
   });
 }
 
+/// Sums over replicas are on their way when the next step begins, or the wrapper goes; what they use is given to others behind them.
+TEST(FullyShard, AStepThatDidNotEndLeavesItsSumsInOrder) {
+  for (const bool goes : {false, true}) {
+    run_ranks(4, [&](World& world) {
+      const int first = world.rank() / 2 * 2;
+      const comm::Group shard = world.subgroup({first, first + 1}, "dp_shard" + std::to_string(first));
+      const comm::Group replicate = world.subgroup({world.rank() % 2, world.rank() % 2 + 2}, "dp_replicate" + std::to_string(world.rank() % 2));
+      DeepNet net;
+      auto sharded = fully_shard(net, shard, {.wrap = "block*", .replicate = replicate});
+      sharded->begin_step();
+      sharded->before_micro_batch({.last = true});
+      at::Tensor h = net->blocks[0](net->first(part_of(whole_batch(samples), 4, world.rank()).x));
+      h.register_hook([](const at::Tensor&) { throw std::runtime_error("mine"); });
+      h = net->last(net->out(net->norm(net->blocks[2](net->blocks[1](h)))));
+      EXPECT_THROW(h.sum().backward(), std::runtime_error);
+      goes ? sharded.reset() : sharded->begin_step();
+      at::ones({1000});
+    });
+  }
+}
+
 /// Branches of equal size, of which ranks take different ones.
 struct BranchesImpl : nn::Module {
   BranchesImpl() : first(5, 7), last(7, 3) {

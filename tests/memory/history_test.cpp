@@ -290,6 +290,24 @@ TEST(MemoryOfDevices, IsCountedOnTheThreadThatCalledBackward) {
     }).join();
     EXPECT_EQ(tracker.current(MemoryCategory::Activations), 4 * kib) << "and nothing of a thread that works for nobody";
     detail::uncount_device_memory(&block);
+    tracker.keep_details();
+    tracker.reset_peak();
+    at::Tensor on_the_host;
+    std::thread([&] {
+      const at::ThreadLocalStateGuard guard(caller);
+      const MemoryScope own(MemoryCategory::Gradients);
+      const MemoryLabel label("layers.0");
+      detail::count_device_memory(&block, 4 * kib);
+      EXPECT_EQ(tracker.largest_at_peak().front().module, "layers.0");
+      const auto bytes = [] { return at::empty({2 * kib}, at::TensorOptions(at::kCPU).dtype(at::kByte)); };
+      const at::Tensor of_a_cpu = bytes();
+      EXPECT_EQ(tracker.current(), 4 * kib) << "a CPU's backward stays on its thread";
+      tracker.compute_on(at::Device(at::kCUDA, 0));
+      on_the_host = bytes();
+    }).join();
+    EXPECT_EQ(tracker.current(MemoryCategory::Gradients), 4 * kib);
+    EXPECT_EQ(tracker.host_by_category()[static_cast<size_t>(MemoryCategory::Gradients)], 2 * kib);
+    detail::uncount_device_memory(&block);
     EXPECT_EQ(tracker.current(), 0);
   }
   std::thread([&] {

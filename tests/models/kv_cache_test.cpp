@@ -16,7 +16,7 @@ class Caching : public ::testing::TestWithParam<std::string> {
   at::Tensor read(KvCache& cache, const at::Tensor& tokens, int64_t begin, int place = 0) {
     const KvCache::Reading reading(cache, place, begin, tokens.size(1));
     const std::optional<at::Tensor> none;
-    return nn::call(*model, tokens, none, reading.positions(at::kCPU), none, true).select(1, 0);
+    return nn::call(*model, tokens, none, reading.positions(tokens.device()), none, true).select(1, 0);
   }
 
   std::shared_ptr<LanguageModel> model = tiny_model(tiny_config(GetParam()));

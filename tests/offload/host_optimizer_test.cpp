@@ -153,6 +153,30 @@ TEST(PagedOptimizer, IsSavedATensorAtATime) {
   std::filesystem::remove_all(folder);
 }
 
+// The state behind a piece begins to come before anybody asks whether its parameter has a gradient.
+TEST(PagedOptimizer, IsSavedWhileItComes) {
+  constexpr int64_t kOne = 16 * 16 * 4;
+  Pair pair;
+  const auto drawn = [&](int step) {
+    pair.draw(step);
+    if (step == 2) {
+      for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->back().tensor).mutable_grad() = at::Tensor();
+    }
+  };
+  PagedOptimizer paged(pair.device, {.place = OffloadPlace::Host, .piece_bytes = kOne}, building("sgd"));
+  const auto plain = optim::make_optimizer(config_of("sgd"), pair.cpu);
+  for (const int step : {0, 2}) {
+    drawn(step);
+    paged.step(1e-2);
+    plain->step(1e-2);
+  }
+  std::map<std::string, at::Tensor> want;
+  for (const auto& held : plain->state()) want[held.parameter + held.state] = held.tensor;
+  const auto state = paged.state_to_save();
+  ASSERT_TRUE(state.back().read);
+  EXPECT_TRUE(at::equal(state.back().read(), want.at(state.back().parameter + state.back().state)));
+}
+
 TEST(PagedOptimizer, HoldsTheStateOfAPieceAndOfTheNext) {
   const std::vector<std::vector<int64_t>> shapes(8, {16, 16});
   for (const bool meta : {false, true}) {

@@ -154,5 +154,37 @@ TEST_F(Fit, AnOutOfMemoryIsExplained) {
   EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg"), HasSubstr("for a peak of 3.00 MiB at most")));
 }
 
+// On the CPU the tracker refuses what would be alive beyond the limit, on a device its allocator what it would have reserved.
+TEST_F(Fit, ARefusalInARunIsExplained) {
+  const Sets few{"batch.global_size=2", "batch.micro_size=2", "run.threads=1"};
+  const int64_t limit = peak_of(config("llama", few), 1) * 3 / 4;
+  const Config settings = config("llama", {few[0], few[1], few[2], "run.memory_limit_bytes=" + std::to_string(limit)});
+  const at::Device device = testing_support::test_device();
+  plan::OutOfMemory failure;
+  comm::run_ranks(1, [&](comm::World& ranks) {
+    const Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
+    RankScope scope(settings, ranks.local_size());
+    scope.compute_on(device);
+    const at::Tensor on_the_host = device.is_cpu() ? at::Tensor() : at::empty({2 * limit}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+    EXPECT_THROW(
+        {
+          Stepper stepper(settings, mesh, device, scope);
+          data::Loader loader(corpus(settings), loader_options(settings, mesh));
+          stepper.step(loader.next());
+        },
+        c10::OutOfMemoryError);
+    ASSERT_TRUE(scope.memory().refusal().has_value());
+    failure.refusal = *scope.memory().refusal();
+  });
+  const int64_t in_use = total_of(failure.refusal.in_use);
+  EXPECT_GT(in_use, 0);
+  EXPECT_LE(in_use, limit);
+  EXPECT_FALSE(failure.refusal.largest.empty());
+  const std::string sentence = plan::explain(settings, failure).sentence;
+  EXPECT_THAT(sentence, AllOf(HasSubstr("rank 0 is out of memory"), HasSubstr(" more ("), HasSubstr("run.memory_limit_bytes = " + std::to_string(limit)),
+                              HasSubstr("; "), HasSubstr("--set ")));
+  EXPECT_EQ(sentence.find("of what its allocator reserves") != std::string::npos, !device.is_cpu()) << sentence;
+}
+
 }  // namespace
 }  // namespace tessera

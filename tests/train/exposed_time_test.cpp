@@ -2,6 +2,9 @@
 
 #ifdef TESSERA_SIM_DEVICE
 
+#include "tessera/comm/exposed_time.h"
+
+#include "tessera/comm/collectives.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tests/nn/net.h"
 #include "tests/train/fixture.h"
@@ -54,6 +57,18 @@ TEST_F(ExposedTimes, WhatBackwardHidesIsNotExposed) {
   EXPECT_NEAR(exposed([](size_t bucket, size_t) { return bucket == 0 ? 3 * kWork : kWork; }), least, 1e-12);
   EXPECT_NEAR(exposed([](size_t bucket, size_t all) { return bucket + 1 == all ? 2 : kWork; }), least + 2 - kWork, 1e-9);
   EXPECT_NEAR(exposed([](size_t, size_t all) { return 1.0 / static_cast<double>(all); }), 1, 1e-4);
+}
+
+TEST_F(ExposedTimes, AreThereForWhoAsksAtOnce) {
+  comm::run_ranks(2, [](comm::World& world) {
+    const at::Tensor x = at::ones({1000});
+    comm::ExposedTime exposed;
+    {
+      const comm::ExposedTime::Scope scope(exposed, x.device());
+      comm::all_reduce_async(world.group(), x).wait();
+    }
+    EXPECT_GT(exposed.seconds(), 0);
+  });
 }
 
 TEST_F(ExposedTimes, StepsTellWhatTheirCollectivesTake) {

@@ -33,6 +33,7 @@ int index_of(c10::Device device) { return device.has_index() ? device.index() : 
 struct Event {
   Clock clock;
   bool captured = false;
+  bool asked = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -71,9 +72,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     HappensBefore::get().block(stream_number(stream), of.clock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  // Work is done when it is asked for, so that it always has ended; who asks knows it from then on.
+  // Work is done when it is asked for. Who asks for the first time is told that it goes on, unless the host knows better, so that whatever is asked about is
+  // seen both ways; who asks again knows from then on that it has ended. (libtorch asks before it tells a time between events, and throws where one goes on.)
   bool queryEvent(void* event) const override {
-    if (event) learn(outside(event), "query");
+    if (!event || HappensBefore::get().is_known_to_host(outside(event))) return true;
+    if (!std::exchange(static_cast<Event*>(event)->asked, true)) return false;
+    learn(outside(event), "query");
     return true;
   }
   void synchronizeEvent(void* event) const override { learn(outside(event), "synchronize"); }
@@ -82,11 +86,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override { learn(HappensBefore::get().record(stream_number(stream)), "synchronize"); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override {
-    Capture::refuse(device, "synchronize");
-    HappensBefore::get().host_waits_device(device);
-    after_host_sync();
-  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { wait_for_device(device, "synchronize"); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), stream_number(stream)); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override { return 1e3 * (outside(end).seconds() - outside(begin).seconds()); }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(devices); }
@@ -168,6 +168,13 @@ c10::DispatchKey sim_autograd_key() { return wanted() == Wanted::Private ? c10::
 
 Generator::Generator(int device, at::Generator inner) : c10::GeneratorImpl(at_index(device), c10::DispatchKeySet(sim_key())), inner(std::move(inner)) {}
 
+void wait_for_device(int device, const char* why) {
+  Capture::refuse(device, why);
+  const HappensBefore::SyncReason reason(why);
+  HappensBefore::get().host_waits_device(device);
+  after_host_sync();
+}
+
 c10::Stream current_stream(int device) { return c10::Stream(c10::Stream::UNSAFE, at_index(device), current_ids[static_cast<size_t>(device)]); }
 int stream_number(const c10::Stream& stream) { return HappensBefore::get().stream(stream.device_index(), stream.id()); }
 int device_count() { return devices; }
@@ -184,7 +191,8 @@ void install(int count) {
     c10::impl::DeviceGuardImplRegistrar(sim_type(), new Guard);
     register_operators();
     register_graphs();
-    tessera::detail::register_device_tracking(sim_type(), [] {});  // take() counts always
+    tessera::detail::register_device_tracking(
+        sim_type(), [] {}, [](at::Device device, int64_t bytes) { limit_reserved(device.index(), bytes); });  // take() counts always
     install_fault_handler();
     return true;
   }();

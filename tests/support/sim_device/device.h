@@ -24,6 +24,9 @@ c10::DispatchKey sim_autograd_key();
 void install(int devices);
 int device_count();  ///< 0: not installed
 
+/// The host waits for all that the device was asked for; counts as a synchronisation by `why`.
+void wait_for_device(int device, const char* why);
+
 c10::Stream current_stream(int device);
 /// In HappensBefore.
 int stream_number(const c10::Stream& stream);

@@ -1,5 +1,8 @@
 #include "tests/support/sim_device/engine.h"
 
+#include <atomic>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -31,7 +34,8 @@ class SimWork final : public c10d::Work {
     } catch (...) {
     }
   }
-  bool isCompleted() override { return inner_->isCompleted(); }
+  /// Who asks for the first time is told that it goes on: whatever is asked about is waited for in both ways.
+  bool isCompleted() override { return asked_.exchange(true) && inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   void synchronize() override {
@@ -63,6 +67,7 @@ class SimWork final : public c10d::Work {
   WorkInFlight inner_;
   int device_;
   Clock end_;
+  std::atomic<bool> asked_ = false;
   Aliases held_;                         ///< until it is waited for, as NCCL's holds them
   std::shared_ptr<WorkInFlight> again_;  ///< of the replay under way, where it was captured
 };
@@ -79,7 +84,7 @@ class SimEngine final : public comm::Engine {
         TORCH_CHECK(tensor.device() == stream_.device(), "a group of ", stream_.device(), " was given a tensor on ", tensor.device());
     }
     auto& order = HappensBefore::get();
-    const int stream = stream_number(stream_);
+    const int stream = stream_number(stream_of(call));
     const char* const name = intern("collective " + std::string(comm::to_string(call.op)));
     order.block(stream, order.record(stream_number(current_stream(stream_.device_index()))));
     const uint64_t sequence = order.launch(stream);
@@ -109,8 +114,20 @@ class SimEngine final : public comm::Engine {
   void shutdown() override { bytes_->shutdown(); }
 
  private:
+  /// Messages have one for each peer and direction, so that a wait says nothing of another message than those before it on the same way.
+  c10::Stream stream_of(const Call& call) {
+    if (call.op != comm::Operation::Send && call.op != comm::Operation::Recv) return stream_;
+    const std::lock_guard lock(mutex_);  // they may come from two threads
+    const std::pair way(call.op, call.peer);
+    const auto found = ways_.find(way);
+    if (found != ways_.end()) return found->second;
+    return ways_.emplace(way, c10::impl::VirtualGuardImpl(sim_type()).getNewStream(stream_.device())).first->second;
+  }
+
   std::shared_ptr<comm::Engine> bytes_;
-  c10::Stream stream_;
+  c10::Stream stream_;  ///< of collectives
+  std::mutex mutex_;
+  std::map<std::pair<comm::Operation, int>, c10::Stream> ways_;
 };
 
 class SimFactory final : public comm::EngineFactory {

@@ -152,6 +152,11 @@ bool HappensBefore::is_known_to_host(const Access& access) {
   return access.sequence <= host_[static_cast<size_t>(access.stream)];
 }
 
+bool HappensBefore::is_known_to_host(const Clock& event) {
+  const std::lock_guard lock(mutex_);
+  return host_.knows(event);
+}
+
 const Access* HappensBefore::pending(const History& history) {
   const std::lock_guard lock(mutex_);
   const Access* which = nullptr;

@@ -93,6 +93,7 @@ class HappensBefore {
   void host_waits_device(int device);           ///< so does this
   void host_waits_everything();                 ///< and this: for the end of a test
   bool is_known_to_host(const Access& access);  ///< to be done
+  bool is_known_to_host(const Clock& event);    ///< to have happened
   /// Of the accesses that the host does not know to be done, a write if there is one; null: none.
   const Access* pending(const History& history);
 

@@ -57,6 +57,9 @@ struct Pool {
   std::vector<uintptr_t> opened;                                              // pages of device memory
   std::array<uintptr_t, kMaxDevices> next{};
   std::array<int64_t, kMaxDevices> in_use{};
+  std::array<Reserved, kMaxDevices> reserved{};
+  std::array<int64_t, kMaxDevices> limit{};
+  std::map<std::pair<int, size_t>, std::vector<Block*>> given_back;  // by device and room: addresses, but nothing is reserved there
 };
 
 Pool& pool() {
@@ -73,9 +76,45 @@ size_t room_for(size_t bytes) {
   return room;
 }
 
-Block* new_block(size_t room, int device) {
-  auto& next = pool().next[static_cast<size_t>(device)];
-  TORCH_CHECK_WITH(OutOfMemoryError, next + room <= kRange, "simulated device: out of memory");
+/// What nobody uses goes back to the device; what graphs keep stays.
+void give_back_unused(int device) {
+  auto& p = pool();
+  for (auto& [key, blocks] : p.free) {
+    const auto& [of, stream, kept_for, room] = key;
+    if (of != device || kept_for != 0) continue;
+    p.reserved[static_cast<size_t>(device)].current -= static_cast<int64_t>(room * blocks.size());
+    auto& addresses = p.given_back[{device, room}];
+    addresses.insert(addresses.end(), blocks.begin(), blocks.end());
+    blocks.clear();
+  }
+}
+
+bool has_room(size_t room, int device) {
+  const auto d = static_cast<size_t>(device);
+  const auto more = static_cast<int64_t>(room);
+  return pool().next[d] + room <= kRange && (pool().limit[d] == 0 || pool().reserved[d].current + more <= pool().limit[d]);
+}
+
+/// Tells the tracker of what it has to refuse, as CUDA's caching allocator does.
+Block* new_block(size_t room, int device, size_t bytes) {
+  if (!has_room(room, device) && Capture::of(device) == nullptr) {
+    wait_for_device(device, "out of memory");
+    give_back_unused(device);
+  }
+  if (!has_room(room, device)) {
+    tessera::detail::device_refused(static_cast<int64_t>(bytes));
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "simulated device: out of memory");
+  }
+  auto& p = pool();
+  auto& reserved = p.reserved[static_cast<size_t>(device)];
+  reserved.current += static_cast<int64_t>(room);
+  reserved.peak = std::max(reserved.peak, reserved.current);
+  if (auto& addresses = p.given_back[{device, room}]; !addresses.empty()) {
+    Block* const block = addresses.back();
+    addresses.pop_back();
+    return block;
+  }
+  auto& next = p.next[static_cast<size_t>(device)];
   auto* const block = new Block{.begin = ranges().device + static_cast<size_t>(device) * kRange + next, .room = room, .device = device};
   next += room;
   return block;
@@ -92,11 +131,20 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &give; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(host_of(to), host_of(from), bytes); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    const int device = c10::impl::VirtualGuardImpl(sim_type()).getDevice().index();  // the others are other ranks'
+    wait_for_device(device, "emptyCache");
+    const std::lock_guard lock(pool().mutex);
+    give_back_unused(device);
+  }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_stream(pointer.get(), stream_number(stream)); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = bytes_in_use(device);
+    const Reserved of = tessera::sim::reserved(device);
+    stats.requested_bytes[0].current = stats.allocated_bytes[0].current;
+    stats.reserved_bytes[0].current = of.current;
+    stats.reserved_bytes[0].peak = of.peak;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -196,7 +244,7 @@ void* take(size_t bytes, int device, int stream) {
   const Capture* const capture = Capture::of(device);
   const int64_t kept_for = capture ? capture->pool() : 0;
   auto& free = p.free[{device, stream, kept_for, room}];
-  Block* const block = free.empty() ? new_block(room, device) : free.back();
+  Block* const block = free.empty() ? new_block(room, device, bytes) : free.back();
   if (!free.empty()) free.pop_back();
   block->bytes = bytes;
   block->stream = stream;
@@ -232,6 +280,21 @@ void record_stream(const void* data, int stream) {
 int64_t bytes_in_use(int device) {
   const std::lock_guard lock(pool().mutex);
   return pool().in_use[static_cast<size_t>(device)];
+}
+
+Reserved reserved(int device) {
+  const std::lock_guard lock(pool().mutex);
+  return pool().reserved[static_cast<size_t>(device)];
+}
+
+void limit_reserved(int device, int64_t bytes) {
+  const std::lock_guard lock(pool().mutex);
+  pool().limit[static_cast<size_t>(device)] = bytes;
+}
+
+void lift_limits() {
+  const std::lock_guard lock(pool().mutex);
+  pool().limit.fill(0);
 }
 
 void each_block(int device, const std::function<void(const Block&)>& use) {

@@ -44,6 +44,15 @@ void* take(size_t bytes, int device, int stream);
 void give(void* device_address);
 void record_stream(const void* device_address, int stream);
 int64_t bytes_in_use(int device);
+
+/// What the device has given: what is alive, in rooms of powers of two and whole MiB, and what is kept for reuse, which goes back where it would pass the
+/// limit.
+struct Reserved {
+  int64_t current = 0, peak = 0;
+};
+Reserved reserved(int device);
+void limit_reserved(int device, int64_t bytes);  ///< 0: none
+void lift_limits();                              ///< of all devices
 /// Each piece of device memory that is alive.
 void each_block(int device, const std::function<void(const Block&)>& use);
 /// Fills with ones what was made in a graph's pool, be it alive or not.

@@ -1,12 +1,15 @@
 // With TESSERA_TEST_DEVICE=sim, or sim_private, a test binary runs on simulated devices: whatever its tests make without naming a device lies there, each rank
 // has its own, and what the detector reports fails the test that it happened in.
 
+#include <cstring>
+
 #include <gtest/gtest.h>
 
-#include "tests/support/sim_device/default_device.h"
+#include "tests/support/default_device.h"
 #include "tests/support/sim_device/device.h"
 #include "tests/support/sim_device/happens_before.h"
 #include "tests/support/sim_device/memory.h"
+#include "tests/support/sim_device/operators.h"
 
 namespace tessera::sim {
 
@@ -23,6 +26,7 @@ class Reports final : public ::testing::EmptyTestEventListener {
     forget();
   }
   static void forget() {
+    lift_limits();
     HappensBefore::get().host_waits_everything();
     after_host_sync();
     HappensBefore::get().take_reports();
@@ -33,7 +37,8 @@ class Reports final : public ::testing::EmptyTestEventListener {
 class Devices final : public ::testing::Environment {
   void SetUp() override {
     install(kMaxDevices);
-    make_default_device();
+    testing_support::make_default_device(sim_type(), [] { return std::strcmp(Running::now(), "the host") != 0; });
+    let_operators_read_other_devices();
     ::testing::UnitTest::GetInstance()->listeners().Append(new Reports);
   }
 };

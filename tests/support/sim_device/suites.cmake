@@ -85,13 +85,22 @@ tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* 
 tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
                   LEFT_OUT Staging.CountsWhatItHolds Forms/SaverTest.AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays*  # bytes and files of a CPU's staging
                   Checkpoint.AFileOfAnotherRankThatIsNotWholeIsNoCheckpoint Safetensors.GivesBackEveryDtypeAndShape)  # read tensors by their pointers
-# Of verify layouts of its own (tests/verify/device_test.cpp), a selection of the others, and of the bugs that it has to find: a second device costs as much as the
-# first.
+# Of verify layouts of its own (tests/verify/device_test.cpp), the matrix in the formats that devices take, a selection of the others, and of the bugs that it has to
+# find: a second device costs as much as the first.
 tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
-                  PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice)
+                  PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice *VerifyMatrix.EveryLayoutAndEveryFormat*)
+tessera_sim_suite(models)
+tessera_sim_suite(lora)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
-# Of train, what is about devices; whole runs on the device are held against the CPU's there.
-tessera_sim_suite(train ONLY TrainDevice.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
-                  Pipeline.ValidatesAndGeneratesBetweenSteps)
+# Of plan, what a device refuses; the rest are dry runs.
+tessera_sim_suite(plan ONLY Fit.ARefusalInARunIsExplained)
+# Of train, what is about devices, where whole runs are held against the CPU's, and what goes with a run: reports of memory, texts, saves, skipped steps.
+tessera_sim_suite(train ONLY TrainDevice.* DeviceChange.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
+                  Pipeline.ValidatesAndGeneratesBetweenSteps MemoryWatchTest.* MemoryReport.* *Generation* Overflowing.* Saving.* PostValidation.* TrainerTest.* PlacedTraining.Activations*
+                  LEFT_OUT Overflowing.OnOneRankSkipsTheStepOnAll Overflowing.StopsAfterSkipsInARowAndNamesRankAndParameter  # rms_norm to fp16, which devices refuse
+                  PostValidation.StepsThatOverflowAreSkipped                # the same
+                  PostValidation.BesideEveryThingThatFollowsAnUpdate        # stochastic rounding, refused on devices by name
+                  Saving.WhatIsStagedCountsInThePeakOfTheStepsMeanwhile     # bytes of a CPU that is its own host
+                  TrainerTest.ARankThatComputesLongerIsNamedOnce)           # sleeps, which no device's time knows of

@@ -1,3 +1,4 @@
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gmock/gmock.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -5,6 +6,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
+#include "tessera/memory/history.h"
 #include "tessera/memory/host_link.h"
 #include "tessera/memory/memory.h"
 #include "tests/support/sim_device/tests/support.h"
@@ -228,7 +230,44 @@ TEST_F(SimDevice, EventsKnowTheirTimes) {
   x.add_(1);
   c10::Event later = timed();
   later.record(own());
+  later.synchronize();
   EXPECT_NEAR(end.elapsedTime(later), 1e-3, 1e-9);
+}
+
+TEST_F(SimDevice, EventsThatTheHostHasNotWaitedForHaveNoTimes) {
+  c10::Event begin(sim_type(), c10::EventFlag::BACKEND_DEFAULT), end(sim_type(), c10::EventFlag::BACKEND_DEFAULT);
+  const at::Tensor x = at::ones({10}, at::TensorOptions(first));
+  begin.record(own());
+  x.add_(1);
+  end.record(own());
+  begin.synchronize();
+  EXPECT_THROW(begin.elapsedTime(end), c10::Error);
+  end.synchronize();
+  EXPECT_NO_THROW(begin.elapsedTime(end));
+}
+
+// As CUDA's caching allocator does: what is freed stays reserved until something else needs the room.
+TEST_F(SimDevice, KeepsWhatItHasGivenUpToALimit) {
+  constexpr int64_t kMiB = 1 << 20;
+  const auto bytes = [](int64_t size) { return at::empty({size}, at::TensorOptions(first).dtype(at::kByte)); };
+  c10::getDeviceAllocator(sim_type())->emptyCache();
+  const int64_t before = reserved(0).current;
+  bytes(4 * kMiB);
+  EXPECT_EQ(reserved(0).current, before + 4 * kMiB);
+  EXPECT_EQ(reserved_memory(first).current, before + 4 * kMiB);
+  EXPECT_GE(reserved_memory(first).peak, before + 4 * kMiB);
+  limit_device(first, before + 8 * kMiB);
+  MemoryTracker tracker;
+  const TrackMemory track(tracker);
+  EXPECT_NO_THROW(bytes(8 * kMiB)) << "of which 4 were kept for reuse";
+  EXPECT_EQ(reserved(0).current, before + 8 * kMiB);
+  const at::Tensor held = bytes(5 * kMiB);
+  EXPECT_THROW(bytes(4 * kMiB), c10::OutOfMemoryError);
+  ASSERT_TRUE(tracker.refusal().has_value());
+  EXPECT_EQ(tracker.refusal()->requested, 4 * kMiB);
+  EXPECT_EQ(total_of(tracker.refusal()->in_use), 5 * kMiB);
+  lift_limits();
+  EXPECT_NO_THROW(bytes(4 * kMiB));
 }
 
 TEST_F(SimDevice, HostLinkOrdersItsCopies) {

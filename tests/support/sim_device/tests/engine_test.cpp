@@ -222,6 +222,18 @@ TEST_F(SimEngineTest, AFlightRecordTellsHowFarADeviceHasCome) {
     EXPECT_EQ(last().number, before) << "what a graph captures is none of the record's";
   }
   std::filesystem::remove_all(dir);
+
+TEST_F(SimEngineTest, StagedResultsComeBehindWhoeverReadsTheirMemory) {
+  comm::run_ranks(2,
+                  [](World& world) {
+                    const at::Tensor x = at::ones({1000}, here());
+                    if (world.rank() == 0) return send(world.group(), x, 1);
+                    const at::Tensor before = x + 1;
+                    recv(world.group(), x, 0);
+                    x.add_(before);
+                  },
+                  {.backend = "shm"});
+  EXPECT_THAT(kinds(), SizeIs(0));
 }
 
 TEST_F(SimEngineTest, FindsResultsThatAreUsedBeforeTheWait) {
@@ -243,6 +255,22 @@ TEST_F(SimEngineTest, FindsInputsThatAreOverwrittenBeforeTheWait) {
     pending.wait();
   });
   EXPECT_THAT(kinds(), ElementsAre(Race, Race));
+}
+
+TEST_F(SimEngineTest, AWaitSaysNothingOfMessagesOnAnotherWay) {
+  for (const bool both : {true, false}) {
+    comm::run_ranks(2, [&](World& world) {
+      const at::Tensor out = at::ones({1000}, here()), in = at::empty({1000}, here());
+      const int peer = 1 - world.rank();
+      auto sent = send_async(world.group(), out, peer);
+      auto received = recv_async(world.group(), in, peer);
+      received.wait();
+      if (both) sent.wait();
+      out.add_(in);
+      if (!both) sent.wait();
+    });
+    EXPECT_THAT(kinds(), SizeIs(both ? 0 : 2));
+  }
 }
 
 TEST_F(SimEngineTest, FindsWorkThatIsDropped) {

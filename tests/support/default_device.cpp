@@ -1,7 +1,6 @@
-#include "tests/support/sim_device/default_device.h"
+#include "tests/support/default_device.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,18 +14,18 @@
 #include <torch/library.h>
 
 #include "tests/on_the_cpu.h"
-#include "tests/support/sim_device/device.h"
-#include "tests/support/sim_device/memory.h"
-#include "tests/support/sim_device/operators.h"
 
 // Factories pass the key BackendSelect, where libtorch has a kernel for each that reads the device from its options. Those are replaced by one that knows what
 // device is meant where the options name none.
 
-namespace tessera::sim {
+namespace tessera::testing_support {
 
 namespace {
 
-bool is_default = false;  // and nobody asks for the CPU
+std::optional<c10::DeviceType> default_type;  // where nobody asks for the CPU
+bool (*inside_operator)() = nullptr;
+
+c10::Device default_device() { return c10::impl::VirtualGuardImpl(*default_type).getDevice(); }
 
 std::optional<size_t> position(const c10::FunctionSchema& schema, const char* name) {
   const auto& arguments = schema.arguments();
@@ -48,8 +47,7 @@ void make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& device = argument("device");
   const bool pinned = argument("pin_memory").isBool() && argument("pin_memory").toBool();
   const bool strided = argument("layout").isNone() || argument("layout").toLayout() == at::kStrided;
-  if (has_default_device() && device.isNone() && !pinned && strided && std::strcmp(Running::now(), "the host") == 0)
-    device = c10::impl::VirtualGuardImpl(sim_type()).getDevice();
+  if (has_default_device() && device.isNone() && !pinned && strided && !(inside_operator && inside_operator())) device = default_device();
   const auto key =
       c10::computeDispatchKey(argument("dtype").toOptional<at::ScalarType>(), argument("layout").toOptional<at::Layout>(), device.toOptional<at::Device>());
   op.redispatchBoxed(c10::DispatchKeySet(key), stack);
@@ -60,15 +58,16 @@ bool equal(const at::Tensor& one, const at::Tensor& other) { return at::equal(on
 
 }  // namespace
 
-void make_default_device() {
-  is_default = true;
-  let_operators_read_other_devices();
+void make_default_device(c10::DeviceType type, bool (*inside)()) {
+  default_type = type;
+  inside_operator = inside;
   static auto* const library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   struct Silence final : c10::WarningHandler {
     void process(const c10::Warning&) override {}  // that kernels are replaced
   } silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  static auto* const leniency = new torch::Library(torch::Library::IMPL, "aten", sim_key(), __FILE__, __LINE__);
+  static auto* const leniency =
+      new torch::Library(torch::Library::IMPL, "aten", c10::computeDispatchKey(std::nullopt, std::nullopt, c10::Device(type)), __FILE__, __LINE__);
   leniency->impl("equal", &equal);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -81,22 +80,22 @@ void make_default_device() {
   }
 }
 
-bool has_default_device() { return is_default && !testing_support::OnTheCpu::now(); }
+bool has_default_device() { return default_type.has_value() && !OnTheCpu::now(); }
 
-}  // namespace tessera::sim
+}  // namespace tessera::testing_support
 
-// at::tensor writes its values into what at::empty gives it, which here cannot be written to by the host. In a program that has these definitions they are
-// taken before libtorch's.
+// at::tensor writes its values into what at::empty gives it, which the host cannot write to on a device. In a program that has these definitions they are taken
+// before libtorch's.
 namespace at {
 
-#define TESSERA_TENSOR(T, S)                                                                                                         \
-  Tensor tensor(ArrayRef<T> values, const TensorOptions& options) {                                                                  \
-    const bool elsewhere = !options.device().is_cpu() || (tessera::sim::has_default_device() && !options.has_device());              \
-    const Tensor host = at::empty({static_cast<int64_t>(values.size())}, at::dtype(k##S).device(kCPU));                              \
-    std::copy(values.begin(), values.end(), host.data_ptr<T>());                                                                     \
-    const auto wanted = options.has_dtype() ? options : options.dtype(k##S);                                                         \
-    if (!elsewhere) return host.to(wanted.device(kCPU));                                                                             \
-    return host.to(wanted.has_device() ? wanted : wanted.device(c10::impl::VirtualGuardImpl(tessera::sim::sim_type()).getDevice())); \
+#define TESSERA_TENSOR(T, S)                                                                                                        \
+  Tensor tensor(ArrayRef<T> values, const TensorOptions& options) {                                                                 \
+    const bool elsewhere = !options.device().is_cpu() || (tessera::testing_support::has_default_device() && !options.has_device()); \
+    const Tensor host = at::empty({static_cast<int64_t>(values.size())}, at::dtype(k##S).device(kCPU));                             \
+    std::copy(values.begin(), values.end(), host.data_ptr<T>());                                                                    \
+    const auto wanted = options.has_dtype() ? options : options.dtype(k##S);                                                        \
+    if (!elsewhere) return host.to(wanted.device(kCPU));                                                                            \
+    return host.to(wanted.has_device() ? wanted : wanted.device(tessera::testing_support::default_device()));                       \
   }
 AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, TESSERA_TENSOR)
 AT_FORALL_COMPLEX_TYPES(TESSERA_TENSOR)
