@@ -27,7 +27,12 @@ TEST(WholeRun, IsStepsTimesAStep) {
   EXPECT_DOUBLE_EQ(run.seconds.value(), 3600);
   EXPECT_DOUBLE_EQ(run.device_hours.value(), 1024);
   EXPECT_DOUBLE_EQ(run.kilowatt_hours.value(), 716.8);
-  EXPECT_EQ(to_string(run), "the whole run: 4.00 B tokens in 1000 steps: 1 h 00 m, 1.02 K device hours, 717 KWh\n");
+  EXPECT_EQ(to_string(run), "the whole run: 4.00 B tokens in 1000 steps: 1 h 00 m, 1.02 K device hours, 717 kWh\n");
+  const auto energy = [&](double watts) { return to_string(whole_run(step, 1000, watts)); };
+  EXPECT_THAT(energy(0.01), HasSubstr(", 0.0102 kWh"));
+  EXPECT_THAT(energy(976.5), HasSubstr(", 1 MWh")) << "not 1e+03 kWh";
+  EXPECT_THAT(energy(5e6), HasSubstr(", 5.12 GWh"));
+  EXPECT_THAT(energy(5e9), HasSubstr(", 5.12 TWh"));
   EXPECT_THAT(to_string(whole_run(step, 240'000, {})), HasSubstr("10.0 days"));
   EXPECT_FALSE(whole_run(step, 1, {}).kilowatt_hours);
   EXPECT_EQ(to_json(run).size(), 5);
