@@ -47,6 +47,7 @@ soak: build
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_train_test --gtest_also_run_disabled_tests --gtest_filter='*RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomResume.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_pipeline_test --gtest_also_run_disabled_tests --gtest_filter='RandomSplits.DISABLED_Many'
 	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_tensor_parallel_test --gtest_also_run_disabled_tests --gtest_filter='RandomPlans.DISABLED_Many'
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_plan_test --gtest_also_run_disabled_tests --gtest_filter='RandomLayoutPlans.DISABLED_Many'
 
 # Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a moment of each.
 FUZZ_SECONDS ?= 600
