@@ -141,7 +141,9 @@ class StepsReader {
     result.flops = flops(step.tokens);
     EventReader of_step(step.before);
     std::optional<RankClock> clock;
-    if (options_.machine && last) clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_);
+    if (options_.machine && last) {
+      clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_, config_.offload.delayed_update);
+    }
     StepHistory history(step.before.device);
     const auto read = [&](const Event& event) {
       of_step.read(event);
