@@ -53,6 +53,20 @@ TEST_F(Preflight, SaysWhatItFound) {
   EXPECT_THAT(preflight(config("llama", {"mesh.tp=2"}), 2, 2, 0), StartsWith("preflight: 2 ranks would meet in all calls of a step; rank "));
 }
 
+// Before anything is launched: one stage of a pipeline is told of other sequences than its neighbour.
+TEST_F(Preflight, RefusesACollectiveThatDoesNotMatch) {
+  const Config piped = config("llama", {"mesh.pp=2"});
+  const auto otherwise = [](const Config& told, int rank) {
+    Config own = told;
+    if (rank == 1) own.data.seq_len = 12;
+    return own;
+  };
+  EXPECT_THAT(refusal([&] { preflight(piped, 2, 2, 0, {.told = otherwise}); }),
+              AllOf(StartsWith("mesh: ranks of this layout would wait for each other in vain: "), HasSubstr("sent 2304 bytes"),
+                    HasSubstr("received 3072 bytes"), HasSubstr("no run of this one would end")));
+  EXPECT_NO_THROW(preflight(piped, 2, 2, 0, {.told = [](const Config& told, int) { return told; }}));
+}
+
 TEST_F(Preflight, RefusesWhatDoesNotFit) {
   Config tight = config("llama");
   tight.run.memory_limit_bytes = total_of(largest_class(dry_run(tight, 2)).peak_bytes) - 1;
