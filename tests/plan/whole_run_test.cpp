@@ -76,6 +76,7 @@ TEST_F(Preflight, RefusesWhatDoesNotFit) {
   const int64_t peak = total_of(largest_class(dry_run(any, 2)).peak_bytes);
   EXPECT_THAT(refusal([&] { preflight(any, 2, 2, peak); }), AllOf(StartsWith("model: --preflight: the 2 ranks on this host need "), HasSubstr("it has ")));
   EXPECT_NO_THROW(preflight(any, 2, 2, 3 * peak));
+  EXPECT_THAT(refusal([&] { preflight(any, 4, 4, 3 * peak); }), HasSubstr("the 4 ranks on this host need ")) << "several of a class";
   EXPECT_NO_THROW(preflight(any, 2, 1, peak + peak / 8)) << "one of two hosts";
 }
 
